@@ -91,7 +91,7 @@ def run(*, small: bool) -> Report:
         shipped = size_bytes(fresh.data)
         report.add("data folder of the new replica", shipped / 1e6, "MB")
         report.add("shipped", shipped / 1e6 / took_s, "MB/s")
-        report.add("leader's CPU meanwhile, for each that waits", spent_s / rows * 1e6, "us/promise")
+        report.add("leader's CPU meanwhile, for each that waits", spent_s / rows * 1e6, "us/message")
         steady.report(leader, report)
     return report
 

@@ -3,8 +3,8 @@
 Bodies of 128 bytes, due at random milliseconds of that second, waiting in the log's tail; and all due in its first
 millisecond, waiting in the pending table (compacted before). The latter also with bodies of 1 KiB, which are more than
 the broker may load ahead of the instant. The time runs from the second's beginning to the stamp of the last release,
-and to the moment when the broker reports all of them as on disk. Every promise is counted and must have been released
-once, not early.
+and to the moment when the broker reports all of them as on disk. Every scheduled message is counted and must have been
+released once, not early.
 
 Not measured: consumers (none is pulling), a second such second right behind, a cold page cache, delay levels (they
 fall due as fast as they were sent).
@@ -21,7 +21,7 @@ from benchmarks.harness import (
     Server,
     now_ms,
     releases,
-    send_promises,
+    send_scheduled,
     serving,
     wait_until,
 )
@@ -64,7 +64,7 @@ def _run_case(report: Report, server: Server, ball: Timeball, case: Case, rows: 
     label, bar_s = case.label, BAR_S + case.spread_ms / 1_000
     second_ms = (now_ms() // 1_000 + ahead_s) * 1_000
     due = second_ms + np.random.default_rng(3).integers(0, case.spread_ms, rows)
-    send_promises(ball, due, min(100_000, CHUNK_BYTES // case.body_bytes), body_bytes=case.body_bytes)
+    send_scheduled(ball, due, min(100_000, CHUNK_BYTES // case.body_bytes), body_bytes=case.body_bytes)
     if case.compacted:
         ball.compact()
     first = ball.status()["log"]["durable_seq"]

@@ -1,6 +1,6 @@
-"""How fast promises move from the log's tail to the pending table: by the broker itself, and by Spark local[2].
+"""How fast messages move from the log's tail to the pending table: by the broker itself, and by Spark local[2].
 
-For each, promises of 128 bytes due over the next year stand in the tail; then the broker is asked to compact,
+For each, scheduled messages of 128 bytes due over the next year stand in the tail; then the broker is asked to compact,
 or the job `timeball pipeline run compact --once` is started. The broker's rate is over all of them. Spark's is
 over all but the first attach, from that attach to the last one, so that starting Java (which `up` does once)
 is not in it; the time of the whole job, with its start, is given as well.
@@ -18,7 +18,7 @@ import time
 import numpy as np
 import psutil
 
-from benchmarks.harness import Server, now_ms, send_promises, serving
+from benchmarks.harness import Server, now_ms, send_scheduled, serving
 from benchmarks.report import Report
 from timeball import Timeball
 
@@ -43,7 +43,7 @@ def _by_broker(report: Report, server: Server, ball: Timeball, rows: int) -> Non
     cpu_s, begun = server.cpu_s(), time.perf_counter()
     ball.compact()
     took_s = time.perf_counter() - begun
-    report.add("broker: moved", ball.status()["schedule"]["table_rows"], "promises")
+    report.add("broker: moved", ball.status()["schedule"]["table_rows"], "scheduled")
     report.add("broker: rate", rows / took_s, "msg/s")
     report.add("broker: CPU", (server.cpu_s() - cpu_s) / rows * 1e6, "us/msg")
 
@@ -71,7 +71,7 @@ def _by_spark(report: Report, server: Server, ball: Timeball, step_rows: int) ->
     took_s = time.perf_counter() - begun
     if job.returncode != 0:
         raise RuntimeError(f"the job ended with code {job.returncode}")
-    report.add("spark: moved", ball.status()["schedule"]["table_rows"], "promises")
+    report.add("spark: moved", ball.status()["schedule"]["table_rows"], "scheduled")
     report.add("spark: the whole job, Java's start included", took_s, "s")
     if len(moves) > 1:
         (first_s, first_rows), (last_s, last_rows) = moves[0], moves[-1]
@@ -85,7 +85,7 @@ def _by_spark(report: Report, server: Server, ball: Timeball, step_rows: int) ->
 
 def _fill(ball: Timeball, rows: int) -> None:
     due = np.random.default_rng(2).integers(HOUR_MS, 365 * 24 * HOUR_MS, rows)
-    send_promises(ball, now_ms() + due)
+    send_scheduled(ball, now_ms() + due)
 
 
 def _watch(ball: Timeball, job: subprocess.Popen[bytes]) -> list[tuple[float, int]]:

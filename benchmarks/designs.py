@@ -1,19 +1,20 @@
 """The designs of waiting, side by side: the same work for each, one table.
 
 Columns: `hour_log`, `timer_wheel` with slots of 1 s and of 1 ms, `level_cascade`, `delay_levels`. The work, on a
-real broker (designs_served.py): two million promises of 128 bytes admitted, and what they take while they wait; a
-million due in one second; a million overdue at once; 10,000 a second due at random milliseconds; kill -9 with a
-million waiting. And in virtual time (designs_lives.py) the bytes written for a promise that waits 10 s, 1 h, 3 d and
-40 d. In each piece of work every promise is accounted for: the last rows of the table. All of it takes half an hour.
+real broker (designs_served.py): two million scheduled messages of 128 bytes admitted, and what they take while they
+wait; a million due in one second; a million overdue at once; 10,000 a second due at random milliseconds; kill -9 with a
+million waiting. And in virtual time (designs_lives.py) the bytes written for a scheduled message that waits 10 s, 1 h,
+3 d and 40 d. In each piece of work every scheduled message is accounted for: the last rows of the table. All of it
+takes half an hour.
 
 `delay_levels` does what levels can express: no 3 d, and no million in one second, since they fall due as fast as they
-came (*overdue* has them at once). Its promises come over RocketMQ's wire, one a request, so that its rate of admission,
-and the frames in its log, are mostly the wire's.
+came (*overdue* has them at once). Its scheduled messages come over RocketMQ's wire, one a request, so that its rate of
+admission, and the frames in its log, are mostly the wire's.
 
 Not measured: consumers (none is pulling), other disks, a cold page cache, bodies of other sizes (rewriting costs in
 proportion), cancels, compaction by Spark, a ring of another reach; in the lateness the time between a release's stamp
-and the end of its fdatasync; in the lives time and CPU (their clock is moved by hand), and promises that come or fall
-due alone, which cost every design a page more each time.
+and the end of its fdatasync; in the lives time and CPU (their clock is moved by hand), and scheduled messages that come
+or fall due alone, which cost every design a page more each time.
 """
 
 from __future__ import annotations

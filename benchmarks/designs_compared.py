@@ -1,7 +1,7 @@
-"""What `designs` compares: the strategies, how a broker is told to use each, and what became of its promises.
+"""What `designs` compares: the strategies, how a broker is told to use each, and what became of its scheduled messages.
 
-`delay_levels` is beside the keeper of instants in every broker; its column sends promises of a level, where the others
-send instants. Levels come over RocketMQ's wire only.
+`delay_levels` is beside the keeper of instants in every broker; its column sends scheduled messages of a level, where
+the others send instants. Levels come over RocketMQ's wire only.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ledger:
     released_seq: Int64Array
     released_due_ms: Int64Array
     released_ms: Int64Array  # stamps of the release records
-    moved_rows: int = 0  # promises written again
+    moved_rows: int = 0  # scheduled messages written again
 
     @classmethod
     def of(cls, batches: Iterable[pa.RecordBatch]) -> Ledger:
@@ -82,7 +82,7 @@ class Ledger:
         moved_rows = 0
         for batch in batches:
             kinds = batch.column("kind").to_numpy()
-            later = kinds == Kind.PROMISE
+            later = kinds == Kind.SCHEDULED
             promised.append(_columns(batch, later, ("seq", "due_ms")))
             moved_rows += int((kinds == Kind.MOVED).sum())
             released.append(_columns(batch, kinds == Kind.RELEASE, ("source_seq", "due_ms", "store_ms")))

@@ -1,16 +1,16 @@
-"""Bytes written for a promise over its whole life, in virtual time: 40 days pass in seconds.
+"""Bytes written for a scheduled message over its whole life, in virtual time: 40 days pass in seconds.
 
 A real node without sockets, on real files, with a clock that is moved by hand to each instant at which a
 strategy wants to be called, or a duty of the broker is due. Ten batches are sent within a second. Each is due in a
 second of its own, within 5 % of the delay (a round delay would be a single hop of a cascade), at random milliseconds of
 it; where a level is used, after exactly the delay. Near their instants the clock goes in steps of 100 ms, so that
-releases come in batches too. A promise that came or fell due alone would cost every strategy a page or so more, each
-time.
+releases come in batches too. A scheduled message that came or fell due alone would cost every strategy a page or so
+more, each time.
 
 What is counted: all pages that the process has made dirty, as the kernel counts them (`write_bytes` of
 /proc/self/io): log, files of the strategy, mapped ones too, the table with its keys and its Delta log,
 checkpoints, queue indexes. A page that is written again after it was synced counts again, as it does on the disk.
-Beside it the bytes of the log's frames: promises, moves, releases.
+Beside it the bytes of the log's frames: scheduled messages, moves, releases.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NEVER_MS = 1 << 40  # no duty by itself: the life calls them, in its own time
 
 @dataclass(frozen=True)
 class Life:
-    """What it took to keep `rows` promises; multiples are of the bodies' bytes."""
+    """What it took to keep `rows` scheduled messages; multiples are of the bodies' bytes."""
 
     rows: int
     written_bytes: int  # 0 where the file system does not count (one in memory)
@@ -63,7 +63,7 @@ class Life:
 
 
 def live(design: Design, delay_ms: int, rows: int, folder: Path, small: bool = False) -> Life | None:
-    """Keep `rows` promises of one delay in an empty folder; None when the strategy cannot express it."""
+    """Keep `rows` scheduled messages of one delay in an empty folder; None when the strategy cannot express it."""
     level = level_of(delay_ms) if design.by_level else 0
     if level is None or delay_ms > design.reach_ms(small):
         return None

@@ -53,7 +53,7 @@ PANELS = [
     ),
     Panel("10,000 a second at random milliseconds:\nlateness, p99", "ms", (("steady: lateness p99", ""),)),
     Panel(
-        "Server CPU for a promise",
+        "Server CPU for a scheduled message",
         "us",
         (
             ("admit: server CPU", "admitted"),
@@ -61,9 +61,9 @@ PANELS = [
             ("burst: server CPU", "released"),
         ),
     ),
-    Panel("RAM for a promise that waits", "bytes", (("waiting: RAM", ""),)),
+    Panel("RAM for a scheduled message that waits", "bytes", (("waiting: RAM", ""),)),
     Panel(
-        "Disk for a promise that waits",
+        "Disk for a scheduled message that waits",
         "bytes",
         (
             ("waiting: disk, its own files", "own files"),

@@ -2,7 +2,7 @@
 
 Five pieces of work, each on a fresh broker. All but the steady load run with --no-compact-self, so that the log's tail
 is moved to the table when the benchmark says so (`hour_log` only) and its cost is a figure of its own. After each
-the log is read, and every promise accounted for.
+the log is read, and every scheduled message accounted for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Bench:
     # -- the pieces of work ----------------------------------------------------------------------------------
 
     def admission(self) -> None:
-        """A million promises of the next day, then two million more; what these take while they wait."""
+        """A million scheduled messages of the next day, then two million more; what these take while they wait."""
         rows, more = (2_000, 4_000) if self._small else (1_000_000, 2_000_000)
         with self._broker("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball, work):
             work.far(WARM_ROWS)  # every path once, so that the base contains its code and buffers
@@ -74,9 +74,9 @@ class Bench:
                 wait_until(lambda: _resting(server), BOUND_S, "the table's keys to be indexed")
                 self._report.add("to the table: server CPU", (server.cpu_s() - cpu_s) / more * 1e6, "us/msg")
             held, own, log = (np.array(self._at_rest(server, ball)) - before) / more
-            self._report.add("waiting: RAM", held, "bytes/promise")
-            self._report.add("waiting: disk, its own files", own, "bytes/promise")
-            self._report.add("waiting: disk, the log that must stay", log * _held_back(ball), "bytes/promise")
+            self._report.add("waiting: RAM", held, "bytes/message")
+            self._report.add("waiting: disk, its own files", own, "bytes/message")
+            self._report.add("waiting: disk, the log that must stay", log * _held_back(ball), "bytes/message")
             self._report.add("waiting: disk, its own files at first", empty[1] / 1e6, "MB")
             self._check("admission", ball, WARM_ROWS + rows + more, now_ms())
 
@@ -124,7 +124,7 @@ class Bench:
         self._report.add("overdue: server CPU since its start", used_s / rows * 1e6, "us/msg")
 
     def steady(self) -> None:
-        """10,000 promises a second come, and fall due, at random milliseconds."""
+        """10,000 scheduled messages a second come, and fall due, at random milliseconds."""
         rows_per_s, seconds = (2_000, 1) if self._small else (10_000, 40)
         delays_ms = (1_000, 2_000) if self._small else (1_000, 20_000)
         with self._broker() as (server, ball, work):
@@ -157,7 +157,9 @@ class Bench:
                 self._wait_for_checkpoint(server, ball)
             near_seq = ball.status()["log"]["durable_seq"]
             first_ms = self._one_each_ms(work, window_ms, delay_ms)
-            wait_until(lambda: now_ms() > first_ms + 200, delay_ms, "the first promises to fall due")
+            wait_until(
+                lambda: now_ms() > first_ms + 200, delay_ms, "the first scheduled messages to fall due"
+            )
             server.kill()
             server.start()
             with Timeball(server.endpoint) as fresh:
@@ -168,7 +170,7 @@ class Bench:
         name = f"restart, {label}: first release on time"
         self._report.add(name, (stamp_ms - server.started_ms) / 1_000, "s", RESTART_BAR_S, "lower")
         cost = used_s / (rows + window_ms) * 1e6
-        self._report.add(f"restart, {label}: server CPU until seen", cost, "us/promise")
+        self._report.add(f"restart, {label}: server CPU until seen", cost, "us/message")
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -209,7 +211,7 @@ class Bench:
         wait_until(saved, BOUND_S, "a checkpoint of all that waits")
 
     def _one_each_ms(self, work: Work, window_ms: int, delay_ms: int) -> int:
-        """Promises due on each millisecond of a window; returns about when it begins. Levels: sent at that pace."""
+        """Messages due on each millisecond of a window; returns about when it begins. Levels: sent at that pace."""
         if self._design.by_level:
             first_ms = now_ms() + delay_ms
             steadily(window_ms, 1_000, lambda count: work.mixed(count, (delay_ms, delay_ms)))
@@ -236,7 +238,7 @@ class Bench:
 
     def _check(self, what: str, ball: Timeball, promised: int, due_before_ms: int) -> Ledger:
         log = ball.status()["log"]
-        kinds = [Kind.PROMISE, Kind.RELEASE]
+        kinds = [Kind.SCHEDULED, Kind.RELEASE]
         ledger = Ledger.of(ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds))
         self._tally.add(what, ledger, promised, due_before_ms)
         return ledger

@@ -1,7 +1,7 @@
-"""The work that `designs` gives to a broker: promises for instants through Flight, or of levels over RocketMQ's wire.
+"""The work that `designs` gives to a broker: messages for instants through Flight, or of levels over RocketMQ's wire.
 
-Both answer the same four calls. Each promise has a body of 128 bytes and an id; nothing else differs but what a level
-cannot say: its instant is the one of its admission and a fixed time more.
+Both answer the same four calls. Each scheduled message has a body of 128 bytes and an id; nothing else differs but what
+a level cannot say: its instant is the one of its admission and a fixed time more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from benchmarks.designs_compared import HOUR_MS, LEVELS_MS, Design
-from benchmarks.harness import Server, messages, now_ms, send_promises
+from benchmarks.harness import Server, messages, now_ms, send_scheduled
 from benchmarks.remoting import send_request
 from benchmarks.wire_load import BOUND_S, Connection, Outcome, Ring, receive, send
 from timeball import Timeball
@@ -32,13 +32,13 @@ class Work(Protocol):
     """Returns once all is acknowledged."""
 
     def far(self, rows: int) -> None:
-        """Promises that do not fall due while anything is measured: at random within a day, but not the first hour."""
+        """Messages that do not fall due while anything is measured: at random within a day, but not the first hour."""
 
     def soon(self, rows: int, due_ms: Int64Array, delay_ms: int) -> None:
-        """Promises for these instants; or of the level that waits `delay_ms`."""
+        """Scheduled messages for these instants; or of the level that waits `delay_ms`."""
 
     def mixed(self, rows: int, delays_ms: tuple[int, int]) -> None:
-        """A few promises, due after a random time between these; or of random levels between them."""
+        """A few scheduled messages, due after a random time between these; or of random levels between them."""
 
 
 class Instants:
@@ -49,11 +49,11 @@ class Instants:
 
     def far(self, rows: int) -> None:
         """See Work."""
-        send_promises(self._ball, now_ms() + self._rng.integers(HOUR_MS, 24 * HOUR_MS, rows))
+        send_scheduled(self._ball, now_ms() + self._rng.integers(HOUR_MS, 24 * HOUR_MS, rows))
 
     def soon(self, rows: int, due_ms: Int64Array, delay_ms: int) -> None:
         """See Work."""
-        send_promises(self._ball, due_ms)
+        send_scheduled(self._ball, due_ms)
 
     def mixed(self, rows: int, delays_ms: tuple[int, int]) -> None:
         """See Work."""
@@ -118,7 +118,7 @@ class Levels:
 
 
 def work_for(design: Design, server: Server, ball: Timeball) -> Work:
-    """How this column's promises come in."""
+    """How this column's scheduled messages come in."""
     return Levels(server) if design.by_level else Instants(ball)
 
 

@@ -22,7 +22,7 @@ import time
 import numpy as np
 
 from benchmarks.compact import Family
-from benchmarks.harness import CHECKOUT, Server, now_ms, send_promises, serving
+from benchmarks.harness import CHECKOUT, Server, now_ms, send_scheduled, serving
 from timeball import Timeball
 
 HOUR_MS = 3_600_000
@@ -35,7 +35,7 @@ def fill(ball: Timeball, rows: int) -> None:
     """Send in steps, as the memory of this process asks for."""
     for begin in range(0, rows, STEP_ROWS):
         due = np.random.default_rng(begin).integers(HOUR_MS, 365 * 24 * HOUR_MS, min(STEP_ROWS, rows - begin))
-        send_promises(ball, now_ms() + due)
+        send_scheduled(ball, now_ms() + due)
 
 
 def command(server: Server, *words: str) -> tuple[float, float]:

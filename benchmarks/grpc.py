@@ -1,8 +1,8 @@
 """gRPC: unary sends of 128-byte messages, and messages received and acknowledged; fdatasync before every answer.
 
 C x W: C connections with W calls in flight each. A send carries one message or 32. A consumer asks for 32 messages with
-ReceiveMessage and acknowledges what it got in one AckMessage, over and over; receipts are promises in the log, so to
-receive a message and to acknowledge it is a row each.
+ReceiveMessage and acknowledges what it got in one AckMessage, over and over; receipts are scheduled messages in the
+log, so to receive a message and to acknowledge it is a row each.
 
 Not measured: the network (loopback), other disks, TLS, real clients (their own work is many times the wire's, so one
 of them sends some hundred messages a second with one call in flight), producers beside consumers, long polls. The load

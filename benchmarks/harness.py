@@ -203,7 +203,7 @@ def messages(
     return pa.RecordBatch.from_pydict(columns)
 
 
-def send_promises(
+def send_scheduled(
     ball: Timeball,
     due_ms: npt.NDArray[np.int64],
     chunk_rows: int = 100_000,

@@ -2,8 +2,8 @@
 
 C x 1: C connections that are kept alive, each with one request under way. A request carries one message with a delay of
 an hour, 100 as NDJSON, or 10,000 as an Arrow stream. A consumer receives 32 messages as a group and acknowledges them
-in one request, over and over; receipts are promises in the log. The same sends over gRPC and Flight run beside, on the
-same broker: one message a call, and 10,000 a batch with four batches on their way.
+in one request, over and over; receipts are scheduled messages in the log. The same sends over gRPC and Flight run
+beside, on the same broker: one message a call, and 10,000 a batch with four batches on their way.
 
 Not measured: the network (loopback), other disks, TLS, new connections, long polls, real clients. The load generator
 runs on the same two cores; its CPU is shown beside the server's and is not part of it.
@@ -91,7 +91,7 @@ def run(small: bool = False) -> Report:
     ]
     with serving() as (server, ball):
         ball.create_topic(TOPIC, QUEUES)
-        # Before millions of promises wait, which the broker moves to its table in the background.
+        # Before millions of scheduled messages wait, which the broker moves to its table in the background.
         calls = [send_call(server.grpc, number, 1) for number in range(RING)]
         _case(report, server, "gRPC, send 1 a call, 64x1", partial(sender, calls, 1), 64, small, server.grpc)
         for name, connections, rows, kind, encode, count in cases:

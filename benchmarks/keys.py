@@ -1,8 +1,9 @@
-"""Cancel by key among very many promises of the pending table; start, memory and files; a release of an hour beside.
+"""Cancel by key among very many messages of the pending table; start, memory and files; a release of an hour beside.
 
 The files are made by the functions of Spark's tasks (rows a task, each with its run of keys), in this process, and
-attached as one bulk job after the other. TIMEBALL_KEYS_ROWS says how many promises (100000000 for the bar, which needs
-20 GB of disk and some minutes a 10 million), TIMEBALL_KEYS_TASK_ROWS how many rows a task has: fewer make more files.
+attached as one bulk job after the other. TIMEBALL_KEYS_ROWS says how many scheduled messages (100000000 for the bar,
+which needs 20 GB of disk and some minutes a 10 million), TIMEBALL_KEYS_TASK_ROWS how many rows a task has: fewer make
+more files.
 
 Then, with the runs merged as they are while it runs: cancels one after the other, each of another key at random;
 cancels from many connections at once; a kill -9 and a start, to the first answer. At last a million is due within
@@ -25,7 +26,7 @@ from benchmarks.harness import TOPIC, Server, messages, now_ms, releases, servin
 from benchmarks.report import Report
 from timeball import Timeball
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.source import promise_columns
+from timeball.spark.source import scheduled_columns
 from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment, FileEntry
 
@@ -49,10 +50,10 @@ def run(small: bool = False) -> Report:
         _wait_merged(ball)
         held, mapped = server.memory_bytes()
         schedule = ball.status()["schedule"]
-        report.add("promises in the table", schedule["table_rows"], "promises")
+        report.add("scheduled messages in the table", schedule["table_rows"], "scheduled")
         report.add("files", schedule["table_files"], "files")
         report.add("runs of keys", schedule["key_runs"], "runs")
-        report.add("memory", (held - base) / rows, "bytes/promise", MEMORY_BAR, "lower")
+        report.add("memory", (held - base) / rows, "bytes/message", MEMORY_BAR, "lower")
         report.add("memory, empty", base / 1e6, "MB")
         report.add("mapped files", mapped / 1e6, "MB")
         picked = np.random.default_rng(7).permutation(rows)
@@ -87,9 +88,9 @@ def _fill(report: Report, server: Server, rows: int, task_rows: int) -> None:
                     "due_ms": pa.array(due),
                 }
             )
-            shaped = promise_columns.with_unique_keys(promise_columns.normalise(table, status.now_ms))
+            shaped = scheduled_columns.with_unique_keys(scheduled_columns.normalise(table, status.now_ms))
             first_seq = broker.reserve(count)
-            files += store.put_rows(promise_columns.numbered(shaped, first_seq), status.now_ms)
+            files += store.put_rows(scheduled_columns.numbered(shaped, first_seq), status.now_ms)
             ranges.append((first_seq, count))
             if first + count == rows or sum(n for _, n in ranges) >= ATTACH_ROWS:
                 at = time.perf_counter()

@@ -1,11 +1,11 @@
 """The Spark pipeline on one machine, local[2]: start and memory, how fast rows are read, scheduled and told of.
 
-A broker holds promises of 128 bytes due over the next year, sent and compacted beforehand. A process of its own starts
-a session (seconds until it is ready, until its first query, until its first query with Python workers), reads the log
-and the pending table through the data source, brings the ledger up to date, and schedules a Parquet file in bulk. Rates
-of reads are of second runs; those of the ledger and of bulk are of single ones, with their planning. Memory is what
-belongs to each process alone and its share of what they share (PSS), before and after the work. Then the streaming job
-`dispatch` releases a steady load and a burst in place of the broker's own wheel.
+A broker holds scheduled messages of 128 bytes due over the next year, sent and compacted beforehand. A process of its
+own starts a session (seconds until it is ready, until its first query, until its first query with Python workers),
+reads the log and the pending table through the data source, brings the ledger up to date, and schedules a Parquet file
+in bulk. Rates of reads are of second runs; those of the ledger and of bulk are of single ones, with their planning.
+Memory is what belongs to each process alone and its share of what they share (PSS), before and after the work. Then the
+streaming job `dispatch` releases a steady load and a burst in place of the broker's own wheel.
 
 Not measured: a cluster, an object store, senders and consumers at work meanwhile, compaction (see the benchmark
 compact), the streams ledger and archive, forecast and replay.
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import pipeline_dispatch
-from benchmarks.harness import Server, now_ms, send_promises, serving
+from benchmarks.harness import Server, now_ms, send_scheduled, serving
 from benchmarks.report import Report
 from timeball import Timeball
 
@@ -37,7 +37,7 @@ def run(small: bool = False) -> Report:
     report = Report("pipeline", small)
     with serving("--no-compact-self") as (server, ball):
         waiting, bulk = (2_000, 5_000) if small else (2_000_000, 10_000_000)
-        send_promises(
+        send_scheduled(
             ball, now_ms() + np.random.default_rng(3).integers(HOUR_MS, 365 * 24 * HOUR_MS, waiting)
         )
         ball.compact()
@@ -66,7 +66,8 @@ def _work(server: Server, bulk: int) -> list[tuple[str, float, str]]:
 def _check(report: Report, ball: Timeball, wanted: int) -> None:
     """Nothing was due yet: all that was sent and attached must wait.
 
-    A run of compaction ends after so many numbers, of which rows of state have some: a few promises stay in the tail.
+    A run of compaction ends after so many numbers, of which rows of state have some: a few scheduled messages stay in
+    the tail.
     """
     waiting = ball.status()["schedule"]
     there = waiting["table_rows"] + waiting["tail_rows"]

@@ -1,8 +1,9 @@
 """What `benchmarks.pipeline` measures of `dispatch`: releases by Spark local[2] beside the broker, on the same cores.
 
 The job is started first, as a process of its own. Then come three loads, one after the other: some seconds that only
-warm the JVM up, a steady one, and a burst of a million promises due within one second. All are in the table long before
-they are due, since what comes near in the log's tail the broker releases by itself; "left to Spark" counts the others.
+warm the JVM up, a steady one, and a burst of a million scheduled messages due within one second. All are in the table
+long before they are due, since what comes near in the log's tail the broker releases by itself; "left to Spark" counts
+the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.harness import Server, now_ms, quantiles, releases, send_promises, serving, wait_until
+from benchmarks.harness import Server, now_ms, quantiles, releases, send_scheduled, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
 from timeball.spark.run.job_status import read_statuses
@@ -64,7 +65,7 @@ def _dispatching(server: Server) -> Iterator[None]:
 
 
 class _Load:
-    """Promises due one after the other, evenly, beginning `ahead_ms` from now: scheduled, and waited for."""
+    """Scheduled messages due one after the other, evenly, beginning `ahead_ms` from now: scheduled, and waited for."""
 
     def __init__(self, report: Report, ball: Timeball, ahead_ms: int) -> None:
         self.report, self._ball, self._ahead_ms = report, ball, ahead_ms
@@ -90,16 +91,18 @@ class _Load:
 
     def _wait_for(self, due_ms: Int64s, from_seq: int) -> int:
         """Send, compact, and wait until all are released; the most that was left to Spark at a time."""
-        send_promises(self._ball, due_ms)
+        send_scheduled(self._ball, due_ms)
         self._ball.compact()
         if now_ms() + GATHER_AHEAD_MS >= int(due_ms[0]):
-            raise RuntimeError("the first promise came near before all of them were in the table")
+            raise RuntimeError("the first scheduled message came near before all of them were in the table")
         left: list[int] = []
 
         def released() -> bool:
             status = self._ball.status()
             left.append(status["schedule"]["dispatched_rows"])
-            return int(status["log"]["durable_seq"]) > from_seq + 2 * len(due_ms)  # promises and releases
+            return int(status["log"]["durable_seq"]) > from_seq + 2 * len(
+                due_ms
+            )  # scheduled messages and releases
 
         wait_until(released, (int(due_ms[-1]) - now_ms()) / 1000 + LATE_S, "all are released")
         return max(left)

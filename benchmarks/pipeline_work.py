@@ -69,8 +69,8 @@ def _second(work: Callable[[], None]) -> float:
 
 def _reads(spark: SparkSession, endpoint: str) -> Figures:
     reads = {
-        "log, all columns": {"kinds": "promise"},
-        "log, seq and due_ms": {"kinds": "promise", "columns": "seq,due_ms"},
+        "log, all columns": {"kinds": "scheduled"},
+        "log, seq and due_ms": {"kinds": "scheduled", "columns": "seq,due_ms"},
         "pending, all columns": {"read": "pending"},
         "pending, seq and due_ms": {"read": "pending", "columns": "seq,due_ms"},
     }

@@ -1,6 +1,6 @@
 """The crash model: `Files` in memory, with a power switch and faults on call.
 
-`CrashFiles` promises a store no more than files.py does: what was not synced may be gone after `crash()`,
+`CrashFiles` scheduled messages a store no more than files.py does: what was not synced may be gone after `crash()`,
 whole or in 512-byte pieces; names nobody synced may be missing, old or back again. It must be at least as nasty
 as ext4 and XFS (lost create, lost rename, empty renamed file, zombie after unlink, torn write), or tests built
 on it prove nothing.

@@ -1,8 +1,8 @@
 """A recorder of what clients were told of messages, and its comparison with what the log says happened.
 
-Every call that may settle or move a promise is told to a `Recorder`, with what was answered. In the end the log of the
-broker is the witness: each promise has one end, each answer agrees with it, and a call that began after another had
-been answered is not older in the log. What a consumer got is compared with both.
+Every call that may settle or move a scheduled message is told to a `Recorder`, with what was answered. In the end the
+log of the broker is the witness: each scheduled message has one end, each answer agrees with it, and a call that began
+after another had been answered is not older in the log. What a consumer got is compared with both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from timeball.model.message import Kind
 
 COLUMNS = ["seq", "kind", "unique_key", "due_ms", "store_ms", "source_seq", "version_seq", "from_due_ms"]
-KINDS = [Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL]
+KINDS = [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE, Kind.CANCEL]
 CANCELLED = (
     "cancelled",
     "already_cancelled",
@@ -46,10 +46,10 @@ class Call:
 
 @dataclass
 class Life:
-    """What the log says of one message: its promise, the rows that moved it, in order, and the row that ended it."""
+    """What the log says of one message: its message, the rows that moved it, in order, and the row that ended it."""
 
     key: str
-    promises: list[dict[str, Any]]
+    scheduled_rows: list[dict[str, Any]]
     ends: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -88,18 +88,20 @@ class Recorder:
         lives: dict[int, Life] = {}
         wrong = []
         for row in log:
-            if row["kind"] == Kind.PROMISE:
+            if row["kind"] == Kind.SCHEDULED:
                 lives[row["seq"]] = Life(row["unique_key"], [row])
             elif row["kind"] == Kind.MOVED:
                 wrong += _of_move(lives[row["source_seq"]], row)
-                lives[row["source_seq"]].promises.append(row)
+                lives[row["source_seq"]].scheduled_rows.append(row)
             elif row["source_seq"] in lives:
                 lives[row["source_seq"]].ends.append(row)
         by_key = defaultdict(list)
         for call in self.calls:
             by_key[call.key].append(call)
         wrong += [
-            f"promise {seq} has {len(life.ends)} ends" for seq, life in lives.items() if len(life.ends) != 1
+            f"scheduled message {seq} has {len(life.ends)} ends"
+            for seq, life in lives.items()
+            if len(life.ends) != 1
         ]
         if wrong:
             return wrong
@@ -113,7 +115,7 @@ class Recorder:
 
 
 def _of_move(life: Life, row: dict[str, Any]) -> Iterator[str]:
-    before = life.promises[-1]
+    before = life.scheduled_rows[-1]
     named = row["source_seq"] if row["version_seq"] is None else row["version_seq"]
     if life.ends or (named, row["from_due_ms"]) != (before["seq"], before["due_ms"]):
         yield f"{life.key} was moved by row {row['seq']} from an instant at which it did not wait"
@@ -121,13 +123,13 @@ def _of_move(life: Life, row: dict[str, Any]) -> Iterator[str]:
 
 def _of_life(life: Life, count: int, delivered: int) -> Iterator[str]:
     if count != 1:
-        yield f"{life.key}: {count} promises"
+        yield f"{life.key}: {count} scheduled messages"
     named = life.end["source_seq"] if life.end["version_seq"] is None else life.end["version_seq"]
-    if (named, life.end["due_ms"]) != (life.promises[-1]["seq"], life.promises[-1]["due_ms"]):
+    if (named, life.end["due_ms"]) != (life.scheduled_rows[-1]["seq"], life.scheduled_rows[-1]["due_ms"]):
         yield f"{life.key}: ended at another instant than its last"
     if delivered != int(life.is_released):
         yield f"{life.key}: delivered {delivered} times, and released: {life.is_released}"
-    if life.is_released and life.end["store_ms"] < life.promises[-1]["due_ms"]:
+    if life.is_released and life.end["store_ms"] < life.scheduled_rows[-1]["due_ms"]:
         yield f"{life.key}: early"
 
 
@@ -142,8 +144,8 @@ def _of_call(life: Life, call: Call) -> Iterator[str]:
         if not life.is_released or call.at_ms not in (None, life.end["store_ms"]):
             yield f"{said}, and was not released then"
     elif call.verdict == "rescheduled":
-        moves = [(row["store_ms"], row["due_ms"]) for row in life.promises[1:]]
-        if call.seq != life.promises[0]["seq"] or (call.at_ms, call.due_ms) not in moves:
+        moves = [(row["store_ms"], row["due_ms"]) for row in life.scheduled_rows[1:]]
+        if call.seq != life.scheduled_rows[0]["seq"] or (call.at_ms, call.due_ms) not in moves:
             yield f"{said}, and was not moved so"
     else:
         yield f"{said}, which is no answer to a message that was sent"
@@ -154,13 +156,13 @@ def _of_order(life: Life, calls: list[Call]) -> Iterator[str]:
     if done["cancelled"] > 1:
         yield f"{life.key} was cancelled twice"
     told = Counter((call.at_ms, call.due_ms) for call in calls if call.verdict == "rescheduled")
-    moves = Counter((row["store_ms"], row["due_ms"]) for row in life.promises[1:])
+    moves = Counter((row["store_ms"], row["due_ms"]) for row in life.scheduled_rows[1:])
     if told != moves:
         yield f"{life.key} was moved {dict(moves)}, and told so of {dict(told)}"
     # Of moves in the same millisecond to the same instant it is not known which call made which: the last one stands
     # for a call that came before another, the first one for the other, so that none is blamed.
-    last = {(row["store_ms"], row["due_ms"]): row["seq"] for row in life.promises[1:]}
-    first_of = {(row["store_ms"], row["due_ms"]): row["seq"] for row in reversed(life.promises[1:])}
+    last = {(row["store_ms"], row["due_ms"]): row["seq"] for row in life.scheduled_rows[1:]}
+    first_of = {(row["store_ms"], row["due_ms"]): row["seq"] for row in reversed(life.scheduled_rows[1:])}
 
     def row(call: Call, of: dict[tuple[Any, Any], int]) -> int:
         """The row of the log by which it was decided; one that only looked has seen the last one, or is told of it."""

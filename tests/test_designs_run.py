@@ -1,4 +1,4 @@
-"""`bench designs`: each design does its work on a small scale, and every promise of it is accounted for.
+"""`bench designs`: each design does its work on a small scale, and every scheduled message of it is accounted for.
 
 The figures of the served part mean nothing here. Those of the lives, in virtual time, are counts: some of them can be
 checked.
@@ -44,7 +44,7 @@ def named(name: str) -> Design:
 @pytest.mark.timeout(900)
 @pytest.mark.siege
 @pytest.mark.parametrize("name", NAMES[: rounds(1, len(NAMES))])
-def test_a_design_does_the_work_and_every_promise_is_accounted_for(name: str) -> None:
+def test_a_design_does_the_work_and_every_scheduled_message_is_accounted_for(name: str) -> None:
     """Released once, none early, none missing: over all pieces of work, a kill -9 among them."""
     comparison = designs.run(small=True, designs=[named(name)])
     (report,) = comparison.columns
@@ -74,7 +74,9 @@ def lived(name: str, delay: str, folder: Path, rows: int = 1_000) -> Life | None
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_life_of_ten_seconds_writes_each_promise_and_its_release(name: str, tmp_path: Path) -> None:
+def test_a_life_of_ten_seconds_writes_each_scheduled_message_and_its_release(
+    name: str, tmp_path: Path
+) -> None:
     """Twice the body at least, with what a row holds besides; the pages written contain the log."""
     life = lived(name, "10 s", tmp_path)
     assert life is not None
@@ -106,7 +108,7 @@ def test_no_level_waits_three_days(tmp_path: Path) -> None:
 
 
 def ledger(released: list[tuple[int, int, int]]) -> Ledger:
-    """Promises 1, 2 and 3 due at 10, 20 and 30; releases are (promise, its instant, stamp)."""
+    """Scheduled messages 1, 2 and 3 due at 10, 20 and 30; releases are (scheduled message, its instant, stamp)."""
     columns = np.array(released, dtype=np.int64).reshape(-1, 3).T
     return Ledger(np.array([1, 2, 3]), np.array([10, 20, 30]), *columns)
 

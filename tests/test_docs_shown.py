@@ -54,7 +54,7 @@ def test_the_frame_that_is_shown_can_be_read() -> None:
     assert (frame.append_ms, frame.epoch, frame.synced_to, frame.end) == (1_767_225_600_001, 1, 64, 1_664)
     (row,) = fmt.decode_rows(segment, frame).to_pylist()
     assert (row["kind"], row["topic"], row["keys"], row["body"]) == (
-        Kind.PROMISE,
+        Kind.SCHEDULED,
         "orders",
         "order-17",
         b"close order 17",

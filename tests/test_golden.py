@@ -56,7 +56,7 @@ PRODUCER: dict[str, Any] = {
     "flag": 3,
     "sys_flag": 0,
 }
-PROMISE: dict[str, Any] = {
+SCHEDULED: dict[str, Any] = {
     "topic": "orders", "queue_id": -1, "tag": "close", "keys": "order-17 änne", "unique_key": "A17",
     "body": b"close order 17", "properties": "region\x01eu\x02", "reconsume_times": 1, "due_ms": DUE_MS, **PRODUCER,
 }  # fmt: skip
@@ -66,12 +66,12 @@ FRAMES: dict[int, list[dict[str, Any]]] = {
             "kind": 1, "topic": "orders", "queue_id": 2, "queue_offset": 40, "unique_key": "A16", "body": b"\x00\xff",
             "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PRODUCER,
         },
-        {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **PROMISE},
+        {"kind": 2, "store_ms": ACCEPTED_MS, "store_host": "10.0.0.1:7400", **SCHEDULED},
     ],
     102: [{"kind": 6, "body": b'{"change":"reserve","rows":10}', "store_ms": ACCEPTED_MS}],
     113: [
         {
-            "kind": 4, **PROMISE, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
+            "kind": 4, **SCHEDULED, "queue_id": 1, "queue_offset": 7, "store_ms": DUE_MS + 1,
             "accepted_ms": ACCEPTED_MS, "source_seq": 101,
         },
         {"kind": 5, "due_ms": DUE_MS, "store_ms": DUE_MS + 1, "accepted_ms": ACCEPTED_MS, "source_seq": 105},
@@ -102,7 +102,7 @@ TRANSACTION_HEADERS = {
     100: (64, 1664, 1, ACCEPTED_MS, 64),
     101: (1728, 1600, 1, ACCEPTED_MS + 1, 1728),
 }
-# A promise of a delay level, and its release at the tenth second.
+# A scheduled message of a delay level, and its release at the tenth second.
 LEVELLED: dict[str, Any] = {
     "tag": "close", "keys": "order-19", "unique_key": "A19", "body": b"close order 19",
     "properties": "TAGS\x01close\x02DELAY\x013\x02REAL_TOPIC\x01orders\x02REAL_QID\x01-1\x02",
@@ -126,7 +126,7 @@ LEVEL_HEADERS = {
     100: (64, 1664, 1, ACCEPTED_MS, 64),
     101: (1728, 1664, 1, ACCEPTED_MS + 10_000, 1728),
 }
-# A promise that a cascade keeps, and its second row an hour later.
+# A scheduled message that a cascade keeps, and its second row an hour later.
 HOPPING: dict[str, Any] = {
     "topic": "orders", "queue_id": -1, "tag": "remind", "keys": "order-20", "unique_key": "A20",
     "body": b"remind order 20", "store_host": "10.0.0.1:7400", "reconsume_times": 0,

@@ -1,4 +1,4 @@
-"""Promises that were written again, and rows that retention has let go, on a running node.
+"""Scheduled messages that were written again, and rows that retention has let go, on a running node.
 
 What a wheel's roll and a cascade's hop write, without the days that they take.
 """
@@ -12,16 +12,16 @@ from tests.node_fixture import RunningNode
 
 from timeball import Timeball
 from timeball.broker.accepting.delivery import moved_rows
-from timeball.schedule.locations import as_promises
+from timeball.schedule.locations import as_scheduled
 
 
 def write_again(node: RunningNode, *places: int) -> list[int]:
-    """Promises at these places once more, as a wheel's roll and a cascade's hop do; the places of the MOVED rows."""
+    """Messages at these places once more, as a wheel's roll and a cascade's hop do; the places of the MOVED rows."""
 
     async def write() -> int:
         parts = node.broker.parts
-        promises = as_promises(parts.reader.read_rows(np.array(places, np.int64)))
-        _, durable = parts.writer.append(moved_rows(promises, now_ms=parts.clock.now_ms()))
+        scheduled_rows = as_scheduled(parts.reader.read_rows(np.array(places, np.int64)))
+        _, durable = parts.writer.append(moved_rows(scheduled_rows, now_ms=parts.clock.now_ms()))
         return await durable
 
     first_seq = node.run(write())

@@ -34,7 +34,7 @@ class Broker:
         command += ["--grpc-port", "0", "--http-port", "-1"]
         # A broker at work compacts once a minute; nobody wants to watch that.
         command += ["--compact-interval-ms", "3s"]
-        # What malloc keeps for each thread would hide what a promise costs: tens of megabytes, at random.
+        # What malloc keeps for each thread would hide what a scheduled message costs: tens of megabytes, at random.
         env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
         self._events: deque[dict[str, Any]] = deque(maxlen=100)
         self._said: deque[str] = deque(maxlen=KEPT_LINES)

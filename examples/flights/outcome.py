@@ -89,7 +89,8 @@ def outcome_table(outcome: Outcome, waiting: int, ram_bytes: float, audit_text: 
     table.add_row("at the consumer, p99", f"{outcome.received_p99_ms:.0f} ms")
     table.add_row("still waiting", f"{waiting:,}")
     table.add_row(
-        "RAM per promise in the table", f"{ram_bytes:.1f} bytes" if ram_bytes >= 1 else "less than 1 byte"
+        "RAM per scheduled message in the table",
+        f"{ram_bytes:.1f} bytes" if ram_bytes >= 1 else "less than 1 byte",
     )
     table.add_row("audit on Spark", audit_text)
     return table

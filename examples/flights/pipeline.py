@@ -75,9 +75,9 @@ class Spark:
 CAMPAIGN = "newsletter"
 PEAKS = 3
 QUERY = """
-    select topic, state, count(*) as promises, min(due) as first_due, max(due) as last_due,
+    select topic, state, count(*) as messages, min(due) as first_due, max(due) as last_due,
            max(lateness_ms) as most_late_ms
-    from promises group by topic, state order by topic, state
+    from scheduled group by topic, state order by topic, state
 """
 
 
@@ -100,7 +100,7 @@ class Ahead:
     def sentence(self) -> str:
         """One line."""
         instant, rows = self.busiest[0]
-        return f"{self.rows:,} promises ahead; the busiest minute is {instant} with {rows:,}"
+        return f"{self.rows:,} scheduled messages ahead; the busiest minute is {instant} with {rows:,}"
 
 
 def call_off(endpoint: str) -> CalledOff:
@@ -131,14 +131,14 @@ def ask(endpoint: str) -> list[dict[str, Any]]:
 
 def answer_table(rows: list[dict[str, Any]]) -> Table:
     """The answer for people."""
-    table = Table(title="timeball sql: what became of every promise", title_justify="left")
+    table = Table(title="timeball sql: what became of every scheduled message", title_justify="left")
     for name in ("topic", "state"):
         table.add_column(name)
-    for name in ("promises", "most late"):
+    for name in ("messages", "most late"):
         table.add_column(name, justify="right")
     for row in rows:
         late = row["most_late_ms"]
         table.add_row(
-            row["topic"], row["state"], f"{row['promises']:,}", "" if late is None else f"{late:,} ms"
+            row["topic"], row["state"], f"{row['messages']:,}", "" if late is None else f"{late:,} ms"
         )
     return table

@@ -1,9 +1,9 @@
 """The demo itself: the steps of `__main__.py`, with what they measured.
 
-RAM per promise in the table is the growth of the memory that the broker's process holds at rest (mapped files are page
-cache and not counted) while the second half of the promises is added, over their number. The first half brings the
-process to its working size, with buffers that it keeps. A megabyte of noise is three bytes a promise here;
-`timeball bench memory` measures this at millions.
+RAM per scheduled message in the table is the growth of the memory that the broker's process holds at rest (mapped files
+are page cache and not counted) while the second half of the scheduled messages is added, over their number. The first
+half brings the process to its working size, with buffers that it keeps. A megabyte of noise is three bytes a scheduled
+message here; `timeball bench memory` measures this at millions.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class DemoReport:
     forecast: Ahead
     sql: list[dict[str, Any]]
     waiting: int
-    ram_bytes_per_promise: float
+    ram_bytes_per_message: float
     audit: dict[str, Any]
     balanced: bool
     pictures: list[str]
@@ -165,7 +165,7 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
         sent_s=waits.sent_s,
         compacted_s=waits.compacted_s,
         waiting=waits.rows,
-        ram_bytes_per_promise=waits.ram_bytes,
+        ram_bytes_per_message=waits.ram_bytes,
         audit=books.counts,
         balanced=books.balanced,
         pictures=[str(picture) for picture in pictures],
@@ -175,7 +175,7 @@ def run_demo(data: Path, work: Work, out_folder: Path, *, quiet: bool) -> DemoRe
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A year of promises, and what they cost."""
+    """A year of scheduled messages, and what they cost."""
 
     bulk_rows: int
     bulk_s: float
@@ -188,7 +188,7 @@ class _Waiting:
 
 
 def _fill_year(ball: Timeball, broker: Broker | Group, spark: Spark, year: Flights, steps: Steps) -> _Waiting:
-    """Steps 2 and 3: promises through the client and compaction, promises from a DataFrame."""
+    """Steps 2 and 3: scheduled messages through the client and compaction, scheduled messages from a DataFrame."""
     begun, now_ms = _waiting_rows(ball), steps.clock.wall_ms()
     opens = coming_year(year.departs_ms - CHECK_IN_MS, now_ms)
     ball.send_many(year.messages("check-in-year", opens, "check-in-"))
@@ -236,14 +236,14 @@ def _table_rows(ball: Timeball) -> int:
 
 
 def _waiting_rows(ball: Timeball) -> int:
-    """Promises in the pending table, in the log's tail and near their instant, or as their schedule counts them."""
+    """Messages in the pending table, in the log's tail and near their instant, or as their schedule counts them."""
     rows = ball.status()["schedule"]
     kept = rows["waiting_rows"] if "waiting_rows" in rows else rows["tail_rows"] + rows["near_rows"]
     return int(rows["table_rows"] + kept)
 
 
 def _compacted(ball: Timeball, broker: Broker | Group, steps: Steps) -> float | None:
-    """The end of step 2; None where promises stay in the log until they are due."""
+    """The end of step 2; None where scheduled messages stay in the log until they are due."""
     strategy = ball.status()["strategy"]
     if strategy != "hour_log":
         steps.left_out(f"nothing is compacted: with {strategy} they wait in the log")

@@ -24,7 +24,7 @@ NOW_MS = 1_700_000_000_000
 INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)
 TEXT = st.one_of(st.none(), st.text(max_size=4), st.sampled_from(["a||b", "ü"]))
 VALUES: dict[str, st.SearchStrategy[Any]] = {
-    "kind": st.sampled_from([int(Kind.PROMISE), int(Kind.MOVED)]),
+    "kind": st.sampled_from([int(Kind.SCHEDULED), int(Kind.MOVED)]),
     "topic": st.sampled_from(["one", "many", "missing"]),
     "queue_id": st.one_of(st.none(), st.integers(-2, 5)),
     "queue_offset": st.none(),
@@ -46,39 +46,41 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "version_seq": st.none(),
     "from_due_ms": st.none(),
 }
-PROMISES = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=8)
+SCHEDULED_ROWS = st.lists(st.fixed_dictionaries(VALUES), min_size=1, max_size=8)
 
 
-def promises_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
-    """READ_SCHEMA promises, sorted as a hand-out is."""
+def scheduled_of(values: list[dict[str, Any]]) -> pa.RecordBatch:
+    """READ_SCHEMA scheduled messages, sorted as a hand-out is."""
     rows = sorted(values, key=lambda row: row["due_ms"])
     for seq, row in enumerate(rows, 1_000):
         row["seq"] = seq
-        if row["kind"] == Kind.PROMISE:
+        if row["kind"] == Kind.SCHEDULED:
             row["source_seq"] = None
     return pa.RecordBatch.from_pylist(rows, READ_SCHEMA)
 
 
-def as_numbered(promises: pa.RecordBatch) -> NumberedRows:
-    return NumberedRows(list(zip(*(column.to_pylist() for column in promises.columns), strict=True)))
+def as_numbered(scheduled_rows: pa.RecordBatch) -> NumberedRows:
+    return NumberedRows(list(zip(*(column.to_pylist() for column in scheduled_rows.columns), strict=True)))
 
 
-async def released(promises: pa.RecordBatch, *, by_rows: bool, as_values: bool = False) -> tuple[Any, ...]:
+async def released(
+    scheduled_rows: pa.RecordBatch, *, by_rows: bool, as_values: bool = False
+) -> tuple[Any, ...]:
     """What a broker has after this hand-out: the rows of its log, its queues, its counts."""
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:
-            patch.setattr(delivery, "few_values", lambda promises: None)
+            patch.setattr(delivery, "few_values", lambda scheduled_rows: None)
         await world.start()
         try:
             broker = world.broker
             parts = broker.parts
             for name, kind in (("one", "SINGLE_TAG"), ("many", "MULTI_TAG")):
                 parts.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
-            due_ms, seq = int64(promises.column("due_ms")), int64(promises.column("seq"))
+            due_ms, seq = int64(scheduled_rows.column("due_ms")), int64(scheduled_rows.column("seq"))
             for _ in range(2):
                 parts.outcomes.hand_out(due_ms, seq, due_ms)
-                few = as_numbered(promises) if as_values else promises
+                few = as_numbered(scheduled_rows) if as_values else scheduled_rows
                 await broker.delivery.release(few, NOW_MS)
             frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
             queues = [
@@ -93,47 +95,49 @@ async def released(promises: pa.RecordBatch, *, by_rows: bool, as_values: bool =
 
 
 @settings(max_examples=30)
-@given(PROMISES)
+@given(SCHEDULED_ROWS)
 def test_both_ways_write_the_same(values: list[dict[str, Any]]) -> None:
-    promises = promises_of(values)
-    by_rows, by_columns = (run(released(promises, by_rows=way)) for way in (True, False))
+    scheduled_rows = scheduled_of(values)
+    by_rows, by_columns = (run(released(scheduled_rows, by_rows=way)) for way in (True, False))
     assert by_rows == by_columns
 
 
 @settings(max_examples=30)
-@given(PROMISES)
-def test_promises_that_come_as_values_are_released_as_columns_are(values: list[dict[str, Any]]) -> None:
-    promises = promises_of([row | {"kind": int(Kind.PROMISE)} for row in values])
-    few, whole = (run(released(promises, by_rows=True, as_values=way)) for way in (True, False))
+@given(SCHEDULED_ROWS)
+def test_scheduled_messages_that_come_as_values_are_released_as_columns_are(
+    values: list[dict[str, Any]],
+) -> None:
+    scheduled_rows = scheduled_of([row | {"kind": int(Kind.SCHEDULED)} for row in values])
+    few, whole = (run(released(scheduled_rows, by_rows=True, as_values=way)) for way in (True, False))
     assert few == whole
 
 
 PLAIN = dict.fromkeys(VALUES) | {
-    "kind": int(Kind.PROMISE), "topic": "one", "body": b"x", "due_ms": NOW_MS, "store_ms": 1, "born_ms": 1,
+    "kind": int(Kind.SCHEDULED), "topic": "one", "body": b"x", "due_ms": NOW_MS, "store_ms": 1, "born_ms": 1,
     "flag": 0, "sys_flag": 0, "reconsume_times": 0, "queue_id": -1,
 }  # fmt: skip
 
 
 def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison."""
-    promises = promises_of([dict(PLAIN)])
-    assert run(released(promises, by_rows=True)) == run(released(promises, by_rows=False))
+    scheduled_rows = scheduled_of([dict(PLAIN)])
+    assert run(released(scheduled_rows, by_rows=True)) == run(released(scheduled_rows, by_rows=False))
     monkeypatch.setattr(delivery, "stored_size", lambda *_: 0)
-    assert run(released(promises, by_rows=True)) != run(released(promises, by_rows=False))
+    assert run(released(scheduled_rows, by_rows=True)) != run(released(scheduled_rows, by_rows=False))
 
 
 def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
     most = delivery.FEW_ROWS
     large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
     listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
-    few = promises_of([dict(PLAIN) for _ in range(most)])
+    few = scheduled_of([dict(PLAIN) for _ in range(most)])
     assert delivery.few_values(few) == delivery.few_values(as_numbered(few)) == as_numbered(few).values
     for some in ([dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
-        promises = promises_of(some)
-        assert delivery.few_values(promises) is delivery.few_values(as_numbered(promises)) is None
+        scheduled_rows = scheduled_of(some)
+        assert delivery.few_values(scheduled_rows) is delivery.few_values(as_numbered(scheduled_rows)) is None
 
 
 def test_an_early_one_is_refused_by_both() -> None:
     for by_rows in (True, False):
         with pytest.raises(AssertionError, match="never be kept before its instant"):
-            run(released(promises_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))
+            run(released(scheduled_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))

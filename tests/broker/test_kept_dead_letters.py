@@ -182,7 +182,7 @@ async def test_a_look_at_the_message_says_that_it_is_dead(world: World) -> None:
     (verdict,) = await world.broker.cancel(ids=[letter.id])
     assert verdict.verdict != "cancelled"
     await world.restart()
-    assert world.broker.parts.waiting_messages == 0, "and no promise"
+    assert world.broker.parts.waiting_messages == 0, "and no scheduled message"
 
 
 def left_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:

@@ -286,7 +286,7 @@ async def test_a_log_that_is_not_written_to_goes_too(world: World) -> None:
 
 
 @on_node(retention_ms=1)
-async def test_a_promise_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
+async def test_a_scheduled_message_in_the_tail_does_not_keep_segments_for_ever(world: World) -> None:
     """Too few for a compaction of its own: it is moved because it stands in the way."""
     key = (await world.send("a", [DAY_MS]))[0]
     await fill(world)
@@ -299,7 +299,7 @@ async def test_a_promise_in_the_tail_does_not_keep_segments_for_ever(world: Worl
 
 
 @on_node()
-async def test_files_whose_promises_are_all_settled_leave_the_table(world: World) -> None:
+async def test_files_whose_scheduled_messages_are_all_settled_leave_the_table(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(maintenance, "BEHIND_FILES_MIN", 2)
         for minutes in (1, 2, 300):

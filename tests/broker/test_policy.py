@@ -51,7 +51,7 @@ def visible(world: World, topic: str = "orders") -> int:
     ids=["instant", "level"],
 )
 @on_node()
-async def test_a_promise_is_kept_though_its_topic_takes_nothing_any_more(
+async def test_a_scheduled_message_is_kept_though_its_topic_takes_nothing_any_more(
     world: World, change: object, delay: dict[str, object]
 ) -> None:
     await world.broker.send(batch(1, **delay))

@@ -161,7 +161,7 @@ async def test_the_log_is_read_by_range_and_kind(world: World) -> None:
     assert read(1, 100) == [1, 2, 3, 4, 5, 6, 7]
     assert read(2, 5) == [2, 3, 4]
     assert read(1, 100, [Kind.RELEASE, Kind.MESSAGE]) == [2, 4, 6, 7]
-    assert read(1, 100, [Kind.PROMISE], 1) == [3, 5]
+    assert read(1, 100, [Kind.SCHEDULED], 1) == [3, 5]
     assert read(8, 9) == read(5, 5) == []
 
 

@@ -48,7 +48,7 @@ def test_groups_are_told_apart_and_added_up() -> None:
     ]
 
 
-def test_a_breach_names_some_of_its_promises_and_the_verdict_comes_last() -> None:
+def test_a_breach_names_some_of_its_scheduled_messages_and_the_verdict_comes_last() -> None:
     """Without what is not known of them; a hundred are all that the report has, so there may be more."""
     lost = [{"seq": seq, "due_ms": None, "early": False, "unique_key": f"u{seq}"} for seq in range(100)]
     early = [{"seq": 7, "due_ms": 0, "early": True, "unique_key": None}]

@@ -20,7 +20,7 @@ from timeball.model.config import MIB
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of a broker that took messages, promises and a cancel, and was stopped."""
+    """The folder of a broker that took messages, scheduled messages and a cancel, and was stopped."""
     folder = tmp_path_factory.mktemp("dump") / "data"
     node = running_node(folder, queues_per_topic=2, segment_bytes=MIB)  # small, because tests copy them
     with node as running, Timeball(running.endpoint) as ball:
@@ -64,7 +64,7 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
     before = state(data)
     [report] = documents(data, "--verify")
     [segment, *spares] = report["segments"]
-    assert segment["kinds"] == {"META": 1, "MESSAGE": 5, "PROMISE": 2, "CANCEL": 1}
+    assert segment["kinds"] == {"META": 1, "MESSAGE": 5, "SCHEDULED": 2, "CANCEL": 1}
     assert (segment["state"], segment["rows"]) == ("active", 9)
     assert (segment["first_seq"], segment["next_seq"]) == (1, 10)
     assert all(spare["state"] == "spare" for spare in spares)
@@ -78,7 +78,7 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
 def test_people_see_the_same(data: Path) -> None:
     ended = run_here("dump", "--data", str(data))
     assert ended.returncode == 0
-    assert "5 message, 1 meta, 2 promise, 1 cancel" in ended.stdout
+    assert "5 message, 1 meta, 2 scheduled, 1 cancel" in ended.stdout
     assert "checkpoint at seq 10" in ended.stdout and "topic orders: 5 in 2 queues" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "no damage"
 
@@ -96,9 +96,9 @@ def test_frames_follow_each_other(data: Path) -> None:
 
 def test_rows_by_kind_and_range(data: Path) -> None:
     assert [row["seq"] for row in documents(data, "--rows")] == list(range(1, 10))
-    later, never = documents(data, "--rows", "--kind", "promise")
+    later, never = documents(data, "--rows", "--kind", "scheduled")
     assert (later["unique_key"], later["keys"], later["body_base64"]) == ("later", "order-17", "/w==")
-    assert (never["body"], never["kind"]) == ("never", "PROMISE")
+    assert (never["body"], never["kind"]) == ("never", "SCHEDULED")
     [cancel] = documents(data, "--rows", "--kind", "CANCEL", "--kind", "release")
     assert cancel["source_seq"] == never["seq"]
     assert [row["body"] for row in documents(data, "--rows", "--from-seq", "3", "--to-seq", "6")] == [
@@ -107,7 +107,7 @@ def test_rows_by_kind_and_range(data: Path) -> None:
         "3",
     ]
     assert documents(data, "--rows", "--from-seq", "100") == []
-    shown = run_here("dump", "--data", str(data), "--rows", "--kind", "promise").stdout.splitlines()
+    shown = run_here("dump", "--data", str(data), "--rows", "--kind", "scheduled").stdout.splitlines()
     assert len(shown) == 2 and "later" in shown[0] and "due " in shown[0]
 
 
@@ -127,7 +127,7 @@ async def _secret_made(node: RunningNode) -> None:
     await node.broker.parts.writer.flushed()
 
 
-def test_a_promise_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
+def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:
     """A kind like any other, in the log and in its caches."""
     folder = tmp_path / "data"
     with running_node(folder, segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:

@@ -20,6 +20,6 @@ def test_nothing_gives_no_lines() -> None:
 
 @given(st.dictionaries(st.text("abc", min_size=1, max_size=4), st.integers(0, 10**12), min_size=1))
 def test_whatever_is_there_shows(counts: dict[str, int]) -> None:
-    """One promise beside a million still has a bar, and nothing has none."""
+    """One scheduled message beside a million still has a bar, and nothing has none."""
     for line, count in zip(bars(counts), counts.values()):
         assert ("█" in line) == (count > 0)

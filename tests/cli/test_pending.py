@@ -26,7 +26,7 @@ def _pending(endpoint: str, *options: str) -> dict[str, Any]:
 
 
 def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -> None:
-    """Before and after compaction the same promises wait."""
+    """Before and after compaction the same scheduled messages wait."""
     with running_node(tmp_path / "d") as node, Timeball(endpoint := node.endpoint) as ball:
         assert _pending(endpoint)["waiting"] == 0
         now_ms = ball.status()["now_ms"]
@@ -51,7 +51,7 @@ def test_tail_and_table_are_counted_and_the_cancelled_left_out(tmp_path: Path) -
         assert "98 waiting" in shown.stdout and "█" in shown.stdout
 
 
-def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:
+def test_a_scheduled_message_that_was_written_again_is_counted_once_wherever_it_lies(tmp_path: Path) -> None:
     """In two rows, in three, and in the last alone when retention has let the others go."""
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
@@ -67,7 +67,7 @@ def test_a_promise_that_was_written_again_is_counted_once_wherever_it_lies(tmp_p
         assert (found.tail_rows, sum(found.hours.values())) == (6, 6)
 
 
-def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
+def test_what_moved_a_scheduled_message_says_nothing_once_it_lies_in_the_table(tmp_path: Path) -> None:
     with running_node(tmp_path / "d") as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(4)])
         write_again(node, 2, 3)
@@ -75,7 +75,7 @@ def test_what_moved_a_promise_says_nothing_once_it_lies_in_the_table(tmp_path: P
         assert (count_waiting(node.endpoint).tail_rows, count_waiting(node.endpoint).table_rows) == (0, 4)
 
 
-def test_a_promise_due_now_no_longer_waits(tmp_path: Path) -> None:
+def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
     """Only what is due after the broker's now is counted, in the tail as in the table."""
     clock = ManualClock()
     with running_node(tmp_path / "d", clock, compact_self=False) as node, Timeball(node.endpoint) as ball:

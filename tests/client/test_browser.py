@@ -64,7 +64,7 @@ def test_a_long_poll_ends_with_the_message(ball: Timeball) -> None:
     ball.create_topic("polled", 1)
     receipt = ball.send("polled", "later", after="200ms")
     (message,) = ball.browse("polled", "g", wait="60s")
-    assert message.body == b"later" and message.id == receipt.id and message.promise_seq == receipt.seq
+    assert message.body == b"later" and message.id == receipt.id and message.scheduled_seq == receipt.seq
     assert message.due_ms == receipt.due_ms
     assert message.lateness_ms is not None and message.lateness_ms >= 0  # never early
 

@@ -32,7 +32,7 @@ def test_all_that_a_delayed_message_says() -> None:
     message = view(rows(), received_ms=2_000)[0]
     assert (message.topic, message.body, message.tag, message.id) == ("orders", b"x", "a", "id1")
     assert message.keys == ["k1", "k2"] and message.properties == {"p": "q"}
-    assert (message.seq, message.promise_seq) == (9, 2)
+    assert (message.seq, message.scheduled_seq) == (9, 2)
     assert (message.queue_id, message.queue_offset) == (3, 7)
     assert (message.born_ms, message.store_ms, message.due_ms, message.received_ms) == (
         1,
@@ -54,7 +54,7 @@ def test_what_was_due_before_it_was_accepted_is_late_from_its_acceptance_on() ->
 def test_what_is_not_there_is_none_or_empty() -> None:
     message = view(rows(), received_ms=2_000)[1]
     assert message.body == b"" and message.keys == [] and message.properties == {}
-    assert message.tag is message.id is message.due_ms is message.lateness_ms is message.promise_seq is None
+    assert message.tag is message.id is message.due_ms is message.lateness_ms is message.scheduled_seq is None
     assert message.attempts == 0
 
 

@@ -21,7 +21,7 @@ def test_a_receipt_tells_the_truth(ball: Timeball) -> None:
     (row,) = ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
     assert receipt.id == row["unique_key"] == "my-id"
     assert receipt.due_ms == row["due_ms"] == receipt.store_ms + 3_600_000
-    assert row["kind"] == Kind.PROMISE and row["store_ms"] == receipt.store_ms
+    assert row["kind"] == Kind.SCHEDULED and row["store_ms"] == receipt.store_ms
     assert (row["tag"], row["keys"], row["properties"]) == ("t", "a b", "p\x01q\x02")
     assert ball.send("receipts", "now").due_ms is None
     at_ms = receipt.store_ms + 100_000
@@ -113,11 +113,11 @@ def test_logs_and_queues_are_tables(ball: Timeball) -> None:
     log = ball.read_log(first, first + rows, coalesce_rows=3)
     assert log.schema == READ_SCHEMA
     assert log.read_all().column("seq").to_pylist() == list(range(first, first + rows))
-    due = ball.read_log(first, first + rows, kinds=[Kind.PROMISE], columns=["due_ms", "seq"]).read_all()
+    due = ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED], columns=["due_ms", "seq"]).read_all()
     assert due.column_names == ["due_ms", "seq"]
-    promises = ball.read_log(first, first + rows, kinds=[Kind.PROMISE]).read_all()
-    assert promises.select(due.column_names) == due
-    assert promises.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
+    scheduled_rows = ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED]).read_all()
+    assert scheduled_rows.select(due.column_names) == due
+    assert scheduled_rows.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
     queue = ball.read_queue("tables", 0, 1, 3).read_all()
     assert queue.column("body").to_pylist() == [b"2", b"4", b"6"]
     assert ball.queues("tables")[0].max == 5

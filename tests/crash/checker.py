@@ -37,7 +37,7 @@ class Place(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One visible row. `source_seq`: the promise it keeps."""
+    """One visible row. `source_seq`: the scheduled message it keeps."""
 
     place: Place
     key: str
@@ -110,7 +110,7 @@ class Outcome:
     )  # (topic, queue): kept offsets
     offsets: dict[tuple[str, str], dict[int, int]] = field(default_factory=dict)
     waited: list[Row] = field(default_factory=list)  # what stands in the queues of delay levels
-    promises: set[int] = field(default_factory=set)  # sequence numbers of those in the log
+    scheduled_rows: set[int] = field(default_factory=set)  # sequence numbers of those in the log
     settled: list[int] = field(default_factory=list)  # source_seq of each release and cancel in the log
 
 
@@ -184,7 +184,7 @@ def _seen(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _verdicts(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
-    """`released` and `not_found` are promises too."""
+    """`released` and `not_found` are scheduled messages too."""
     delivered = {row.key for row in [*outcome.rows, *observed.seen.values()]}
     for key, verdicts in observed.verdicts.items():
         sent = observed.sent.get(key)
@@ -197,13 +197,13 @@ def _verdicts(observed: Observed, outcome: Outcome) -> Iterator[Fault]:
 
 
 def _log(outcome: Outcome) -> Iterator[Fault]:
-    """Each promise in the log is settled once."""
+    """Each scheduled message in the log is settled once."""
     counts = Counter(outcome.settled)
     for seq, count in counts.items():
         if count > 1:
-            yield Fault("doubled", f"promise {seq} was settled {count} times")
-    for seq in sorted(outcome.promises - counts.keys()):
-        yield Fault("unsettled", f"promise {seq}")
+            yield Fault("doubled", f"scheduled message {seq} was settled {count} times")
+    for seq in sorted(outcome.scheduled_rows - counts.keys()):
+        yield Fault("unsettled", f"scheduled message {seq}")
 
 
 def _offsets(observed: Observed, outcome: Outcome) -> Iterator[Fault]:

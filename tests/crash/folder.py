@@ -1,9 +1,9 @@
 """A data folder with something of every kind in it, and one long look at what it holds: what damage is measured by.
 
-`lived` leaves messages, promises in tail and table, delay levels, receipts, half messages, groups, offsets, cancelled
-and moved promises, a campaign in each state, several segments, an older and a newer version of the table, behind a
-clean stop. `look` starts on such a folder, does with it what users do until all is due, and returns everything that
-could be seen on the way: two folders that hold the same give two equal looks.
+`lived` leaves messages, scheduled messages in tail and table, delay levels, receipts, half messages, groups, offsets,
+cancelled and moved scheduled messages, a campaign in each state, several segments, an older and a newer version of the
+table, behind a clean stop. `look` starts on such a folder, does with it what users do until all is due, and returns
+everything that could be seen on the way: two folders that hold the same give two equal looks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Kept:
     clock: ManualClock
     observed: Observed
     settings: dict[str, Any]
-    keys: dict[str, list[str]]  # of promises to be cancelled, moved and resumed during the look
+    keys: dict[str, list[str]]  # of scheduled messages to be cancelled, moved and resumed during the look
     halves: list[int]
 
     def world(self, files: CrashFiles) -> World:

@@ -1,7 +1,8 @@
-"""Lives of brokers whose promises are kept by another strategy than the hour log, and of one that changes it.
+"""Lives of brokers whose scheduled messages are kept by another strategy than the hour log, and of one that changes it.
 
 A wheel's ring is a minute here, so that what is due in three rolls; a cascade takes a hop for each digit of the
-time left. Both write promises again, so these lives have moves in flight, durable, and older than a checkpoint.
+time left. Both write scheduled messages again, so these lives have moves in flight, durable, and older than a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ KEPT: list[Step] = [
     lambda w: w.let_go(),
 ]
 
-# Each strategy takes over from each, with promises waiting, moved, late and in the table.
+# Each strategy takes over from each, with scheduled messages waiting, moved, late and in the table.
 CHANGE: list[Step] = [
     lambda w: w.start(),
     lambda w: w.send("a", [500, 30 * SECOND_MS, 3 * MINUTE_MS, 2 * HOUR_MS]),  # k0 to k3

@@ -16,7 +16,7 @@ from tests.crash_files import CrashFiles, PowerCut, Survival
 
 from timeball.io.clock import ManualClock
 
-AFTER_MS = 12 * HOUR_MS  # all promises of all scenarios are due by then
+AFTER_MS = 12 * HOUR_MS  # all scheduled messages of all scenarios are due by then
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Lives in which promises are moved: to sooner, to later, and again, wherever they wait and whoever keeps them."""
+"""Lives in which messages are moved: to sooner, to later, and again, wherever they wait and whoever keeps them."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ BULK: Scenario = [
     lambda w: w.checkpoint(),
 ]
 
-# A campaign that is paused, resumed and ended, with others in its files and single promises of it cancelled meanwhile.
+# A campaign that is paused, resumed and ended, with others in its files and single scheduled messages of it cancelled
+# meanwhile.
 CAMPAIGN: Scenario = [
     lambda w: w.start(),
     lambda w: w.campaign("spring", "a", [100, 2 * SECOND_MS, FAR_MS, FAR_MS, 2 * HOUR_MS]),  # k0 to k4
@@ -162,7 +163,8 @@ ROLL: Scenario = [
     lambda w: w.let_go(),
 ]
 
-# Promises whose instant had passed when they came, saved in the middle of it: "all before T is settled" steps back.
+# Scheduled messages whose instant had passed when they came, saved in the middle of it: "all before T is settled" steps
+# back.
 LATE: Scenario = [
     lambda w: w.start(),
     lambda w: w.send("a", [100, 200, 4 * SECOND_MS, 5 * SECOND_MS, FAR_MS]),  # k0 to k4

@@ -130,7 +130,7 @@ class Siege:
         pause_ms: int = 0,
         schedule: str = "hour_log",
     ) -> None:
-        """`schedule` is what the broker keeps its promises with; those without a table compact nothing.
+        """`schedule` is what the broker keeps its scheduled messages with; those without a table compact nothing.
 
         `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
         self._pause_s = pause_ms / 1_000
@@ -242,10 +242,10 @@ class Siege:
 
     def __str__(self) -> str:
         sent = self.observed.sent.values()
-        promises = sum(one.acked and one.due_ms is not None for one in sent)
+        scheduled_rows = sum(one.acked and one.due_ms is not None for one in sent)
         lost_answers = sum(not one.acked for one in sent)
         return (
-            f"seed={self.seed} kills={self.counts['killed']} sent={len(sent)} acknowledged_promises={promises} "
+            f"seed={self.seed} kills={self.counts['killed']} sent={len(sent)} acknowledged_scheduled={scheduled_rows} "
             f"answers_lost={lost_answers} verdicts={len(self.observed.verdicts)} {dict(self.counts)} "
             f"starts_ms={self.broker.starts_ms[:1]}..{self.broker.starts_ms[-1:]} last moments={self.moments[-3:]}"
         )
@@ -465,10 +465,10 @@ def outcome(ball: Timeball) -> Outcome:
                 into += rows
                 low += len(rows)
     log: dict[str, Any] = ball.status()["log"]
-    promised = [Kind.PROMISE]
+    promised = [Kind.SCHEDULED]
     kinds = (*promised, Kind.RELEASE, Kind.CANCEL)
     for batch in ball.read_log(log["first_seq"], log["durable_seq"], kinds=kinds):
-        is_promise = np.isin(batch.column("kind").to_numpy(), promised)
-        found.promises.update(batch.column("seq").to_numpy()[is_promise].tolist())
-        found.settled += batch.column("source_seq").filter(pa.array(~is_promise)).to_pylist()
+        is_scheduled_row = np.isin(batch.column("kind").to_numpy(), promised)
+        found.scheduled_rows.update(batch.column("seq").to_numpy()[is_scheduled_row].tolist())
+        found.settled += batch.column("source_seq").filter(pa.array(~is_scheduled_row)).to_pylist()
     return found

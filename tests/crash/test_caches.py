@@ -3,7 +3,7 @@
 A life ends in a clean stop or a power cut at a random call. Then a random part of the caches goes, or has a bit
 flipped, and a start must find what a start on the whole folder finds: topics, groups, offsets, request modes, the
 secret of receipts, what was in flight, open transactions, reserved numbers, campaigns and what they hold, settled,
-moved and waiting promises, and all that comes of them until the last one is due.
+moved and waiting scheduled messages, and all that comes of them until the last one is due.
 """
 
 from __future__ import annotations

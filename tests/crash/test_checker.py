@@ -11,7 +11,7 @@ def row(key: str, offset: int, *, due_ms: int | None = 50, store_ms: int = 60, q
 
 
 def world() -> tuple[Observed, Outcome]:
-    """Two promises kept, one cancelled, one never acknowledged."""
+    """Two scheduled messages kept, one cancelled, one never acknowledged."""
     sent = {
         key: Sent(key, "t", key.encode(), 50, acked=key != "unsure") for key in ("a", "b", "off", "unsure")
     }
@@ -22,7 +22,7 @@ def world() -> tuple[Observed, Outcome]:
         rows=[row("a", 0), row("b", 1)],
         ranges={("t", 0): (0, 2)},
         offsets={("g", "t"): {0: 2}},
-        promises={10, 11, 12},
+        scheduled_rows={10, 11, 12},
         settled=[10, 11, 12],
     )
     return observed, outcome

@@ -85,7 +85,7 @@ KEPT = [("timer_wheel", "wheel"), ("level_cascade", "cascade")]
 
 
 @pytest.mark.parametrize(("variant", "kind"), KEPT)
-def test_a_flipped_bit_in_a_strategys_files_hides_no_promise(variant: str, kind: str) -> None:
+def test_a_flipped_bit_in_a_strategys_files_hides_no_scheduled_message(variant: str, kind: str) -> None:
     """They are caches: a start reads the log instead, so that no look shows a difference."""
     kept, expected = folder(variant)
     damages = [one for one in of_own_files(kept, kind, 40) if one.way in ("bit", "byte", "block")][:4]
@@ -132,7 +132,7 @@ def test_a_change_under_the_right_checksum_is_noticed(name: str) -> None:
 
 
 def test_a_flipped_bit_that_no_checksum_meets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of those above: without the comparison a promise is lost in silence."""
+    """The control of those above: without the comparison a scheduled message is lost in silence."""
     kept, expected = folder("timer_wheel")
     monkeypatch.setattr(mapped_log, "_verified", lambda found, *_: found["record"].copy())
     name = next(name for name in names(kept.files) if "/entries/" in name)

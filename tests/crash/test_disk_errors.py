@@ -1,4 +1,4 @@
-"""Lives with a failing call: 0 promises lost, early, twice or back again; what ends the broker has code 5."""
+"""Lives with a failing call: 0 scheduled messages lost, early, twice or back again; what ends the broker has code 5."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_async_durability_loses_the_end_and_nothing_else(name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
 def test_a_state_from_before_the_hour_log_compacted_is_not_used(strategy: str) -> None:
-    """The hour log moved these promises to the table, and ended without a checkpoint: they were delivered twice."""
+    """The hour log moved these messages to the table, and ended without a checkpoint: they were delivered twice."""
 
     async def main() -> list[Fault]:
         minute_ms = 60 * SECOND_MS

@@ -165,7 +165,7 @@ class World:
                 self.observed.verdicts.setdefault(verdict.subject, []).append(verdict.verdict)
 
     async def reschedule(self, keys: Iterable[str], delay_ms: int) -> None:
-        """Move promises to so far from now; until the answer is there, they may be due at either instant."""
+        """Move scheduled messages to so far from now; until the answer is there, they may be due at either instant."""
         wanted, due_ms = list(keys), self.clock.wall + delay_ms
         for key in wanted:
             if key in self.observed.sent:
@@ -226,7 +226,7 @@ class World:
         await self.node.maintenance.apply_retention()
 
     async def bulk(self, topic: str, delays_ms: Sequence[int], epoch: int, job: str = "bulk") -> list[str]:
-        """Promises that never pass through the log; acknowledged by the attach."""
+        """Scheduled messages that never pass through the log; acknowledged by the attach."""
         sent = sorted(self._ask(topic, list(delays_ms), 20), key=lambda one: one.due_ms or 0)
         first_seq = await self.broker.reserve(len(sent))
         rows = table_rows(sent, first_seq, self.clock.wall)
@@ -325,9 +325,9 @@ class World:
                     low += max(1, len(rows))
         for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
-            promised = kinds == Kind.PROMISE
+            promised = kinds == Kind.SCHEDULED
             has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none
-            outcome.promises.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
+            outcome.scheduled_rows.update(rows.column("seq").to_numpy()[promised & has_instant].tolist())
             ended = np.isin(kinds, [Kind.RELEASE, Kind.CANCEL]) & has_instant
             outcome.settled += rows.column("source_seq").filter(pa.array(ended)).to_pylist()
         return outcome

@@ -64,7 +64,7 @@ def test_a_cancel_says_released(node: RunningNode, edge: str) -> None:
         assert status.code == d.Code.NOT_FOUND and "too late" in status.message
 
 
-def test_a_message_that_was_for_now_is_no_promise(node: RunningNode) -> None:
+def test_a_message_that_was_for_now_is_no_scheduled_message(node: RunningNode) -> None:
     """Negative control: of this one there is nothing to cancel."""
     with Timeball(node.endpoint) as ball:
         assert ball.cancel(ball.send("for-now", b"x").id).verdict == "not_found"

@@ -1,8 +1,9 @@
 """Cancels, recalls and moves against the due instant, over real connections to a real node.
 
-A thousand promises come due some each few milliseconds, while several clients of each protocol cancel and move them
-around those very instants. Whatever the outcome, all that was told, the log, and what a consumer got must agree; that
-the recorder would notice if they did not is shown below, and by a schedule that hands out and cancels at once.
+A thousand scheduled messages come due some each few milliseconds, while several clients of each protocol cancel and
+move them around those very instants. Whatever the outcome, all that was told, the log, and what a consumer got must
+agree; that the recorder would notice if they did not is shown below, and by a schedule that hands out and cancels at
+once.
 """
 
 from __future__ import annotations
@@ -102,7 +103,9 @@ class Race:
         end_ms = self.now_ms() + MOVED_MS
         eventually(lambda: self.node.broker.parts.scheduler.settled_before_ms > end_ms, "all is settled")
         with Timeball(self.node.endpoint) as ball:
-            while messages := ball.browse(TOPIC, wait="0.2s"):  # by offset: a lease is a promise of its own
+            while messages := ball.browse(
+                TOPIC, wait="0.2s"
+            ):  # by offset: a lease is a scheduled message of its own
                 self.recorder.delivered.update(str(message.id) for message in messages)
             next_seq = ball.status()["log"]["durable_seq"]
             log = ball.read_log(1, next_seq, kinds=KINDS, columns=COLUMNS).read_all().to_pylist()
@@ -158,7 +161,7 @@ def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
         raise AssertionError("went unnoticed")
 
 
-PROMISED = {"kind": Kind.PROMISE, "due_ms": 50, "store_ms": 1}
+PROMISED = {"kind": Kind.SCHEDULED, "due_ms": 50, "store_ms": 1}
 ENDED = {"due_ms": 50, "store_ms": 60, "version_seq": None}
 
 

@@ -122,7 +122,7 @@ def test_a_small_demo_is_faultless(
     assert (report["bulk_rows"], report["sent_rows"], report["waiting"]) == (12_000, 12_000, 24_000)
     assert report["campaign"] == {"rows": 10_000, "cancelled": 10_000, "released": 0}
     assert report["forecast"]["rows"] == 24_000 and len(report["forecast"]["busiest"]) == 3
-    became = {(row["topic"], row["state"]): row["promises"] for row in report["sql"]}
+    became = {(row["topic"], row["state"]): row["messages"] for row in report["sql"]}
     assert became["newsletter", "cancelled"] == 10_000
     assert became["departures-year", "waiting"] == became["check-in-year", "waiting"] == 12_000
     assert became["departures", "released"] == report["outcome"]["released"]

@@ -28,9 +28,12 @@ def test_what_is_shown_is_what_was_promised(tmp_path: Path) -> None:
         ball.send_many([{"body": "x", "after": f"{86_400 + 300 * n}s"} for n in range(5)], topic="quiet")
         found = look_ahead(node.endpoint)
         assert (found.rows, [rows for _, rows in found.busiest]) == (12, [7, 1, 1])
-        assert found.sentence() == f"12 promises ahead; the busiest minute is {found.busiest[0][0]} with 7"
+        assert (
+            found.sentence()
+            == f"12 scheduled messages ahead; the busiest minute is {found.busiest[0][0]} with 7"
+        )
         rows = ask(node.endpoint)
-    counts = {(row["topic"], row["state"]): row["promises"] for row in rows}
+    counts = {(row["topic"], row["state"]): row["messages"] for row in rows}
     topic = next(topic for topic, state in counts if state == "cancelled")
     assert counts == {("busy", "waiting"): 7, ("quiet", "waiting"): 5, (topic, "cancelled"): 30}
     console = Console(width=100, record=True)

@@ -87,8 +87,8 @@ def who_dies_gives_back(which: str, folder: Path) -> None:
         with Timeball(broker.endpoint) as ball:
             log = ball.status()["log"]
             rows = ball.read_log(log["first_seq"], log["durable_seq"]).read_all().to_pylist()
-        promised = [r["seq"] for r in rows if r["kind"] == Kind.PROMISE and r["topic"] == row["topic"]]
-        assert len(promised) >= 2, "its first promise was moved"
+        promised = [r["seq"] for r in rows if r["kind"] == Kind.SCHEDULED and r["topic"] == row["topic"]]
+        assert len(promised) >= 2, "its first scheduled message was moved"
 
 
 def given(talk: GrpcConversation, push: str) -> set[str]:

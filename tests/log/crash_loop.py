@@ -32,14 +32,14 @@ class Witness:
 
     async def append(self, log: Log, *batches: pa.RecordBatch, span: int | None = None) -> None:
         """Append batches in one go, and note each one when it is acknowledged."""
-        promises = []
+        scheduled_rows = []
         for rows in batches:
             first_seq, done = log.writer.append(rows, span=span)
             self.asked[first_seq] = bodies([rows])
             length = span or rows.num_rows
             self.aside.update(range(first_seq + rows.num_rows, first_seq + length))
-            promises.append((first_seq, first_seq + length, done))
-        for first_seq, next_seq, done in promises:
+            scheduled_rows.append((first_seq, first_seq + length, done))
+        for first_seq, next_seq, done in scheduled_rows:
             await done
             self.acknowledged.add(first_seq)
             self.acknowledged_to = next_seq

@@ -79,7 +79,7 @@ def test_any_rows_come_back_from_any_slice_in_the_room_foreseen(
 ) -> None:
     tags, bodies, due = zip(*values, strict=True)
     whole = build_rows(
-        len(values), kind=int(Kind.PROMISE), tag=list(tags), body=list(bodies), due_ms=list(due)
+        len(values), kind=int(Kind.SCHEDULED), tag=list(tags), body=list(bodies), due_ms=list(due)
     )
     rows = whole.slice(min(begin, len(values) - 1), count)
     data = encode(rows)

@@ -58,10 +58,10 @@ def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[L
 
 
 @pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
-def test_a_promise_keeps_one_number_of_zeros(count: int, least: int, most: int) -> None:
+def test_a_scheduled_message_keeps_one_number_of_zeros(count: int, least: int, most: int) -> None:
     """Seven columns are missing, queue and flags 0; the zeros that are left are those of the widest, 8 bytes a row."""
     batch = build_rows(
-        count, kind=int(Kind.PROMISE), topic="t", queue_id=0, unique_key="k", body=b"b", properties="p",
+        count, kind=int(Kind.SCHEDULED), topic="t", queue_id=0, unique_key="k", body=b"b", properties="p",
         born_ms=1, born_host="h", store_ms=2, store_host="s", flag=0, sys_flag=0, reconsume_times=0, due_ms=3,
     )  # fmt: skip
     full_bytes = pa.ipc.get_record_batch_size(batch)

@@ -60,7 +60,7 @@ def seqs(batches: list[pa.RecordBatch]) -> list[int]:
     return [seq for rows in batches for seq in rows.column("seq").to_pylist()]
 
 
-kinds = st.sampled_from([Kind.MESSAGE, Kind.PROMISE, Kind.RELEASE, Kind.TABLE])
+kinds = st.sampled_from([Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.TABLE])
 logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
 
 

@@ -92,14 +92,14 @@ def test_caches_hear_of_a_row_before_its_sender_and_in_the_order_of_the_log() ->
     async def work() -> None:
         heard: list[object] = []
         async with opened(CrashFiles()) as log:
-            promises = []
+            scheduled_rows = []
             for n in range(3):
                 _, done = log.writer.append(
                     batch(1 + 3 * n), on_durable=lambda n=n: heard.append(f"cache {n}")
                 )
                 done.add_done_callback(lambda done: heard.append(done.result()))
-                promises.append(done)
-            await asyncio.gather(*promises)
+                scheduled_rows.append(done)
+            await asyncio.gather(*scheduled_rows)
         assert heard == ["cache 0", "cache 1", "cache 2", 1, 4, 7]
 
     run(work())

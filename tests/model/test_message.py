@@ -33,7 +33,7 @@ from timeball.model.message import (
 KINDS_ON_DISK = {
     "INVALID": 0,
     "MESSAGE": 1,
-    "PROMISE": 2,
+    "SCHEDULED": 2,
     "MOVED": 3,
     "RELEASE": 4,
     "CANCEL": 5,
@@ -63,7 +63,7 @@ def test_readers_get_the_sequence_number_and_then_the_log() -> None:
     assert READ_SCHEMA.names == ["seq", *LOG_SCHEMA.names]
 
 
-def test_a_promise_at_rest_has_columns_of_the_log() -> None:
+def test_a_scheduled_message_at_rest_has_columns_of_the_log() -> None:
     for field in TABLE_SCHEMA.remove(TABLE_SCHEMA.get_field_index("number")):
         assert READ_SCHEMA.field(field.name).type == field.type
 

@@ -86,7 +86,7 @@ class Attaching:
         return self._synced(attachment)
 
     def prepare_bulk(self, dues: Sequence[int]) -> Attachment:
-        """Write the files of a bulk job; its promises wait from the attach on."""
+        """Write the files of a bulk job; its scheduled messages wait from the attach on."""
         first_seq = self.run(self._reserve(len(dues)))
         ordered = np.sort(np.array(dues, dtype=np.int64))
         seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)

@@ -2,7 +2,7 @@
 
 The cases are those of the reliability study behind docs/decisions/0004-clock.md. The verdict is the model's at each
 look: never early by the scheduler's clock, nothing left that it has passed, a sleeper who wakes in time. For steps
-that go away again it is, besides, that of a clock nobody sets: how early and how late a promise may be by it.
+that go away again it is, besides, that of a clock nobody sets: how early and how late a scheduled message may be by it.
 Summer time needs no test here: an instant has none.
 """
 
@@ -27,7 +27,7 @@ from timeball.schedule.ticker import CLOCK_LOOK_MS
 SECOND, HOUR, DAY = limits.SECOND_MS, limits.HOUR_MS, limits.DAY_MS
 AROUND_2038_MS = (1 << 31) * SECOND  # a second later than a signed 32-bit one can say
 LAST_MS = limits.INSTANT_MS_MAX
-# Distances of promises that wait when a script begins.
+# Distances of scheduled messages that wait when a script begins.
 WAITING_MS = [
     0,
     1,
@@ -53,7 +53,7 @@ Script = list[tuple[int, int]]  # the wall is set by so much, then so much time 
 
 @dataclass(frozen=True)
 class Passing:
-    """A disturbance that is over at the end. By a clock nobody sets, promises are this early or late at most."""
+    """A disturbance that is over at the end. By a clock nobody sets, messages are this early or late at most."""
 
     script: Script
     early_ms: int

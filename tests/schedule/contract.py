@@ -1,12 +1,12 @@
 """The contract of a schedule, as a base of tests that each strategy inherits and none may change.
 
     never early · never lost · never twice · body kept · in (due_ms, seq) order within a hand-out and across the
-    hand-outs of one instant · a cancelled promise is never handed out, one handed out is never cancelled ·
-    `next_due_ms` never sleeps past a promise and never turns in place · `settled` says what is settled
+    hand-outs of one instant · a cancelled scheduled message is never handed out, one handed out is never cancelled ·
+    `next_due_ms` never sleeps past a scheduled message and never turns in place · `settled` says what is settled
 
-and what stands in `moves.py` of promises written again while they wait, in `clocks.py`, and in `cuts.py` of the power.
-The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive a
-`World`, which compares every answer with a model. A strategy joins with one class:
+and what stands in `moves.py` of scheduled messages written again while they wait, in `clocks.py`, and in `cuts.py` of
+the power. The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive
+a `World`, which compares every answer with a model. A strategy joins with one class:
 
     class TestHourLog(Contract):
         new_rig = HourLogRig
@@ -74,7 +74,8 @@ def unfounded(contract: type[Contract]) -> list[str]:
 class Contract(Moves, Clocks, Cuts):
     """Ask a strategy for all that the contract says; it joins with `new_rig`."""
 
-    # How far the suite sleeps from instant to instant; less where a promise is written again every few seconds.
+    # How far the suite sleeps from instant to instant; less where a scheduled message is written again every few
+    # seconds.
     far_ms: ClassVar[int] = 400 * limits.DAY_MS
     # Tests that a strategy need not pass, each with the reason. There is none.
     exempt: ClassVar[dict[str, str]] = {}
@@ -153,7 +154,7 @@ class Contract(Moves, Clocks, Cuts):
         (seq,) = world.admit([late_ms])
         assert world.drain() == [(late_ms, seq)]
 
-    def test_a_sleeper_wakes_for_each_promise(self, world: World) -> None:
+    def test_a_sleeper_wakes_for_each_scheduled_message(self, world: World) -> None:
         now_ms = world.now_ms
         dues = sorted(now_ms + ms for ms in (5, 6, 4_000, 12_345, self.far_ms // 400, self.far_ms))
         world.admit(dues)
@@ -196,7 +197,7 @@ class Contract(Moves, Clocks, Cuts):
         assert world.drain(limit=100) == pairs
 
     def test_no_more_than_asked_for(self, world: World) -> None:
-        world.drain()  # whatever a strategy does before the first promise is done
+        world.drain()  # whatever a strategy does before the first scheduled message is done
         world.admit([world.now_ms] * 10)
         world.settle()
         assert [len(world.take(3) or []) for _ in range(5)] == [3, 3, 3, 1, 0]
@@ -219,7 +220,7 @@ class Contract(Moves, Clocks, Cuts):
     # -- cancel --------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("delay_ms", [0, 1, 5_000, limits.HOUR_MS, limits.DELAY_MS_MAX])
-    def test_a_cancelled_promise_is_not_kept(self, world: World, delay_ms: int) -> None:
+    def test_a_cancelled_scheduled_message_is_not_kept(self, world: World, delay_ms: int) -> None:
         kept, gone = world.admit([world.now_ms + delay_ms] * 2)
         assert world.cancel([gone]) == [True]
         world.advance(delay_ms)

@@ -1,4 +1,4 @@
-"""The contract, of the power: cut at each call of the disk, what is left keeps every promise.
+"""The contract, of the power: cut at each call of the disk, what is left keeps every scheduled message.
 
     a scenario runs once to count the calls; then it is cut at each of them, and a new world starts from what has
     survived, several times, as each cut leaves several disks

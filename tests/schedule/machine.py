@@ -1,7 +1,7 @@
 """The contract at random: anything a broker may do to a strategy, in any order, between any two steps of a gather.
 
 `machine(rig)` is a hypothesis state machine; `contract.py` runs it for each backlog, `test_wrong.py` for
-the wrong ones. Time moves as far as forty days in one step, promises reach ten years.
+the wrong ones. Time moves as far as forty days in one step, scheduled messages reach ten years.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.close()
 
-    # -- promises come and go ------------------------------------------------------------------------------
+    # -- scheduled messages come and go ------------------------------------------------------------------------------
 
     @rule(distances=st.lists(DISTANCES_MS, min_size=1, max_size=12))
     def admit(self, distances: list[int]) -> None:

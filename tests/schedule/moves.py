@@ -1,9 +1,9 @@
-"""The contract, of promises that are written again while they wait: a wheel's roll, a cascade's hop.
+"""The contract, of scheduled messages that are written again while they wait: a wheel's roll, a cascade's hop.
 
     still waits: may be cancelled, is not handed out before its new row is durable · not durable, it has not
     happened · durable, nothing of the old row is needed · a sleeper is woken by it, and for it
 
-A strategy that moves nothing passes: for it these are tests of promises that wait for long.
+A strategy that moves nothing passes: for it these are tests of scheduled messages that wait for long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CALLS_MAX = 10_000
 
 
 class Moves:
-    """Ask of promises that are written again; a part of `contract.Contract`."""
+    """Ask of scheduled messages that are written again; a part of `contract.Contract`."""
 
     def test_what_is_on_the_move_may_be_cancelled(self, world: World) -> None:
         seqs = world.admit([world.now_ms + FAR_MS] * 6)

@@ -1,8 +1,9 @@
 """The five questions, asked of a backlog alone: what it was given is given up, once, in time, and after any restart.
 
-    every promise is opened before it is due, or holds back `first_due_ms` · no promise is opened twice, unless it was
-    written again meanwhile · `first_due_ms` is never after what has not been opened · what `needed_seq` lets go of
-    is needed by nothing · a restart from any state, with what came since, forgets nothing that is not settled
+    every scheduled message is opened before it is due, or holds back `first_due_ms` · no scheduled message is opened
+    twice, unless it was written again meanwhile · `first_due_ms` is never after what has not been opened · what
+    `needed_seq` lets go of is needed by nothing · a restart from any state, with what came since, forgets nothing that
+    is not settled
 
 A `Walk` asks them in an order that chance chooses, and plays the scheduler: it settles what is opened, and writes again
 what is to be. A backlog joins with one class.
@@ -78,19 +79,21 @@ class Walk:
         if len(again):
             self.rewrite(again)
 
-    def rewrite(self, promises: Opened) -> None:
+    def rewrite(self, scheduled_rows: Opened) -> None:
         """Their new rows are durable, unless the power goes before; then they lie where they lay."""
         if self.chance.random() < 0.3:
             return self.restart()
-        first_seq = self.append(len(promises))
-        rows = np.arange(first_seq, first_seq + len(promises))
-        self.row |= dict(zip(promises.seq.tolist(), rows.tolist(), strict=True))
-        self.opened -= set(promises.seq.tolist())
+        first_seq = self.append(len(scheduled_rows))
+        rows = np.arange(first_seq, first_seq + len(scheduled_rows))
+        self.row |= dict(zip(scheduled_rows.seq.tolist(), rows.tolist(), strict=True))
+        self.opened -= set(scheduled_rows.seq.tolist())
         if self.chance.random() < 0.2:
             return self.restart()  # durable, and nobody was told
-        kept = Waiting(promises.due_ms, promises.seq, rows)
-        near = self.backlog.add(kept, self.world.now_ms, Rewritten(promises.row_seq, promises.note))
-        self.opened |= set(promises.seq[near].tolist())
+        kept = Waiting(scheduled_rows.due_ms, scheduled_rows.seq, rows)
+        near = self.backlog.add(
+            kept, self.world.now_ms, Rewritten(scheduled_rows.row_seq, scheduled_rows.note)
+        )
+        self.opened |= set(scheduled_rows.seq[near].tolist())
         return None
 
     def append(self, count: int) -> int:
@@ -116,7 +119,12 @@ class Walk:
             self.world.now_ms + self.chance.choice(DISTANCES_MS) for _ in range(self.chance.randint(1, 12))
         ]
         rows = build_rows(
-            len(dues), kind=int(Kind.PROMISE), topic="t", queue_id=-1, store_ms=self.world.now_ms, due_ms=dues
+            len(dues),
+            kind=int(Kind.SCHEDULED),
+            topic="t",
+            queue_id=-1,
+            store_ms=self.world.now_ms,
+            due_ms=dues,
         )
         rows, seqs = self.rig.encode(rows, self.backlog), list[int]()
 

@@ -22,7 +22,7 @@ COLUMNS = ["seq", "kind", "due_ms", "source_seq"]
 def read_back(
     reader: LogReader, kind: Kind, saved: Saved, attached: Sequence[tuple[int, Attachment]], watermark: int
 ) -> Restart:
-    """From a checkpoint, the log, and the (seq, attach) rows in it; `kind` is that of the promises' rows."""
+    """From a checkpoint, the log, and the (seq, attach) rows in it; `kind` is that of the scheduled messages' rows."""
     pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
     due: dict[int, int] = {}
     at: dict[int, int] = {}

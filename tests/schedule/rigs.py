@@ -1,4 +1,4 @@
-"""The backlogs under the contract: how each is built for a `World`, and how its promises look in the log."""
+"""The backlogs under the contract: how each is built for a `World`, and how its scheduled messages look in the log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class HourLogRig:
 
     name = "hour_log"
     has_table = True
-    kind = Kind.PROMISE
+    kind = Kind.SCHEDULED
     has_files = False  # of its own, besides the table
 
     def __init__(
@@ -146,7 +146,7 @@ PROPERTIES = "REAL_TOPIC\x01t\x02REAL_QID\x01-1\x02"
 
 
 class LevelsRig(HourLogRig):
-    """`delay_levels`: levels as long as any promise of the suite; promises go round three of them.
+    """`delay_levels`: levels as long as any scheduled message of the suite; scheduled messages go round three of them.
 
     The contract's instants are any instants, those of a level one after the other; so each queue here is many
     stretches. The queues' indexes are caches: each start makes them anew from the log.
@@ -154,7 +154,7 @@ class LevelsRig(HourLogRig):
 
     name = "delay_levels"
     has_table = False
-    kind = Kind.PROMISE
+    kind = Kind.SCHEDULED
 
     def __init__(
         self, backlog: type[Any] = DelayLevels, gather_bytes: int = 64 * ROW_BYTES, **rest: Any

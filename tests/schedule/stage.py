@@ -106,12 +106,12 @@ class Saved:
 
 
 class Rig(Protocol):
-    """How the suite builds a backlog, and how its promises look."""
+    """How the suite builds a backlog, and how its scheduled messages look."""
 
     name: str
     has_table: bool  # whether files can be attached
     has_files: bool  # whether it keeps files of its own
-    kind: Kind  # of its promises' rows
+    kind: Kind  # of its scheduled messages' rows
     ahead_ms: int
     gather_bytes: int
     scheduler: type[Scheduler]
@@ -120,7 +120,7 @@ class Rig(Protocol):
         """A backlog over `world`'s files, reader and reader thread; on the running loop."""
 
     def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
-        """Promises as their rows stand in the log."""
+        """Scheduled messages as their rows stand in the log."""
 
     def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
         """These are durable now, and the scheduler is to be told."""
@@ -129,7 +129,7 @@ class Rig(Protocol):
         """What a checkpoint keeps of a backlog's state."""
 
     def rows_in_memory(self, backlog: Any) -> int:
-        """Promises that cost memory in the backlog."""
+        """Scheduled messages that cost memory in the backlog."""
 
     def live_files(self, backlog: Any) -> list[DataFile]:
         """The files of the table."""
@@ -173,7 +173,7 @@ class Model:
 
     @property
     def known(self) -> list[int]:
-        """All promises there ever were, and that may be asked for."""
+        """All scheduled messages there ever were, and that may be asked for."""
         handed_out = (seq for batch in self.in_flight for seq in batch)
         return sorted({*self.waiting, *self.released, *self.cancelled, *handed_out} - self.forgotten)
 
@@ -230,13 +230,13 @@ class Model:
         self.forgotten |= {seq for seq, at in self.at.items() if at < first_seq}
 
     def check_unchanged(self, batch: pa.RecordBatch) -> None:
-        """These waiting promises are what was admitted, and say when."""
+        """These waiting scheduled messages are what was admitted, and say when."""
         columns = (batch[name].to_pylist() for name in ("seq", "due_ms", "body", "store_ms", "kind"))
         for seq, due_ms, body, accepted_ms, kind in zip(*columns, strict=True):
             assert self.waiting[seq] == (due_ms, body), f"seq {seq} has changed: {due_ms}, {body!r}"
             expected_ms = self.accepted[seq]
             assert accepted_ms == expected_ms, f"seq {seq} accepted at {expected_ms}, not {accepted_ms}"
-            assert kind != Kind.MOVED, f"seq {seq} is given out as a row, not as a promise"
+            assert kind != Kind.MOVED, f"seq {seq} is given out as a row, not as a scheduled message"
 
     def cancel(self, seqs: list[int], answers: list[bool]) -> list[int]:
         """Check the answers to a cancel and believe them; returns the cancelled."""
@@ -273,6 +273,6 @@ class Model:
 
 
 def is_covered(settled: Settled, due_ms: int, seq: int) -> bool:
-    """Whether the mark says, without naming it, that this promise is settled."""
+    """Whether the mark says, without naming it, that this scheduled message is settled."""
     is_late = any(first_seq <= seq < first_seq + rows for first_seq, rows in settled.late)
     return due_ms < settled.before_ms and seq < settled.before_seq and not is_late

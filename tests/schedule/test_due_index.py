@@ -15,7 +15,7 @@ from timeball.schedule.due_index import FAR_MS, DueIndex
 
 Pair = tuple[int, int]
 
-# Each sequence number once, as in a log; few instants, so that many promises share one.
+# Each sequence number once, as in a log; few instants, so that many scheduled messages share one.
 PAIRS = st.lists(st.integers(-5, 30), max_size=120).map(lambda dues: [(due, i) for i, due in enumerate(dues)])
 POSITIONS = st.tuples(st.integers(-6, 31), st.integers(0, 120))
 

@@ -26,7 +26,7 @@ DUES = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 5_000)), min_size=1
 def rows(dues: list[int], first_seq: int) -> pa.RecordBatch:
     bodies = [f"{due} {first_seq + i}".encode() for i, due in enumerate(dues)]
     return with_seq(
-        build_rows(len(dues), kind=int(Kind.PROMISE), topic="t", body=bodies, store_ms=0, due_ms=dues),
+        build_rows(len(dues), kind=int(Kind.SCHEDULED), topic="t", body=bodies, store_ms=0, due_ms=dues),
         first_seq,
     )
 
@@ -226,7 +226,7 @@ def test_rows_that_come_alone_and_go_together_leave_nothing_behind() -> None:
 def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
     wheel = DueWheel()
     large = with_seq(
-        build_rows(2, kind=int(Kind.PROMISE), topic="t", body=[b"x" * 100_000] * 2, due_ms=[5, 9]), 1
+        build_rows(2, kind=int(Kind.SCHEDULED), topic="t", body=[b"x" * 100_000] * 2, due_ms=[5, 9]), 1
     )
     wheel.add(large)
     assert 200_000 <= wheel.size_bytes < 210_000

@@ -64,7 +64,7 @@ def too_late(late_ms: Int64Array, seq: Int64Array) -> Int64Array:
 
 
 def anyhow(late_ms: Int64Array, seq: Int64Array) -> Int64Array:
-    """Of six promises two are brought, and one each twice, never, too late, and only sometimes."""
+    """Of six scheduled messages two are brought, and one each twice, never, too late, and only sometimes."""
     return np.choose(seq % 6, [1, 1, 2, 0, too_late(late_ms, seq), (late_ms % 2).astype(np.int64)])
 
 
@@ -204,18 +204,18 @@ def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
 class BelievesHim(Watched):
     """Takes whatever the dispatcher brings."""
 
-    def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
-        return promises
+    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
+        return scheduled_rows
 
 
 class TakesTwice(Watched):
     """Does not ask whether what is brought waits still."""
 
-    def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
+    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         waits = self.outcomes.waits
         self.outcomes.waits = lambda due, seq: np.ones(len(seq), np.bool_)  # type: ignore[method-assign]
         try:
-            return super().take_brought(promises)
+            return super().take_brought(scheduled_rows)
         finally:
             self.outcomes.waits = waits  # type: ignore[method-assign]
 
@@ -223,10 +223,10 @@ class TakesTwice(Watched):
 class BringsTheCancelled(Scheduler):
     """Does not ask whether what is brought was cancelled meanwhile."""
 
-    def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
+    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         cancelled, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
         try:
-            return super().take_brought(promises)
+            return super().take_brought(scheduled_rows)
         finally:
             self.outcomes._cancelled = cancelled
 
@@ -280,7 +280,7 @@ def loaded_late(world: World) -> int:
 
 
 def leave(world: World, dues: list[int], lease_ms: int = HOUR_MS) -> list[int]:
-    """Promises in a file, left to a dispatcher; their instants are given from now."""
+    """Scheduled messages in a file, left to a dispatcher; their instants are given from now."""
     world.drain()
     seqs = world.admit([world.now_ms + ms for ms in dues])
     world.attach_now(world.prepare_compact())

@@ -1,4 +1,4 @@
-"""Tests of timeball.schedule.outcomes, and of what outcomes say of promises that are held."""
+"""Tests of timeball.schedule.outcomes, and of what outcomes say of scheduled messages that are held."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(*values: int) -> Int64Array:
     st.dictionaries(st.sampled_from("abc"), st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 50))),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 130)), max_size=30),
 )
-def test_a_promise_is_held_when_it_lies_in_a_range_and_is_due_late_enough(
+def test_a_scheduled_message_is_held_when_it_lies_in_a_range_and_is_due_late_enough(
     held: dict[str, tuple[set[int], int]], asked: list[tuple[int, int]]
 ) -> None:
     holds, expected = Holds(), {}
@@ -58,7 +58,7 @@ def test_what_was_settled_before_the_pause_is_not_held() -> None:
     """Nothing of it is remembered by name; of a job that came after the mark all is."""
     outcomes = Outcomes()
     outcomes.move_mark(100, 60)
-    assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's promises are due before
+    assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's scheduled messages are due before
     assert outcomes.hold("new", [(70, 3)], 40) == 40
     outcomes.add_late([(20, 3)])
     assert outcomes.hold("late", [(20, 3)], 40) == 40

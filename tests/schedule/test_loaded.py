@@ -18,14 +18,14 @@ from tests.schedule.world import World
 from timeball.broker.accepting.delivery import moved_rows
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.loaded import Loaded, Source
-from timeball.schedule.locations import take_promises
+from timeball.schedule.locations import take_scheduled
 from timeball.schedule.outcomes import Outcomes
 
 AHEAD_MS = 10_000
 
 
 class Stage(World):
-    """A log with promises in it, and a `Loaded` that is told of them."""
+    """A log with scheduled messages in it, and a `Loaded` that is told of them."""
 
     def __init__(self, gather_bytes: int = 1 << 30) -> None:
         super().__init__(HourLogRig())
@@ -39,17 +39,17 @@ class Stage(World):
     def changed(self) -> None:
         self.changes += 1
 
-    def promise(self, dues: list[int]) -> np.ndarray:
+    def scheduled_row(self, dues: list[int]) -> np.ndarray:
         """Rows in the log that nobody has been told of."""
         return np.array(self.admit(dues), dtype=np.int64)
 
     def admit_near(self, dues: list[int]) -> list[int]:
-        seqs = self.promise(dues)
-        self.near.add(self.source, take_promises(self.reader, seqs), self.now_ms)
+        seqs = self.scheduled_row(dues)
+        self.near.add(self.source, take_scheduled(self.reader, seqs), self.now_ms)
         return seqs.tolist()
 
     def expect(self, dues: list[int]) -> list[int]:
-        seqs = self.promise(dues)
+        seqs = self.scheduled_row(dues)
         self.near.expect(self.source, np.array(dues), seqs, seqs)
         return seqs.tolist()
 
@@ -138,9 +138,9 @@ def test_memory_is_bounded_and_nothing_starves() -> None:
 
 def test_what_has_moved_is_loaded_from_where_it_lies(stage: Stage) -> None:
     due_ms = stage.now_ms + 5
-    seqs = stage.promise([due_ms] * 2)
+    seqs = stage.scheduled_row([due_ms] * 2)
     at = stage.writer.next_seq
-    rows = moved_rows(take_promises(stage.reader, seqs[:1]), now_ms=stage.now_ms)
+    rows = moved_rows(take_scheduled(stage.reader, seqs[:1]), now_ms=stage.now_ms)
 
     async def move() -> None:
         await stage.writer.append(rows)[1]
@@ -169,7 +169,9 @@ def test_a_body_that_cannot_be_read_is_told(stage: Stage) -> None:
     ),
     gather_bytes=st.sampled_from([1, 4_096, 1 << 30]),
 )
-def test_every_promise_once_and_in_order(steps: list[tuple[str, list[int]]], gather_bytes: int) -> None:
+def test_every_scheduled_message_once_and_in_order(
+    steps: list[tuple[str, list[int]]], gather_bytes: int
+) -> None:
     stage = Stage(gather_bytes)
     try:
         waiting: dict[int, int] = {}
@@ -195,10 +197,10 @@ def test_every_promise_once_and_in_order(steps: list[tuple[str, list[int]]], gat
         stage.close()
 
 
-def test_the_log_is_needed_from_where_a_promise_lies_now(stage: Stage) -> None:
+def test_the_log_is_needed_from_where_a_scheduled_message_lies_now(stage: Stage) -> None:
     """One that was moved does not need the row it came in."""
     far_ms = stage.now_ms + 60_000
-    seqs = stage.promise([far_ms] * 3)
+    seqs = stage.scheduled_row([far_ms] * 3)
     stage.near.expect(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))
     assert stage.near.needed_seq() == seqs[2]
     stage.near.expect(stage.source, np.full(1, far_ms), seqs[:1], np.array([80]))

@@ -1,4 +1,4 @@
-"""When a promise of a number is due now: its newest instant and version, until the last of its instants has passed."""
+"""When a message of a number is due now: its newest instant and version, until the last of its instants has passed."""
 
 from __future__ import annotations
 

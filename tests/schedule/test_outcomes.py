@@ -1,4 +1,4 @@
-"""What has become of promises, against a plain dictionary: nothing is forgotten that the mark does not cover."""
+"""What has become of messages, against a plain dictionary: nothing is forgotten that the mark does not cover."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNTIL_CAUGHT = hypothesis.settings(
     SETTINGS, max_examples=500, database=None, derandomize=True, report_multiple_bugs=False,
     phases=[hypothesis.Phase.generate],
 )  # fmt: skip
-# Few instants, so that promises share one and the mark passes many.
+# Few instants, so that scheduled messages share one and the mark passes many.
 DUES = st.lists(st.integers(0, 12), min_size=1, max_size=8)
 CHOICE = st.integers(0, 1 << 16)
 BEGINNING = -(1 << 62)
@@ -38,7 +38,7 @@ def columns(pairs: Iterable[Pair]) -> tuple[Int64Array, Int64Array]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Promises are numbered as in a log; some numbers are set aside and come later, as a bulk attach."""
+    """Scheduled messages are numbered as in a log; some numbers are set aside and come later, as a bulk attach."""
 
     new: ClassVar[type[Outcomes]] = Outcomes
 
@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
     def those(self, *states: str) -> list[Pair]:
         return sorted(pair for pair, state in self.state.items() if state in states)
 
-    # -- promises come -------------------------------------------------------------------------------------
+    # -- scheduled messages come -------------------------------------------------------------------------------------
 
     @rule(dues=DUES)
     def admit(self, dues: list[int]) -> None:
@@ -62,7 +62,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(dues=DUES, marks=st.booleans())
     def attach(self, dues: list[int], marks: bool) -> None:
-        """Numbers are set aside, and the mark may move before their promises come."""
+        """Numbers are set aside, and the mark may move before their scheduled messages come."""
         first_seq = self.next_seq
         self.next_seq += len(dues)
         if marks:
@@ -165,7 +165,7 @@ class ForgetsBulk(Outcomes):
 
 
 class MarksAllNumbers(Outcomes):
-    """Lets the mark cover promises that have not come yet."""
+    """Lets the mark cover scheduled messages that have not come yet."""
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
         super().move_mark(before_ms, 1 << 62)
@@ -244,7 +244,7 @@ def test_what_the_mark_covers_costs_nothing() -> None:
 
 
 def test_a_pair_is_settled_and_its_number_at_another_instant_is_not() -> None:
-    """A promise may go on at another instant, and back to the first but one."""
+    """A scheduled message may go on at another instant, and back to the first but one."""
     outcomes = Outcomes()
     assert outcomes.cancel(*columns([(10, 1), (20, 1), (30, 2)])).all()
     asked = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
@@ -270,7 +270,7 @@ def test_at_first_nothing_is_settled() -> None:
 
 # ---- the cursor, against a plain count of what has been sent ------------------------------------------------
 
-# Few seconds, so that many promises share one; instants in any order, as after a clock that was set back.
+# Few seconds, so that many scheduled messages share one; instants in any order, as after a clock that was set back.
 CURSOR_DUES = st.lists(st.integers(0, 5_500), max_size=40)
 
 

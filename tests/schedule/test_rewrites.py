@@ -16,7 +16,7 @@ from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Opened
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.hour_log.backlog import HourLog
-from timeball.schedule.locations import take_promises
+from timeball.schedule.locations import take_scheduled
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.rewrites import Rewrites
 
@@ -26,10 +26,10 @@ CHUNK_BYTES = 1_000_000
 class Noting(HourLog):
     """A backlog that remembers with which notes its rows were written again."""
 
-    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+    def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
         self.noted = [*getattr(self, "noted", []), *note.tolist()]
-        assert len(note) == promises.num_rows
-        return promises
+        assert len(note) == scheduled_rows.num_rows
+        return scheduled_rows
 
 
 def opened(dues: list[int], seq: Int64Array) -> Opened:
@@ -37,7 +37,7 @@ def opened(dues: list[int], seq: Int64Array) -> Opened:
 
 
 class Stage(World):
-    """A log with promises in it, and `Rewrites` for them."""
+    """A log with scheduled messages in it, and `Rewrites` for them."""
 
     backlog: Noting
 
@@ -69,7 +69,7 @@ class Stage(World):
         if rows is None:
             return []
         seqs = rows["seq"].to_numpy()
-        assert rows.equals(take_promises(self.reader, seqs))
+        assert rows.equals(take_scheduled(self.reader, seqs))
         return list(seqs.tolist())
 
 
@@ -89,7 +89,10 @@ def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Sta
     assert (stage.rewrites.first_due_ms(), stage.rewrites.in_flight_rows) == (far_ms, 3)
     batch = stage.rewrites.rewritten(first[:1])
     assert batch.backlog is stage.backlog
-    assert (batch.promises.row_seq.tolist(), batch.promises.note.tolist()) == ([first[0]], [first[0] * 10])
+    assert (batch.scheduled_rows.row_seq.tolist(), batch.scheduled_rows.note.tolist()) == (
+        [first[0]],
+        [first[0] * 10],
+    )
     assert (stage.rewrites.rows, stage.rewrites.first_due_ms()) == (2, far_ms + 1)
     stage.rewrites.rewritten(first[1:])
     stage.rewrites.rewritten(second)

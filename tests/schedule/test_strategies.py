@@ -39,7 +39,7 @@ def build(world: World, settings: Settings) -> Backlog | None:
 
 
 def saved(world: World, settings: Settings) -> Checkpoint:
-    """A checkpoint of a broker that has just begun with these settings, and one promise."""
+    """A checkpoint of a broker that has just begun with these settings, and one scheduled message."""
     backlog = build(world, settings)
     assert backlog is not None
     waiting = Waiting(np.array([world.now_ms + limits.HOUR_MS // 2]), np.array([1]), np.array([1]))

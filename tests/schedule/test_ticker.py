@@ -16,7 +16,7 @@ from tests.schedule.world import World
 from timeball.io.clock import PROBATION_MS, SchedulerClock
 from timeball.model import limits
 from timeball.schedule import ticker
-from timeball.schedule.locations import take_promises
+from timeball.schedule.locations import take_scheduled
 from timeball.schedule.scheduler import Scheduler
 from timeball.schedule.ticker import Ticker
 
@@ -47,12 +47,12 @@ class TickedWorld(World):
         self.moved: list[int] = []
         self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move)
 
-    def keep(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def keep(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
-        self.kept += self.model.hand_out(promises, now_ms, limits.FRAME_ROWS_MAX)
+        self.kept += self.model.hand_out(scheduled_rows, now_ms, limits.FRAME_ROWS_MAX)
 
-    def move(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        self.moved += promises["seq"].to_pylist()
+    def move(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
+        self.moved += scheduled_rows["seq"].to_pylist()
 
     @property
     def calls(self) -> int:
@@ -106,7 +106,7 @@ def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -
     world.drain()
     seqs = world.admit([world.now_ms] * 3)
     assert isinstance(world.strategy, Counted)
-    world.strategy.to_move = take_promises(world.reader, np.array(seqs[:2]))
+    world.strategy.to_move = take_scheduled(world.reader, np.array(seqs[:2]))
     assert world.ticker.tick() == 0
     assert len(world.kept) == 3 and world.moved == []
     assert world.ticker.tick() == 0
@@ -186,7 +186,7 @@ def test_it_wakes_for_what_arrives(world: TickedWorld) -> None:
     world.run(main())
 
 
-def test_it_keeps_a_promise_when_real_time_has_come(world: TickedWorld) -> None:
+def test_it_keeps_a_scheduled_message_when_real_time_has_come(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             calls = world.calls

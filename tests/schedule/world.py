@@ -1,6 +1,6 @@
 """The broker around one strategy: a real log, real files, clocks that move when told, and a model that knows better.
 
-`World` writes promises, releases, moves, cancels and attaches to the log, takes what is due, restarts from
+`World` writes scheduled messages, releases, moves, cancels and attaches to the log, takes what is due, restarts from
 checkpoints, and compares every answer with `stage.Model`. Any difference is an AssertionError. It does in their
 order the steps of the broker's verbs, and none of what the edges add to them.
 
@@ -98,14 +98,14 @@ class World(Attaching):
     # -- the broker's part: deciding, writing, telling the strategy ----------------------------------------
 
     def admit(self, dues: Sequence[int]) -> list[int]:
-        """Promises with these instants become durable; returns their sequence numbers."""
+        """Scheduled messages with these instants become durable; returns their sequence numbers."""
         return self.run(self._admit(list(dues)))
 
     async def _admit(self, dues: list[int]) -> list[int]:
         bodies = [f"body {self._counter + i}".encode() for i in range(len(dues))]
         self._counter += len(dues)
         rows = build_rows(
-            len(dues), kind=int(Kind.PROMISE), topic="t", queue_id=-1, body=bodies,
+            len(dues), kind=int(Kind.SCHEDULED), topic="t", queue_id=-1, body=bodies,
             unique_key=[body.decode() for body in bodies], store_ms=self.now_ms, due_ms=dues,
         )  # fmt: skip
         rows = self.rig.encode(rows, self.backlog)
@@ -117,8 +117,8 @@ class World(Attaching):
             self.model.at.update(zip(seqs, seqs, strict=True))
             self.model.waiting.update({s: (d, b) for s, d, b in zip(seqs, dues, bodies, strict=True)})
             self.rig.keep(rows, first_seq)
-            promises = with_seq(rows, first_seq)
-            self.strategy.add(self.backlog, promises, pairs_of(promises), now_ms)
+            scheduled_rows = with_seq(rows, first_seq)
+            self.strategy.add(self.backlog, scheduled_rows, pairs_of(scheduled_rows), now_ms)
 
         await self.writer.append(rows, on_durable=on_durable)[1]
         return seqs
@@ -377,7 +377,7 @@ class World(Attaching):
         return sorted(taken) if self._hands > 1 else taken
 
     def check_sleep(self) -> None:
-        """A ticker that has gone to sleep and was not woken wakes in time for the first promise."""
+        """A ticker that has gone to sleep and was not woken wakes in time for the first scheduled message."""
         first = self.model.wake_by_ms
         if first is None or self.strategy.is_busy:
             return
@@ -396,7 +396,7 @@ class World(Attaching):
         self.run(asyncio.sleep(0))
 
     def memory(self) -> int:
-        """Promises that cost memory now."""
+        """Scheduled messages that cost memory now."""
         scheduler = self.strategy
         held_rows = len(scheduler.loaded) + scheduler.rewrites.rows + len(scheduler.outcomes)
         return self.rig.rows_in_memory(self.backlog) + held_rows

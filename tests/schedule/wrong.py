@@ -79,7 +79,7 @@ class Unsorted(Scheduler):
 
 
 class RoundsUp(Scheduler):
-    """Hands out at the whole second after which it is due, as if a slot's precision were the promise's."""
+    """Hands out at the whole second after which it is due, as if a slot's precision were the scheduled message's."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         return super().take_due(now_ms - now_ms % 1_000 + 999, limit)
@@ -93,7 +93,7 @@ class RoundsDown(Scheduler):
 
 
 class DeafToCancels(Scheduler):
-    """Says that a promise is cancelled and hands it out all the same."""
+    """Says that a scheduled message is cancelled and hands it out all the same."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         before, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
@@ -103,7 +103,7 @@ class DeafToCancels(Scheduler):
 
 
 class CancelsAll(Scheduler):
-    """Says of every promise that it was still waiting."""
+    """Says of every scheduled message that it was still waiting."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         return super().cancel(due_ms, seq) | True
@@ -126,7 +126,7 @@ class CancelsOnlyTheNear(Scheduler):
     """Says that what is being written again cannot be cancelled."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        moving = [batch.promises.seq for batch in self.rewrites._in_flight]
+        moving = [batch.scheduled_rows.seq for batch in self.rewrites._in_flight]
         answers, here = np.zeros(len(seq), np.bool_), ~np.isin(seq, np.concatenate([seq[:0], *moving]))
         answers[here] = super().cancel(due_ms[here], seq[here])
         return answers
@@ -151,9 +151,9 @@ class TurnsInPlace(Scheduler):
 class NeverWakes(Scheduler):
     """Lets the ticker sleep through the arrival of something earlier."""
 
-    def add(self, backlog: Backlog, promises: pa.RecordBatch) -> None:
+    def add(self, backlog: Backlog, scheduled_rows: pa.RecordBatch) -> None:
         wake, self.on_earlier = self.on_earlier, lambda: None
-        super().add(backlog, promises)
+        super().add(backlog, scheduled_rows)
         self.on_earlier = wake
 
 
@@ -195,7 +195,7 @@ class NotTheEarliest(Scheduler):
 
 
 class LosesOnTheWay(Scheduler):
-    """Loses the last of many promises that a backlog has given up."""
+    """Loses the last of many scheduled messages that a backlog has given up."""
 
     def _expect_loaded(self, backlog: Backlog, near: Waiting) -> None:
         super()._expect_loaded(
@@ -301,7 +301,7 @@ class LosesBodiesOnTheMove(Scheduler):
 
 
 class MovesRows(Scheduler):
-    """Gives out rows of the log as they are, not the promises in them."""
+    """Gives out rows of the log as they are, not the scheduled messages in them."""
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         rows = super().take_rewrites(limit)
@@ -328,11 +328,11 @@ class TurnsOnTheMove(Scheduler):
 
 
 class LosesTheLast(Scheduler):
-    """Forgets the last of several promises that were written again."""
+    """Forgets the last of several scheduled messages that were written again."""
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
         batch = self.rewrites._in_flight[0]
-        few = np.arange(len(batch.promises)) < max(1, len(seq) - 1)
+        few = np.arange(len(batch.scheduled_rows)) < max(1, len(seq) - 1)
         add = batch.backlog.add
 
         def all_but_one(waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
@@ -463,14 +463,14 @@ class WheelWithoutSync(TimerWheel):
 
 
 class StaysWhereItWas(LevelCascade):
-    """Finds after a restart a promise where it was, though it has been written again since."""
+    """Finds after a restart a scheduled message where it was, though it has been written again since."""
 
     def _forget_old_rows(self, seq: Int64Array) -> None:
         pass
 
 
 class SavesNoOldRows(LevelCascade):
-    """Does not save which entries' promises stand elsewhere."""
+    """Does not save which entries' scheduled messages stand elsewhere."""
 
     def state(self, settled_ms: int) -> CascadeState:
         state = super().state(settled_ms)
@@ -518,7 +518,7 @@ class CascadeWithoutSync(LevelCascade):
 
 
 class SavesTheEnd(DelayLevels):
-    """Moves a queue's offset when a promise is opened, not when its release is durable."""
+    """Moves a queue's offset when a scheduled message is opened, not when its release is durable."""
 
     def _advance(self) -> None:
         for queue in self._queues.values():

@@ -1,4 +1,4 @@
-"""A bulk write as a program of its own, so that a test can kill it: numbered rows of a week, some of them no promises.
+"""A bulk write as a program of its own, so that a test can kill it: numbered rows of a week, some of them no messages.
 
 python bulk_campaign.py ENDPOINT CAMPAIGN ROWS FIRST_DUE_MS
 """

@@ -1,4 +1,4 @@
-"""Campaigns for tests, attached without Spark, and what has become of their promises."""
+"""Campaigns for tests, attached without Spark, and what has become of their scheduled messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs.campaign import Campaign
-from timeball.spark.source import promise_columns
+from timeball.spark.source import scheduled_columns
 from timeball.spark.table_store import Store
 from timeball.spark.views.duckdb_session import SqlSession
 from timeball.table.attachment import Attachment
@@ -37,9 +37,9 @@ def attach(
                 "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
             }
         )
-        shaped = promise_columns.with_unique_keys(promise_columns.normalise(table, now_ms))
+        shaped = scheduled_columns.with_unique_keys(scheduled_columns.normalise(table, now_ms))
         first_seq = broker.reserve(len(numbers))
-        files += Store(campaign.table_uri).put_rows(promise_columns.numbered(shaped, first_seq), now_ms)
+        files += Store(campaign.table_uri).put_rows(scheduled_columns.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
     broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
 
@@ -55,7 +55,7 @@ def waiting(broker: Endpoint) -> dict[str, int]:
     """Key and due instant of everything that waits; each key once, or the test fails."""
     with SqlSession(broker.uri, bodies=False) as session:
         found = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
-    assert len({row["keys"] for row in found}) == len(found), "a promise waits twice"
+    assert len({row["keys"] for row in found}) == len(found), "a scheduled message waits twice"
     return {row["keys"]: row["due_ms"] for row in found}
 
 

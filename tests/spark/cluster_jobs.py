@@ -52,7 +52,7 @@ def main(endpoint: str, folder: str, rows: str, first_due_ms: str) -> None:
     waiting = spark_views.waiting_frame(spark, endpoint, bodies=False).count()
     begin("audit")
     report = audit.run(spark, endpoint)
-    known = ledger.promises(spark, endpoint).where(f"topic = '{TOPIC}'").count()
+    known = ledger.scheduled_rows(spark, endpoint).where(f"topic = '{TOPIC}'").count()
     spark.stop()
     found = {"known": known, "replayed": again.rows, "waiting": waiting, "audit": report}
     print(msgspec.json.encode(found).decode())

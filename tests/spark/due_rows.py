@@ -1,4 +1,4 @@
-"""Promises in files of the pending table, due within seconds, for the tests of dispatch."""
+"""Scheduled messages in files of the pending table, due within seconds, for the tests of dispatch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from timeball.table.layout import sort_rows
 
 
 def attach(broker: Endpoint, dues_ms: Sequence[int], topic: str = "due", job_id: str = "due") -> list[int]:
-    """Make one file of promises for these instants part of the table; returns their numbers."""
+    """Make one file of scheduled messages for these instants part of the table; returns their numbers."""
     first_seq, count = broker.reserve(len(dues_ms)), len(dues_ms)
     status = broker.status()
     columns = {

@@ -39,7 +39,9 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     send(groups.one.endpoint, 50)
     send_due_now(groups.one.endpoint, 10)
     run(spark, groups, tmp_path, "compact", "ledger", "archive")
-    assert "group" not in ledger.promises(spark, groups.endpoint).columns, "with one group nothing changes"
+    assert "group" not in ledger.scheduled_rows(spark, groups.endpoint).columns, (
+        "with one group nothing changes"
+    )
     assert "group" not in archive.messages(spark, groups.endpoint).columns
 
     # The second group comes while the jobs' checkpoints know of the first one alone.
@@ -52,7 +54,7 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     send(groups.one.endpoint, 5)
     run(spark, groups, tmp_path, "compact", "ledger", "archive")
 
-    told = ledger.promises(spark, groups.endpoint).groupBy("group").count().collect()
+    told = ledger.scheduled_rows(spark, groups.endpoint).groupBy("group").count().collect()
     assert {row["group"]: row["count"] for row in told} == {"g1": 65, "g2": 38}
     passed = archive.messages(spark, groups.endpoint).groupBy("group").count().collect()
     assert {row["group"]: row["count"] for row in passed} == {"g1": 10, "g2": 7}
@@ -167,7 +169,7 @@ def test_views_and_a_replay(spark: SparkSession, groups: TwoGroups) -> None:
         return sorted(tuple(row) for row in spark.sql(query).collect())
 
     assert ask("select `group`, count(*) from tb_pending group by all") == [("g1", 5), ("g2", 3)]
-    assert ask("select `group`, state, count(*) from tb_promises group by all") == [
+    assert ask("select `group`, state, count(*) from tb_scheduled group by all") == [
         ("g1", "released", 10), ("g1", "waiting", 5), ("g2", "released", 6), ("g2", "waiting", 3),
     ]  # fmt: skip
     assert spark_views.waiting_frame(spark, groups.endpoint).count() == 8

@@ -23,7 +23,7 @@ def test_status_and_rows(node: RunningNode, broker: Endpoint) -> None:
     status = broker.status()
     end = status.log.durable_seq
     assert end >= first + 10  # and what the broker notes of the topic
-    batches = list(broker.read_log(first, end, [Kind.PROMISE]))
+    batches = list(broker.read_log(first, end, [Kind.SCHEDULED]))
     assert sum(batch.num_rows for batch in batches) == 10
     assert batches[0].schema == READ_SCHEMA
     assert list(broker.read_log(first, end, [Kind.CANCEL])) == []

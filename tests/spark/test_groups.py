@@ -102,8 +102,8 @@ def test_two_groups_of_a_real_cluster(tmp_path: Path) -> None:
                 send(node.endpoint, rows)
             for node in nodes.values():
                 cluster.wait("it knows both groups", partial(knows_both, node.endpoint))
-                assert read_promises(node.endpoint) == {"g1": 5, "g2": 3}
-                assert read_promises(pin(node.endpoint, "g2")) == {"g2": 3}
+                assert read_scheduled(node.endpoint) == {"g1": 5, "g2": 3}
+                assert read_scheduled(pin(node.endpoint, "g2")) == {"g2": 3}
         finally:
             for node in nodes.values():
                 if node.process is not None:
@@ -118,9 +118,9 @@ def knows_both(endpoint: str) -> bool:
     return {group.name for group in read_groups(endpoint)} == {"g1", "g2"}
 
 
-def read_promises(endpoint: str) -> dict[str, int]:
-    """How many promises each group has, as the tasks of a read find them."""
-    reader = LogReader(read_options({"endpoint": endpoint, "kinds": "promise", "columns": "group"}))
+def read_scheduled(endpoint: str) -> dict[str, int]:
+    """How many scheduled messages each group has, as the tasks of a read find them."""
+    reader = LogReader(read_options({"endpoint": endpoint, "kinds": "scheduled", "columns": "group"}))
     found: dict[str, int] = {}
     for part in reader.partitions():
         for batch in reader.read(part):

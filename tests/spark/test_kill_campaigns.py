@@ -157,7 +157,7 @@ class Books:
 
 
 def test_pause_resume_and_cancel_are_killed_anywhere(tmp_path: Path, spark: SparkSession) -> None:
-    """While promises fall due all the time; in the end each was released once or cancelled, and never both."""
+    """While messages fall due all the time; in the end each was released once or cancelled, and never both."""
     with Siege(tmp_path / "data", SEED, QUIET) as siege, Endpoint(siege.broker.endpoint) as broker:
         books = Books(siege)
         attach(Campaign(broker, "spring"), ROWS, after_ms=1_000, step_ms=25)

@@ -1,4 +1,4 @@
-"""kill -9 of a dispatching Spark, again and again: each promise is released once, and not before its instant.
+"""kill -9 of a dispatching Spark, again and again: each scheduled message is released once, and not before its instant.
 
 Spark is the command `timeball pipeline run dispatch`, killed with all its processes while it brings rows. KILL_SEED
 makes other moments.
@@ -68,13 +68,13 @@ def spark_at_work(node: RunningNode, folder: Path) -> Iterator[subprocess.Popen[
 
 
 def releases(node: RunningNode) -> dict[int, tuple[int, int]]:
-    """Promise -> (due, released); asserts that each is released once."""
+    """Scheduled message -> (due, released); asserts that each is released once."""
     reader = node.broker.parts.reader
     found: dict[int, tuple[int, int]] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.RELEASE]):
         columns = (int64(rows.column(name)).tolist() for name in ("source_seq", "due_ms", "store_ms"))
         for seq, due_ms, at_ms in zip(*columns, strict=True):
-            assert seq not in found, f"promise {seq} is released twice"
+            assert seq not in found, f"scheduled message {seq} is released twice"
             found[seq] = due_ms, at_ms
     return found
 
@@ -89,7 +89,7 @@ def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) 
             with spark_at_work(node, tmp_path / "checkpoint") as spark:
                 live(node, broker, chance, promised)
                 assert spark.poll() is None, "Spark has ended by itself"
-        eventually(lambda: done(node, len(promised)), "every promise is released")
+        eventually(lambda: done(node, len(promised)), "every scheduled message is released")
     found = releases(node)
     assert sorted(found) == sorted(promised)
     assert all(at_ms >= due_ms for due_ms, at_ms in found.values()), "never early"
@@ -99,7 +99,7 @@ def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) 
 
 
 def live(node: RunningNode, broker: Endpoint, chance: np.random.Generator, promised: list[int]) -> None:
-    """Promises are made, as long as it takes, for a Spark at work, until it is in the midst of bringing some."""
+    """Messages are made, as long as it takes, for a Spark at work, until it is in the midst of bringing some."""
     dispatched = node.broker.parts.scheduler.external
     eventually(lambda: dispatched.is_leased(broker.status().now_ms), "Spark is at work")
     eventually(lambda: done(node, len(promised)), "all that was left by the one before is out")

@@ -186,12 +186,12 @@ class Attack:
 
 
 def check_table(siege: Siege, ball: Timeball) -> int:
-    """Each row of the table is a promise of the log, once; returns how many rows there are."""
+    """Each row of the table is a scheduled message of the log, once; returns how many rows there are."""
     status = ball.status()
     rows = DeltaTable(status["table"]["uri"]).to_pyarrow_table(columns=["seq", "unique_key"])
     seqs = rows.column("seq").to_pylist()
-    assert len(seqs) == len(set(seqs)), "the table holds a promise twice"
-    log = ball.read_log(status["log"]["first_seq"], status["watermark"], kinds=[Kind.PROMISE]).read_all()
+    assert len(seqs) == len(set(seqs)), "the table holds a scheduled message twice"
+    log = ball.read_log(status["log"]["first_seq"], status["watermark"], kinds=[Kind.SCHEDULED]).read_all()
     of_log = dict(zip(log.column("seq").to_pylist(), log.column("unique_key").to_pylist(), strict=True))
     found = dict(zip(seqs, rows.column("unique_key").to_pylist(), strict=True))
     foreign = {seq: key for seq, key in found.items() if of_log.get(seq) != key}

@@ -1,4 +1,4 @@
-"""Events of rows of the log, and those that are no single promise's: bulk attaches and starts."""
+"""Events of rows of the log, and those that are no single scheduled message's: bulk attaches and starts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_release_is_late_from_its_acceptance_on(accepted_ms: int | None, late_
 
 
 def test_a_half_message_and_its_end_are_no_events() -> None:
-    for kind in (Kind.PROMISE, Kind.RELEASE, Kind.CANCEL):
+    for kind in (Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL):
         assert events(log_rows(kind, 1, topic="t", store_ms=1_007, source_seq=5)) == []
 
 
@@ -95,7 +95,7 @@ def test_a_half_message_is_accepted_by_its_first_move_and_moved_by_others() -> N
 
 
 def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
-    for kind, event, number in ((Kind.PROMISE, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
+    for kind, event, number in ((Kind.SCHEDULED, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
         rows = log_rows(kind, 1, due_ms=1_000, store_ms=2_000, source_seq=8, queue_id=-1)
         (found,) = events(rows)
         assert (found["event"], found["first_seq"], found["at_ms"]) == (event, number, 2_000)

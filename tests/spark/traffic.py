@@ -12,7 +12,7 @@ from timeball.spark.endpoint import Endpoint
 
 
 def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = "orders") -> None:
-    """Promises due `after_ms` from now and later, an hour apart in three hundred steps."""
+    """Scheduled messages due `after_ms` from now and later, an hour apart in three hundred steps."""
     with Timeball(endpoint) as ball:
         now_ms = ball.status()["now_ms"]
         due = [now_ms + after_ms + HOUR_MS * (i % 300) for i in range(rows)]
@@ -28,7 +28,7 @@ def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = 
 
 
 def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
-    """Promises that are due, and released, within moments."""
+    """Scheduled messages that are due, and released, within moments."""
     with Timeball(endpoint) as ball:
         for i in range(rows):
             ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")

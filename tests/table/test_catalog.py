@@ -250,7 +250,7 @@ DAMAGE: dict[str, Callable[[Files], None]] = {
 def test_a_table_that_differs_from_the_log_is_made_anew(
     files: Files, damage: Callable[[Files], None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One flipped digit of an entry was two promises that never came."""
+    """One flipped digit of an entry was two scheduled messages that never came."""
     live = lived(files)
     damage(files)
     catalog = as_the_log_says(files, live)

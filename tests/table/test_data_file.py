@@ -297,7 +297,7 @@ def other_claims(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
 def test_a_claim_that_the_footer_does_not_bear_out_is_refused(
     whole: tuple[FileEntry, bytes, list[pa.Table]],
 ) -> None:
-    """A narrower due range would leave promises unread, without a word."""
+    """A narrower due range would leave scheduled messages unread, without a word."""
     entry, data, _ = whole
     DataFile(OneFile(data), entry).check()
     for name, claim in other_claims(entry):

@@ -112,5 +112,5 @@ def test_without_its_checksum_a_block_that_rotted_is_believed(monkeypatch: pytes
     assert opened(moved).rows_at([3]) != opened(data).rows_at([3])
 
 
-def test_they_are_the_columns_that_tell_a_promise() -> None:
+def test_they_are_the_columns_that_tell_a_scheduled_message() -> None:
     assert ID_SCHEMA.names == ID_COLUMNS

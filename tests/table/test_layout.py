@@ -1,4 +1,4 @@
-"""Where a promise lies: every row in one file, every file in one bucket; and no bit of a sealed footer may change."""
+"""Where a message lies: every row in one file, every file in one bucket; and no bit of a sealed footer may change."""
 
 from __future__ import annotations
 

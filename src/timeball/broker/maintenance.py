@@ -307,7 +307,7 @@ class Maintenance:
         ):
             # Also move the watermark if all are settled (released or cancelled), as receipts of leases almost always
             # are. Otherwise each look would read these rows again.
-            await self._broker.mover.compact(even_without_promises=True)
+            await self._broker.mover.compact(even_without_rows=True)
             self._compacted_ms = now_ms
         await self._broker.mover.rewrite()
 
@@ -345,7 +345,7 @@ class Maintenance:
         old = oldest.newest_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
         if parts.compacts and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
             # The tail is too short for the usual compaction, but it keeps an old segment from being removed.
-            await self._broker.mover.compact(even_without_promises=True)
+            await self._broker.mover.compact(even_without_rows=True)
             await self.checkpoint()
         # With another strategy, scheduled messages do not wait for compaction: `needed_seq` covers the strategy's own
         # needs.

@@ -41,10 +41,10 @@ from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.ranges import cancel_ranges
 from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
+from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.tables.table_changes import TableChanges
 from timeball.broker.transacting import transactions
@@ -76,7 +76,7 @@ class Broker:
     duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()
 
     def __init__(
-        self, parts: Components, *, promises_since_watermark: int = 0, halves: Iterable[Half] = ()
+        self, parts: Components, *, scheduled_since_watermark: int = 0, halves: Iterable[Half] = ()
     ) -> None:
         self.parts = parts
         self.policy = Policy(parts.topics, parts.groups, parts.settings, parts.clock.clock)
@@ -86,7 +86,7 @@ class Broker:
         self.lateness = delivery.Lateness()
         self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
         self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
-        self.mover = TableChanges(parts, promises_since_watermark=promises_since_watermark)
+        self.mover = TableChanges(parts, scheduled_since_watermark=scheduled_since_watermark)
         self.live_tail = LiveTail(parts, self.policy, self.waiters)
         self.look_ups = LookUps(parts)
         self.listing = Listing(self.look_ups, self.policy, self.mover.lock)
@@ -103,7 +103,8 @@ class Broker:
         self.groups = GroupStates(
             parts, self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions
         )
-        # Two ingresses: half messages become promises without a due time, so they cannot share a batch with sends.
+        # Two ingresses: half messages become scheduled messages without a due time, so they cannot share a batch with
+        # sends.
         self.sends = Ingress(parts.traced(self.appender.send))
         self.halves = Ingress(parts.traced(self.prepare_nowait))
         self.keyed_sends = KeyedSends(parts, self.appender, self.policy, self.sent_states)

@@ -38,7 +38,9 @@ def dump(
     ] = None,
     kind: Annotated[
         list[str] | None,
-        typer.Option("--kind", metavar="KIND", help="Only rows of this kind, e.g. promise; may be repeated."),
+        typer.Option(
+            "--kind", metavar="KIND", help="Only rows of this kind, e.g. scheduled; may be repeated."
+        ),
     ] = None,
     from_seq: Annotated[int, typer.Option("--from-seq", help="Only from this sequence number on.")] = 0,
     to_seq: Annotated[int | None, typer.Option("--to-seq", help="Only below this one.")] = None,
@@ -59,7 +61,7 @@ def dump(
       timeball dump
       timeball dump --data /var/lib/timeball --verify
       timeball dump --frames --segment 3
-      timeball dump --rows --kind promise --kind cancel --from-seq 1000 --to-seq 2000 --json | jq .due_ms
+      timeball dump --rows --kind scheduled message --kind cancel --from-seq 1000 --to-seq 2000 --json | jq .due_ms
     """
     if frames and rows:
         raise RequestError("--frames or --rows, not both")

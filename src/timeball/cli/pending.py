@@ -1,8 +1,8 @@
 """`timeball pending`: count the pending messages by due time.
 
 The SQL that counts runs in this process, not in the broker. It reads the pending table from its Parquet files, and the
-log's tail over Flight, both of one version (spark/views/snapshot.py). A promise that is due after the broker's "now"
-cannot have been released. Those due earlier count as being delivered.
+log's tail over Flight, both of one version (spark/views/snapshot.py). A scheduled message that is due after the
+broker's "now" cannot have been released. Those due earlier count as being delivered.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from timeball.cli.output import bars, print_json, print_line
 
 BARS_MAX = 48
 BY_HOUR = """
-    select place, cast(floor(due_ms / 3600000) as bigint) as hour, count(*) as promises
+    select place, cast(floor(due_ms / 3600000) as bigint) as hour, count(*) as messages
     from pending group by place, hour order by hour
 """
 
@@ -101,13 +101,13 @@ def pending(
 
 
 def count_waiting(endpoint: str) -> Waiting:
-    """Count all promises that are due after the broker's "now" and not cancelled."""
+    """Count all scheduled messages that are due after the broker's "now" and not cancelled."""
     from timeball.spark.views.duckdb_session import SqlSession
 
     with SqlSession(endpoint, upcoming=True, bodies=False) as session:
         found = Waiting(now_ms=session.version.now_ms)
         for row in session.run(BY_HOUR).rows.read_all().to_pylist():
-            found.hours[row["hour"]] = found.hours.get(row["hour"], 0) + row["promises"]
+            found.hours[row["hour"]] = found.hours.get(row["hour"], 0) + row["messages"]
             name = f"{row['place']}_rows"
-            setattr(found, name, getattr(found, name) + row["promises"])
+            setattr(found, name, getattr(found, name) + row["messages"])
     return found

@@ -72,7 +72,7 @@ def sql(
 ) -> None:
     """Query pending messages, events and past messages with SQL.
 
-    Views: pending, pending_table, promises, ledger, archive, log. Each query
+    Views: pending, pending_table, scheduled messages, ledger, archive, log. Each query
     reads one consistent version. It runs on DuckDB, without Spark or Java,
     where the pending table can be read. Spark has the same views:
     timeball.spark.views.spark_views.register(spark, endpoint).
@@ -82,7 +82,7 @@ def sql(
       timeball sql
       timeball sql "select topic, count(*), min(due) from pending group by topic"
       timeball sql "select date_trunc('hour', due) as hour, count(*) from pending group by 1 order by 1"
-      timeball sql "select * from promises where state = 'released' order by lateness_ms desc limit 10"
+      timeball sql "select * from scheduled messages where state = 'released' order by lateness_ms desc limit 10"
       timeball sql --version 12 "select count(*) from pending"
       timeball sql --json "select event, sum(rows) as n from ledger group by event" | jq .rows
       timeball sql --csv "select seq, due, topic from pending order by due" > pending.csv

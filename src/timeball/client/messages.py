@@ -128,7 +128,7 @@ class Leased:
         return int(self._value("seq"))
 
     @property
-    def promise_seq(self) -> int | None:
+    def scheduled_seq(self) -> int | None:
         """The sequence number in the sender's receipt, for a scheduled message. None for other messages."""
         seq: int | None = self._value("source_seq")
         return seq

@@ -57,7 +57,7 @@ class JobFacts(msgspec.Struct, frozen=True):
 
 
 class LeaseFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Leases of one group in one topic that the log records, as ranges (first, count) of promise numbers."""
+    """Leases of one group in one topic that the log records, as ranges (first, count) of scheduled message numbers."""
 
     group: str
     topic: str

@@ -91,7 +91,7 @@ class _Call:
 #
 # The thread that writes a commit also replicates it. The commit is sent to the other replicas before it is written
 # here, so that all disks work at the same time. `commit` returns when enough replicas have it. Rows that the writer
-# then shows, acknowledges and applies are as safe as the group promises.
+# then shows, acknowledges and applies are as safe as the group scheduled messages.
 
 
 class Extent(NamedTuple):

@@ -145,8 +145,8 @@ class LogReader:
 
         A frame may contain only ten rows. Decoding one takes some 40 us, making a batch of it three times that.
         `columns`: return only these columns of READ_SCHEMA, in this order. The others are not copied. `placed`: True
-        selects rows with a queue position (visible messages, and promises of delay levels), False selects rows without
-        one.
+        selects rows with a queue position (visible messages, and scheduled messages of delay levels), False selects
+        rows without one.
         """
         wanted = None if kinds is None else np.array(sorted(kinds), dtype=np.int8)
         schema = READ_SCHEMA if columns is None else pa.schema([READ_SCHEMA.field(name) for name in columns])

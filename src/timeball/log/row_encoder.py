@@ -128,7 +128,7 @@ ROW_BYTES = 256  # estimated bytes of a row without its large texts
 # A message of more rows or bytes is not kept for single rows: each pending row keeps its whole message in memory.
 HELD_ROWS_MAX, HELD_BYTES_MAX = 64, 65_536
 BoolArray = npt.NDArray[np.bool_]
-Pairs = tuple[Int64Array, Int64Array]  # due times (ms) and numbers of promises
+Pairs = tuple[Int64Array, Int64Array]  # due times (ms) and numbers of scheduled messages
 
 
 class EncodedRows:

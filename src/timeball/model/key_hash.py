@@ -1,8 +1,8 @@
 """A 64-bit hash of text columns, computed on whole columns, identical on every machine and in every release.
 
 The hash is stored in key runs, so it may never change. That is why it is not a library's hash: polars and pandas do not
-promise stability, and there is no vectorised XXH64. It is only a filter: a reader that finds a row by its hash compares
-the text before it uses the row.
+scheduled message stability, and there is no vectorised XXH64. It is only a filter: a reader that finds a row by its
+hash compares the text before it uses the row.
 
     h = len * K0;  for each 8-byte little-endian word w, the last one zero-padded:  h = mix(h ^ w)
     mix(x): x ^= x >> 32; x *= K1; x ^= x >> 29; x *= K2; x ^= x >> 32      (the finaliser of SplitMix64's family)

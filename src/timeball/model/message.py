@@ -11,9 +11,9 @@ META rows are state of the broker, as a key (`unique_key`) and a value (`body`).
 under `secret/`, and the snapshot, stay inside the broker: code that gives rows to the outside passes them through
 `without_secrets`.
 
-A *promise* is a row that accepts a message for later: a scheduled message, a half message of a transaction, or a
-delivered message that returns to its group when its lease ends (broker/consuming/). It is *settled* when it is durably
-released or cancelled.
+A SCHEDULED row accepts a message for later. It is a message with a due time, a half message of a transaction, or a
+delivered message that returns to its group when its lease ends (broker/consuming/). All three are called *scheduled
+messages* here. One is *settled* when it is durably released or cancelled.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Kind(IntEnum):
     MESSAGE = 1  # visible immediately
     # Accepted, due later. Without a due time it is a half message, due when its transaction is committed. With a queue
     # position (in the schedule topic) it waits for a delay level.
-    PROMISE = 2
-    # The promise `source_seq`, written again: it is stored elsewhere now, or has another due time.
+    SCHEDULED = 2
+    # The scheduled message `source_seq`, written again: it is stored elsewhere now, or has another due time.
     MOVED = 3
-    RELEASE = 4  # the message, now visible; `source_seq` is the promise that it releases
-    CANCEL = 5  # the promise `source_seq` will not be released
+    RELEASE = 4  # the message, now visible; `source_seq` is the scheduled message that it releases
+    CANCEL = 5  # the scheduled message `source_seq` will not be released
     # A change of the pending table: files join or leave it, or numbers are reserved (table/attachment.py).
     TABLE = 6
     # State of the broker: `unique_key` is its key, the body its value. The last row of a key counts.
@@ -61,7 +61,8 @@ LOG_SCHEMA = pa.schema(
         ("kind", pa.int8()),
         ("topic", pa.string()),
         ("queue_id", pa.int32()),  # -1 until a queue is chosen, when the row becomes visible
-        # Position in (topic, queue) of a visible row, or of a promise that waits for a delay level. Otherwise null.
+        # Position in (topic, queue) of a visible row, or of a scheduled message that waits for a delay level. Otherwise
+        # null.
         ("queue_offset", pa.int64()),
         ("tag", pa.string()),
         ("keys", pa.string()),  # separated by blanks, as in RocketMQ
@@ -77,13 +78,14 @@ LOG_SCHEMA = pa.schema(
         ("reconsume_times", pa.int32()),
         # Null for an ordinary message, a half message, and the rows that end a half message.
         ("due_ms", pa.int64()),
-        # Releases, cancels, moves: when the promise was appended (null: the promise is a lease receipt). Promises: the
-        # time from which the delay counts.
+        # Releases, cancels, moves: when the scheduled message was appended (null: the scheduled message is a lease
+        # receipt). Scheduled messages: the time from which the delay counts.
         ("accepted_ms", pa.int64()),
-        # Releases and cancels: the promise that they settle. Moves: the promise. Promises: the delivered row that they
-        # return to a consumer, if that is their purpose (broker/consuming/).
+        # Releases and cancels: the scheduled message that they settle. Moves: the scheduled message. Scheduled
+        # messages: the delivered row that they return to a consumer, if that is their purpose (broker/consuming/).
         ("source_seq", pa.int64()),
-        # Releases, cancels, moves: the row that had set the promise's due time, or null when the promise's own row did.
+        # Releases, cancels, moves: the row that had set the scheduled message's due time, or null when the scheduled
+        # message's own row did.
         ("version_seq", pa.int64()),
         # Moves to another due time: the previous one, or NO_INSTANT_MS for a half message. Null for moves to another
         # place. Releases: the promised due time, if a clock step made the delay end at another time.
@@ -121,8 +123,8 @@ LogRow = tuple[Any, ...]  # a row of the log: a value for each column of LOG_SCH
 # A row with its number: a value for each column of READ_SCHEMA.
 ReadRow = tuple[Any, ...]
 
-# A promise in the pending table. Sorted by (due_ms, seq) within a file. See docs/formats/pending-table.md. `seq` is the
-# row that set its due time. `number` is the promise's own row, or null when that is the same.
+# A scheduled message in the pending table. Sorted by (due_ms, seq) within a file. See docs/formats/pending-table.md.
+# `seq` is the row that set its due time. `number` is the scheduled message's own row, or null when that is the same.
 TABLE_SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),

@@ -164,10 +164,10 @@ class Traces:
 
     # -- release, receive, ack ---------------------------------------------------------------------------------------
 
-    def released(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def released(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Record the releases of rows in READ_SCHEMA of scheduled messages, which are durable now."""
-        for at in self._allowed("release", _given(promises)):
-            row = _row(promises, at)
+        for at in self._allowed("release", _given(scheduled_rows)):
+            row = _row(scheduled_rows, at)
             due_ms = row["due_ms"]
             # The due time may have passed long before the message was sent.
             begin_ns = max(due_ms, row["store_ms"]) * _MS_NS

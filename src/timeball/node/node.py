@@ -242,7 +242,7 @@ class Node:
             file_replication=self._leading.files if self._leading else None,
         )  # fmt: skip
         self.broker = self.build_broker(
-            parts, promises_since_watermark=found.promises_since_watermark, halves=found.halves
+            parts, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves
         )
         self.broker.mover.follow_later(found.bring_up)
         await self.broker.consuming.restore()
@@ -268,7 +268,10 @@ class Node:
             restore(parts.hour_log, None, found.settled, NOTHING, now_ms)
         restore(parts.backlog, state, found.settled, waiting, now_ms)
         if parts.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
-            logger.info("promises of another --strategy moved to the pending table promises=%d", len(waiting))
+            logger.info(
+                "scheduled messages of another --strategy moved to the pending table scheduled=%d",
+                len(waiting),
+            )
             await self.broker.mover.follow()
             await self.broker.mover.adopt(waiting)
 

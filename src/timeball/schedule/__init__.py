@@ -2,7 +2,7 @@
 
 One scheduler (`scheduler.py`) serves several backlogs, which all implement the same interface (`backlog.py`).
 
-Receives: scheduled messages (`promises` in the code) that are durable in the log, as column batches.
+Receives: scheduled messages (`scheduled_rows` in the code) that are durable in the log, as column batches.
 Keeps: an index of the pending messages, in memory and in the pending table. It is a cache of the log.
 Hands on: messages that are due, in order, once.
 

@@ -31,7 +31,7 @@ from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array
 from timeball.schedule.columns import Columns
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.locations import Waiting, take_promises
+from timeball.schedule.locations import Waiting, take_scheduled
 from timeball.schedule.outcomes import Settled
 
 IN_TABLE = -1  # in place of a row: the message is in a file of the pending table
@@ -125,21 +125,21 @@ class Backlog(Protocol):
         """Raise OverLimit if messages for these due times, which are not in the log yet, would be too many."""
         return
 
-    def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    def encode_waiting(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
         """Convert LOG_SCHEMA messages to the form in which the log stores them."""
-        return promises
+        return scheduled_rows
 
-    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+    def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
         """Build the new rows of messages, given the notes with which they were opened (reader thread)."""
-        return promises
+        return scheduled_rows
 
-    def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
+    def decode_waiting(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
         """Convert messages in the log back to the form in which they were sent."""
-        return promises
+        return scheduled_rows
 
     def read_bodies(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Read these messages in the order of `row_seq`, which ascends (reader thread)."""
-        return self.decode_waiting(take_promises(self.reader, row_seq))
+        return self.decode_waiting(take_scheduled(self.reader, row_seq))
 
     def clock_stepped(self, now_ms: int, shift_of: Callable[[Int64Array], Int64Array]) -> bool:
         """Handle a clock step. Return True if all loaded messages must be opened again with other due times.

@@ -1,6 +1,6 @@
 """Opened messages: load their bodies ahead of their due times and hand them out once, in order.
 
-    opened      --expect-->  index: two int64 a promise  --gather-->  wheel: bodies  --take_due-->
+    opened      --expect-->  index: two int64 a scheduled message  --gather-->  wheel: bodies  --take_due-->
     just added  --add------------------------------------------------>
 
 There is no fixed horizon. A message may be handed out when it is earlier than every message whose body is not in
@@ -32,7 +32,7 @@ from timeball.schedule.backlog import Backlog, Bools
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.due_wheel import DueWheel, Run
 from timeball.schedule.external_delivery import OPENED_ROWS_MAX, ExternalDelivery
-from timeball.schedule.locations import Locations, as_promises
+from timeball.schedule.locations import Locations, as_scheduled
 from timeball.schedule.outcomes import Outcomes
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Source:
     """Messages whose bodies are read in the same way and are not in memory yet."""
 
     read_bodies: ReadBodies
-    decode: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda promises: promises
+    decode: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda scheduled_rows: scheduled_rows
     external: ExternalDelivery | None = None  # set if a dispatcher may bring these messages
     has_own_instants: bool = False  # the same field of the backlog
     is_shifted: bool = False  # durations after a clock step (durations.py)
@@ -58,9 +58,13 @@ class Source:
     locations: Locations = field(default_factory=Locations)
     opened: int = 0  # how many times the index was discarded so that the backlog opens everything again
 
-    def decoded(self, promises: ReadRows) -> ReadRows:
+    def decoded(self, scheduled_rows: ReadRows) -> ReadRows:
         """Convert log rows to messages in their accepted form. Rows as values already have that form."""
-        return promises if isinstance(promises, NumberedRows) else self.decode(as_promises(promises))
+        return (
+            scheduled_rows
+            if isinstance(scheduled_rows, NumberedRows)
+            else self.decode(as_scheduled(scheduled_rows))
+        )
 
     @classmethod
     def of(cls, backlog: Backlog) -> Source:
@@ -168,10 +172,10 @@ class Loaded:
 
     # -- coming --------------------------------------------------------------------------------------------
 
-    def add(self, source: Source, promises: ReadRows, now_ms: int) -> int:
+    def add(self, source: Source, scheduled_rows: ReadRows, now_ms: int) -> int:
         """Add messages that are still in their first rows. Return the time of the next work on them, in ms."""
-        promises = source.decoded(promises)
-        due, seq = pairs_of(promises)
+        scheduled_rows = source.decoded(scheduled_rows)
+        due, seq = pairs_of(scheduled_rows)
         first_ms = int(due.min())
         # Without room the bodies are dropped and read from the log when they are due, so that memory is bounded.
         if not self._has_room_for_bodies():
@@ -180,10 +184,10 @@ class Loaded:
         # These rows are in memory already. Reading them again within `ahead_ms` would cost more than keeping them.
         soon = due <= now_ms + self._ahead_ms
         if soon.all():
-            self._wheel.add(promises)
+            self._wheel.add(scheduled_rows)
             return first_ms
         if soon.any():
-            self._wheel.add(filtered(promises, soon))
+            self._wheel.add(filtered(scheduled_rows, soon))
         source.index.add(due[~soon], seq[~soon])
         return min(first_ms, int(due[~soon].min()) - self._ahead_ms // 2)
 
@@ -426,7 +430,7 @@ class Loaded:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("gathering due promises failed reason=%s", error)
+            logger.critical("gathering due scheduled messages failed reason=%s", error)
             self._on_failure(error)
             return
         self._on_change()

@@ -26,7 +26,7 @@ from timeball.schedule.columns import Columns
 _NONE = np.empty(0, np.int64)
 
 
-KINDS = frozenset({Kind.PROMISE, Kind.MOVED})
+KINDS = frozenset({Kind.SCHEDULED, Kind.MOVED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Select the rows that gave a message its due time, from those that `waiting_rows` returns."""
     rows = waiting_rows(rows)
-    mask = rows.column("kind").to_numpy() == Kind.PROMISE
+    mask = rows.column("kind").to_numpy() == Kind.SCHEDULED
     mask |= np.asarray(rows.column("from_due_ms").is_valid())
     return rows if mask.all() else rows.filter(pa.array(mask))
 
@@ -100,13 +100,13 @@ def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
     return waiting.part(last)
 
 
-def take_promises(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:
+def take_scheduled(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:
     """Read the messages in these rows, in the given order, in READ_SCHEMA (reader thread). Raise OutOfRange."""
-    return as_promises(reader.read_rows(row_seq))
+    return as_scheduled(reader.read_rows(row_seq))
 
 
-def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA rows of the kinds PROMISE and MOVED to the messages that they contain."""
+def as_scheduled(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert READ_SCHEMA rows of the kinds SCHEDULED and MOVED to the messages that they contain."""
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     if not moved.any():
         return rows
@@ -119,7 +119,7 @@ def as_promises(rows: pa.RecordBatch) -> pa.RecordBatch:
     # was not.
     changed = {
         "seq": pa.array(seq),
-        "kind": pa.array(np.where(keeps_number, Kind.MOVED, Kind.PROMISE).astype(np.int8)),
+        "kind": pa.array(np.where(keeps_number, Kind.MOVED, Kind.SCHEDULED).astype(np.int8)),
         "store_ms": pc.if_else(mask, rows.column("accepted_ms"), rows.column("store_ms")),
         "accepted_ms": nothing,
         "source_seq": pc.if_else(pa.array(keeps_number), number, pa.scalar(None, pa.int64())),

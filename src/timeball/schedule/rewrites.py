@@ -23,7 +23,7 @@ from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools, Opened
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.locations import take_promises
+from timeball.schedule.locations import take_scheduled
 from timeball.schedule.outcomes import Outcomes
 
 logger = logging.getLogger(__name__)
@@ -40,17 +40,17 @@ class Batch:
     """Opened messages of one backlog."""
 
     backlog: Backlog
-    promises: Opened
+    scheduled_rows: Opened
 
     def __len__(self) -> int:
-        return len(self.promises)
+        return len(self.scheduled_rows)
 
     def split(self, rows: int) -> tuple[Batch, Batch]:
         """Split into the first `rows` messages and the others."""
-        promises = self.promises
+        scheduled_rows = self.scheduled_rows
         return (
-            Batch(self.backlog, promises.part(slice(None, rows))),
-            Batch(self.backlog, promises.part(slice(rows, None))),
+            Batch(self.backlog, scheduled_rows.part(slice(None, rows))),
+            Batch(self.backlog, scheduled_rows.part(slice(rows, None))),
         )
 
 
@@ -110,29 +110,31 @@ class Rewrites:
         found = FAR_MS
         # Sorted by their first due times, so that the search ends at the first batch that begins after the result so
         # far.
-        for batch in sorted(self._all(), key=lambda batch: int(batch.promises.due_ms.min())):
-            promises = batch.promises
-            first = int(promises.due_ms.argmin())
-            if promises.due_ms[first] >= found:
+        for batch in sorted(self._all(), key=lambda batch: int(batch.scheduled_rows.due_ms.min())):
+            scheduled_rows = batch.scheduled_rows
+            first = int(scheduled_rows.due_ms.argmin())
+            if scheduled_rows.due_ms[first] >= found:
                 break
             # One check is nearly always enough. A thousand cancelled messages need another one.
-            if self._outcomes.is_settled(promises.due_ms[first : first + 1], promises.seq[first : first + 1])[
-                0
-            ]:
-                promises = promises.part(~self._outcomes.is_settled(promises.due_ms, promises.seq))
-            if len(promises):
-                found = min(found, int(promises.due_ms.min()))
+            if self._outcomes.is_settled(
+                scheduled_rows.due_ms[first : first + 1], scheduled_rows.seq[first : first + 1]
+            )[0]:
+                scheduled_rows = scheduled_rows.part(
+                    ~self._outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq)
+                )
+            if len(scheduled_rows):
+                found = min(found, int(scheduled_rows.due_ms.min()))
         return found
 
     def needed_seq(self) -> int | None:
         """Find the oldest row of the log that contains one of these messages. None if there are none."""
-        return min((int(batch.promises.row_seq.min()) for batch in self._all()), default=None)
+        return min((int(batch.scheduled_rows.row_seq.min()) for batch in self._all()), default=None)
 
-    def add(self, backlog: Backlog, promises: Opened) -> None:
+    def add(self, backlog: Backlog, scheduled_rows: Opened) -> None:
         """Queue opened messages of a backlog for a rewrite."""
-        if len(promises):
-            self.rows += len(promises)
-            self._waiting.append(Batch(backlog, promises))
+        if len(scheduled_rows):
+            self.rows += len(scheduled_rows)
+            self._waiting.append(Batch(backlog, scheduled_rows))
             self._load_if_idle()
 
     def take_rows(self, limit: int) -> pa.RecordBatch | None:
@@ -145,10 +147,13 @@ class Rewrites:
                 rows = rows.slice(0, limit)
             # The next chunk is read while the rows of this one are written.
             self._load_if_idle()
-            waits = self._waits(batch.promises)
+            waits = self._waits(batch.scheduled_rows)
             if not waits.all():
                 self.rows -= len(batch) - int(waits.sum())
-                batch, rows = Batch(batch.backlog, batch.promises.part(waits)), rows.filter(pa.array(waits))
+                batch, rows = (
+                    Batch(batch.backlog, batch.scheduled_rows.part(waits)),
+                    rows.filter(pa.array(waits)),
+                )
             if len(batch):
                 # In the order in which the rows are appended, which is the order in which they become durable.
                 self._in_flight.append(batch)
@@ -161,7 +166,7 @@ class Rewrites:
         batch = self._in_flight.popleft()
         # One batch may have become several frames of the log, which become durable one after the other.
         arrived, rest = batch.split(len(seq))
-        assert np.array_equal(arrived.promises.seq, seq), (
+        assert np.array_equal(arrived.scheduled_rows.seq, seq), (
             "rows become durable in the order in which they were taken"
         )
         if len(rest):
@@ -181,8 +186,8 @@ class Rewrites:
         loading = [] if self._loading_batch is None else [self._loading_batch]
         return [*self._waiting, *loading, *(batch for batch, _ in self._ready), *self._in_flight]
 
-    def _waits(self, promises: Opened) -> Bools:
-        return np.asarray(~self._outcomes.is_settled(promises.due_ms, promises.seq))
+    def _waits(self, scheduled_rows: Opened) -> Bools:
+        return np.asarray(~self._outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq))
 
     def _load_if_idle(self) -> None:
         # One chunk is ready while the one before it is written. More chunks would only take memory.
@@ -190,16 +195,16 @@ class Rewrites:
             return
         while self._waiting:
             batch = self._waiting.popleft()
-            row_seq = int(batch.promises.row_seq[0])
+            row_seq = int(batch.scheduled_rows.row_seq[0])
             # An estimate from the frame of the first row alone, since the rows are spread over the log.
             row_bytes = max(1, self._reader.row_bytes(row_seq, row_seq + 1))
             rows = max(1, min(CHUNK_ROWS, self._chunk_bytes // row_bytes))
             if len(batch) > rows:
                 batch, rest = batch.split(rows)
                 self._waiting.appendleft(rest)
-            waits = self._waits(batch.promises)
+            waits = self._waits(batch.scheduled_rows)
             self.rows -= len(batch) - int(waits.sum())
-            batch = Batch(batch.backlog, batch.promises.part(waits))
+            batch = Batch(batch.backlog, batch.scheduled_rows.part(waits))
             if len(batch):
                 self._loading_batch = batch
                 self._loading = asyncio.get_running_loop().create_task(self._load(batch))
@@ -208,8 +213,10 @@ class Rewrites:
 
     async def _load(self, batch: Batch) -> pa.RecordBatch:
         def read() -> pa.RecordBatch:
-            promises = batch.promises
-            return batch.backlog.encode_rewrite(take_promises(self._reader, promises.row_seq), promises.note)
+            scheduled_rows = batch.scheduled_rows
+            return batch.backlog.encode_rewrite(
+                take_scheduled(self._reader, scheduled_rows.row_seq), scheduled_rows.note
+            )
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
@@ -220,7 +227,7 @@ class Rewrites:
             return
         error = task.exception()
         if error is not None:
-            logger.critical("reading promises to write again failed reason=%s", error)
+            logger.critical("reading scheduled messages to write again failed reason=%s", error)
             self._on_failure(error)
             return
         assert batch is not None

@@ -111,10 +111,15 @@ class Scheduler:
         self._rewritten_rows, self._next_ms = 0, -FAR_MS
         self._awaits_durable = False  # whether the ticker sleeps until handed-out rows are durable
 
-    # -- promises come ---------------------------------------------------------------------------------------
+    # -- scheduled messages come ---------------------------------------------------------------------------------------
 
     def add(
-        self, backlog: Backlog, promises: ReadRows, pairs: Pairs, now_ms: int, lasting: Bools | None = None
+        self,
+        backlog: Backlog,
+        scheduled_rows: ReadRows,
+        pairs: Pairs,
+        now_ms: int,
+        lasting: Bools | None = None,
     ) -> None:
         """Add durable messages, in the rows of the log that gave them their due times at `now_ms`.
 
@@ -129,7 +134,7 @@ class Scheduler:
         self._bound_opening(backlog, due, near)
         # A wake-up is needed for each of the two parts: near messages are loaded, far ones are opened later.
         if near_rows := int(np.count_nonzero(near)):
-            found = promises if near_rows == len(near) else filtered(promises, near)
+            found = scheduled_rows if near_rows == len(near) else filtered(scheduled_rows, near)
             self._expect(self.loaded.add(self._sources[id(backlog)], found, now_ms))
         if near_rows < len(near):
             self._expect_opening(backlog)
@@ -171,7 +176,7 @@ class Scheduler:
         self.external.lease(now_ms, lease_ms)
         self._look_now()
 
-    # -- promises are due ------------------------------------------------------------------------------------
+    # -- scheduled messages are due ------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int, limit: int) -> ReadRows | None:
         """Hand out up to `limit` messages due by now, sorted by (due_ms, seq). None if there are none."""
@@ -179,13 +184,13 @@ class Scheduler:
         self._open_if_needed(now_ms)
         return self.loaded.take_due(now_ms, limit, self._below_ms())
 
-    def take_brought(self, promises: pa.RecordBatch) -> pa.RecordBatch | None:
+    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         """Hand out the messages that a dispatcher brings, if they are still pending and were left to it.
 
-        `promises` are all due. The result is sorted like that of `take_due`. It is None if no message is left.
+        `scheduled_rows` are all due. The result is sorted like that of `take_due`. It is None if no message is left.
         """
         assert self._files is not None
-        run = Run.of([promises])
+        run = Run.of([scheduled_rows])
         was_full = not self.loaded.has_room(self._now_ms)
         # A message must be left to the dispatcher and not be settled. One that was loaded meanwhile is no longer in the
         # index.
@@ -221,13 +226,15 @@ class Scheduler:
         `row_seq` contains the new rows.
         """
         batch = self.rewrites.rewritten(seq)
-        promises = batch.promises
+        scheduled_rows = batch.scheduled_rows
         self._rewritten_rows += len(seq)
         # A message that was cancelled while its new row was being written is settled, although the row is in the log.
-        waits = ~self.outcomes.is_settled(promises.due_ms, promises.seq)
+        waits = ~self.outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq)
         if waits.any():
-            kept = Waiting(promises.due_ms[waits], seq[waits], row_seq[waits])
-            near = batch.backlog.add(kept, now_ms, Rewritten(promises.row_seq[waits], promises.note[waits]))
+            kept = Waiting(scheduled_rows.due_ms[waits], seq[waits], row_seq[waits])
+            near = batch.backlog.add(
+                kept, now_ms, Rewritten(scheduled_rows.row_seq[waits], scheduled_rows.note[waits])
+            )
             self.durations.rewritten(kept.due_ms, kept.seq, kept.row_seq)
             self._bound_opening(batch.backlog, kept.due_ms, near)
             self._expect_loaded(batch.backlog, kept.part(near & ~self.durations.contains(kept.seq)))

@@ -71,15 +71,15 @@ class Ticker:
         # is left.
         share_ms = self._shared_ms - now_ms if 0 < in_flight_rows < SHARED_ROWS else 0
         share_ms = share_ms if 0 < share_ms <= SHARE_MS else 0
-        promises = None if share_ms else scheduler.take_due(now_ms, room)
-        if promises is not None:
-            self._shared_ms = now_ms + SHARE_MS if promises.num_rows < room else now_ms
-            self._release(promises, now_ms)
+        scheduled_rows = None if share_ms else scheduler.take_due(now_ms, room)
+        if scheduled_rows is not None:
+            self._shared_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < room else now_ms
+            self._release(scheduled_rows, now_ms)
             return 0
         # Rewrites come second, so that due messages never wait for messages that are not due.
-        promises = scheduler.take_rewrites(room)
-        if promises is not None:
-            self._rewrite(promises, now_ms)
+        scheduled_rows = scheduler.take_rewrites(room)
+        if scheduled_rows is not None:
+            self._rewrite(scheduled_rows, now_ms)
             return 0
         next_ms = scheduler.fall_asleep()
         if next_ms is None:

@@ -36,7 +36,7 @@ CALL_TIMEOUT_MS = 60_000
 LONG_CALL_TIMEOUT_MS = 1_800_000
 PATIENCE_S = 20.0  # a broker with a million rows in its tail restarts within seconds
 LEASE_LOOK_S = 0.1  # how often a lease that is not held checks whether it is needed
-COMPACTED = "hour_log"  # the only strategy whose promises move to the pending table
+COMPACTED = "hour_log"  # the only strategy whose scheduled messages move to the pending table
 
 
 class Endpoint:
@@ -135,7 +135,7 @@ class Endpoint:
         return self._calls.action("starts", body, dict[str, list[wire.Start]])["starts"]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
-        """Announce to the broker that a dispatcher brings due promises for the next `lease_ms`. 0 ends the lease."""
+        """Announce to the broker that a dispatcher brings due messages for the next `lease_ms`. 0 ends the lease."""
         self._calls.action("dispatcher", wire.DispatcherLease(lease_ms=lease_ms), dict[str, Any])
 
     def lease_compactor(self, lease_ms: int) -> None:

@@ -1,17 +1,17 @@
-"""The events of promises: their schema, and how they are derived from rows of the log.
+"""The events of scheduled messages: their schema, and how they are derived from rows of the log.
 
     event       one row for                                          first_seq, rows
-    accepted    a PROMISE row, the MOVED row that commits a          its own numbers; a range may be long
+    accepted    a SCHEDULED row, the MOVED row that commits a          its own numbers; a range may be long
                 half message, or one range of a bulk attach
-    moved       a MOVED row to another due time, in due_ms           the promise that it moves, 1
-    released    a RELEASE row                                        the promise that it releases, 1
-    cancelled   a CANCEL row                                         the promise that it cancels, 1
+    moved       a MOVED row to another due time, in due_ms           the scheduled message that it moves, 1
+    released    a RELEASE row                                        the scheduled message that it releases, 1
+    cancelled   a CANCEL row                                         the scheduled message that it cancels, 1
     started     a start of the broker; lateness_ms is how long       the first row after the start, 0
                 the broker was down
 
-A half message has no due time, so it does not count as a promise yet: its first move is its acceptance. A row without a
-due time that ends a half message is no event. A move that keeps the due time (to another position in the storage) is no
-event.
+A half message has no due time, so it does not count as a scheduled message yet: its first move is its acceptance. A row
+without a due time that ends a half message is no event. A move that keeps the due time (to another position in the
+storage) is no event.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ EVENT_SCHEMA = pa.schema(
 ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 
 
-# The kinds of rows that are events of one promise, and the columns from which the events are built.
-_KINDS = (Kind.PROMISE, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
+# The kinds of rows that are events of one scheduled message, and the columns from which the events are built.
+_KINDS = (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE, Kind.CANCEL)
 _COLUMNS = (
     "seq", "kind", "topic", "unique_key", "due_ms", "store_ms", "source_seq", "queue_id", "queue_offset",
     "reconsume_times", "from_due_ms", "accepted_ms",
@@ -87,16 +87,16 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
     kind, from_due_ms = rows.column("kind"), rows.column("from_due_ms")
     released, nothing = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
     accepted_by_move = pc.fill_null(pc.equal(from_due_ms, NO_INSTANT_MS), False)
-    kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.PROMISE), kind.to_numpy())
-    which = np.searchsorted([int(each) for each in (Kind.PROMISE, Kind.MOVED, Kind.RELEASE)], kinds)
-    # As in message.lateness_ms: lateness counts from the acceptance if the promise was already due then.
+    kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.SCHEDULED), kind.to_numpy())
+    which = np.searchsorted([int(each) for each in (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE)], kinds)
+    # As in message.lateness_ms: lateness counts from the acceptance if the scheduled message was already due then.
     begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
     lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
     columns = {
         "event": _EVENTS.take(pa.array(which)),
         "first_seq": pc.if_else(
-            pc.equal(kind, int(Kind.PROMISE)), rows.column("seq"), rows.column("source_seq")
+            pc.equal(kind, int(Kind.SCHEDULED)), rows.column("seq"), rows.column("source_seq")
         ),
         "rows": pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows),
         "at_ms": rows.column("store_ms"),
@@ -112,7 +112,7 @@ def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
-    """Read the events of rows from_seq <= seq < to_seq that concern no single promise: bulk attaches and starts."""
+    """Read the events of rows from_seq <= seq < to_seq that concern no single message: bulk attaches and starts."""
     if from_seq >= to_seq:
         return EVENT_SCHEMA.empty_table()
     found = [

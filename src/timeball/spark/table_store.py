@@ -166,7 +166,7 @@ def read_files(
     if not paths:
         return
     try:
-        # Small read-ahead limits the memory: bodies may be large, and a file may have a whole day's promises.
+        # Small read-ahead limits the memory: bodies may be large, and a file may have a whole day's scheduled messages.
         yield from files_dataset(uri, paths).to_batches(
             columns=list(columns), filter=rows, batch_size=65_536, batch_readahead=4, fragment_readahead=2
         )

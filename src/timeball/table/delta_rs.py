@@ -60,7 +60,7 @@ def _created(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "
         mode=mode,
         partition_by=[PARTITION_COLUMN],
         name="pending",
-        description="Promises that wait; one row each, sorted by due_ms within a file",
+        description="Scheduled messages that wait; one row each, sorted by due_ms within a file",
         post_commithook_properties=_NO_HOOKS,
         storage_options=options,
     )

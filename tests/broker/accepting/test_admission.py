@@ -33,9 +33,9 @@ def admitted(sent: pa.RecordBatch, delay_ms_max: int = MAX_MS) -> pa.RecordBatch
 # ---- now or later -------------------------------------------------------------------------------------------
 
 
-def test_a_row_with_an_instant_is_a_promise_and_one_without_is_a_message() -> None:
+def test_a_row_with_an_instant_is_a_scheduled_message_and_one_without_is_a_message() -> None:
     rows = admitted(batch(4, due_ms=[None, NOW_MS + 5, None, None], delay_ms=[None, None, 0, 7]))
-    assert column(rows, "kind") == [Kind.MESSAGE, Kind.PROMISE, Kind.PROMISE, Kind.PROMISE]
+    assert column(rows, "kind") == [Kind.MESSAGE, Kind.SCHEDULED, Kind.SCHEDULED, Kind.SCHEDULED]
     assert column(rows, "due_ms") == [None, NOW_MS + 5, NOW_MS, NOW_MS + 7]
 
 

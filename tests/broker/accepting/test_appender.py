@@ -14,7 +14,7 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import Kind, build_rows
 
-KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.PROMISE]
+KINDS = [Kind.CANCEL, Kind.MESSAGE, Kind.SCHEDULED]
 
 
 def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:

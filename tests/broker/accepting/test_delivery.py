@@ -1,4 +1,4 @@
-"""A promise that is due becomes a release record; many large ones become several frames."""
+"""A scheduled message that is due becomes a release record; many large ones become several frames."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 from timeball.model.limits import DAY_MS
 from timeball.model.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
-from timeball.schedule.locations import as_promises
+from timeball.schedule.locations import as_scheduled
 
 
-def promises(sizes: list[int]) -> pa.RecordBatch:
+def scheduled_rows(sizes: list[int]) -> pa.RecordBatch:
     rows = build_rows(
         len(sizes),
-        kind=int(Kind.PROMISE),
+        kind=int(Kind.SCHEDULED),
         topic="orders",
         body=[bytes(size) for size in sizes],
         due_ms=list(range(len(sizes))),
@@ -49,35 +49,35 @@ def released(rows: pa.RecordBatch, now_ms: int = 1_000) -> pa.RecordBatch:
     return release_rows(rows, now_ms=now_ms, queue_id=queue, queue_offset=queue + 40)
 
 
-def test_a_release_is_the_message_and_names_its_promise() -> None:
-    rows = released(promises([1, 2, 3]))
+def test_a_release_is_the_message_and_names_its_scheduled_message() -> None:
+    rows = released(scheduled_rows([1, 2, 3]))
     assert set(rows.column("kind").to_pylist()) == {int(Kind.RELEASE)}
     assert rows.column("source_seq").to_pylist() == [17, 18, 19]
     assert rows.column("queue_offset").to_pylist() == [40, 41, 42]
     assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
     assert rows.column("store_ms").to_pylist() == [1_000] * 3
-    assert rows.column("body").equals(promises([1, 2, 3]).column("body"))
+    assert rows.column("body").equals(scheduled_rows([1, 2, 3]).column("body"))
 
 
-def test_a_promise_written_again_names_itself_and_keeps_its_age() -> None:
-    rows = moved_rows(promises([1, 2, 3]), now_ms=1_000)
+def test_a_scheduled_message_written_again_names_itself_and_keeps_its_age() -> None:
+    rows = moved_rows(scheduled_rows([1, 2, 3]), now_ms=1_000)
     assert set(rows.column("kind").to_pylist()) == {int(Kind.MOVED)}
     assert rows.column("source_seq").to_pylist() == [17, 18, 19]
     assert rows.column("accepted_ms").to_pylist() == [5, 5, 5]
     assert rows.column("store_ms").to_pylist() == [1_000] * 3
     assert rows.column("queue_offset").null_count == 3
-    assert as_promises(with_seq(rows, 90)).equals(promises([1, 2, 3]))
+    assert as_scheduled(with_seq(rows, 90)).equals(scheduled_rows([1, 2, 3]))
 
 
 def test_never_early_is_asserted_here_once_more() -> None:
-    released(promises([1, 1]), now_ms=1)
+    released(scheduled_rows([1, 1]), now_ms=1)
     with pytest.raises(AssertionError, match="before its instant"):
-        released(promises([1, 1]), now_ms=0)
+        released(scheduled_rows([1, 1]), now_ms=0)
 
 
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=40))
 def test_parts_fit_into_frames_and_are_the_whole_in_its_order(sizes: list[int]) -> None:
-    whole = promises(sizes)
+    whole = scheduled_rows(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "REQUEST_BYTES_MAX", 8_192)
         parts = list(in_frames(whole))
@@ -86,7 +86,7 @@ def test_parts_fit_into_frames_and_are_the_whole_in_its_order(sizes: list[int]) 
 
 
 def test_what_fits_is_not_cut() -> None:
-    assert len(list(in_frames(promises([100] * 100)))) == 1
+    assert len(list(in_frames(scheduled_rows([100] * 100)))) == 1
 
 
 def test_lateness_counts_every_release_once() -> None:
@@ -143,7 +143,7 @@ LEASE_MS = 600 * SECOND_MS
 
 
 async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.RecordBatch]:
-    """Ids of promises that a dispatcher is to bring, half a minute on and then so many ms, and their rows."""
+    """Ids of scheduled messages that a dispatcher is to bring, half a minute on and then so many ms, and their rows."""
     world.broker.delivery.lease_to_dispatcher(LEASE_MS)
     keys = await world.campaign("spring", "a", [LEAD_MS + ms for ms in delays_ms])
     await pass_by(world, LEAD_MS - SECOND_MS)

@@ -85,9 +85,9 @@ class Client:
 
 
 def bodies(world: World) -> list[bytes]:
-    """What is in the log, promises included."""
+    """What is in the log, scheduled messages included."""
     reader = world.broker.parts.reader
-    kinds = [Kind.MESSAGE, Kind.PROMISE]
+    kinds = [Kind.MESSAGE, Kind.SCHEDULED]
     return [
         body
         for rows in reader.rows(reader.first_seq, reader.next_seq, kinds)

@@ -1,4 +1,4 @@
-"""A campaign is paused, resumed and cancelled as one object, and its promises stay those they were."""
+"""A campaign is paused, resumed and cancelled as one object, and its scheduled messages stay those they were."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def cut_amid_a_cancel(call: int) -> World:
 
 
 def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was finished only by giving the command again; until then its promises were released."""
+    """It was finished only by giving the command again; until then its scheduled messages were released."""
     monkeypatch.setattr(maintenance, "CANCELS_INTERVAL_MS", 200)
     found = set()
 

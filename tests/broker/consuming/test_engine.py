@@ -32,14 +32,14 @@ from timeball.model.message import Kind
 
 
 @on_node()
-async def test_what_is_handed_out_is_a_promise_in_the_log(world: World) -> None:
+async def test_what_is_handed_out_is_a_scheduled_message_in_the_log(world: World) -> None:
     await send(world, [b"a", b"b"], tag=["x", None], keys=["k", None])
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
     seqs = [receipt.seq for receipt in received.receipts]
     rows = world.broker.parts.reader.read_rows(np.array(seqs)).to_pylist()
     for row, given in zip(rows, received.rows.to_pylist(), strict=True):
-        assert (row["kind"], row["topic"], row["source_seq"]) == (Kind.PROMISE, AGAIN, given["seq"])
+        assert (row["kind"], row["topic"], row["source_seq"]) == (Kind.SCHEDULED, AGAIN, given["seq"])
         assert row["due_ms"] == world.clock.wall + 5_000 == received.receipts[0].due_ms
         assert (row["body"], row["tag"], row["keys"]) == (given["body"], given["tag"], given["keys"])
     assert world.broker.offsets(GROUP, TOPIC) == {0: 1, 1: 1}, "the positions are done"
@@ -132,13 +132,15 @@ async def test_a_consumer_that_goes_away_before_the_rows_are_read_leaves_nothing
     await asyncio.gather(asking, return_exceptions=True)
     await world.broker.parts.writer.flushed()
     reader = world.broker.parts.reader
-    assert not list(reader.rows(1, reader.next_seq, [Kind.PROMISE]))
+    assert not list(reader.rows(1, reader.next_seq, [Kind.SCHEDULED]))
     again = await receive(world)
     assert bodies(again) == [b"a"] and attempts(again) == [1]
 
 
 @on_node(InTurn)
-async def test_a_consumer_that_goes_away_while_its_promise_is_written_loses_no_attempt(world: World) -> None:
+async def test_a_consumer_that_goes_away_while_its_scheduled_message_is_written_loses_no_attempt(
+    world: World,
+) -> None:
     await send(world, [b"a"])
     asking = asyncio.create_task(receive(world))
     while not world.broker.consuming._log._under_way:

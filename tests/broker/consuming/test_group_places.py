@@ -104,7 +104,7 @@ async def test_messages_of_one_id_are_told_apart(world: World) -> None:
 
 def test_a_copy_that_names_no_row_belongs_to_the_newest_message_of_its_topic() -> None:
     def copy(seq: int, source_seq: int | None, origin: str | None = "a") -> Copy:
-        return Copy(Kind.PROMISE, seq, source_seq, "%RETRY%g_a", 0, 0, 9, 1, "g", origin)
+        return Copy(Kind.SCHEDULED, seq, source_seq, "%RETRY%g_a", 0, 0, 9, 1, "g", origin)
 
     places = {row: MessagePlace("visible", row - 1, topic) for row, topic in ((2, "a"), (4, "a"), (6, "b"))}
     chain = [copy(10, 2), copy(11, 10), copy(12, 11)]

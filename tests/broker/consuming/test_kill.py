@@ -41,7 +41,7 @@ class Known:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def faults(self, sent: set[str], handed_out_after: Counter[str], waiting: Counter[str]) -> list[str]:
-        """Everything that may not be. `waiting`: promises in the log that nothing has settled."""
+        """Everything that may not be. `waiting`: scheduled messages in the log that nothing has settled."""
         total = self.received + handed_out_after
         return [
             *(f"{body} was handed out {n} times" for body, n in total.items() if n > 1),
@@ -99,12 +99,12 @@ def acknowledge(wire: Wire, message: Any, known: Known) -> None:
 
 
 def promised(ball: Timeball) -> Counter[str]:
-    """Bodies of promises in the log that no row has settled."""
+    """Bodies of scheduled messages in the log that no row has settled."""
     log = ball.status()["log"]
     waiting: dict[int, str] = {}
     for batch in ball.read_log(log["first_seq"], log["next_seq"]):
         for row in batch.select(["seq", "kind", "body", "source_seq"]).to_pylist():
-            if row["kind"] == Kind.PROMISE:
+            if row["kind"] == Kind.SCHEDULED:
                 waiting[row["seq"]] = row["body"].decode()
             elif row["kind"] in (Kind.RELEASE, Kind.CANCEL):
                 waiting.pop(row["source_seq"])

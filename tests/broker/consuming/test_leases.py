@@ -244,7 +244,9 @@ async def test_only_what_is_ahead_and_exists_is_done_ahead(world: World) -> None
 
 
 @on_node()
-async def test_a_crash_is_told_what_is_done_of_live_windows_that_promises_speak_of(world: World) -> None:
+async def test_a_crash_is_told_what_is_done_of_live_windows_that_scheduled_messages_speak_of(
+    world: World,
+) -> None:
     leases = await opened(world)
     for group in ("promised", "popped", "moved"):
         one = queue(world, leases, group)

@@ -82,7 +82,7 @@ async def test_a_receipt_stays_valid_when_its_time_is_changed(world: World) -> N
 @pytest.mark.parametrize("cached", [False, True])
 @on_node()
 async def test_a_receipt_stays_valid_through_moves_and_starts(world: World, cached: bool) -> None:
-    """Its promise is taken to the table, moved from there, and found again by the log alone."""
+    """Its scheduled message is taken to the table, moved from there, and found again by the log alone."""
     await send(world, [b"a", b"b"])
     received = await receive(world)
     one, other = received.receipts

@@ -1,4 +1,4 @@
-"""A promise is found wherever it lies: in the log, in the table when its segment is gone, where a wheel has put it."""
+"""A message is found wherever it lies: in the log, in the table when its segment is gone, where a wheel has put it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def test_it_outlives_its_segment(schedule: str) -> None:
         due_ms = np.array([one.due_ms for one in receipts])
         seqs = np.array([one.seq for one in receipts])
         files = parts.hour_log.pending.all()
-        rows, at = await in_thread(parts.reader_thread, lookup.promises, parts.reader, files, due_ms, seqs)
+        rows, at = await in_thread(
+            parts.reader_thread, lookup.scheduled_rows, parts.reader, files, due_ms, seqs
+        )
         assert column(rows, "seq") == [one.seq for one in receipts] and at.tolist() == [0, 1, 2]
         first, second, third = receipts
         for ms in (3 * HOUR_MS, 2 * HOUR_MS, 1_000):

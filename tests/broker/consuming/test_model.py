@@ -327,7 +327,9 @@ def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=st.lists(STEPS, max_size=40))
 @example(steps=[("send", 3), ("receive", 3), ("more time", 0), ("power cut", 0), ("suspend", 1), ("ack", 0)])
-def test_they_agree_whoever_keeps_the_promises(schedule: StrategyName, steps: list[tuple[str, int]]) -> None:
+def test_they_agree_whoever_keeps_the_scheduled_messages(
+    schedule: StrategyName, steps: list[tuple[str, int]]
+) -> None:
     run(Life(schedule).live(steps))
 
 
@@ -345,7 +347,7 @@ TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]
 
 
 def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: after a crash nobody looks what the promises in the log have done with."""
+    """Negative control: after a crash nobody looks what the scheduled messages in the log have done with."""
     monkeypatch.setattr(restart, "skip_done", lambda *_: None)
     with pytest.raises(AssertionError, match="in two hands"):
         run(Life().live(TAKEN_AND_CUT))

@@ -92,7 +92,7 @@ def test_properties_stay_within_what_a_wire_can_carry() -> None:
         assert room < 20 or after[ORIGIN_GROUP] == GROUP
 
 
-def test_a_promise_has_everything_of_its_message() -> None:
+def test_a_scheduled_message_has_everything_of_its_message() -> None:
     source = rows(
         tag="t", keys="k", unique_key="u", flag=3, sys_flag=4, born_host="h", queue_id=5, queue_offset=6
     )
@@ -105,7 +105,7 @@ def test_a_promise_has_everything_of_its_message() -> None:
     for name in ("body", "tag", "keys", "unique_key", "flag", "sys_flag", "born_ms", "born_host"):
         assert first[name] == source.to_pylist()[0][name] is not None
     assert (first["kind"], first["topic"], first["queue_id"], first["queue_offset"]) == (
-        Kind.PROMISE,
+        Kind.SCHEDULED,
         "a",
         0,
         None,
@@ -120,7 +120,7 @@ def test_a_promise_has_everything_of_its_message() -> None:
         min_size=1, max_size=5,
     )
 )  # fmt: skip
-def test_a_few_promises_as_values_are_those_made_by_columns(
+def test_a_few_scheduled_messages_as_values_are_those_made_by_columns(
     messages: list[tuple[str | None, int | None, str | None, bytes]],
 ) -> None:
     texts, times, tags, bodies = zip(*messages, strict=True)
@@ -136,7 +136,7 @@ def test_a_few_promises_as_values_are_those_made_by_columns(
     assert redelivery_rows.few_handed_out(as_values, **how) == few
 
 
-def test_a_few_promises_stay_within_what_a_wire_can_carry_too() -> None:
+def test_a_few_scheduled_messages_stay_within_what_a_wire_can_carry_too() -> None:
     text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 40)})
     main: Any = SimpleNamespace(again_name="again", dead_name="dead", times_max=9)
     source = rows(1, properties=[text])

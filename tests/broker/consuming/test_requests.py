@@ -17,7 +17,7 @@ async def test_each_row_has_its_receipt(world: World) -> None:
     assert all(isinstance(receipt, Receipt) for receipt in received.receipts)
 
 
-def test_a_receipt_of_a_promise_is_none_of_a_position() -> None:
+def test_a_receipt_of_a_scheduled_message_is_none_of_a_position() -> None:
     receipt = Receipt("g", "t", 7, 1_000)
     assert (receipt.group, receipt.topic, receipt.seq, receipt.due_ms) == ("g", "t", 7, 1_000)
     assert not isinstance(receipt, PositionReceipt)

@@ -71,7 +71,7 @@ async def test_without_a_look_at_the_log_they_would_come_twice(
     with monkeypatch.context() as patch:
         patch.setattr(restart, "skip_done", lambda *_: None)
         await power_cut(world)
-    assert bodies(await receive(world)) == [b"a"], "handed out again while its promise waits"
+    assert bodies(await receive(world)) == [b"a"], "handed out again while its scheduled message waits"
 
 
 @on_node()
@@ -110,7 +110,7 @@ async def test_a_group_that_is_gone_does_not_come_back(world: World) -> None:
 
 @on_node()
 async def test_holes_that_others_leave_are_remembered(world: World) -> None:
-    """A consumer of RocketMQ 4 holds a position, while others behind it are handed out as promises."""
+    """A consumer of RocketMQ 4 holds a position, while others behind it are handed out as scheduled messages."""
     await send(world, [b"%d" % i for i in range(8)])
     held = await world.broker.consuming.receive(
         ReceiveRequest(GROUP, TOPIC, rows=1, queue_id=0, invisible_ms=MINUTE_MS), 0

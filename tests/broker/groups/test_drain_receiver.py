@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.broker.groups.test_grouped import shop
-from tests.broker.revoking.test_drain_rows import promises
+from tests.broker.revoking.test_drain_rows import scheduled_rows
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 
 from timeball.broker.registry.drains import AdoptedFacts
@@ -15,7 +15,7 @@ from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange
 
 
 def transfer(number: int, rows: int = 3, since_ms: int = 5) -> AdoptHere:
-    sent = encode_sent(handed_rows(promises([None] * rows), "g1", 9))
+    sent = encode_sent(handed_rows(scheduled_rows([None] * rows), "g1", 9))
     return AdoptHere(source="g2", since_ms=since_ms, transfer=number, rows=sent)
 
 

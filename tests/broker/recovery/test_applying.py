@@ -19,7 +19,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery import applying as module
-from timeball.broker.recovery.applying import Applying, Recovered, TailPromises
+from timeball.broker.recovery.applying import Applying, Recovered, TailScheduled
 from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.recovery.replayed import Replayed
 from timeball.broker.registry.attach import AttachState
@@ -147,7 +147,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     files = life.copy()
     opened = opened_log(files)
     reader = LogReader(opened.segments)
-    ledger, tail = AttachState(), TailPromises(1)
+    ledger, tail = AttachState(), TailScheduled(1)
     plain = Replayed(Checkpoint(Facts(seq=1), np.empty(0, np.int64), np.empty(0, np.int64)), ledger)
     for rows in reader.coalesced(1, reader.next_seq, None, 100):
         plain.apply(rows)
@@ -166,7 +166,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     assert plain.halves.tolist() == [half.seq for half in found.halves]
     assert sorted(plain.files) == sorted(entry.path for entry in found.files)
     assert (ledger.watermark, ledger.attach_seq) == (applying.ledger.watermark, applying.ledger.attach_seq)
-    assert tail.count(reader, ledger.watermark) == found.promises_since_watermark
+    assert tail.count(reader, ledger.watermark) == found.scheduled_since_watermark
     # Of those that are forgotten, all instants have passed.
     moved = Moved()
     moved.add(plain.moved())
@@ -198,7 +198,7 @@ ROUNDS, EACH, ROUNDS_PER_SNAPSHOT = 12, 200, 3
 
 
 async def rounds(world: World, *, snapshots: bool) -> tuple[Applying, int]:
-    """Promise, release, reschedule; return a follower, and the most that it has kept."""
+    """Scheduled message, release, reschedule; return a follower, and the most that it has kept."""
     follower, most = follower_of(world), 0
     for number in range(1, ROUNDS + 1):
         keys = await world.send("a", [SECOND_MS] * EACH)
@@ -221,7 +221,7 @@ async def test_a_follower_keeps_what_was_settled_since_the_last_snapshot(world: 
 
 
 @on_node(InTurn)
-async def test_without_snapshots_a_follower_keeps_pairs_but_no_promises(world: World) -> None:
+async def test_without_snapshots_a_follower_keeps_pairs_but_no_scheduled_messages(world: World) -> None:
     """The control of the test above."""
     follower, _ = await rounds(world, snapshots=False)
     assert ROUNDS * EACH <= follower.kept_rows <= ROUNDS * (EACH + 2 * 10)

@@ -131,7 +131,7 @@ async def test_what_is_a_cache_may_be_lost(world: World, lost: str) -> None:
 
 @on_node(retention_ms=1)
 async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(world: World) -> None:
-    """100 waiting promises were none, without a word: the checkpoint says which files live."""
+    """100 waiting scheduled messages were none, without a word: the checkpoint says which files live."""
     for _ in range(4):
         await world.send("a", [None, SECOND_MS, HOUR_MS, 2 * HOUR_MS], 100_000)
         await world.advance(2 * SECOND_MS)

@@ -44,8 +44,8 @@ def moved(due_ms: int, number: int, from_due_ms: int) -> dict[str, Any]:
     return {"kind": int(Kind.MOVED), "due_ms": due_ms, "source_seq": number, "from_due_ms": from_due_ms}
 
 
-def promise(due_ms: int | None) -> dict[str, Any]:
-    return {"kind": int(Kind.PROMISE), "due_ms": due_ms}
+def scheduled_row(due_ms: int | None) -> dict[str, Any]:
+    return {"kind": int(Kind.SCHEDULED), "due_ms": due_ms}
 
 
 def replayed(start: Checkpoint, *batches: Any, ledger: AttachState | None = None) -> Replayed:
@@ -130,7 +130,9 @@ def test_halves_are_open_until_a_row_names_them() -> None:
         moved(90, 3, NO_INSTANT_MS),
         {**release(0, 101), "due_ms": None},
     ]
-    found = replayed(start, rows(100, promise(None), promise(None), promise(None)), rows(103, *ends))
+    found = replayed(
+        start, rows(100, scheduled_row(None), scheduled_row(None), scheduled_row(None)), rows(103, *ends)
+    )
     assert found.halves.tolist() == [5, 100, 102]
 
 
@@ -157,5 +159,5 @@ def test_table_rows_change_the_ledger_and_the_files_that_live() -> None:
     assert list(found.files) == ["whole", "tail"]
     assert [seq for seq, _ in found.attaches] == [103, 104, 105]
     assert (ledger.watermark, ledger.attach_seq, ledger.reserved) == (90, 105, {})
-    assert found.waiting_rows == 5, "only a bulk attach brings promises"
+    assert found.waiting_rows == 5, "only a bulk attach brings scheduled messages"
     assert found.settled().late == ((1, 2), (101, 2))

@@ -107,7 +107,7 @@ def test_files_hold_what_was_set_aside(ledger: AttachState, files: list[FileEntr
 
 
 def test_two_files_with_one_number_are_refused() -> None:
-    """As many rows as were set aside, and all in range; but one number would stand for two promises."""
+    """As many rows as were set aside, and all in range; but one number would stand for two scheduled messages."""
     ledger = AttachState()
     ledger.reserve(50, 6)
     doubled = [entry(50, 3), entry(52, 3, "bucket=2026-11/more.parquet")]
@@ -117,7 +117,7 @@ def test_two_files_with_one_number_are_refused() -> None:
 
 
 def test_one_range_twice_is_one_too_many(ledger: AttachState) -> None:
-    """Or a row would be counted for two promises."""
+    """Or a row would be counted for two scheduled messages."""
     with pytest.raises(OutOfRange, match="twice"):
         check(ledger, bulk((50, 5), (50, 5)))
 

@@ -92,18 +92,18 @@ def test_neighbours_are_one_span() -> None:
     assert spans(numbers([]), numbers([])) == {}
 
 
-def promises(texts: list[str | None], topics: list[str]) -> pa.RecordBatch:
+def scheduled_rows(texts: list[str | None], topics: list[str]) -> pa.RecordBatch:
     rows = build_rows(
-        len(texts), kind=int(Kind.PROMISE), topic=topics, properties=pa.array(texts, pa.string()),
+        len(texts), kind=int(Kind.SCHEDULED), topic=topics, properties=pa.array(texts, pa.string()),
         due_ms=np.arange(len(texts)), source_seq=np.arange(len(texts)),
     )  # fmt: skip
     return with_seq(rows, 10)
 
 
-def test_a_promise_names_its_group_and_topic() -> None:
+def test_a_scheduled_message_names_its_group_and_topic() -> None:
     own = encode_properties({"a": "ORIGIN_GROUP", **added("g", "orders", 1)})
     other = encode_properties({**added("g", "first", 1), "z": "1"})
-    rows = promises(
+    rows = scheduled_rows(
         [own, own, other, "", None],
         ["%RETRY%g_orders", "%DLQ%g", "%RETRY%g_a_b", "%RETRY%g_orders", "%RETRY%g_orders"],
     )
@@ -114,7 +114,7 @@ def test_a_row_says_whether_its_message_was_given_back() -> None:
     texts = [
         encode_properties({"own": "1", **given_back("no stock", 5)}), encode_properties({"own": "NACK_TIME"}), None,
     ]  # fmt: skip
-    assert were_nacked(promises(texts, ["t"] * 3)).tolist() == [True, False, False]
+    assert were_nacked(scheduled_rows(texts, ["t"] * 3)).tolist() == [True, False, False]
 
 
 def test_rows_of_the_log_are_applied_in_its_order() -> None:
@@ -127,7 +127,7 @@ def test_rows_of_the_log_are_applied_in_its_order() -> None:
         )
 
     rows = [
-        row(Kind.PROMISE, 1, text), row(Kind.PROMISE, 2, text), row(Kind.PROMISE, 3, text),
+        row(Kind.SCHEDULED, 1, text), row(Kind.SCHEDULED, 2, text), row(Kind.SCHEDULED, 3, text),
         row(Kind.MOVED, 10, back), row(Kind.MOVED, 11, back), row(Kind.MOVED, 11, text), row(Kind.CANCEL, 12),
     ]  # fmt: skip
     counts = LeaseCounts()

@@ -19,7 +19,7 @@ FAR_MS = 300 * SECOND_MS
 
 
 async def lived(world: World) -> None:
-    """Messages, promises and levels in three topics; two sealed stretches and one that a start takes up again."""
+    """Messages, messages and levels in three topics; two sealed stretches and one that a start takes up again."""
     for n in range(3):
         await world.send("a", [None] * 5)
         await world.send("b", [None, SECOND_MS, None, HOUR_MS, None])
@@ -170,4 +170,4 @@ async def test_entries_are_built_as_they_were_written(world: World) -> None:
     tags = {tag for p in built if p.topic == "m" for _, _, tag in p.entries.tolist()}
     assert len(tags) == 2, "with a tag and without"
     kinds = [kind for rows in reader.rows(1, reader.next_seq) for kind in rows["kind"].to_pylist()]
-    assert kinds.count(Kind.PROMISE) == 2 and sum(len(p.entries) for p in built) == 8
+    assert kinds.count(Kind.SCHEDULED) == 2 and sum(len(p.entries) for p in built) == 8

@@ -1,7 +1,7 @@
-"""Cancel: one definite verdict for each promise named, wherever it lies and whatever happens at the same time.
+"""Cancel: one definite verdict for each message named, wherever it lies and whatever happens at the same time.
 
-A promise is in one of five places: in the wheel (due within the ten seconds gathered ahead), in the log's tail,
-in a file of the table, released, or cancelled. `PLACES` puts one there; what a cancel says must not depend on it.
+A scheduled message is in one of five places: in the wheel (due within the ten seconds gathered ahead), in the log's
+tail, in a file of the table, released, or cancelled. `PLACES` puts one there; what a cancel says must not depend on it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
 from timeball.broker.revoking.cancel import cancel_rows, verdicts
-from timeball.broker.revoking.promise_lookup import Candidate, Found
+from timeball.broker.revoking.scheduled_lookup import Candidate, Found
 from timeball.io.clock import ManualClock
 from timeball.log.row_encoder import rows_of
 from timeball.model import limits
@@ -47,7 +47,8 @@ async def delivered(world: World) -> list[str]:
     return sorted(row.key for row in (await world.outcome()).rows)
 
 
-# ---- a promise in each place --------------------------------------------------------------------------------
+# ---- a scheduled message in each place
+# --------------------------------------------------------------------------------
 
 
 async def in_wheel(world: World) -> str:
@@ -144,7 +145,7 @@ async def test_a_verdict_survives_a_restart_and_the_power(world: World, place: C
 
 
 @on_node()
-async def test_id_key_and_number_name_the_same_promise(world: World) -> None:
+async def test_id_key_and_number_name_the_same_scheduled_message(world: World) -> None:
     sent = batch(3, unique_key=["one", "two", "three"], keys=["k1", "k2 x", "k3"], delay_ms=[FAR_MS] * 3)
     first_seq = (await world.broker.send(sent)).first_seq
     by_id = await world.broker.cancel(ids=["one"])
@@ -159,7 +160,7 @@ async def test_id_key_and_number_name_the_same_promise(world: World) -> None:
 
 
 @on_node()
-async def test_a_key_names_several_promises_in_all_places_at_once(world: World) -> None:
+async def test_a_key_names_several_scheduled_messages_in_all_places_at_once(world: World) -> None:
     """One verdict each, and each the right one."""
     released, cancelled = await in_wheel(world), await in_tail(world)
     await world.cancel([cancelled])
@@ -191,7 +192,7 @@ async def test_a_key_is_a_whole_word_and_no_id(world: World) -> None:
 
 @on_node()
 async def test_ids_need_not_be_unique(world: World) -> None:
-    """A producer that sent twice has two promises; both are settled."""
+    """A producer that sent twice has two scheduled messages; both are settled."""
     for _ in range(2):
         await world.broker.send(batch(1, unique_key=["same"], delay_ms=[FAR_MS]))
         await world.compact()
@@ -201,7 +202,7 @@ async def test_ids_need_not_be_unique(world: World) -> None:
 
 
 @on_node()
-async def test_one_promise_named_in_many_ways_is_cancelled_once(world: World) -> None:
+async def test_one_scheduled_message_named_in_many_ways_is_cancelled_once(world: World) -> None:
     seq = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
     found = await world.broker.cancel(ids=["x", "x"], keys=["k"], seqs=[seq, seq])
     assert [v.subject for v in found] == ["x", "x", "k", str(seq), str(seq)]
@@ -211,19 +212,19 @@ async def test_one_promise_named_in_many_ways_is_cancelled_once(world: World) ->
 
 
 @on_node()
-async def test_what_is_no_promise_is_not_found(world: World) -> None:
+async def test_what_is_no_scheduled_message_is_not_found(world: World) -> None:
     message = (await world.send("a", [None]))[0]
-    promise = await in_wheel(world)
+    scheduled_row = await in_wheel(world)
     reserved = await world.broker.reserve(5)
     await world.advance(SOON_MS)
-    release = [row.seq for row in (await world.outcome()).rows if row.key == promise]
+    release = [row.seq for row in (await world.outcome()).rows if row.key == scheduled_row]
     assert await said(world, ids=[message, "nobody"], keys=["nothing"]) == ["not_found"] * 3
     for seq in (*release, reserved, 0, -1, 1, 1 << 50):
         assert await said(world, seqs=[seq]) == ["not_found"], seq
 
 
 @on_node()
-async def test_a_promise_without_a_name_is_cancelled_by_its_number(world: World) -> None:
+async def test_a_scheduled_message_without_a_name_is_cancelled_by_its_number(world: World) -> None:
     accepted = await world.broker.send(batch(2, delay_ms=[SOON_MS, SOON_MS]))
     kept, gone = accepted.first_seq, accepted.first_seq + 1
     assert await said(world, seqs=[gone]) == ["cancelled"]
@@ -325,7 +326,7 @@ async def after(turns: int) -> None:
 
 
 async def race(world: World, moments: list[tuple[int, int]], due_after: int, filed: bool = False) -> None:
-    """Ten promises come due, and some are cancelled, each so many turns of the loop after the start."""
+    """Ten scheduled messages come due, and some are cancelled, each so many turns of the loop after the start."""
     keys = await world.send("a", [SOON_MS + i // 5 for i in range(10)])
     if filed:
         await world.compact()
@@ -355,7 +356,7 @@ async def faults(world: World) -> list[object]:
 async def test_cancel_or_release_one_of_them_wins(
     world: World, moments: list[tuple[int, int]], due_after: int, filed: bool
 ) -> None:
-    """The checker knows a promise that was cancelled and came, one that did neither, and a verdict that lies."""
+    """The checker knows a message that was cancelled and came, one that did neither, and a verdict that lies."""
     await race(world, moments, due_after, filed)
     for said in world.observed.verdicts.values():
         assert said[0] in ("cancelled", "released", "already_cancelled"), said
@@ -454,7 +455,7 @@ def candidate(subject: str, seq: int) -> Candidate:
     return Candidate(subject, seq, seq, 70 + seq, "orders", f"id{seq}", "k", 5)
 
 
-def test_cancel_rows_name_the_promises_they_settle() -> None:
+def test_cancel_rows_name_the_scheduled_messages_they_settle() -> None:
     rows = rows_of(cancel_rows([candidate("a", 3), candidate("b", 9)], 50))
     wanted = {"kind": Kind.CANCEL, "topic": "orders", "keys": "k", "store_ms": 50, "accepted_ms": 5}
     assert [{name: row[name] for name in wanted} for row in rows.to_pylist()] == [wanted, wanted]
@@ -493,5 +494,5 @@ def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> Non
         seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))
     }
     assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2]
-    told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a promise of its own
+    told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a scheduled message of its own
     assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2, 1]

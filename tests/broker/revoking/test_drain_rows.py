@@ -27,7 +27,7 @@ PROPERTIES = [
 ]
 
 
-def promises(properties: list[str | None], kind: Kind = Kind.PROMISE) -> pa.RecordBatch:
+def scheduled_rows(properties: list[str | None], kind: Kind = Kind.SCHEDULED) -> pa.RecordBatch:
     count = len(properties)
     rows = build_rows(
         count, kind=int(kind), topic="orders", queue_id=[3] * count, tag="t", keys="k1 k2",
@@ -41,17 +41,17 @@ def promises(properties: list[str | None], kind: Kind = Kind.PROMISE) -> pa.Reco
     )
 
 
-def test_a_handed_row_ends_the_promise_by_its_number_and_version() -> None:
-    (plain,) = handed_rows(promises([None]), "g1", 9).to_pylist()
+def test_a_handed_row_ends_the_scheduled_message_by_its_number_and_version() -> None:
+    (plain,) = handed_rows(scheduled_rows([None]), "g1", 9).to_pylist()
     assert (plain["kind"], plain["source_seq"], plain["version_seq"]) == (Kind.CANCEL, 50, None)
     assert (plain["due_ms"], plain["store_ms"], plain["accepted_ms"]) == (100, 9, 2)
-    (moved,) = handed_rows(promises([None], Kind.MOVED), "g1", 9).to_pylist()
+    (moved,) = handed_rows(scheduled_rows([None], Kind.MOVED), "g1", 9).to_pylist()
     assert (moved["source_seq"], moved["version_seq"], moved["from_due_ms"]) == (7, 50, None)
 
 
 @given(st.lists(st.sampled_from(PROPERTIES), min_size=1, max_size=5), st.integers(0, 300))
 def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int) -> None:
-    before = promises(properties)
+    before = scheduled_rows(properties)
     handed = handed_rows(before, "g1", 9)
     assert all(is_handed(text) for text in handed.column("properties").to_pylist())
     sent = decode_sent(encode_sent(handed))
@@ -62,7 +62,7 @@ def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int
     assert after.column("properties").to_pylist() == ended
     # Not early, and not counted as late for the way it took.
     assert after.column("due_ms").to_pylist() == [max(now_ms, 100 + at) for at in range(len(properties))]
-    assert set(after.column("kind").to_pylist()) == {Kind.PROMISE}
+    assert set(after.column("kind").to_pylist()) == {Kind.SCHEDULED}
 
 
 def test_a_message_that_only_looks_handed_over_is_not() -> None:
@@ -86,7 +86,7 @@ def test_what_is_no_transfer_is_refused() -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_compressed_transfer_is_refused(codec: str) -> None:
-    with pa.ipc.open_stream(encode_sent(handed_rows(promises([None] * 1_000), "g1", 9))) as reader:
+    with pa.ipc.open_stream(encode_sent(handed_rows(scheduled_rows([None] * 1_000), "g1", 9))) as reader:
         rows = reader.read_all()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SENT, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
@@ -97,7 +97,7 @@ def test_a_compressed_transfer_is_refused(codec: str) -> None:
 
 @given(st.data())
 def test_a_damaged_transfer_is_refused_or_sound(data: st.DataObject) -> None:
-    sent = bytearray(encode_sent(handed_rows(promises(PROPERTIES), "g1", 9)))
+    sent = bytearray(encode_sent(handed_rows(scheduled_rows(PROPERTIES), "g1", 9)))
     at = data.draw(st.integers(0, len(sent) - 1))
     sent[at] ^= data.draw(st.integers(1, 255))
     try:

@@ -13,7 +13,7 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.revoking.find_message import find_message
-from timeball.broker.revoking.promise_lookup import Names
+from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.model.access import Caller
 
 

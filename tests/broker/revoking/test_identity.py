@@ -1,4 +1,4 @@
-"""A promise is one promise however often it is moved: it comes once, at its newest instant, under its first number."""
+"""A message that is moved many times is released once, at its newest due time, under its first number."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.recovery.replayed import Replayed
 from timeball.broker.revoking import cancel
-from timeball.broker.revoking.promise_lookup import Names
 from timeball.broker.revoking.recall import encode_handle
+from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.broker.tables import rewrite
 from timeball.log import checkpoint
 from timeball.model.message import Kind
@@ -38,7 +38,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """What was promised last: instants by number, and which promises were cancelled."""
+    """What was promised last: instants by number, and which scheduled messages were cancelled."""
 
     def __init__(self, world: World) -> None:
         self.world = world

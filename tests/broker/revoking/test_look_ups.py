@@ -9,7 +9,7 @@ from tests.broker.on_node import on_node
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import World
 
-from timeball.broker.revoking.promise_lookup import Names, Search
+from timeball.broker.revoking.scheduled_lookup import Names, Search
 from timeball.model.errors import Corrupt, TimeballError
 from timeball.table.key_index import TableKeys
 
@@ -104,7 +104,7 @@ def test_a_file_that_cannot_be_read_fails_only_who_needs_it(monkeypatch: pytest.
 
 
 @on_node()
-async def test_cancels_of_one_promise_that_come_together_end_it_once(world: World) -> None:
+async def test_cancels_of_one_scheduled_message_that_come_together_end_it_once(world: World) -> None:
     [filed] = await world.bulk("a", [FAR_MS], 1)
     verdicts = await asyncio.gather(*(world.broker.cancel(ids=[filed]) for _ in range(5)))
     assert sorted(one.verdict for [one] in verdicts) == [*["already_cancelled"] * 4, "cancelled"]

@@ -17,7 +17,7 @@ KNOWN = [verdict for verdict in VERDICTS if verdict not in ("not_found", UNAVAIL
 
 
 def of_subject(subject: str) -> st.SearchStrategy[list[Verdict]]:
-    """Verdicts of one group on one name: some promises, or none."""
+    """Verdicts of one group on one name: some scheduled messages, or none."""
     known = st.lists(
         st.builds(Verdict, st.just(subject), st.sampled_from(KNOWN), st.integers(1, 99)), min_size=1
     )

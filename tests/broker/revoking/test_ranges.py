@@ -1,4 +1,4 @@
-"""A bulk job's promises are ended as one object: the count is definite, and what was counted never comes."""
+"""A bulk job's scheduled messages are ended as one object: the count is definite, and what was counted never comes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def attached(
 
 
 def cancel_log(world: World) -> list[tuple[int, str]]:
-    """(promise, reason) of every CANCEL row."""
+    """(scheduled message, reason) of every CANCEL row."""
     parts = world.broker.parts
     rows = parts.reader.rows(parts.reader.first_seq, parts.reader.next_seq, [Kind.CANCEL])
     return [

@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("answers", ["definite", "rocketmq"])
 
 
 async def sent(world: World, delay_ms: int, key: str = "x", topic: str = "a") -> str:
-    """The handle of a promise."""
+    """The handle of a scheduled message."""
     due_ms = world.clock.wall + delay_ms
     await world.broker.send(batch(1, unique_key=[key], due_ms=[due_ms], topic=[topic]))
     return encode_handle(topic, "timeball", due_ms, key)

@@ -1,7 +1,7 @@
-"""Reschedule: a promise is moved in one step, wherever it waits, and a race with its instant has one winner.
+"""Reschedule: a scheduled message is moved in one step, wherever it waits, and a race with its instant has one winner.
 
-Where a promise may be when it is moved, and the harness for races, are those of test_cancel.py. That the power
-may go anywhere around it is shown in tests/crash, by the scenarios called `moves`.
+Where a scheduled message may be when it is moved, and the harness for races, are those of test_cancel.py. That the
+power may go anywhere around it is shown in tests/crash, by the scenarios called `moves`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.broker.revoking.test_cancel import (
     let_go_of_all,
     said,
 )
-from tests.broker.test_kept_promises import begin, kept_by, move_on
+from tests.broker.test_kept_scheduled_messages import begin, kept_by, move_on
 from tests.crash.lives import run
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
@@ -131,7 +131,7 @@ async def test_all_of_a_message_moves(world: World) -> None:
 
 
 @on_node()
-async def test_a_promise_of_a_delay_level_becomes_an_ordinary_one(world: World) -> None:
+async def test_a_scheduled_message_of_a_delay_level_becomes_an_ordinary_one(world: World) -> None:
     levels = np.array([5, 5], dtype=np.int32)
     properties = [encode_properties({"UNIQ_KEY": key, "DELAY": "5"}) for key in "xy"]
     await world.broker.send(batch(2, delay_level=levels, unique_key=["x", "y"], properties=properties))
@@ -208,7 +208,7 @@ async def test_names_find_what_it_has_become(world: World, filed: bool) -> None:
 
 
 @on_node()
-async def test_a_promise_without_a_name_is_followed_by_its_number(world: World) -> None:
+async def test_a_scheduled_message_without_a_name_is_followed_by_its_number(world: World) -> None:
     first = (await world.broker.send(batch(2, delay_ms=[FAR_MS, FAR_MS]))).first_seq
     [a] = await world.broker.reschedule(seqs=[first], delay_ms=HOUR_MS)
     [b] = await world.broker.reschedule(seqs=[first], delay_ms=LATER_MS)
@@ -360,7 +360,7 @@ async def test_too_many_at_once_move_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_a_promise_for_a_topic_that_is_gone_is_moved_all_the_same(world: World) -> None:
+async def test_a_scheduled_message_for_a_topic_that_is_gone_is_moved_all_the_same(world: World) -> None:
     """It has been accepted: whether a topic may be made is not asked again, its delivery brings it back."""
     [key] = await world.send("a", [FAR_MS])
     await world.restart(auto_create_topics=False)
@@ -396,7 +396,7 @@ ACTS = st.lists(
 async def race(
     world: World, acts: list[tuple[int, int, str]], due_after: int, filed: bool = False
 ) -> list[str]:
-    """Six promises come due while some are cancelled and some are moved, each so many turns after the start."""
+    """Six messages come due while some are cancelled and some are moved, each so many turns after the start."""
     keys = await world.send("a", [SOON_MS + i // 3 for i in range(6)])
     if filed:
         await world.compact()
@@ -495,7 +495,7 @@ def test_a_schedule_that_moves_what_it_has_handed_out_is_noticed(monkeypatch: py
 
 
 def kinds_after_cuts(step: int) -> list[tuple[CrashFiles, list[int]]]:
-    """What a recovery finds of a move of two promises, when so many bytes of it had reached the disk: an image each.
+    """What a recovery finds of a move of two messages, when so many bytes of it had reached the disk: an image each.
 
     Every byte of the first and last hundred, in between one of `step`.
     """
@@ -526,7 +526,7 @@ def kinds_after_cuts(step: int) -> list[tuple[CrashFiles, list[int]]]:
     return found
 
 
-WAITING = [Kind.META, *[Kind.PROMISE] * 3]
+WAITING = [Kind.META, *[Kind.SCHEDULED] * 3]
 MOVED = [*WAITING, Kind.MOVED, Kind.MOVED]
 
 

@@ -48,7 +48,7 @@ async def test_what_waits_is_moved_with_all_its_columns(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_released_stays_where_it_is_and_what_is_no_promise_too(world: World) -> None:
+async def test_what_is_released_stays_where_it_is_and_what_is_no_scheduled_message_too(world: World) -> None:
     await world.send("a", [None, SECOND_MS, FAR_MS, None, 2 * FAR_MS])
     await world.advance(SECOND_MS)
     await world.compact()
@@ -77,7 +77,7 @@ async def test_a_long_tail_is_moved_in_runs(world: World) -> None:
 
 
 @on_node()
-async def test_a_run_without_promises_does_not_keep_the_next_from_being_moved(world: World) -> None:
+async def test_a_run_without_scheduled_messages_does_not_keep_the_next_from_being_moved(world: World) -> None:
     await world.send("a", [None] * 9)
     await world.send("a", [FAR_MS] * 2)
     with pytest.MonkeyPatch.context() as patch:

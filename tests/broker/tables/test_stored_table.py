@@ -63,7 +63,7 @@ class World:
     data: Path
 
     def attach(self, name: str, *delays_ms: int) -> None:
-        """Let another writer put one file of promises there, and attach it."""
+        """Let another writer put one file of scheduled messages there, and attach it."""
         with Endpoint(self.node.endpoint) as broker:
             attach(broker, [self.clock.wall + delay for delay in delays_ms], topic=name, job_id=name)
 
@@ -125,7 +125,7 @@ def world(store: FaultyStore, tmp_path: Path) -> Iterator[World]:
 # ---- a table that is elsewhere ----------------------------------------------------------------------------------
 
 
-def test_promises_go_there_and_come_back_when_they_are_due(world: World) -> None:
+def test_scheduled_messages_go_there_and_come_back_when_they_are_due(world: World) -> None:
     with Timeball(world.node.endpoint) as ball:
         for i in range(6):
             ball.send("orders", f"body {i}", after="20m" if i < 3 else "40d", keys=f"key{i}")
@@ -212,7 +212,7 @@ def is_in_time(world: World) -> bool:
     with Timeball(world.node.endpoint) as ball:
         ball.send("marker", "x", after="1ms")
         world.clock.advance(1_000)
-        # What is due later, and in the log, has come out: the promises before it are out, or late.
+        # What is due later, and in the log, has come out: the scheduled messages before it are out, or late.
         eventually(lambda: visible(ball, "marker") == 1, "the marker came out")
         return visible(ball, "soon") == 100
 
@@ -376,7 +376,7 @@ MORE_FAULTS = [
 @pytest.mark.parametrize(
     ("fault", "method", "part", "times"), [*FAULTS, *MORE_FAULTS[: rounds(0, len(MORE_FAULTS))]]
 )
-def test_each_promise_is_there_once_whatever_the_store_does(
+def test_each_scheduled_message_is_there_once_whatever_the_store_does(
     world: World, fault: Any, method: str, part: str, times: int
 ) -> None:
     world.attach("before", SOON_MS)
@@ -413,7 +413,7 @@ def test_a_damaged_copy_is_fetched_again(world: World) -> None:
     assert world.copies()[0].read_bytes() != bytes(data)
 
 
-def test_a_damaged_file_in_the_store_makes_its_own_promises_late_alone(world: World) -> None:
+def test_a_damaged_file_in_the_store_makes_its_own_scheduled_messages_late_alone(world: World) -> None:
     world.attach("damaged", SOON_MS)
     world.attach("whole", SOON_MS)
     parts = world.node.broker.parts

@@ -36,7 +36,7 @@ from timeball.table.attachment import Attachment, FileEntry, decode_change
 
 
 def written(world: World, first_seq: int, rows: int) -> list[FileEntry]:
-    """Files of promises due in an hour."""
+    """Files of scheduled messages due in an hour."""
     now_ms = world.clock.wall
     return write(world.files, table_rows([now_ms + HOUR_MS] * rows, first_seq=first_seq), now_ms)
 
@@ -222,7 +222,7 @@ async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
     assert world.failure is raised.value
     assert explain(raised.value)[1] == ExitCode.STORAGE and "os error" in explain(raised.value)[0]
     with pytest.raises(Unavailable, match="half way"):
-        await world.broker.mover.compact(even_without_promises=True)
+        await world.broker.mover.compact(even_without_rows=True)
     await world.checkpoint()
     await world.stop()
     await world.start()
@@ -241,7 +241,7 @@ async def test_nothing_to_move_is_no_attach(world: World) -> None:
     await world.send("a", [None] * 3)
     assert await world.broker.compact() is None
     assert world.broker.status()["watermark"] == 1
-    assert (await world.broker.mover.compact(even_without_promises=True)).watermark == 5
+    assert (await world.broker.mover.compact(even_without_rows=True)).watermark == 5
     assert world.broker.status()["log"]["next_seq"] == 6
 
 

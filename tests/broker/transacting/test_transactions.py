@@ -56,7 +56,7 @@ def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
 
 
 def halves_in_log(world: World) -> list[dict[str, Any]]:
-    return [row for row in log(world, Kind.PROMISE) if row["due_ms"] is None]
+    return [row for row in log(world, Kind.SCHEDULED) if row["due_ms"] is None]
 
 
 def due(world: World) -> list[int]:
@@ -80,7 +80,7 @@ async def left_after_a_cut(world: World) -> World:
 async def test_nobody_sees_a_half(world: World) -> None:
     seq = await prepare(world, 2)
     assert [(row["kind"], row["topic"], row["queue_offset"]) for row in halves_in_log(world)] == [
-        (Kind.PROMISE, "orders", None)
+        (Kind.SCHEDULED, "orders", None)
     ] * 2
     assert "orders" in world.broker.topics()
     assert (await visible(world)) == []
@@ -139,7 +139,7 @@ async def test_a_delay_begins_with_the_commit(world: World) -> None:
 def test_a_half_that_is_committed_with_a_delay_keeps_its_number(
     strategy: str, delay: dict[str, int], after: str
 ) -> None:
-    """Its id and its number name it, however it is moved then, and each of these promises ends once."""
+    """Its id and its number name it, however it is moved then, and each of these scheduled messages ends once."""
 
     @on_node()
     async def live(world: World) -> None:

@@ -74,13 +74,13 @@ def test_wrong_fields_are_named(verb: str, fields: dict[str, object], named: str
 
 
 @pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_cancel_names_promises_one_way(fields: dict[str, object]) -> None:
+def test_cancel_names_scheduled_messages_one_way(fields: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="ids, keys or seqs"):
         codec.decode_action("cancel", body(**fields))
 
 
 @pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_reschedule_names_promises_one_way(fields: dict[str, object]) -> None:
+def test_reschedule_names_scheduled_messages_one_way(fields: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"reschedule: .*ids, keys or seqs"):
         codec.decode_action("reschedule", body(**fields, due_ms=5))
 

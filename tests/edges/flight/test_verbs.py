@@ -84,7 +84,7 @@ class Mine(Caller):
             raise Forbidden(f"not {topic}")
 
 
-def test_promises_of_topics_that_a_caller_may_not_touch_are_not_there(node: RunningNode) -> None:
+def test_scheduled_messages_of_topics_that_a_caller_may_not_touch_are_not_there(node: RunningNode) -> None:
     sent = batch(2, topic=["mine", "theirs"], unique_key=["a", "b"], keys=["k", "k"], delay_ms=[60_000] * 2)
     first_seq = node.run(node.broker.send(sent)).first_seq
     requests = [

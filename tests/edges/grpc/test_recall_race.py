@@ -1,8 +1,8 @@
 """Recalls that race the due instant: never recalled and delivered, never neither, and every answer is the log's.
 
-A thousand promises fall due within a second while 64 clients' calls, each aimed at its promise's instant and some
-before and behind it, take them back. What was delivered is what stands in the queues, and what a consumer receives and
-acknowledges meanwhile is the same, once each.
+A thousand scheduled messages fall due within a second while 64 clients' calls, each aimed at its scheduled message's
+instant and some before and behind it, take them back. What was delivered is what stands in the queues, and what a
+consumer receives and acknowledges meanwhile is the same, once each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.model.message import Kind
 
-PROMISES, CALLS, WIRES = 1_000, 64, 8
+SCHEDULED_ROWS, CALLS, WIRES = 1_000, 64, 8
 AHEAD_MS, SPREAD_MS = 1_500, 1_000
 MISS_MS = 60  # how far from its instant a recall may be aimed
 OK, TOO_LATE = d.Code.OK, d.Code.NOT_FOUND
@@ -73,10 +73,10 @@ class Race:
                     self.cancelled.add(row["unique_key"])
 
     def is_over(self, node: RunningNode) -> bool:
-        """Whether every promise has come to an end, or some have come to too many."""
+        """Whether every scheduled message has come to an end, or some have come to too many."""
         self.watch(node)
         return (
-            self.delivered.total() + len(self.cancelled) >= PROMISES
+            self.delivered.total() + len(self.cancelled) >= SCHEDULED_ROWS
             and self.received.total() >= self.delivered.total()
         )
 
@@ -89,9 +89,9 @@ def wait_until(instant_ms: float) -> None:
 
 
 def promised(wire: Wire) -> list[tuple[str, str, int]]:
-    """(id, recall handle, due_ms) of all promises."""
+    """(id, recall handle, due_ms) of all scheduled messages."""
     now_ms = int(time.time() * 1_000)
-    given = [message(due_ms=now_ms + AHEAD_MS + n % SPREAD_MS) for n in range(PROMISES)]
+    given = [message(due_ms=now_ms + AHEAD_MS + n % SPREAD_MS) for n in range(SCHEDULED_ROWS)]
     response = wire.ask_ok("SendMessage", send_request(*given))
     due = [each.system_properties.delivery_timestamp.ToMilliseconds() for each in given]
     return [(e.message_id, e.recall_handle, at) for e, at in zip(response.entries, due, strict=True)]
@@ -144,13 +144,13 @@ def test_a_thousand_recalls_race_their_instants(tmp_path: Path) -> None:
                 parts = [pool.submit(recalled, wires[n % WIRES], shots[n::CALLS]) for n in range(CALLS)]
                 for part in parts:
                     race.answers.update(part.result())
-                eventually(lambda: race.is_over(node), "each promise is received or cancelled")
+                eventually(lambda: race.is_over(node), "each scheduled message is received or cancelled")
             finally:
                 over.set()  # else the pool would wait for it for ever
             consuming.result()
         for wire in wires:
             wire.close()
-    assert len(race.answers) == PROMISES
+    assert len(race.answers) == SCHEDULED_ROWS
     assert race.faults() == []
     assert {code for code, _ in race.answers.values()} == {OK, TOO_LATE}, "there was no race"
     with running_node(tmp_path / "data") as node:

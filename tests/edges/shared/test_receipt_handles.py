@@ -64,7 +64,8 @@ def test_another_folders_handle_is_none() -> None:
 
 
 def test_a_kind_cannot_pass_for_the_other() -> None:
-    # A promise's handle is four bytes shorter; with those from the group's name it would be as long as the other.
+    # A scheduled message's handle is four bytes shorter; with those from the group's name it would be as long as the
+    # other.
     text = HANDLES.encode(Receipt("abcdg", "t", 1, 2))
     data = base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
     longer = data[:18] + b"abcd" + data[18:]

@@ -136,7 +136,7 @@ def chosen(ids: list[str], count: int) -> list[str]:
 def check_balance(ball: Timeball, endpoint: str) -> None:
     """Accepted = released + cancelled + waiting, as the audit counts."""
     status = ball.status()
-    kinds: dict[int, set[int]] = {Kind.PROMISE: set(), Kind.RELEASE: set(), Kind.CANCEL: set()}
+    kinds: dict[int, set[int]] = {Kind.SCHEDULED: set(), Kind.RELEASE: set(), Kind.CANCEL: set()}
     rows = ball.read_log(
         status["log"]["first_seq"],
         status["log"]["durable_seq"],
@@ -145,7 +145,7 @@ def check_balance(ball: Timeball, endpoint: str) -> None:
     )
     for batch in rows:
         for row in batch.to_pylist():
-            number = row["seq"] if row["kind"] == Kind.PROMISE else row["source_seq"]
+            number = row["seq"] if row["kind"] == Kind.SCHEDULED else row["source_seq"]
             assert number not in kinds[row["kind"]], f"{number} twice"
             kinds[row["kind"]].add(number)
     accepted, released, cancelled = kinds.values()

@@ -109,7 +109,7 @@ def test_segments_say_what_they_are() -> None:
 
 def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
     files = CrashFiles()
-    mixed = build_rows(3, kind=pa.array([Kind.PROMISE, Kind.CANCEL, Kind.PROMISE], pa.int8()), topic="t")
+    mixed = build_rows(3, kind=pa.array([Kind.SCHEDULED, Kind.CANCEL, Kind.SCHEDULED], pa.int8()), topic="t")
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
@@ -118,7 +118,7 @@ def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
 
     asyncio.run(write())
     first, second = (found for found in everything(files) if isinstance(found, FrameFound))
-    assert first.kinds() == {"PROMISE": 2, "CANCEL": 1}
+    assert first.kinds() == {"SCHEDULED": 2, "CANCEL": 1}
     assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
     assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
 

@@ -93,7 +93,7 @@ def disguised(texts: list[str | None], level: int = 3, topic: str = "orders", qu
 
 def waiting(texts: list[str]) -> pa.RecordBatch:
     rows = build_rows(
-        len(texts), kind=int(Kind.PROMISE), topic=SCHEDULE_TOPIC, queue_id=2, body=b"b", properties=texts,
+        len(texts), kind=int(Kind.SCHEDULED), topic=SCHEDULE_TOPIC, queue_id=2, body=b"b", properties=texts,
         queue_offset=list(range(len(texts))), due_ms=7, store_ms=5,
     )  # fmt: skip
     return with_seq(rows, 40)
@@ -128,7 +128,7 @@ def test_what_was_put_on_comes_off(topic: str, queue: int) -> None:
     assert real.column("queue_id").to_pylist() == [queue] * 2
     assert real.column("queue_offset").null_count == 2, "its place in the real queue is not known yet"
     assert real.column("due_ms").equals(rows.column("due_ms"))
-    assert set(real.column("kind").to_pylist()) == {Kind.PROMISE}, "nobody is to index it as a level's"
+    assert set(real.column("kind").to_pylist()) == {Kind.SCHEDULED}, "nobody is to index it as a level's"
     assert real.column("properties").equals(rows.column("properties"))
 
 

@@ -150,7 +150,7 @@ def test_an_older_state_and_a_newer_log_repeat_nothing(world: World) -> None:
     assert tick_of(world) == ReleaseCursor(second_ms, 4)
 
 
-def test_a_promise_that_came_too_late_is_sent_and_is_no_step_back(world: World) -> None:
+def test_a_scheduled_message_that_came_too_late_is_sent_and_is_no_step_back(world: World) -> None:
     world.admit([world.now_ms])
     world.drain()
     world.release()
@@ -303,7 +303,7 @@ def open_files(world: World) -> int:
 
 
 def hourly(world: World, hours: int) -> list[int]:
-    """A file an hour, three promises in each; returns their instants."""
+    """A file an hour, three scheduled messages in each; returns their instants."""
     start_ms = world.now_ms - world.now_ms % HOUR + HOUR
     dues = [start_ms + hour * HOUR + ms for hour in range(hours) for ms in (0, HOUR // 2, HOUR - 1)]
     world.admit(dues)
@@ -399,7 +399,7 @@ def test_twice_the_time_is_no_more_ticks() -> None:
 
 
 def test_without_what_was_learnt_it_turns_for_a_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: two promises in the file of one hour."""
+    """The control: two scheduled messages in the file of one hour."""
     hour_ms = 30 * HOUR - ManualClock.wall % HOUR
     dues = [hour_ms + 60_000, hour_ms + 50 * 60_000]
     learnt = len(asked_through(dues, True)[1])

@@ -234,7 +234,7 @@ def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
     rows = load([DataFile(files, entry)], FIRST, LAST)
     assert rows is not None
     assert rows.schema == READ_SCHEMA
-    assert rows["kind"].to_pylist() == [Kind.PROMISE] * 2
+    assert rows["kind"].to_pylist() == [Kind.SCHEDULED] * 2
     assert rows["body"].to_pylist() == [b"bulk 70", b"bulk 71"]
     assert rows["store_ms"].to_pylist() == [NOW_MS] * 2, "accepted when the table says so"
     assert np.array_equal(rows["due_ms"], [NOW_MS + 5, NOW_MS + 6])

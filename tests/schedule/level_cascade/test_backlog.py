@@ -45,10 +45,10 @@ def state_of(world: World) -> CascadeState:
 
 
 def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
-    """One promise, as the broker has it written."""
+    """One scheduled message, as the broker has it written."""
     now_ms = world.now_ms
     rows = build_rows(
-        1, kind=int(Kind.PROMISE), topic="t", queue_id=-1, body=[b"b"], properties=[properties], due_ms=[due_ms],
+        1, kind=int(Kind.SCHEDULED), topic="t", queue_id=-1, body=[b"b"], properties=[properties], due_ms=[due_ms],
         store_ms=now_ms,
     )  # fmt: skip
     rows, seq = cascade(world).encode_waiting(rows, now_ms), world.writer.next_seq
@@ -56,8 +56,8 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
     def on_durable() -> None:
         world.model.accepted[seq] = now_ms
         world.model.waiting[seq] = (due_ms, b"b")
-        promises = with_seq(rows, seq)
-        world.strategy.add(world.backlog, promises, pairs_of(promises), now_ms)
+        scheduled_rows = with_seq(rows, seq)
+        world.strategy.add(world.backlog, scheduled_rows, pairs_of(scheduled_rows), now_ms)
 
     async def append() -> None:
         await world.writer.append(rows, on_durable=on_durable)[1]
@@ -67,9 +67,11 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
 
 
 def said(world: World) -> list[list[str]]:
-    """The lists of all promises' rows in the log, in levels."""
+    """The lists of all scheduled messages' rows in the log, in levels."""
     found = []
-    for rows in world.reader.rows(world.reader.first_seq, world.reader.next_seq, [Kind.PROMISE, Kind.MOVED]):
+    for rows in world.reader.rows(
+        world.reader.first_seq, world.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED]
+    ):
         for text in rows["properties"].to_pylist():
             numbers = decode_properties(text or "").get("TIMING-LIST", "")
             found.append([NAMES[int(number) - 1] for number in numbers.split(",") if number])
@@ -324,7 +326,7 @@ def test_nothing_is_left_of_what_has_been_kept(world: World) -> None:
     assert world.memory() == 0
 
 
-def test_a_promise_of_a_year_keeps_no_old_log(world: World) -> None:
+def test_a_scheduled_message_of_a_year_keeps_no_old_log(world: World) -> None:
     admit(world, world.now_ms + 365 * DAY_MS)
     for _ in range(20):
         sleep_until_moving(world)

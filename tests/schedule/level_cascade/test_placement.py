@@ -34,22 +34,22 @@ REMAINING = st.one_of(
 )
 LEADS = st.sampled_from([1, 1_000, 4_000, 10_000, 60_000]).map(lead_ms_of)
 # A list made for a remaining time, and how long ago that was.
-PROMISES = st.tuples(REMAINING, st.integers(0, 2 * HOUR_MS) | st.integers(0, 3_000), st.integers(0, 8))
+SCHEDULED_ROWS = st.tuples(REMAINING, st.integers(0, 2 * HOUR_MS) | st.integers(0, 3_000), st.integers(0, 8))
 
 
-def columns(promises: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+def columns(scheduled_rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """(due_ms, what is left of a list that is as old as that, after so many of its levels)."""
-    due = NOW + np.array([remaining for remaining, _, _ in promises])
-    hops = plan(due - NOW + np.array([ago for _, ago, _ in promises]))
-    for at, (_, _, taken) in enumerate(promises):
+    due = NOW + np.array([remaining for remaining, _, _ in scheduled_rows])
+    hops = plan(due - NOW + np.array([ago for _, ago, _ in scheduled_rows]))
+    for at, (_, _, taken) in enumerate(scheduled_rows):
         for _ in range(taken):
             hops[at] = rest(hops[at : at + 1])[0]
     return due, hops
 
 
-@given(promises=st.lists(PROMISES, min_size=1, max_size=20), lead_ms=LEADS)
-def test_where_a_promise_waits(promises: list[tuple[int, int, int]], lead_ms: int) -> None:
-    due, hops = columns(promises)
+@given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
+def test_where_a_scheduled_message_waits(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
+    due, hops = columns(scheduled_rows)
     entered = enter(due, hops, NOW, lead_ms)
     for due_ms, queue, hop_end_ms in zip(
         due.tolist(), entered.queue.tolist(), entered.hop_end_ms.tolist(), strict=True
@@ -68,9 +68,9 @@ def test_where_a_promise_waits(promises: list[tuple[int, int, int]], lead_ms: in
         assert due_ms >= first_due_ms(queue, hop_end_ms, lead_ms)
 
 
-@given(promises=st.lists(PROMISES, min_size=1, max_size=20), lead_ms=LEADS)
-def test_a_list_that_fits_is_kept(promises: list[tuple[int, int, int]], lead_ms: int) -> None:
-    due, hops = columns(promises)
+@given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
+def test_a_list_that_fits_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
+    due, hops = columns(scheduled_rows)
     found = following(due, hops, NOW)
     level = first(hops)
     kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)

@@ -1,4 +1,4 @@
-"""A queue of hops: what is taken, what is let go, and that a restart finds each promise once."""
+"""A queue of hops: what is taken, what is let go, and that a restart finds each scheduled message once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np.ndarray:
-    """Promises due a second after the hop, with their own number as the list that is left."""
+    """Scheduled messages due a second after the hop, with their own number as the list that is left."""
     found = np.empty(len(seqs), RECORD)
     found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
     found["seq"], found["row_seq"], found["hops"] = seqs, at or seqs, seqs
@@ -192,8 +192,8 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_each_promise_is_taken_once_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    """The model: who waits on disk, who is held, who is done; promises are moved by their places, 1000 + number."""
+def test_each_scheduled_message_is_taken_once_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
+    """The model: who waits on disk, who is held, who is done; messages are moved by their places, 1000 + number."""
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 2)
     waiting: dict[int, int] = {}

@@ -97,10 +97,10 @@ def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | No
     )  # fmt: skip
 
 
-def test_promises_are_dressed_and_messages_left_alone() -> None:
+def test_scheduled_messages_are_dressed_and_messages_left_alone() -> None:
     theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
     rows = rows_of(
-        [Kind.PROMISE, Kind.MESSAGE, Kind.PROMISE, Kind.CANCEL, Kind.PROMISE],
+        [Kind.SCHEDULED, Kind.MESSAGE, Kind.SCHEDULED, Kind.CANCEL, Kind.SCHEDULED],
         [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
         [theirs, theirs, theirs, theirs, None],
     )
@@ -115,7 +115,7 @@ def test_promises_are_dressed_and_messages_left_alone() -> None:
 
 
 def test_rows_with_numbers_are_dressed_too_and_nothing_is_nothing() -> None:
-    rows = rows_of([Kind.PROMISE], [NOW + 90_000], [None])
+    rows = rows_of([Kind.SCHEDULED], [NOW + 90_000], [None])
     assert decode_properties(encode_waiting(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
     messages = rows_of([Kind.MESSAGE], [None], [f"{NAME}\x01x\x02"])
     assert encode_waiting(messages, NOW) is messages
@@ -124,7 +124,7 @@ def test_rows_with_numbers_are_dressed_too_and_nothing_is_nothing() -> None:
 @given(st.integers(1_000, 2 * DAY_MS))
 def test_moving_on_takes_the_first_off(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
-    rows = with_seq(rows_of([Kind.PROMISE], [NOW + remaining_ms], ["a\x01b"]), 1)
+    rows = with_seq(rows_of([Kind.SCHEDULED], [NOW + remaining_ms], ["a\x01b"]), 1)
     found = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
     assert found.pop("a") == "b"
     assert packed(found.get(timing_list.NAME, "")) == int(rest(hops)[0])

@@ -238,7 +238,7 @@ def refused(world: World, dues: list[int]) -> bool:
 
 
 def test_a_slot_takes_so_many_and_no_more() -> None:
-    """A straight threshold, to the promise; RocketMQ's curve is not to be had."""
+    """A straight threshold, to the scheduled message; RocketMQ's curve is not to be had."""
     world = open_world(congest_rows=100)
     world.drain()
     begin_ms = DEFAULT.begin_ms(DEFAULT.of_instant(world.now_ms) + 60)

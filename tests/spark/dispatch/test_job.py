@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.job: promises released by Spark."""
+"""Tests of timeball.spark.dispatch.job: scheduled messages released by Spark."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.options import write_options
-from timeball.spark.source.promise_writer import PromiseTask, attach_all
+from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -147,7 +147,9 @@ def send_levels(node: RunningNode, *levels: int) -> list[int]:
     return list(range(first_seq, first_seq + len(levels)))
 
 
-def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_scheduled_messages_of_delay_levels_balance(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
     seqs = send_levels(node, 1, 18, 18, 17, 1)
     with Timeball(node.endpoint) as ball:
         assert [verdict.verdict for verdict in ball.cancel(ids=["level2"])] == ["cancelled"]
@@ -161,17 +163,17 @@ def test_promises_of_delay_levels_balance(spark: SparkSession, node: RunningNode
     ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     report = audit.run(spark, node.endpoint)
     assert report.ok and report.pending == 2, report
-    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
     assert [rows[seq].topic for seq in (seqs[0], seqs[2], seqs[1])] == ["orders", "orders", SCHEDULE_TOPIC]
-    # The control: a promise of a level that nobody has any more is lost.
+    # The control: a scheduled message of a level that nobody has any more is lost.
     scope, history = audit.gather_witnesses(spark, node.endpoint, None)
     forged = audit.waiting(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
 
 
-def test_moved_promises_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
-    """A promise that is moved is accepted once and settled once, wherever it lay and however often it moves."""
+def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+    """A message that is moved is accepted once and settled once, wherever it lay and however often it moves."""
     send(node.endpoint, 10)
     node.run(node.broker.compact())
     send_levels(node, 18, 18)
@@ -216,12 +218,12 @@ def test_halves_balance(spark: SparkSession, node: RunningNode) -> None:
         eventually(lambda: visible(ball, "orders") == len(soon), "they are released")
     report = audit.run(spark, node.endpoint)
     assert report.ok and counts(report) == (9, 2, 5, 0), report
-    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
     assert {*soon, *later} <= rows.keys() and rows[soon[0]].released_ms is not None
 
 
 def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
-    """A message that is handed out is a promise: acknowledged, given other time, dead, or over and here again."""
+    """A message that is handed out is a message: acknowledged, given other time, dead, or over and here again."""
     verbs = node.broker.consuming
 
     def receive(rows: int, invisible_ms: int = 10**6) -> list[AnyReceipt]:
@@ -268,7 +270,7 @@ def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
     return report.accepted, report.cancelled, report.pending, report.lost
 
 
-def test_promises_written_again_are_accepted_once_and_wait_where_they_lie(
+def test_scheduled_messages_written_again_are_accepted_once_and_wait_where_they_lie(
     spark: SparkSession, small: RunningNode
 ) -> None:
     send(small.endpoint, 10)
@@ -287,7 +289,7 @@ def test_promises_written_again_are_accepted_once_and_wait_where_they_lie(
     assert [row["seq"] for row in report.offenders["lost"]] == [11]
 
 
-def test_promises_whose_own_rows_are_gone_balance(spark: SparkSession, small: RunningNode) -> None:
+def test_scheduled_messages_whose_own_rows_are_gone_balance(spark: SparkSession, small: RunningNode) -> None:
     send(small.endpoint, 10)
     with Endpoint(small.endpoint) as broker:
         bulk(small, broker, 5, 10**9)
@@ -422,7 +424,7 @@ def bulk(node: RunningNode, broker: Endpoint, rows: int, ahead_ms: int) -> None:
     options = write_options({"endpoint": node.endpoint})
     due = [broker.status().now_ms + ahead_ms] * rows
     table = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
-    attach_all([PromiseTask(options).write(iter(table.to_batches()))], options, f"job-{rows}", 0)
+    attach_all([ScheduledTask(options).write(iter(table.to_batches()))], options, f"job-{rows}", 0)
 
 
 def test_a_real_broker_balances_at_every_stage(
@@ -451,7 +453,9 @@ def test_a_file_taken_from_the_table_is_noticed(
 ) -> None:
     send(node.endpoint, 100)
     write_again(node, *range(2, 52))
-    node.run(node.broker.compact())  # also what moved a promise is behind the watermark now, and no witness
+    node.run(
+        node.broker.compact()
+    )  # also what moved a scheduled message is behind the watermark now, and no witness
     assert audit.run(spark, node.endpoint).ok
     table = DeltaTable(broker.status().table.uri)
     before = table.version()

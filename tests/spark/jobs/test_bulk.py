@@ -31,7 +31,7 @@ BAD = {0: "no topic", 500: "no instant"}  # of every thousand
 
 
 def people(spark: SparkSession, now_ms: int, rows: int = ROWS, bad: bool = True) -> DataFrame:
-    """Rows due within three days, two of every thousand of which cannot be promises."""
+    """Rows due within three days, two of every thousand of which cannot be scheduled messages."""
     frame = spark.range(0, rows, numPartitions=3)
     due = f"{now_ms + HOUR_MS} + (id * 7919) % {3 * DAY_MS}"
     topic, at = "'mail'", f"timestamp_millis({due})"
@@ -155,7 +155,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
 def test_what_died_before_its_answer_goes_on(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rejects and the promises were written, nobody had been told: after the next call all is there once."""
+    """The rejects and the messages were written, nobody had been told: after the next call all is there once."""
     frame = people(spark, broker.status().now_ms)
 
     def die(*_: object) -> None:

@@ -16,7 +16,7 @@ from timeball.model.errors import InvalidMessage
 from timeball.model.message import decode_properties
 from timeball.spark.jobs import bulk_input
 from timeball.spark.jobs.bulk_input import Columns, check, screen
-from timeball.spark.source import promise_columns
+from timeball.spark.source import scheduled_columns
 
 NOW_MS = 1_800_000_000_000
 MAX_DUE_MS = NOW_MS + limits.DELAY_MS_MAX
@@ -105,7 +105,7 @@ COLUMNS = Columns(
 
 def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
     """Return for each row the text of the rule that the sink would refuse it by."""
-    broken = promise_columns.first_broken(rows, promise_columns.normalise(rows, NOW_MS), NOW_MS)
+    broken = scheduled_columns.first_broken(rows, scheduled_columns.normalise(rows, NOW_MS), NOW_MS)
     return [None if index < 0 else rules.RULES[index].text for index in broken]
 
 

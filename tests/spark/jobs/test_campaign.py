@@ -125,7 +125,7 @@ def test_what_fell_due_meanwhile_is_due_at_once_or_everything_is_moved(
 
 
 def test_a_pause_amid_releases_loses_and_doubles_nothing(node: RunningNode, broker: Endpoint) -> None:
-    """The race itself: promises fall due every millisecond while the pause comes."""
+    """The race itself: scheduled messages fall due every millisecond while the pause comes."""
     campaign = campaign_of(node)
     attach(campaign, 3_000, after_ms=-500, step_ms=1)
     paused = campaign.pause()
@@ -137,7 +137,7 @@ def test_a_pause_amid_releases_loses_and_doubles_nothing(node: RunningNode, brok
     assert set(released(broker).values()) == {1}
 
 
-def test_whoever_keeps_the_promises_of_the_log(tmp_path: Path) -> None:
+def test_whoever_keeps_the_scheduled_messages_of_the_log(tmp_path: Path) -> None:
     """Those of a bulk write lie in the table, whatever the strategy is."""
     with running_node(tmp_path / "wheel", strategy="timer_wheel") as node:
         campaign = campaign_of(node)

@@ -22,8 +22,8 @@ def drain(engine: Engine, node: RunningNode, **options: str) -> None:
     compact.JOB.start(engine, node.endpoint, once=True, options=options).awaitTermination()
 
 
-def test_settled_promises_are_left_out() -> None:
-    batch = log_rows(Kind.PROMISE, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
+def test_settled_scheduled_messages_are_left_out() -> None:
+    batch = log_rows(Kind.SCHEDULED, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
     rows = compact.waiting(batch, 10)
     assert rows.schema == TABLE_SCHEMA
     assert rows.column("due_ms").to_pylist() == [10, 11]
@@ -82,7 +82,7 @@ def test_what_would_double_rows_is_refused(node: RunningNode, broker: Endpoint) 
     assert compact.extend(InProcess(), node.endpoint, uri, end, 50) == 0
 
 
-def test_an_epoch_without_promises_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
+def test_an_epoch_without_scheduled_messages_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 10)
     drain(InProcess(), node)
     begin, end = broker.status().watermark, broker.status().log.durable_seq

@@ -21,7 +21,7 @@ from timeball.spark.jobs.engine import Engine
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.options import write_options
-from timeball.spark.source.promise_writer import PromiseTask, attach_all
+from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling
 
 pytestmark = pytest.mark.spark
@@ -53,7 +53,7 @@ def test_every_event_is_recorded_once_over_restarts(
 
 
 @pytest.mark.smoke
-def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_one_row_a_scheduled_message(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     send_due_now(node.endpoint, 2)
     with Timeball(node.endpoint) as ball:
         kept, doomed = ball.send("orders", b"x", after="10d"), ball.send("orders", b"y", after="10d")
@@ -61,11 +61,11 @@ def test_one_row_a_promise(spark: SparkSession, node: RunningNode, broker: Endpo
     options = write_options({"endpoint": node.endpoint})
     due_ms = broker.status().now_ms + 10**9
     bulk = pa.table({"topic": ["later"], "body": ["b"], "due_ms": [due_ms]})
-    written = PromiseTask(options).write(iter(bulk.to_batches()))
+    written = ScheduledTask(options).write(iter(bulk.to_batches()))
     attach_all([written], options, "job", 0)
     uri = sibling(broker.status().table.uri, "ledger")
     ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
-    rows = {row.seq: row for row in ledger.promises(spark, node.endpoint).collect()}
+    rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
     assert len(rows) == 5
     assert rows[kept.seq].due_ms == kept.due_ms
     assert rows[kept.seq].released_ms is rows[kept.seq].cancelled_ms is None
@@ -128,7 +128,7 @@ def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
         for to_seq in (end - 1, end, end):  # in steps, and once more
             ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)
         found = DeltaTable(uri).to_pyarrow_table().to_pylist()
-        (row,) = ledger.promises(spark, second.endpoint).where("lateness_ms > 0").collect()
+        (row,) = ledger.scheduled_rows(spark, second.endpoint).where("lateness_ms > 0").collect()
         assert audit.run(spark, second.endpoint).ok
     assert [event["rows"] for event in found if event["event"] == "started"] == [0]
     assert row.seq == late.seq and row.cause == "outage"

@@ -97,7 +97,7 @@ def test_a_span_is_shown_in_few_bars(span_ms: int) -> None:
 def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None) -> list[Row]:
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
-    found = replay.promises(replay.within(log, window), window, count).collect()
+    found = replay.scheduled_rows(replay.within(log, window), window, count).collect()
     return sorted(found, key=lambda row: (row.due_ms, row.topic))
 
 
@@ -186,7 +186,7 @@ def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession
     batch = log_rows(Kind.MESSAGE, 900, topic="t", store_ms=list(range(1_000, 1_900)))
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
-    frame = replay.promises(replay.within(log, WINDOW), WINDOW, 3 * replay.ROWS_PER_TASK)
+    frame = replay.scheduled_rows(replay.within(log, WINDOW), WINDOW, 3 * replay.ROWS_PER_TASK)
     by_task = frame.groupBy(f.spark_partition_id()).agg(
         f.min("due_ms").alias("low"), f.max("due_ms").alias("high")
     )
@@ -204,7 +204,7 @@ def test_what_passed_in_one_instant_passes_again_in_its_order(spark: SparkSessio
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows[::-1], spark_schema(batch.schema)).repartition(4)
     window = msgspec.structs.replace(WINDOW, stretch=stretch)
-    frame = replay.promises(replay.within(log, window), window, 90)
+    frame = replay.scheduled_rows(replay.within(log, window), window, 90)
     found = frame.withColumn("task", f.spark_partition_id()).collect()
     assert len({row.task for row in found}) == 1
     assert [bytes(row.body) for row in found] == bodies

@@ -235,7 +235,7 @@ def test_a_broker_restart_is_survived(
             send(node.endpoint, 50)
             before = broker.status().watermark
             eventually(lambda: broker.status().watermark > before, "compacted after the restart")
-            eventually(lambda: len(attached_seqs(broker)) == 100, "all promises are in the table")
+            eventually(lambda: len(attached_seqs(broker)) == 100, "all scheduled messages are in the table")
     finally:
         stop.set()
         thread.join(BOUND_S)

@@ -46,9 +46,9 @@ def test_as_many_pieces_as_asked_for(options: dict[str, str], parts: int) -> Non
 
 
 def test_bodies_of_other_kinds_are_left_out() -> None:
-    batch = log_rows(Kind.PROMISE, 2, body=[b"a", b"b"])
+    batch = log_rows(Kind.SCHEDULED, 2, body=[b"a", b"b"])
     assert shape(batch, read_options({"body_kinds": "table"})).column("body").null_count == 2
-    assert shape(batch, read_options({"body_kinds": "promise"})).column("body").to_pylist() == [b"a", b"b"]
+    assert shape(batch, read_options({"body_kinds": "scheduled"})).column("body").to_pylist() == [b"a", b"b"]
     assert shape(batch, read_options({"columns": "body,seq"})).schema.names == ["body", "seq"]
 
 
@@ -257,7 +257,10 @@ def test_a_query_sees_every_row_once_over_a_restart(
     def drain() -> list[int]:
         reader = spark.readStream.format("timeball").option("endpoint", node.endpoint)
         rows = (
-            reader.option("max_rows_per_batch", "30").option("kinds", "promise").load().select("seq", "body")
+            reader.option("max_rows_per_batch", "30")
+            .option("kinds", "scheduled")
+            .load()
+            .select("seq", "body")
         )
         writer = rows.writeStream.format("parquet").option("path", str(tmp_path / "out"))
         query = (
@@ -292,7 +295,7 @@ def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
         send(groups.other.endpoint, 20)
 
         def reader(**options: str) -> LogReader:
-            given = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "group,seq"}
+            given = {"endpoint": groups.endpoint, "kinds": "scheduled", "columns": "group,seq"}
             return LogReader(read_options({**given, **options}))
 
         def read(**options: str) -> dict[str | None, int]:
@@ -314,7 +317,7 @@ def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
 def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 30)
-        options = {"endpoint": groups.endpoint, "kinds": "promise", "columns": "seq,group"}
+        options = {"endpoint": groups.endpoint, "kinds": "scheduled", "columns": "seq,group"}
         source = LogStream(read_options(options))
         start = source.initialOffset()
         assert set(start) == {"g1"}

@@ -30,7 +30,7 @@ def test_values_are_parsed() -> None:
         {
             "FROM_SEQ": "7",
             "to_seq": "9",
-            "kinds": "promise, 3",
+            "kinds": "scheduled, 3",
             "columns": "seq,body",
             "endpoint": "grpc://h:1",
         }
@@ -63,7 +63,7 @@ def test_names_of_kafka_and_of_delta_are_ours() -> None:
         ({"rows_per_partition": "many"}, "option rows_per_partition='many': a whole number"),
         ({"from_seq": "-1"}, "option from_seq='-1': a sequence number"),
         ({"from_seq": "yesterday"}, "option from_seq='yesterday': .*latest"),
-        ({"kinds": "promise,wish"}, "option kinds='promise,wish': .*release"),
+        ({"kinds": "scheduled,wish"}, "option kinds='scheduled,wish': .*release"),
         ({"kinds": "0"}, "option kinds"),
         (
             {"read": "everything"},
@@ -74,7 +74,10 @@ def test_names_of_kafka_and_of_delta_are_ours() -> None:
         ({"columns": "seq,colour"}, "option columns: no column 'colour' when read=log"),
         ({"read": "pending", "columns": "kind"}, "option columns: no column 'kind' when read=pending"),
         ({"version": "3"}, "option version: only with read=pending or ledger, not with read=log"),
-        ({"read": "pending", "Kinds": "promise"}, "option Kinds: only with read=log, not with read=pending"),
+        (
+            {"read": "pending", "Kinds": "scheduled"},
+            "option Kinds: only with read=log, not with read=pending",
+        ),
         ({"read": "pending", "version": "3", "timestamp": "5"}, "options version and timestamp"),
         ({"read": "ranges", "columns": "seq"}, "option columns: no column 'seq' when read=ranges"),
         ({"read": "queue"}, "option topic: missing; read=queue needs it"),

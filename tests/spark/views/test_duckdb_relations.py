@@ -38,9 +38,9 @@ def test_every_view_has_the_rows_of_all_groups_and_says_which(tmp_path: Path) ->
                 return {row["group"]: row["n"] for row in answer.rows.read_all().to_pylist()}
 
             assert count("pending") == {"g1": 5, "g2": 3}
-            assert count("promises") == {"g1": 7, "g2": 6}
+            assert count("scheduled") == {"g1": 7, "g2": 6}
             states = session.run(
-                """select "group", state, count(*) as n from promises group by all order by all"""
+                """select "group", state, count(*) as n from scheduled group by all order by all"""
             )
             assert [tuple(row.values()) for row in states.rows.read_all().to_pylist()] == [
                 ("g1", "released", 2), ("g1", "waiting", 5),

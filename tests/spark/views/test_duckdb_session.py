@@ -42,7 +42,7 @@ def test_a_due_time_in_the_past_is_no_lateness(node: RunningNode) -> None:
         ball.send("overdue", b"x", at=past_ms)
         eventually(lambda: visible(ball, "overdue") == 1, "it is released")
     ((due_ms, past, late),) = ask(
-        node, "select due_ms, past_ms, lateness_ms from promises where topic = 'overdue'"
+        node, "select due_ms, past_ms, lateness_ms from scheduled where topic = 'overdue'"
     )
     assert due_ms == past_ms and past >= DAY_MS and late < HOUR_MS
     ((late,),) = ask(node, "select lateness_ms from ledger where topic = 'overdue' and event = 'released'")
@@ -65,13 +65,13 @@ QUESTIONS: dict[str, list[tuple[Any, ...]]] = {
     "select event, sum(rows) from ledger group by event order by event": [
         ("accepted", 15), ("cancelled", 2), ("released", 3),
     ],
-    "select state, count(*) from promises group by state order by state": [
+    "select state, count(*) from scheduled group by state order by state": [
         ("cancelled", 2), ("released", 3), ("waiting", 10),
     ],
     "select count(*) from log where kind = 1": [(1,)],
     "select topic, tag, body from pending where place = 'tail'": [("mail", "blue", b"tail")],
     "select count(*) from pending a join pending b using (seq)": [(10,)],
-    "select count(*) from promises where released >= due and lateness_ms >= 0 and accepted < due": [(3,)],
+    "select count(*) from scheduled where released >= due and lateness_ms >= 0 and accepted < due": [(3,)],
     "select epoch_ms(min(due)) - min(due_ms) from pending": [(0,)],
     "select 1 as one": [(1,)],
 }  # fmt: skip
@@ -99,7 +99,7 @@ def test_one_version_for_all_questions_of_a_session(story: RunningNode) -> None:
         seq = story.run(
             story.broker.send(pa.record_batch({"topic": ["x"], "body": [b"x"], "delay_ms": [10**9]}))
         ).first_seq
-        again = session.run("select count(*) as n from promises where state = 'waiting'")
+        again = session.run("select count(*) as n from scheduled where state = 'waiting'")
         assert again.rows.read_all().to_pylist() == [{"n": 10}]
         assert again.version == session.version
         assert session.run(count).rows.read_all().to_pylist() == before
@@ -116,7 +116,7 @@ def test_an_older_version(story: RunningNode) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("select * from nowhere", "views: pending, pending_table, ledger, archive, log, promises"),
+        ("select * from nowhere", "views: pending, pending_table, ledger, archive, log, scheduled"),
         ("select nosuch from pending", 'column "nosuch" not found'),
         ("selct 1", "syntax error"),
         ("", "0 statements"),

@@ -92,7 +92,7 @@ async def all_sent(node: RunningNode, instant_ms: int) -> None:
 
 
 def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
-    """A load of bursts and gaps, lived through on a clock of its own; and the controls: a cancel, a late promise."""
+    """A load of bursts and gaps, lived through on a clock of its own; and the controls: a cancel, a late message."""
     clock = ManualClock(wall=NINE_MS)
     rng = np.random.default_rng(7)
     due_ms = NINE_MS + SECOND_MS * np.sort(rng.integers(60, 3_600, 25).repeat(rng.integers(1, 40, 25)))

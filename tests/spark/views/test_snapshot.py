@@ -1,4 +1,4 @@
-"""What waits: the contract that DuckDB and Spark both keep, on a real broker, wherever a promise lies."""
+"""What waits: the contract that DuckDB and Spark both keep, on a real broker, wherever a scheduled message lies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.source import promise_columns
+from timeball.spark.source import scheduled_columns
 from timeball.spark.table_store import ALWAYS, Due, Store, TableFile, open_version, read_files, sibling
 from timeball.spark.views.duckdb_session import SqlSession
 from timeball.spark.views.snapshot import Snapshot, attach_mark, settled_status, status_of_version
@@ -45,7 +45,7 @@ class Engine:
 
     def rows(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[Row]:
         found = self.rows_at(broker.uri, shot or Snapshot.pin(broker), due)
-        assert len(found) == len({row["seq"] for row in found}), "a promise is there once"
+        assert len(found) == len({row["seq"] for row in found}), "a scheduled message is there once"
         return sorted(found, key=lambda row: row["seq"])
 
     def seqs(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[int]:
@@ -107,7 +107,7 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
         b"tail",
     )
     assert all(row["accepted_ms"] > 0 and row["due_ms"] > row["accepted_ms"] for row in rows)
-    # Promises due after now cannot have been released: the same with only the cancels read.
+    # Scheduled messages due after now cannot have been released: the same with only the cancels read.
     assert engine.seqs(broker, Snapshot.pin(broker, upcoming=True)) == [row["seq"] for row in rows]
 
 
@@ -141,7 +141,7 @@ def test_bounds_of_the_instant(engine: Engine, node: RunningNode, broker: Endpoi
     assert engine.seqs(broker, due=(None, 0)) == []
 
 
-def test_a_promise_written_again_waits_once_also_when_its_rows_have_gone(
+def test_a_scheduled_message_written_again_waits_once_also_when_its_rows_have_gone(
     engine: Engine, tmp_path: Path
 ) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
@@ -189,14 +189,14 @@ def attach(broker: Endpoint, rows: int) -> int:
     due = [status.now_ms + 30 * DAY_MS] * rows
     given = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
     first = broker.reserve(rows)
-    table = promise_columns.numbered(promise_columns.normalise(given, status.now_ms), first)
+    table = scheduled_columns.numbered(scheduled_columns.normalise(given, status.now_ms), first)
     files = list(Store(status.table.uri).put_rows(table, status.now_ms))
     broker.attach(Attachment(job="bulk", job_id=f"job-{first}", epoch=0, files=files, ranges=[(first, rows)]))
     return first
 
 
 def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
-    """A bulk attach makes a version while other promises are in the log only."""
+    """A bulk attach makes a version while other scheduled messages are in the log only."""
     send(node.endpoint, 2)  # 2, 3
     first = attach(broker, 3)
     send(node.endpoint, 1)
@@ -209,7 +209,7 @@ def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode
     assert len(engine.seqs(broker)) == 6
 
 
-def test_a_clock_that_stands_still_releases_nothing_and_a_late_promise_waits(
+def test_a_clock_that_stands_still_releases_nothing_and_a_late_scheduled_message_waits(
     engine: Engine, tmp_path: Path
 ) -> None:
     clock = ManualClock()
@@ -237,7 +237,9 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     assert len(engine.seqs(broker)) == 7
 
 
-def test_while_promises_move_none_is_hidden_or_there_twice(node: RunningNode, broker: Endpoint) -> None:
+def test_while_scheduled_messages_move_none_is_hidden_or_there_twice(
+    node: RunningNode, broker: Endpoint
+) -> None:
     stop, sent = threading.Event(), [0]
 
     def work() -> None:

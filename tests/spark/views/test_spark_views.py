@@ -24,7 +24,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.options import write_options
-from timeball.spark.source.promise_writer import PromiseTask, attach_all
+from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import Due, sibling
 from timeball.spark.views import due_histogram, spark_views
 from timeball.spark.views.duckdb_session import SqlSession, view_columns
@@ -43,17 +43,17 @@ QUESTIONS = [
     "select event, first_seq, rows, topic, due_ms, at_ms, lateness_ms, queue_id, attempt, event_seq, happened"
     " from ledger order by event_seq, first_seq",
     "select state, count(*) as n, count(topic) as topics, max(attempts) as attempts"
-    " from promises group by state order by state",
-    "select * from promises order by seq",
+    " from scheduled group by state order by state",
+    "select * from scheduled order by seq",
     "select kind, count(*) as n, max(stored) as newest from log group by kind order by kind",
-    "select p.topic, count(*) as n from promises p join pending w on p.seq = w.seq and p.due = w.due"
+    "select p.topic, count(*) as n from scheduled p join pending w on p.seq = w.seq and p.due = w.due"
     " where p.state = 'waiting' group by p.topic having count(*) > 0 order by 1",
 ]
 
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """Promises in every place and of every fate: compacted, bulk, tail, level, released, cancelled, written again."""
+    """Messages in every place and of every fate: compacted, bulk, tail, level, released, cancelled, written again."""
     data = tmp_path_factory.mktemp("views") / "data"
     with running_node(data, compact_self=False, segment_bytes=MIB) as node:
         send(node.endpoint, 10)  # 2..11
@@ -61,7 +61,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         options = write_options({"endpoint": node.endpoint})
         due = [node.broker.status()["now_ms"] + 9 * DAY_MS] * 5  # type: ignore[operator]
         rows = pa.table({"topic": ["bulk"] * 5, "body": ["b"] * 5, "due_ms": due})
-        attach_all([PromiseTask(options).write(iter(rows.to_batches()))], options, "job", 0)
+        attach_all([ScheduledTask(options).write(iter(rows.to_batches()))], options, "job", 0)
         send_due_now(node.endpoint, 3)
         level = {"topic": ["later"], "body": [b"level"], "delay_level": pa.array([18], pa.int32())}
         node.run(node.broker.send(pa.record_batch(level)))
@@ -127,7 +127,7 @@ def answers(spark: SparkSession, questions: list[str]) -> list[list[tuple[Any, .
 def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive_is_one_more_view(
     spark: SparkSession, story: RunningNode
 ) -> None:
-    happened = [text for text in QUESTIONS if "from ledger" in text or "select * from promises" in text]
+    happened = [text for text in QUESTIONS if "from ledger" in text or "select * from scheduled" in text]
     passed = ["select seq, topic, kind, body, stored, day from archive order by seq"]
     before = by_duckdb(story, happened)
     with Endpoint(story.endpoint) as broker:

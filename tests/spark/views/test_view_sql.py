@@ -22,7 +22,7 @@ def test_views_that_a_query_names(text: str, views: list[str]) -> None:
 
 
 def test_bases_are_each_needed_once() -> None:
-    assert view_sql.needed_bases(["pending", "promises"]) == ["waiting_rows", "ledger_events"]
+    assert view_sql.needed_bases(["pending", "scheduled"]) == ["waiting_rows", "ledger_events"]
     assert view_sql.needed_bases([]) == []
 
 
@@ -33,8 +33,8 @@ def test_milliseconds_have_a_twin_unless_there_is_a_column_of_that_name() -> Non
     assert found == {"pending_table": "select *, timestamp_millis(due_ms) as due from table_rows"}
 
 
-def test_promises_need_both_of_their_bases() -> None:
-    assert "promises" not in view_sql.definitions("duckdb", {"ledger_events": ["at_ms"]})
-    assert "promises" in view_sql.definitions(
+def test_scheduled_messages_need_both_of_their_bases() -> None:
+    assert "scheduled" not in view_sql.definitions("duckdb", {"ledger_events": ["at_ms"]})
+    assert "scheduled" in view_sql.definitions(
         "duckdb", {"ledger_events": ["at_ms"], "waiting_rows": ["due_ms"]}
     )

@@ -64,8 +64,8 @@ def admit(
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
     """Build LOG_SCHEMA rows from a batch of SEND_COLUMNS, and list the delay level of each row (0: none).
 
-    The second result is None if no row has a delay level. MESSAGE rows are visible at once, PROMISE rows are due later.
-    Rows with a delay level still have their own topic and queue (see `into_level_queues`).
+    The second result is None if no row has a delay level. MESSAGE rows are visible at once, SCHEDULED rows are due
+    later. Rows with a delay level still have their own topic and queue (see `into_level_queues`).
     """
     # Check counts and sizes first: all later checks have a cost per row.
     count = batch.num_rows
@@ -86,10 +86,10 @@ def admit(
     level = _levels(columns, due, table)
     kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
     if level is not None or due.null_count < count:
-        kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.PROMISE), np.int8(Kind.MESSAGE))
+        kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.SCHEDULED), np.int8(Kind.MESSAGE))
         if level is not None:
             # Also for levels of 0 ms: these messages pass through their level's queue like all others.
-            kind[level > 0] = Kind.PROMISE
+            kind[level > 0] = Kind.SCHEDULED
             at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
             due = pc.coalesce(due, pa.array(at, mask=level == 0))
     rows = build_rows(
@@ -144,17 +144,17 @@ def kept_by(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBat
 
     Raises OverLimit if the backlog is full.
     """
-    mine = rows.column("kind").to_numpy() == Kind.PROMISE
+    mine = rows.column("kind").to_numpy() == Kind.SCHEDULED
     # Rows of delay levels are stored by `DelayLevels` instead.
     mine &= np.asarray(rows.column("queue_offset").is_null())
     if not mine.any():
         return rows
-    promises = rows if mine.all() else rows.filter(pa.array(mine))
+    scheduled_rows = rows if mine.all() else rows.filter(pa.array(mine))
     # This is the last check that may refuse. From here on nothing may fail until the rows are appended.
-    backlog.check_capacity(int64(promises.column("due_ms")))
-    dressed = backlog.encode_waiting(promises, now_ms)
-    if dressed is promises or mine.all():
-        return rows if dressed is promises else dressed
+    backlog.check_capacity(int64(scheduled_rows.column("due_ms")))
+    dressed = backlog.encode_waiting(scheduled_rows, now_ms)
+    if dressed is scheduled_rows or mine.all():
+        return rows if dressed is scheduled_rows else dressed
     properties = pc.replace_with_mask(rows.column("properties"), pa.array(mine), dressed.column("properties"))
     at = LOG_SCHEMA.get_field_index("properties")
     return rows.set_column(at, LOG_SCHEMA.field(at), properties)

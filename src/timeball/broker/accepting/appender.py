@@ -123,9 +123,9 @@ class TailCount:
     STEP = 4_096  # upper bound of the error of `rows`
 
     def __init__(self, watermark: int, rows: int) -> None:
-        self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, promises counted before it)
+        self._marks: list[tuple[int, int]] = [(watermark, 0)]  # (seq, scheduled messages counted before it)
         self._total = rows
-        self._end = watermark  # after the last promise added
+        self._end = watermark  # after the last scheduled message added
 
     @property
     def rows(self) -> int:
@@ -214,7 +214,7 @@ class Appender:
 
     def _append_few(self, sends: small_batch.SmallBatch, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
         """Append rows with chosen queue offsets. The commit begins at once."""
-        parts, (rows, places, promised, promised_bytes) = self._parts, sends
+        parts, (rows, places, promised, scheduled_bytes) = self._parts, sends
         # No await between this line and the append: no other append may come between them.
         first_seq = parts.writer.next_seq
 
@@ -228,7 +228,7 @@ class Appender:
                 message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
                 lasting = durations.is_duration_small(waiting) if durations.TIMER_PREFIX in message else None
                 self._wait(
-                    waiting, pairs_of(waiting), now_ms, promised_bytes, first_seq + rows.num_rows, lasting
+                    waiting, pairs_of(waiting), now_ms, scheduled_bytes, first_seq + rows.num_rows, lasting
                 )
 
         _, durable = parts.writer.append(rows, on_durable=on_durable)
@@ -344,7 +344,7 @@ class Appender:
         """
         rows, writer = self._build(values), self._parts.writer
         first_seq = writer.next_seq
-        promised = [at for at, row in enumerate(values) if row[_KIND] == Kind.PROMISE]
+        promised = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
         stored_bytes = sum(
             stored_size(values[at][_TOPIC], values[at][_BODY] or b"", values[at][_PROPERTIES])
             for at in promised
@@ -396,7 +396,7 @@ class Appender:
             placement.index(first_seq, first_seq + has_place)
             self._visible(placement)
         kinds = rows.column("kind").to_numpy()
-        promised = (kinds == Kind.PROMISE) | (kinds == Kind.MOVED)
+        promised = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
         if promised.any():
             self._promised(rows, first_seq, promised, is_duration=is_duration)
 
@@ -409,16 +409,16 @@ class Appender:
         self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_duration: bool
     ) -> None:
         """Add the scheduled messages of a durable batch to the schedule."""
-        parts, promises = self._parts, with_seq(rows, first_seq)
+        parts, scheduled_rows = self._parts, with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
         # A scheduled message with a queue offset waits for a delay level, and only in `levels`.
         in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
-            of_level = promises.filter(pa.array(in_level))
+            of_level = scheduled_rows.filter(pa.array(in_level))
             parts.scheduler.add(parts.levels, of_level, pairs_of(of_level), now_ms)
             promised = promised & ~in_level
         if promised.any():
-            of_instant = promises if promised.all() else promises.filter(pa.array(promised))
+            of_instant = scheduled_rows if promised.all() else scheduled_rows.filter(pa.array(promised))
             stored_bytes = int(stored_sizes(of_instant).sum())
             lasting = durations.is_duration(of_instant)
             if is_duration:
@@ -429,7 +429,7 @@ class Appender:
 
     def _wait(
         self,
-        promises: ReadRows,
+        scheduled_rows: ReadRows,
         pairs: Pairs,
         now_ms: int,
         stored_bytes: int,
@@ -442,10 +442,10 @@ class Appender:
         duration. None means that there are none.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
-        self._parts.rates.put(TIMER_TOPIC, promises.num_rows, stored_bytes)
-        self._parts.scheduler.add(self._parts.backlog, promises, pairs, now_ms, lasting)
+        self._parts.rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
+        self._parts.scheduler.add(self._parts.backlog, scheduled_rows, pairs, now_ms, lasting)
         if self._compacts:
-            self._tail_count.add(next_seq, promises.num_rows)
+            self._tail_count.add(next_seq, scheduled_rows.num_rows)
 
 
 def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:

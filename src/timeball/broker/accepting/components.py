@@ -102,7 +102,7 @@ class Tracing(Protocol):
     def send(self, batch: SendBatch, accept: Callable[[SendBatch], Accepting[R]]) -> Accepting[R]:
         """Accept a batch, and record a span for each traced message. Some messages first receive a trace context."""
 
-    def released(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def released(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Record the releases of READ_SCHEMA rows that are durable now."""
 
     def received(self, group: str, rows: pa.RecordBatch, receipts: Sequence[tuple[object, ...]]) -> None:

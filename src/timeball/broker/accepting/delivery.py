@@ -1,8 +1,8 @@
 """Delivery: when a scheduled message is due, append a release record, which is the visible message, exactly once.
 
-There is no second write that could be lost or doubled. The release record names its promise, so a restart that finds
-the record knows that the promise is settled (released or cancelled). A check that no message is early is made here once
-more, independently of the schedule (G2).
+There is no second write that could be lost or doubled. The release record names its scheduled message, so a restart
+that finds the record knows that the scheduled message is settled (released or cancelled). A check that no message is
+early is made here once more, independently of the schedule (G2).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
 from timeball.schedule.columns import FEW, with_column
-from timeball.schedule.hour_log.pending import as_promises
+from timeball.schedule.hour_log.pending import as_scheduled
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
 
@@ -69,64 +69,68 @@ class Delivery:
         self._on_visible, self._lateness, self._traces = on_visible, lateness, parts.traces
         self._build = builder_of(parts.settings.codec)
 
-    def release(self, promises: ReadRows, now_ms: int) -> asyncio.Future[int]:
+    def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for handed-out messages. The ticker calls this.
 
         The future is done when all are durable.
         """
-        few = few_values(promises)
+        few = few_values(scheduled_rows)
         if few is not None:
-            return self._release_few(promises, few, now_ms)
-        for part in in_frames(read_batch(promises)):
+            return self._release_few(scheduled_rows, few, now_ms)
+        for part in in_frames(read_batch(scheduled_rows)):
             durable = self._release_frame(part, now_ms)
         return durable
 
-    def _release_few(self, promises: ReadRows, values: Sequence[ReadRow], now_ms: int) -> asyncio.Future[int]:
-        parts, pairs = self._parts, pairs_of(promises)
+    def _release_few(
+        self, scheduled_rows: ReadRows, values: Sequence[ReadRow], now_ms: int
+    ) -> asyncio.Future[int]:
+        parts, pairs = self._parts, pairs_of(scheduled_rows)
         few, places = few_release_rows(values, parts.topics, now_ms, self._build)
         first_seq = parts.writer.next_seq
         # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
         # that due time.
         begin_ms = np.array([max(row[_DUE_MS], row[_STORE_MS]) for row in values], dtype=np.int64)
         durable = parts.writer.append(
-            few, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, places)
+            few, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, places)
         )[1]
         places.give_out()  # without an await after the append, so that no other row gets these offsets
         return durable
 
-    def _release_frame(self, promises: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
+    def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
         parts = self._parts
         # First, because the index and the rates count the properties that a consumer gets.
-        promises = without_lists(promises)
+        scheduled_rows = without_lists(scheduled_rows)
         # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
-        placement = parts.topics.place(promises)
+        placement = parts.topics.place(scheduled_rows)
         rows = release_rows(
-            promises, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
+            scheduled_rows, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
-        first_seq, pairs = parts.writer.next_seq, pairs_of(promises)
-        begin_ms = np.maximum(pairs[0], int64(promises.column("store_ms")))  # as in `_release_few`
+        first_seq, pairs = parts.writer.next_seq, pairs_of(scheduled_rows)
+        begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
         return parts.writer.append(
-            rows, on_durable=lambda: self._released(promises, pairs, begin_ms, first_seq, placement)
+            rows, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, placement)
         )[1]
 
-    def rewrite(self, promises: pa.RecordBatch, now_ms: int) -> None:
+    def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         """Append again messages whose rows must be rewritten while they stay pending. The ticker calls this."""
-        for part in in_frames(promises):
+        for part in in_frames(scheduled_rows):
             self._move_frame(part, now_ms)
 
-    def _move_frame(self, promises: pa.RecordBatch, now_ms: int) -> None:
-        first_seq, rows = self._parts.writer.next_seq, promises.num_rows
+    def _move_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
+        first_seq, rows = self._parts.writer.next_seq, scheduled_rows.num_rows
 
         def on_durable() -> None:
             row_seq = np.arange(first_seq, first_seq + rows)
             # Only when durable: until then the message counts as pending in its old row, where a restart would find it.
-            self._scheduler.rewritten(int64(promises.column("seq")), row_seq, self._parts.clock.now_ms())
+            self._scheduler.rewritten(
+                int64(scheduled_rows.column("seq")), row_seq, self._parts.clock.now_ms()
+            )
 
-        self._parts.writer.append(moved_rows(promises, now_ms=now_ms), on_durable=on_durable)
+        self._parts.writer.append(moved_rows(scheduled_rows, now_ms=now_ms), on_durable=on_durable)
 
     def _released(
         self,
-        promises: ReadRows,
+        scheduled_rows: ReadRows,
         pairs: Pairs,
         begin_ms: Int64Array,
         first_seq: int,
@@ -140,14 +144,15 @@ class Delivery:
         self._scheduler.released(seq)
         if self._parts.lease_counts.waiting_rows:
             # Rows that come as values were never moved, so `seq` is their number.
-            numbers = seq if isinstance(promises, NumberedRows) else names(promises)[0].to_numpy()
+            numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
             self._parts.lease_counts.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:
-            self._traces.released(read_batch(promises), now_ms)
+            self._traces.released(read_batch(scheduled_rows), now_ms)
 
-    # -- releases by a dispatcher outside: it reads due promises in the table's files and hands them in ----------
+    # -- releases by a dispatcher outside: it reads due scheduled messages in the table's files and hands them in
+    # ----------
 
     def lease_to_dispatcher(self, lease_ms: int) -> None:
         """Leave the messages in data files to a dispatcher for `lease_ms`, at most one hour. 0 ends the lease now."""
@@ -174,89 +179,94 @@ class Delivery:
             if parts.topics.find_topic(name) is None:
                 check_topic(name)  # raises for an invalid name, so before any row is in flight
         # No await from here on: rows in flight must be in the log in the same order.
-        promises = parts.scheduler.take_brought(as_promises(pa.Table.from_batches([rows])))
-        if promises is None:
+        scheduled_rows = parts.scheduler.take_brought(as_scheduled(pa.Table.from_batches([rows])))
+        if scheduled_rows is None:
             return Brought(0, rows.num_rows)
         # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.
-        await asyncio.shield(self.release(promises, now_ms))
-        return Brought(promises.num_rows, rows.num_rows - promises.num_rows)
+        await asyncio.shield(self.release(scheduled_rows, now_ms))
+        return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 
 
-def in_frames(promises: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def in_frames(scheduled_rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield the rows in parts that fit into a frame each. A thousand large bodies may be due in one millisecond."""
     # Not `nbytes`, which reads each column and takes as long as releasing a row.
-    if promises.num_rows == 1 or pa.ipc.get_record_batch_size(promises) <= limits.REQUEST_BYTES_MAX:
-        yield promises
+    if (
+        scheduled_rows.num_rows == 1
+        or pa.ipc.get_record_batch_size(scheduled_rows) <= limits.REQUEST_BYTES_MAX
+    ):
+        yield scheduled_rows
         return
     # Split in halves by rows, which may have different sizes. A single row always fits (limits.BODY_BYTES_MAX).
-    half = promises.num_rows // 2
-    yield from in_frames(promises.slice(0, half))
-    yield from in_frames(promises.slice(half))
+    half = scheduled_rows.num_rows // 2
+    yield from in_frames(scheduled_rows.slice(0, half))
+    yield from in_frames(scheduled_rows.slice(half))
 
 
-def names(promises: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
-    """Compute `source_seq` and `version_seq`, by which other rows name these promises.
+def names(scheduled_rows: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
+    """Compute `source_seq` and `version_seq`, by which other rows name these scheduled messages.
 
-    They are the numbers of the promises and, for moved ones, their versions.
+    They are the numbers of the scheduled messages and, for moved ones, their versions.
     """
-    moved = promises.column("kind").to_numpy() == Kind.MOVED
+    moved = scheduled_rows.column("kind").to_numpy() == Kind.MOVED
     # Almost always none was moved, and the columns are passed on as they are.
     if not moved.any():
-        return promises.column("seq"), promises.column("version_seq")  # all values are null
-    mask, seq = pa.array(moved), promises.column("seq")
-    return pc.if_else(mask, promises.column("source_seq"), seq), pc.if_else(
+        return scheduled_rows.column("seq"), scheduled_rows.column("version_seq")  # all values are null
+    mask, seq = pa.array(moved), scheduled_rows.column("seq")
+    return pc.if_else(mask, scheduled_rows.column("source_seq"), seq), pc.if_else(
         mask, seq, pa.scalar(None, pa.int64())
     )
 
 
-def without_lists(promises: pa.RecordBatch) -> pa.RecordBatch:
+def without_lists(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
     """Remove the levels that a level cascade has stored in the properties.
 
     This happens here and not in a backlog, because a message may have gone to another strategy or into a file with its
     list.
     """
-    properties = promises.column("properties")
+    properties = scheduled_rows.column("properties")
     if not pc.any(pc.match_substring(properties, TIMING_LIST)).as_py():  # usually no row has a list
-        return promises
-    return with_column(promises, "properties", without_list(properties))
+        return scheduled_rows
+    return with_column(scheduled_rows, "properties", without_list(properties))
 
 
 def release_rows(
-    promises: pa.RecordBatch, *, now_ms: int, queue_id: Int64Array, queue_offset: Int64Array
+    scheduled_rows: pa.RecordBatch, *, now_ms: int, queue_id: Int64Array, queue_offset: Int64Array
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA release records for READ_SCHEMA promises, in the same order."""
-    due_ms = int64(promises.column("due_ms"))
+    """Build LOG_SCHEMA release records for READ_SCHEMA scheduled messages, in the same order."""
+    due_ms = int64(scheduled_rows.column("due_ms"))
     # Guarantee G2 is checked once more here, because everything before this line is a cache.
-    assert len(due_ms) and int(due_ms.max()) <= now_ms, "a promise must never be kept before its instant"
-    number, version = names(promises)
+    assert len(due_ms) and int(due_ms.max()) <= now_ms, (
+        "a scheduled message must never be kept before its instant"
+    )
+    number, version = names(scheduled_rows)
     changed = {
         "kind": pa.array(np.full(len(due_ms), Kind.RELEASE, dtype=np.int8)),
         "queue_id": pa.array(queue_id.astype(np.int32)),
         "queue_offset": pa.array(queue_offset),
         "store_ms": pa.array(np.full(len(due_ms), now_ms, dtype=np.int64)),
-        "accepted_ms": promises.column("store_ms"),
+        "accepted_ms": scheduled_rows.column("store_ms"),
         "source_seq": number,
         "version_seq": version,
     }
     return pa.RecordBatch.from_arrays(
-        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+        [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 
-def few_values(promises: ReadRows) -> list[ReadRow] | None:
-    """Convert READ_SCHEMA promises to values if they can be released row by row.
+def few_values(scheduled_rows: ReadRows) -> list[ReadRow] | None:
+    """Convert READ_SCHEMA scheduled messages to values if they can be released row by row.
 
     None if they must be released as columns. They can if they are few and of the usual sizes, and none has a list of a
     level cascade.
     """
-    if promises.num_rows > FEW_ROWS:
+    if scheduled_rows.num_rows > FEW_ROWS:
         return None
-    if isinstance(promises, NumberedRows):
-        values = promises.values
-    elif pa.ipc.get_record_batch_size(promises) >= FEW_BYTES:
+    if isinstance(scheduled_rows, NumberedRows):
+        values = scheduled_rows.values
+    elif pa.ipc.get_record_batch_size(scheduled_rows) >= FEW_BYTES:
         return None
     else:
-        values = list(zip(*(column.to_pylist() for column in promises.columns), strict=True))
+        values = list(zip(*(column.to_pylist() for column in scheduled_rows.columns), strict=True))
     size_bytes = 0
     for row in values:
         # The length in characters is enough: UTF-8 needs at most four times as many bytes, and FEW_BYTES is far below a
@@ -271,23 +281,23 @@ def few_values(promises: ReadRows) -> list[ReadRow] | None:
 
 
 def few_release_rows(
-    promises: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
+    scheduled_rows: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
 ) -> tuple[EncodedRows, FewPlaces]:
-    """Do the work of `Topics.place` and `release_rows` for a few promises.
+    """Do the work of `Topics.place` and `release_rows` for a few scheduled messages.
 
-    The caller still has to give out the offsets. A tick of a steady load hands out one or a few promises. As columns,
-    one promise costs 0.5 ms, as much as many do (decision 0037). `tests/broker/test_few_releases.py` checks that both
-    ways give the same rows.
+    The caller still has to give out the offsets. A tick of a steady load hands out one or a few scheduled messages. As
+    columns, one scheduled message costs 0.5 ms, as much as many do (decision 0037). `tests/broker/test_few_releases.py`
+    checks that both ways give the same rows.
     """
     places = FewPlaces()
     built: list[LogRow] = []
-    for at, row in enumerate(promises):
+    for at, row in enumerate(scheduled_rows):
         (
             seq, kind, topic, queue_id, _, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
             store_host, flag, sys_flag, reconsume_times, due_ms, _, source_seq, version_seq, from_due_ms,
         ) = row  # fmt: skip
         # Guarantee G2, as in `release_rows`.
-        assert due_ms <= now_ms, "a promise must never be kept before its instant"
+        assert due_ms <= now_ms, "a scheduled message must never be kept before its instant"
         # The same rule as in `names`.
         number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
         queue_id, offset = places.choose(
@@ -303,33 +313,33 @@ def few_release_rows(
     return build(built), places
 
 
-def moved_rows(promises: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows that replace the rows of READ_SCHEMA promises, in the same order."""
-    count, (number, version) = promises.num_rows, names(promises)
+def moved_rows(scheduled_rows: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows that replace the rows of READ_SCHEMA scheduled messages, in the same order."""
+    count, (number, version) = scheduled_rows.num_rows, names(scheduled_rows)
     changed = {
         "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
         "store_ms": pa.array(np.full(count, now_ms, dtype=np.int64)),
-        "accepted_ms": promises.column("store_ms"),
+        "accepted_ms": scheduled_rows.column("store_ms"),
         "source_seq": number,
         "version_seq": version,
     }
     return pa.RecordBatch.from_arrays(
-        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+        [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 
-def as_moves(promises: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert new LOG_SCHEMA promises to moves of the READ_SCHEMA promises `before`."""
+def as_moves(scheduled_rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert new LOG_SCHEMA scheduled messages to moves of the READ_SCHEMA scheduled messages `before`."""
     number, version = names(before)
     changed = {
-        "kind": pa.array(np.full(promises.num_rows, Kind.MOVED, dtype=np.int8)),
+        "kind": pa.array(np.full(scheduled_rows.num_rows, Kind.MOVED, dtype=np.int8)),
         "accepted_ms": before.column("store_ms"),
         "source_seq": number,
         "version_seq": version,
         "from_due_ms": before.column("due_ms"),
     }
     return pa.RecordBatch.from_arrays(
-        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+        [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 

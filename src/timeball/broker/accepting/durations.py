@@ -1,7 +1,7 @@
 """Decide which scheduled messages follow elapsed time. All others are due at a time of the wall clock.
 
     leases and retries     a topic that returns messages to a group, or a dead letter topic
-    a relative delay       `accepted_ms` of the PROMISE row: the delay counts from that time
+    a relative delay       `accepted_ms` of the SCHEDULED row: the delay counts from that time
     RocketMQ's timers      TIMER_DELAY_MS or TIMER_DELAY_SEC among the properties
 
 Messages of a delay level are durations too: they wait in their level's queue (schedule/delay_levels). The rows of the
@@ -36,27 +36,31 @@ _BATCH_ROWS = 65_536
 _NONE = np.empty(0, np.int64)
 
 
-def is_duration(promises: pa.RecordBatch) -> Bools | None:
-    """Compute a mask: True for the PROMISE and MOVED rows whose message is due after a duration. None: no row is."""
-    topic, properties, accepted = (promises.column(name) for name in ("topic", "properties", "accepted_ms"))
+def is_duration(scheduled_rows: pa.RecordBatch) -> Bools | None:
+    """Compute a mask: True for the SCHEDULED and MOVED rows whose message is due after a duration. None: no row is."""
+    topic, properties, accepted = (
+        scheduled_rows.column(name) for name in ("topic", "properties", "accepted_ms")
+    )
     lasting = np.asarray(pc.or_(*(pc.starts_with(topic, prefix) for prefix in _AGAIN)), dtype=np.bool_)
-    # Only in PROMISE rows: in MOVED rows `accepted_ms` is the time at which the message was accepted.
+    # Only in SCHEDULED rows: in MOVED rows `accepted_ms` is the time at which the message was accepted.
     if accepted.null_count < len(accepted):
-        lasting |= np.asarray(accepted.is_valid()) & (promises.column("kind").to_numpy() == Kind.PROMISE)
+        lasting |= np.asarray(accepted.is_valid()) & (
+            scheduled_rows.column("kind").to_numpy() == Kind.SCHEDULED
+        )
     if properties.null_count < len(properties):
         for name in _TIMERS:
             lasting |= np.asarray(pc.match_substring(properties, name).fill_null(False))
     return lasting if lasting.any() else None
 
 
-def is_duration_small(promises: ReadRows) -> Bools | None:
+def is_duration_small(scheduled_rows: ReadRows) -> Bools | None:
     """Like `is_duration`, for rows of a small batch (small_batch.py).
 
     Tests only the timer properties of RocketMQ: such rows have no `accepted_ms`.
     """
-    if not isinstance(promises, NumberedRows):
-        return is_duration(promises)
-    texts = [row[_PROPERTIES] or "" for row in promises.values]
+    if not isinstance(scheduled_rows, NumberedRows):
+        return is_duration(scheduled_rows)
+    texts = [row[_PROPERTIES] or "" for row in scheduled_rows.values]
     lasting = np.array([any(name in text for name in _TIMERS) for text in texts], dtype=np.bool_)
     return lasting if lasting.any() else None
 
@@ -67,11 +71,11 @@ def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
     parts, stored = [Waiting(_NONE, _NONE, _NONE)], [_NONE]
     begin = max(from_seq, reader.first_seq)
     for rows in reader.coalesced(begin, to_seq, locations.KINDS, _BATCH_ROWS, _COLUMNS):
-        promises = locations.waiting_rows(rows)
-        if promises.num_rows and (lasting := is_duration(promises)) is not None:
-            promises = promises.filter(pa.array(lasting))
-            parts.append(locations.waiting_in(promises))
-            stored.append(int64(promises.column("store_ms")))
+        scheduled_rows = locations.waiting_rows(rows)
+        if scheduled_rows.num_rows and (lasting := is_duration(scheduled_rows)) is not None:
+            scheduled_rows = scheduled_rows.filter(pa.array(lasting))
+            parts.append(locations.waiting_in(scheduled_rows))
+            stored.append(int64(scheduled_rows.column("store_ms")))
     waiting, store_ms = Waiting.joined(parts), np.concatenate(stored)
     # Reversed, because `unique` returns the first index of each number. In reverse, that is the last row in the log.
     _, at = np.unique(waiting.seq[::-1], return_index=True)

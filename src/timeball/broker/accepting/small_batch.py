@@ -37,7 +37,7 @@ _TYPES = {name: SEND_COLUMNS[name] for name in SEND_NAMES}
 _BODY_SAFE, _TAG_SAFE, _KEYS_SAFE, _UNIQUE_KEY_SAFE, _PROPERTIES_SAFE = (
     rules.SAFE_LENGTHS[name] for name in ("body", "tag", "keys", "unique_key", "properties")
 )
-_MESSAGE, _PROMISE = int(Kind.MESSAGE), int(Kind.PROMISE)
+_MESSAGE, _SCHEDULED = int(Kind.MESSAGE), int(Kind.SCHEDULED)
 
 
 def _bytes_max() -> int:
@@ -106,7 +106,7 @@ class SmallBatch(NamedTuple):
     rows: EncodedRows
     places: FewPlaces | None  # None if all rows are scheduled messages
     promised: list[int]  # positions of the scheduled messages in `rows`
-    promised_bytes: int  # the size of the scheduled messages as RocketMQ would store them
+    scheduled_bytes: int  # the size of the scheduled messages as RocketMQ would store them
 
 
 class SendRuns(Protocol):
@@ -144,19 +144,19 @@ def log_rows(
     """
     places: FewPlaces | None = None
     built: list[LogRow] = []
-    promised, promised_bytes = [], 0
+    promised, scheduled_bytes = [], 0
     for at, row in enumerate(rows):
         (
             topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag,
             reconsume_times, due_ms, _,
         ) = row  # fmt: skip
-        kind, offset = _PROMISE, None
+        kind, offset = _SCHEDULED, None
         queue_id = -1 if queue_id is None else queue_id
         size_bytes = stored_size(topic, body, properties)
         # A scheduled message gets its offset when it is due: until then it must not use up an offset of its topic.
         if due_ms is not None:
             promised.append(at)
-            promised_bytes += size_bytes
+            scheduled_bytes += size_bytes
         else:
             kind = _MESSAGE
             places = places or FewPlaces()
@@ -168,4 +168,4 @@ def log_rows(
                 flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
             )
         )  # fmt: skip
-    return SmallBatch(build(built), places, promised, promised_bytes)
+    return SmallBatch(build(built), places, promised, scheduled_bytes)

@@ -7,11 +7,11 @@ selection.py      the rows of these positions, with the exact filter decision
 leases.py             the leases of a group in a queue (in flight, returned, done), and all of these
 memory_leases.py      leases in memory
 redelivery.py         redelivery of messages whose leases in memory have ended
-log_leases.py         leases as promises in the log
-lease_promises.py     which version of a promise is the newest, and how concurrent answers to it are decided
+log_leases.py         leases as scheduled messages in the log
+lease_rows.py     which version of a scheduled message is the newest, and how concurrent answers to it are decided
 acknowledgements.py   acknowledgements of leases in the log
-lease_promises.py         the CANCEL rows that end leases in the log
-lookup.py             the rows of these promises
+lease_rows.py         the CANCEL rows that end leases in the log
+lookup.py             the rows of these scheduled messages
 redelivery_rows.py    the rows that bring a message back to its group
 retry.py              retries that RocketMQ's clients request
 pull.py               reads by offset

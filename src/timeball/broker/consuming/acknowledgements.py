@@ -1,7 +1,7 @@
-"""Acknowledgements of leases kept in the log: their promises are cancelled, with one append for the requests of a turn.
+"""Acknowledgements of leases kept in the log: their messages are cancelled, with one append for the requests of a turn.
 
 Nearly all are finished within the turn that begins them: they are decided, their rows are appended, and the commit
-answers. If a promise was already settled or moved, a task decides again once the row that did it is durable.
+answers. If a scheduled message was already settled or moved, a task decides again once the row that did it is durable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.ingress import Batcher, Begun, settle
-from timeball.broker.consuming.lease_promises import (
+from timeball.broker.consuming.lease_rows import (
     Versions,
     cancel_rows,
     count_ended,
@@ -69,12 +69,12 @@ class Acknowledgements:
     def _end(
         self, receipts: Sequence[Receipt], versions: Versions
     ) -> tuple[BoolArray, asyncio.Future[int] | None]:
-        """Cancel the promises of these. Return which were pending, and a future for the commit of their rows."""
+        """Cancel the messages of these. Return which were pending, and a future for the commit of their rows."""
         valid, durable = np.zeros(len(receipts), dtype=np.bool_), None
         for begin in range(0, len(receipts), ROWS_PER_APPEND):
             part = receipts[begin : begin + ROWS_PER_APPEND]
             due_ms, version = (column[begin : begin + len(part)] for column in versions)
-            # Decided by the newest version, between two awaits: a later release finds the promise cancelled.
+            # Decided by the newest version, between two awaits: a later release finds the scheduled message cancelled.
             now_ms = self._parts.clock.now_ms()
             won = valid[begin : begin + len(part)] = settle_leases(self._parts, due_ms, version)
             count_ended(self._parts, part, won)
@@ -102,7 +102,7 @@ class Acknowledgements:
         """End the leases that another request moved meanwhile, and return which receipts were valid in all."""
         if durable is not None:
             await durable  # the receipts that were valid are answered only when their rows are durable
-        # The newest version is known only when the row that moved the promise is durable.
+        # The newest version is known only when the row that moved the scheduled message is durable.
         await self._parts.writer.flushed()
         left = np.flatnonzero(~valid & (newest_versions(self._parts, receipts)[1] != versions[1]))
         if len(left):

@@ -391,14 +391,14 @@ def _runs(
 def _as_repeated(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Convert READ_SCHEMA rows of dead letters to LOG_SCHEMA rows that repeat them.
 
-    These are no messages and no promises.
+    These are no messages and no scheduled messages.
     """
     kinds, seq, source_seq = (rows.column(name) for name in ("kind", "seq", "source_seq"))
     is_repeated = pc.equal(kinds, int(Kind.MOVED))
     changed = {
         "kind": pa.array(np.full(rows.num_rows, Kind.MOVED, np.int8)),
         "source_seq": pc.if_else(is_repeated, source_seq, seq),
-        # A row with a queue offset would be a message, and one with a due time a promise.
+        # A row with a queue offset would be a message, and one with a due time a scheduled message.
         **dict.fromkeys(
             ("queue_offset", "due_ms", "accepted_ms", "version_seq", "from_due_ms"),
             pa.nulls(rows.num_rows, pa.int64()),

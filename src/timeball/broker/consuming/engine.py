@@ -5,7 +5,8 @@ A request is served in three steps:
 1. The engine selects positions of the group's queues and leases them, on the event loop and between two awaits.
    Therefore it needs no lock, and no position is leased twice.
 2. It reads the rows of these positions.
-3. It keeps the leases as the request demands: in memory (memory_leases.py), or in the log as promises (log_leases.py).
+3. It keeps the leases as the request demands: in memory (memory_leases.py), or in the log as scheduled messages
+(log_leases.py).
 
 When reading or writing fails, the positions come back at once, because no consumer has seen their rows.
 
@@ -98,7 +99,7 @@ class Consuming:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def restore(self) -> None:
-        """After a crash, skip the positions that the promises in the log show as handed out."""
+        """After a crash, skip the positions that the scheduled messages in the log show as handed out."""
         parts = self._parts
         if not parts.offsets.table:
             return  # no group has an offset, so none has positions to skip, and the log need not be read
@@ -239,7 +240,7 @@ class Consuming:
             # In order, positions are handed out again from here, so an old receipt must differ from the new one.
             pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
         elif request.in_log:
-            pop_ms = NO_RECEIPT  # the receipts name promises, not positions
+            pop_ms = NO_RECEIPT  # the receipts name scheduled messages, not positions
         selection = Selection(
             max(0, min(request.rows, room)), pop_ms, self._parts.clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
@@ -345,7 +346,7 @@ class Consuming:
         try:
             await durable
         except asyncio.CancelledError:
-            # The promises may be durable already, so the leases are ended instead of given up.
+            # The scheduled messages may be durable already, so the leases are ended instead of given up.
             self.not_seen(received.receipts)
             raise
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
@@ -439,10 +440,10 @@ class Consuming:
 
     async def _change_all(self, changes: Sequence[Change]) -> None:
         try:
-            await self._parts.writer.flushed()  # a promise can be moved only when it is durable
+            await self._parts.writer.flushed()  # a scheduled message can be moved only when it is durable
             await asyncio.gather(*map(self._log.change, changes))
         except TimeballError as error:
-            # Their promises are unchanged, so the messages come back when their leases end.
+            # Their scheduled messages are unchanged, so the messages come back when their leases end.
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
 
 

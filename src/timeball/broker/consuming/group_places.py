@@ -1,9 +1,9 @@
 """The state of a visible message in each consumer group, from the rows with its id and the group's leases.
 
-A copy is a row in a retry topic or in dead letters. The copies of one message form a chain: the promise of a lease
-(log_leases.py) names the row that was handed out, its release names the promise, and the next lease names that release.
-Leases in memory and dead letters write copies that name no row. Such a copy is attributed to the newest message of its
-topic.
+A copy is a row in a retry topic or in dead letters. The copies of one message form a chain: the scheduled message of a
+lease (log_leases.py) names the row that was handed out, its release names the scheduled message, and the next lease
+names that release. Leases in memory and dead letters write copies that name no row. Such a copy is attributed to the
+newest message of its topic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Copy(NamedTuple):
 
     kind: int
     seq: int
-    source_seq: int | None  # of a promise: the row handed out, of other kinds: the promise
+    source_seq: (
+        int | None
+    )  # of a scheduled message: the row handed out, of other kinds: the scheduled message
     topic: str
     queue_id: int
     queue_offset: int | None
@@ -110,12 +112,12 @@ class GroupPlaces:
     def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
         """Return the state that the last copy of the message for this group shows."""
         # A MOVED row without a due time is a repeated dead letter.
-        if copy.kind in (Kind.PROMISE, Kind.MOVED) and copy.due_ms is not None:
-            if copy.kind == Kind.PROMISE and copy.source_seq is None:
+        if copy.kind in (Kind.SCHEDULED, Kind.MOVED) and copy.due_ms is not None:
+            if copy.kind == Kind.SCHEDULED and copy.source_seq is None:
                 # A RocketMQ client sent it back with a delay: it is not a lease, and not released yet.
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
-            # Moves keep the number of the promise, which is the key of the lease.
-            number = copy.seq if copy.kind == Kind.PROMISE else copy.source_seq
+            # Moves keep the number of the scheduled message, which is the key of the lease.
+            number = copy.seq if copy.kind == Kind.SCHEDULED else copy.source_seq
             state = self._parts.lease_counts.state_of(number or 0)
             if state == State.HELD:
                 return GroupPlace(group, LEASED, copy.attempts, copy.due_ms)

@@ -71,7 +71,7 @@ class QueueLeases:
     nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
     last_pop_ms: int = 0  # of the newest receipt: in order, the next one must be larger
     attempt_id: str = ""  # of the last request: in order, its repetition gets the same positions
-    in_log: bool = False  # some done positions have a promise in the log (log_leases.py)
+    in_log: bool = False  # some done positions have a scheduled message in the log (log_leases.py)
     _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
 
     @property

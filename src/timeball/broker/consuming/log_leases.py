@@ -1,16 +1,16 @@
-"""Leases kept in the log: each message handed out becomes a promise for its group, and its receipt names the promise.
+"""Leases kept in the log: each message handed out becomes a scheduled message that its receipt names.
 
-    handed out     a PROMISE for the group's retry topic, or for its dead letters if this was the last attempt, due
+    handed out     a SCHEDULED for the group's retry topic, or for its dead letters if this was the last attempt, due
                    when the lease ends; once it is durable, the consumer sees the message and the position is done
-    acknowledged   the promise is cancelled
+    acknowledged   the scheduled message is cancelled
     other time     moved: a MOVED row of the same number, with the other due time; the receipt stays valid
     given back     moved as well; the row contains the time and the reason, which the next delivery shows
     dead letter    cancelled, and a message for the group's dead letters in its place, with the reason
 
-If a message is not acknowledged, the schedule releases its promise like any other: exactly once, also after a crash.
-Messages that a group has received and not acknowledged take no memory here.
+If a message is not acknowledged, the schedule releases its scheduled message like any other: exactly once, also after a
+crash. Messages that a group has received and not acknowledged take no memory here.
 
-A CANCEL and the row that replaces its promise are one append: both are in the log or none is. lease_promises.py
+A CANCEL and the row that replaces its scheduled message are one append: both are in the log or none is. lease_rows.py
 describes how concurrent answers to a lease are decided. After that decision the append must not fail, so all checks
 that may refuse it run before.
 
@@ -32,7 +32,7 @@ from timeball.broker.accepting.delivery import as_moves
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import lookup, redelivery_rows, retry
 from timeball.broker.consuming.acknowledgements import Acknowledgements
-from timeball.broker.consuming.lease_promises import (
+from timeball.broker.consuming.lease_rows import (
     cancel_rows,
     count_ended,
     decide,
@@ -106,9 +106,10 @@ class LogLeases:
     def write(
         self, request: ReceiveRequest, main: Subscription, rows: ReadRows, selection: Selection
     ) -> tuple[asyncio.Future[int], Received]:
-        """Append promises for the rows handed out. Return a future of their durability, and the answer.
+        """Append scheduled messages for the rows handed out. Return a future of their durability, and the answer.
 
-        The positions are done once the promises are durable. If the log fails, they stay leased. Raise OverLimit.
+        The positions are done once the scheduled messages are durable. If the log fails, they stay leased. Raise
+        OverLimit.
         """
         parts = self._parts
         parts.writer.check_room()
@@ -117,11 +118,13 @@ class LogLeases:
         # A few rows are made as values: in columns, one row costs as much as a hundred.
         is_few = rows.num_rows <= FEW_ROWS and self._compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
-        promises = make(
+        scheduled_rows = make(
             rows if is_few else read_batch(rows), group=request.group, topic=request.topic, main=main,
             now_ms=now_ms, due_ms=due_ms, host=parts.settings.host,
         )  # fmt: skip
-        topics = [row[_TOPIC] for row in promises] if is_few else promises.column("topic").to_pylist()
+        topics = (
+            [row[_TOPIC] for row in scheduled_rows] if is_few else scheduled_rows.column("topic").to_pylist()
+        )
         for topic in set(topics):
             # Usually the subscription has already found the retry topic, so it exists.
             if main.again is None or topic != main.again_name:
@@ -138,9 +141,11 @@ class LogLeases:
             self._leases.finish(selection.found)
 
         if is_few:
-            durable = self._appender.append_few(promises, on_durable)
+            durable = self._appender.append_few(scheduled_rows, on_durable)
         else:
-            durable = self._appender.append(self._appender.prepare(promises, now_ms), on_durable).durable
+            durable = self._appender.append(
+                self._appender.prepare(scheduled_rows, now_ms), on_durable
+            ).durable
         # Only after the append: an append that is refused leaves nothing under way.
         self._under_way[first_seq] = queues
         receipts = [
@@ -150,10 +155,10 @@ class LogLeases:
 
     def parked(self) -> Parked:
         """Return the state of these leases that is saved with the offsets, for a start after a crash."""
-        # A group that was moved meanwhile begins again elsewhere, and its older promises do not count.
+        # A group that was moved meanwhile begins again elsewhere, and its older scheduled messages do not count.
         live = self._leases.is_live
         under_way = [seq for seq, queues in self._under_way.items() if any(map(live, queues))]
-        # These promises may become durable although the saved offsets do not count their positions as done.
+        # These scheduled messages may become durable although the saved offsets do not count their positions as done.
         return Parked(min([self._parts.writer.next_seq, *under_way]), self._leases.ahead())
 
     # -- receipts ------------------------------------------------------------------------------------------------
@@ -190,7 +195,7 @@ class LogLeases:
         return [bool(one) for one in valid]
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
-        """Move the promises of these leases to their new due times, durably. Return which of them were pending."""
+        """Move the messages of these leases to their new due times, durably. Return which of them were pending."""
         rows, times, at = await self._read([change.receipt for change in changes])
         asked = [changes[i] for i in at.tolist()]
         now_ms = self._parts.clock.now_ms()
@@ -214,7 +219,7 @@ class LogLeases:
         return valid
 
     async def _give_up(self, given_up: Sequence[GivenUp]) -> BoolArray:
-        """Write the messages of these leases to the dead letters, durably. Return which promises were pending."""
+        """Write the messages of these leases to the dead letters, durably. Return which messages were pending."""
         rows, times, at = await self._read([one.receipt for one in given_up])
         valid = np.zeros(len(given_up), dtype=np.bool_)
         if len(at):
@@ -230,7 +235,7 @@ class LogLeases:
     async def _move(
         self, before: pa.RecordBatch, fresh: pa.RecordBatch, nacked: BoolArray, now_ms: int
     ) -> BoolArray:
-        """Append the promises again, with the due times in `fresh`, durably. Return which of them were pending."""
+        """Append the messages again, with the due times in `fresh`, durably. Return which of them were pending."""
         prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
         from_ms = int64(before.column("due_ms"))
         won = settle_leases(self._parts, from_ms, int64(before.column("seq")))
@@ -249,7 +254,7 @@ class LogLeases:
         numbers = columns[1]
 
         def on_durable() -> None:
-            # Only now: until the row is durable, a crash would leave the promise at its old due time.
+            # Only now: until the row is durable, a crash would leave the scheduled message at its old due time.
             self._parts.outcomes.moved.add(moves)
             self._parts.lease_counts.change(numbers, nacked[won])
 
@@ -262,7 +267,7 @@ class LogLeases:
     async def _bury(
         self, receipts: Sequence[Receipt], before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int
     ) -> BoolArray:
-        """Cancel these promises and append `fresh` in their place, durably. Return which of them were pending."""
+        """Cancel these messages and append `fresh` in their place, durably. Return which of them were pending."""
         prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
         versions = pairs_of(before)
         # Built before the decision too, and filtered after it.
@@ -270,14 +275,15 @@ class LogLeases:
         won = settle_leases(self._parts, *versions)
         count_ended(self._parts, receipts, won)
         if won.any():
-            # No await since the decision, and one append: a promise is never gone without the row that replaces it.
+            # No await since the decision, and one append: a scheduled message is never gone without the row that
+            # replaces it.
             chosen = pa.array(won)
             rows = pa.concat_batches([cancels.filter(chosen), prepared.filter(chosen)])
             await self._appender.append(rows).durable
         return won
 
     async def _read(self, receipts: Sequence[Receipt]) -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
-        """Read the promises of these receipts.
+        """Read the scheduled messages of these receipts.
 
         Return the rows that are found, the number of attempts of each message before this lease, and the indexes of
         their receipts. Raise OverLimit when the log accepts no more rows.
@@ -287,7 +293,7 @@ class LogLeases:
         files = await lookup.local_files(parts, *(newest := newest_versions(parts, receipts)))
 
         def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
-            rows, at = lookup.promises(parts.reader, files, *newest)
+            rows, at = lookup.scheduled_rows(parts.reader, files, *newest)
             return rows, lookup.times_before(parts.reader, rows), at
 
         # Both reads in one step, because each change of threads costs time.
@@ -302,10 +308,10 @@ class LogLeases:
         now_ms: int,
         saying: Sequence[dict[str, str]],
         *,
-        kind: Kind = Kind.PROMISE,
+        kind: Kind = Kind.SCHEDULED,
         due_ms: Int64Array | None = None,
     ) -> pa.RecordBatch:
-        """Build rows for other topics from READ_SCHEMA promises. `saying`: the additional properties of each row."""
+        """Build rows for other topics from READ_SCHEMA messages. `saying`: the additional properties of each row."""
         adding = [
             redelivery_rows.added(receipt.group, receipt.topic, now_ms) | said
             for receipt, said in zip(receipts, saying, strict=True)
@@ -320,7 +326,7 @@ class LogLeases:
         self,
         rows: pa.RecordBatch,
         *,
-        kind: Kind = Kind.PROMISE,
+        kind: Kind = Kind.SCHEDULED,
         topics: Sequence[str],
         properties: pa.Array,
         times: Int64Array,

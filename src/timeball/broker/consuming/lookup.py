@@ -1,9 +1,10 @@
-"""Lookup of the promise that a receipt names: in the log, in a file of the pending table, or moved within the log.
+"""Lookup of the message that a receipt names: in the log, in a file of the pending table, or moved within the log.
 
 It is nearly always in the log, because receipts are young. With an invisible time of hours, retention may have removed
-the segment that contains the promise. By then compaction has written it to the pending table, or the schedule has
-written it again (MOVED). A lease whose end was changed is the same promise in another version (schedule/moved.py), and
-the lookup is by this version. A promise that is found nowhere was settled long ago, and its receipt is not valid.
+the segment that contains the scheduled message. By then compaction has written it to the pending table, or the schedule
+has written it again (MOVED). A lease whose end was changed is the same scheduled message in another version
+(schedule/moved.py), and the lookup is by this version. A scheduled message that is found nowhere was settled long ago,
+and its receipt is not valid.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.hour_log import pending
-from timeball.schedule.locations import KINDS, as_promises, moved_versions
+from timeball.schedule.locations import KINDS, as_scheduled, moved_versions
 from timeball.table.data_file import DataFile
 
 _SCAN_ROWS = 65_536
 
 
-def promises(
+def scheduled_rows(
     reader: LogReader, files: Sequence[DataFile], due_ms: Int64Array, version: Int64Array
 ) -> tuple[pa.RecordBatch, Int64Array]:
-    """Read the READ_SCHEMA promises of these versions. Return those found, and their indexes (reader thread)."""
+    """Read the READ_SCHEMA messages of these versions. Return those found, and their indexes (reader thread)."""
     # All versions that the log still has take one read. The others are rare and read one by one.
     in_log = np.flatnonzero((version >= reader.first_seq) & (version < reader.next_seq))
     rows = reader.read_rows(version[in_log])
-    # A row of another kind is no promise, and counts as not found.
-    is_promise = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-    kept = rows if is_promise.all() else rows.filter(pa.array(is_promise))
-    found = [(as_promises(kept), in_log[is_promise])]
+    # A row of another kind is no scheduled message, and counts as not found.
+    is_scheduled_row = np.isin(rows.column("kind").to_numpy(), list(KINDS))
+    kept = rows if is_scheduled_row.all() else rows.filter(pa.array(is_scheduled_row))
+    found = [(as_scheduled(kept), in_log[is_scheduled_row])]
     for at in np.flatnonzero(version < reader.first_seq).tolist():
         # Its row has left the log: it was compacted into a file, or written again by a wheel or a cascade.
         row = _in_table(files, int(due_ms[at]), int(version[at])) or _moved(reader, int(version[at]))
@@ -59,24 +60,24 @@ async def local_files(parts: Components, due_ms: Int64Array, version: Int64Array
 
 
 def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
-    """Return the attempts of each promise's message before this lease (reader thread).
+    """Return the attempts of each scheduled message's message before this lease (reader thread).
 
-    The first row of a promise already counts the lease. A later row does not if the change of its time was no attempt.
-    If retention has removed the first row, the lease is assumed to be counted.
+    The first row of a scheduled message already counts the lease. A later row does not if the change of its time was no
+    attempt. If retention has removed the first row, the lease is assumed to be counted.
     """
     times = times_of(rows)
     was_moved = rows.column("kind").to_numpy() == Kind.MOVED
     if was_moved.any():
         number = rows.column("source_seq").fill_null(0).to_numpy()
         known = np.flatnonzero(was_moved & (number >= reader.first_seq))
-        # `number` is the promise's first row.
+        # `number` is the scheduled message's first row.
         times[known] = times_of(reader.read_rows(number[known]))
-    # Without the lease that the promise stands for.
+    # Without the lease that the scheduled message stands for.
     return np.maximum(times - 1, 0)
 
 
 def _in_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
-    """Read the promise from the file that contains it. Files are sorted by due time, so one row group is read."""
+    """Read the message from the file that contains it. Files are sorted by due time, so one row group is read."""
     # A half-open range of positions with exactly one version.
     return pending.load(_holding(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
 
@@ -98,4 +99,4 @@ def _moved(reader: LogReader, version: int) -> pa.RecordBatch | None:
         if len(mine):
             # The log is in order, so the last row is the newest.
             last = rows.slice(int(mine[-1]), 1)
-    return None if last is None else as_promises(last)
+    return None if last is None else as_scheduled(last)

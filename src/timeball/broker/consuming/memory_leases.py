@@ -2,7 +2,7 @@
 
 A crash forgets these leases. The group's stored offset is the first position that is not done, so the broker hands
 messages in flight out again after a crash, and none is lost. Their number is bounded: a full queue hands out nothing
-more until a position ends. A lease that is prolonged in a crowded queue is written to the log as a promise.
+more until a position ends. A lease that is prolonged in a crowded queue is written to the log as a scheduled message.
 
 Nothing here waits for the disk, unless a message is written to its group again. No lock is needed, because each
 decision is made between two awaits.
@@ -97,7 +97,7 @@ class MemoryLeases:
             # Always a different number, otherwise the old receipt would still be valid.
             lease.pop_ms = max(now_ms, receipt.pop_ms + 1)
         changed = receipt._replace(pop_ms=lease.pop_ms)
-        # A long lease would take up space in a bounded queue for long. A promise in the log takes none.
+        # A long lease would take up space in a bounded queue for long. A scheduled message in the log takes none.
         if not lease.in_order and queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2:
             await self.redelivery.write(queue, [receipt.offset], later=True)
         else:

@@ -136,7 +136,7 @@ class Redelivery:
             self._task.add_done_callback(self._ended)
 
     def narrow(self, queue: QueueLeases) -> None:
-        """Write a queue's oldest leases to the log as promises, because they keep its stored offset too far back."""
+        """Write a queue's oldest leases to the log as messages, because they keep its stored offset too far back."""
         self._too_wide.add(queue)
         self._wake.set()
 
@@ -152,7 +152,8 @@ class Redelivery:
     ) -> None:
         """Write these messages to the group again, durably. When this raises, they are leased as before.
 
-        They become promises due at the ends of their leases (`later`), dead letters (`dead`), or visible messages.
+        They become scheduled messages due at the ends of their leases (`later`), dead letters (`dead`), or visible
+        messages.
         """
         await self._write(queue, _void(queue, offsets), later=later, dead=dead)
 
@@ -163,7 +164,7 @@ class Redelivery:
             self._wake.clear()
             now_ms = self._parts.clock.elapsed_ms()
             jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
-            # As promises, these positions are done, so the group's stored offset can move on.
+            # As scheduled messages, these positions are done, so the group's stored offset can move on.
             jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
             self._too_wide.clear()
             if jobs:
@@ -263,7 +264,7 @@ class Redelivery:
         due_ms = np.array([parts.clock.as_wall(one.lease.deadline_ms) for one in kept], dtype=np.int64)
         batch = redelivery_rows.build(
             rows,
-            kind=Kind.PROMISE if later else Kind.MESSAGE,
+            kind=Kind.SCHEDULED if later else Kind.MESSAGE,
             topics=topics,
             properties=_properties(rows, queue, kept),
             times=times,

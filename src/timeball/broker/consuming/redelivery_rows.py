@@ -6,8 +6,8 @@ These columns change, besides the kind, the queue, and the time and host of the 
     reconsume_times  one more, unless this attempt does not count
     properties       the copy's group, the message's topic, the time of its first delivery, and the time and reason when
                      a member gave it back; delays that are over are removed
-    due_ms           of a promise: the end of the lease
-    source_seq       of a promise: the row handed out
+    due_ms           of a scheduled message: the end of the lease
+    source_seq       of a scheduled message: the row handed out
 
 POP's retry topic contains the names of group and topic: `%RETRY%<group>_<topic>` (RocketMQ's first form, the default of
 its brokers). Two pairs of names may make the same topic ("a_b" with "c", "a" with "b_c"; RocketMQ #9633), so every copy
@@ -100,7 +100,7 @@ def topics_after(again: str, dead: str, times: Int64Array, times_max: int) -> li
 def handed_out(
     rows: pa.RecordBatch, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
 ) -> pa.RecordBatch:
-    """Build the promises that bring these rows back to the group when the lease ends at `due_ms`."""
+    """Build the scheduled messages that bring these rows back to the group when the lease ends at `due_ms`."""
     times = times_after(rows)
     return build(
         rows,
@@ -133,7 +133,7 @@ def few_handed_out(
         properties = _properties_with(text or "", adding, behind)
         built.append(
             (
-                int(Kind.PROMISE), name, 0, None, tag, keys, unique_key, body, properties, born_ms, born_host,
+                int(Kind.SCHEDULED), name, 0, None, tag, keys, unique_key, body, properties, born_ms, born_host,
                 now_ms, host, flag, sys_flag, times, due_ms, None, seq, None, None,
             )
         )  # fmt: skip
@@ -152,7 +152,7 @@ def _properties_with(text: str, adding: dict[str, str], behind: str) -> str:
 def build(
     rows: pa.RecordBatch,
     *,
-    kind: Kind = Kind.PROMISE,
+    kind: Kind = Kind.SCHEDULED,
     topics: Sequence[str],
     properties: pa.Array,
     times: Int64Array,

@@ -20,7 +20,7 @@ from timeball.model.message import READ_SCHEMA
 
 
 class Receipt(NamedTuple):
-    """A lease kept in the log: the promise `seq`, first due at `due_ms`, brings the message back.
+    """A lease kept in the log: the scheduled message `seq`, first due at `due_ms`, brings the message back.
 
     The receipt stays valid when the end of the lease is changed. `topic`: the topic of the request.
     """
@@ -60,9 +60,9 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
 
     `queue_id` -1: any queue. `from_max`: a group that is new here begins at the end. `attempt_id`: in order, a repeated
     request with the same id gets the same messages again, as they may not have arrived. `in_log`: the leases are
-    promises in the log and survive a crash, and the broker counts the attempts in order. Otherwise they are kept in
-    memory, a crash hands the messages out again, and the client counts in order. In-order leases are always kept in
-    memory, because a copy after later messages would break the order.
+    scheduled messages in the log and survive a crash, and the broker counts the attempts in order. Otherwise they are
+    kept in memory, a crash hands the messages out again, and the client counts in order. In-order leases are always
+    kept in memory, because a copy after later messages would break the order.
     """
 
     group: str

@@ -1,13 +1,13 @@
 """Leases across a restart: recovery after a crash, and saved leases after an orderly stop.
 
 After a crash, the log shows which positions of a group's queues are done. A group's offsets are saved once a second,
-but each promise is saved before a consumer sees its message. So the log may contain promises of positions that the
-saved offsets do not count as done. Without this module, these positions would be handed out again, and their promises
-would bring the messages back a second time. Each promise names its group, and the row that it is a copy of, which has
-queue and position.
+but each scheduled message is saved before a consumer sees its message. So the log may contain scheduled messages of
+positions that the saved offsets do not count as done. Without this module, these positions would be handed out again,
+and their scheduled messages would bring the messages back a second time. Each scheduled message names its group, and
+the row that it is a copy of, which has queue and position.
 
-The log is read from the row on that was saved with the offsets. Earlier promises do not count, because the group may
-have been moved back since, and then these messages must be handed out again.
+The log is read from the row on that was saved with the offsets. Earlier scheduled messages do not count, because the
+group may have been moved back since, and then these messages must be handed out again.
 
 After an orderly stop, receipts stay valid and nothing is handed out twice. The broker writes one META row for each
 queue when it stops, and deletes these rows before the next start serves, so that a crash never finds old ones. A queue
@@ -45,9 +45,9 @@ def done_positions(reader: LogReader, parked: Parked) -> Positions:
             for queue_id, stretches in queues.items():
                 for begin, end in stretches:
                     found[(group, topic, queue_id)].update(range(begin, end))
-    # Earlier promises were saved as positions (`ahead`), together with the offsets.
+    # Earlier scheduled messages were saved as positions (`ahead`), together with the offsets.
     begin = max(parked.from_seq, reader.first_seq)
-    for rows in reader.coalesced(begin, reader.next_seq, [Kind.PROMISE], _BATCH_ROWS, _COLUMNS):
+    for rows in reader.coalesced(begin, reader.next_seq, [Kind.SCHEDULED], _BATCH_ROWS, _COLUMNS):
         sources = rows.column("source_seq").fill_null(0).to_numpy()
         # A row that retention has removed cannot be handed out again, so its position need not be skipped.
         mine = np.flatnonzero(sources >= reader.first_seq)

@@ -1,6 +1,6 @@
 """The receiving side of a drain: adopt the messages that another group hands over, each transfer exactly once.
 
-One frame holds the PROMISE rows of a transfer and the META row with the transfer's number. If the sending group was
+One frame holds the SCHEDULED rows of a transfer and the META row with the transfer's number. If the sending group was
 killed before it received the answer, it sends the transfer again. This group then finds the number and answers "done".
 """
 
@@ -53,9 +53,11 @@ class Adoption:
         parts = self._parts
         parts.writer.check_room()
         now_ms = parts.clock.now_ms()
-        promises = adopted_rows(decode_sent(question.rows), now_ms=now_ms, host=parts.settings.host)
-        self._appender.make_topics(promises)  # the topics' own META rows must precede the rows that use them
-        rows = self._appender.prepare(promises, now_ms)
+        scheduled_rows = adopted_rows(decode_sent(question.rows), now_ms=now_ms, host=parts.settings.host)
+        self._appender.make_topics(
+            scheduled_rows
+        )  # the topics' own META rows must precede the rows that use them
+        rows = self._appender.prepare(scheduled_rows, now_ms)
         facts = AdoptedFacts(
             since_ms=question.since_ms, transfer=question.transfer, rows=rows_before + rows.num_rows
         )

@@ -58,8 +58,8 @@ from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_proper
 from timeball.model.wire import Drained
 from timeball.schedule.columns import with_column
 from timeball.schedule.delay_levels.levels import restored
-from timeball.schedule.hour_log.pending import as_promises as promises_of_table
-from timeball.schedule.locations import as_promises
+from timeball.schedule.hour_log.pending import as_scheduled as scheduled_of_table
+from timeball.schedule.locations import as_scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -252,10 +252,10 @@ class Draining:
             part = found.part(found.is_level == is_level)
             if len(part):
                 rows = self._parts.reader.read_rows(part.row_seq)
-                parts.append(as_promises(_without_level(restored(rows)) if is_level else rows))
+                parts.append(as_scheduled(_without_level(restored(rows)) if is_level else rows))
         return pa.concat_batches(parts)
 
-    async def _hand_over(self, promises: pa.RecordBatch) -> int:
+    async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
         """End those messages that are still pending, in favour of the heir.
 
         Returns their number when the heir has them.
@@ -264,17 +264,17 @@ class Draining:
         async with parts.revoking.passing():  # a resume changes due times
             parts.writer.check_room()
             now_ms = parts.clock.now_ms()
-            due_ms = int64(promises.column("due_ms"))
-            promises = promises.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
+            due_ms = int64(scheduled_rows.column("due_ms"))
+            scheduled_rows = scheduled_rows.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
             # As for a cancel, this call decides the race with releases, cancels and moves. From here on nothing may
             # refuse or wait until the rows are appended.
-            waited = parts.scheduler.cancel(*pairs_of(promises))
+            waited = parts.scheduler.cancel(*pairs_of(scheduled_rows))
             if not waited.any():
                 return 0
             # Read here, because a command may have named another heir during the read.
             facts = parts.drains.out
             assert facts is not None and not facts.rows, "the one before is confirmed"
-            rows = handed_rows(promises.filter(pa.array(waited)), facts.heir, now_ms)
+            rows = handed_rows(scheduled_rows.filter(pa.array(waited)), facts.heir, now_ms)
             begun = msgspec.structs.replace(
                 facts, transfer=facts.transfer + 1, first_seq=parts.writer.next_seq, rows=rows.num_rows,
                 at_ms=now_ms,
@@ -349,11 +349,11 @@ def _is_before(found: Logged | Filed, upto: Position) -> np.ndarray[tuple[int], 
 
 def _read_table(walk: TableWalk, found: Logged | Filed) -> pa.RecordBatch:
     assert isinstance(found, Filed)
-    return promises_of_table(walk.rows_of(found, TABLE_SCHEMA.names))
+    return scheduled_of_table(walk.rows_of(found, TABLE_SCHEMA.names))
 
 
 def _without_level(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert promises of delay levels to promises with a due time, because the heir may have other levels."""
+    """Convert messages of delay levels to messages with a due time, because the heir may have other levels."""
     said: Sequence[dict[str, str]] = [
         decode_properties(text or "") for text in rows.column("properties").to_pylist()
     ]

@@ -5,8 +5,8 @@ is reused for `FRESH_S`, or for ten times as long as it took. So any number of d
 background thread. The window of a count extends a little beyond the request, because the next request begins later.
 
 Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
-has one topic. It reads numbers only where a settled promise may be among the rows. Promises held by a paused campaign
-are not due and not counted.
+has one topic. It reads numbers only where a settled scheduled message may be among the rows. Scheduled messages held by
+a paused campaign are not due and not counted.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Counting:
         self._count_log(self._parts.reader)
         window = self._window
         for entry in self._snapshot.entries:
-            # Other files have no pending promise in the window.
+            # Other files have no pending scheduled message in the window.
             if self._snapshot.first_ms(entry) < window.to_ms and entry.max_due_ms >= window.from_ms:
                 self._count_file(opened(self._parts, entry))
         # Decoded data counts as the broker's memory until the allocators return it to the system.
@@ -200,8 +200,9 @@ class Counting:
         begin = max(self._snapshot.from_seq, reader.first_seq)
         again = []
         for rows in scan(reader, self._snapshot, begin, self._codes):
-            # A promise is counted at the row that set its due time. If that row has left the log, or was compacted into
-            # the table, the rows that write the promise again are counted instead, once for each promise.
+            # A scheduled message is counted at the row that set its due time. If that row has left the log, or was
+            # compacted into the table, the rows that write the scheduled message again are counted instead, once for
+            # each scheduled message.
             is_first = rows.row_seq == rows.seq
             first_kept = np.where(rows.is_level, begin, max(begin, self._snapshot.watermark))
             if others := rows.part(~is_first & (rows.seq < first_kept)):
@@ -235,7 +236,7 @@ class Counting:
                 self._add_rows(rows.column("due_ms").to_numpy(), self._encode(rows))
 
     def _may_be_settled(self, low_ms: int, high_ms: int) -> bool:
-        """Return whether a promise due in this span may be settled or held."""
+        """Return whether a scheduled message due in this span may be settled or held."""
         snapshot = self._snapshot
         if low_ms < snapshot.settled.before_ms or len(snapshot.holds):
             return True
@@ -251,7 +252,7 @@ class Counting:
         return (due_ms - self._window.from_ms) // self._window.width_ms
 
     def _add_waiting(self, due_ms: Int64Array, seq: Int64Array, topic: Codes) -> None:
-        """Add those of these promises that are pending and not held."""
+        """Add those of these scheduled messages that are pending and not held."""
         keep = (due_ms >= self._window.from_ms) & (due_ms < self._window.to_ms)
         if not keep.any():
             return

@@ -24,7 +24,7 @@ from timeball.broker.pending.snapshot import Snapshot, is_shown, opened, taken
 from timeball.broker.pending.table_walk import TableWalk
 from timeball.broker.policy import Policy
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import Candidate, Names, pairs, read
+from timeball.broker.revoking.scheduled_lookup import Candidate, Names, pairs, read
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import OutOfRange, Unavailable
@@ -33,7 +33,7 @@ from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels.levels import restored
 
 LOOK_ROWS = 65_536  # rows of the log examined for one page
-KEPT_S = 60.0  # how long the sorted promises of the log are kept after a page
+KEPT_S = 60.0  # how long the sorted scheduled messages of the log are kept after a page
 _SHOWN = ["due_ms", "seq", "number", "topic", "unique_key", "keys", "tag", "body"]
 
 
@@ -81,10 +81,11 @@ class Listing:
                     try:
                         return await in_thread(background, self._page, snapshot, wanted, may, self._ranges())
                     except OutOfRange:
-                        # Retention has removed a row since the snapshot: its promise is settled, or in a file.
+                        # Retention has removed a row since the snapshot: its scheduled message is settled, or in a
+                        # file.
                         continue
         finally:
-            # Also after an error, because the sorted promises take memory.
+            # Also after an error, because the sorted scheduled messages take memory.
             self._forget_later()
         raise Unavailable("what waits has moved while it was read; ask again")
 
@@ -97,14 +98,15 @@ class Listing:
         upto = min(logged_upto, filed_upto)
         due_ms = np.concatenate((logged.due_ms, filed.due_ms))
         seq = np.concatenate((logged.seq, filed.seq))
-        # After `upto` one of the two sources may have more promises, so those of the other are left for the next page.
+        # After `upto` one of the two sources may have more scheduled messages, so those of the other are left for the
+        # next page.
         order = np.lexsort((seq, due_ms))
         order = order[(due_ms[order] < upto[0]) | ((due_ms[order] == upto[0]) & (seq[order] < upto[1]))]
         chosen = order[: wanted.rows]
         if len(order) > len(chosen):
             last = chosen[-1]
             upto = int(due_ms[last]), int(seq[last]) + 1
-        # Bodies and names are read only for the chosen promises.
+        # Bodies and names are read only for the chosen scheduled messages.
         in_log = chosen[chosen < len(logged)]
         in_table = chosen[chosen >= len(logged)] - len(logged)
         rows = [*self._read_log(logged.part(in_log))]
@@ -122,7 +124,7 @@ class Listing:
                 continue
             rows = self._parts.reader.read_rows(part.row_seq)
             rows = restored(rows) if is_level else rows
-            # A row that writes a promise again contains its number.
+            # A row that writes a scheduled message again contains its number.
             number = pc.if_else(
                 pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), part.row_seq
             )
@@ -154,7 +156,7 @@ class Listing:
     async def _with_key(self, wanted: Wanted, key: str, caller: Caller) -> Page:
         """Return a page of pending messages with this key, found by the key index."""
         parts = self._parts
-        # The lookup hides promises that the caller may not see, and copies on their way back to a group.
+        # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=wanted.topic, may=self._policy.visible(caller))
         found = await self._look_ups.look_up(names)
         low, high = wanted.low, wanted.high
@@ -178,7 +180,7 @@ class Listing:
     def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
         parts = self._parts
         rows = read(parts.reader, parts.file_keys, parts.hour_log.pending.live, chosen)
-        # A promise whose row has left log and table since then is settled, and left out of the page.
+        # A scheduled message whose row has left log and table since then is settled, and left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         names = _campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [

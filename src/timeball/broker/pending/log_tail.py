@@ -1,11 +1,11 @@
-"""The pending promises of the log, sorted by due time, and kept between two reads.
+"""The pending scheduled messages of the log, sorted by due time, and kept between two reads.
 
-A page needs the promises that are due next, but the log is in the order of arrival. So its promises are kept sorted, 29
-bytes each, as long as a client reads pages. `ROWS_MAX` bounds their number. If there are more, those due first are
-kept, up to some due time, and a page after that time reads the log again.
+A page needs the scheduled messages that are due next, but the log is in the order of arrival. So its scheduled messages
+are kept sorted, 29 bytes each, as long as a client reads pages. `ROWS_MAX` bounds their number. If there are more,
+those due first are kept, up to some due time, and a page after that time reads the log again.
 
-Rows that only write a promise again (hops, rolls) count when the row that set its due time has left the log. Of several
-such rows, the last one counts.
+Rows that only write a scheduled message again (hops, rolls) count when the row that set its due time has left the log.
+Of several such rows, the last one counts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TopicCodes:
 
 @dataclass(frozen=True, slots=True)
 class Logged(Columns):
-    """Promises in the log: due time, version, row, topic, and whether they are in the queue of a delay level."""
+    """Messages in the log: due time, version, row, topic, and whether they are in the queue of a delay level."""
 
     due_ms: Int64Array
     seq: Int64Array
@@ -81,7 +81,7 @@ NOTHING = Logged(_NONE, _NONE, _NONE, np.empty(0, np.int32), np.empty(0, np.bool
 
 
 def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes) -> Iterator[Logged]:
-    """Yield the promises in the rows of the log from `from_seq` on, also settled ones (background thread)."""
+    """Yield the scheduled messages in the rows of the log from `from_seq` on, also settled ones (background thread)."""
     begin = max(from_seq, reader.first_seq)
     while True:
         try:
@@ -94,13 +94,13 @@ def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes
             # Retention has removed a segment since then, so nothing in it is pending.
             begin = reader.first_seq
     while first is not None:
-        found = _promises(reader, first, snapshot.watermark, codes)
+        found = _scheduled_rows(reader, first, snapshot.watermark, codes)
         if len(found):
             yield found
         first = next(batches, None)
 
 
-def _promises(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: TopicCodes) -> Logged:
+def _scheduled_rows(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: TopicCodes) -> Logged:
     row_seq, is_level = int64(rows.column("seq")), np.asarray(rows.column("queue_offset").is_valid())
     # A half message has no due time. Rows before the watermark are in the table, except those of delay levels.
     keep = np.asarray(rows.column("due_ms").is_valid()) & ((row_seq >= watermark) | is_level)
@@ -109,7 +109,7 @@ def _promises(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: To
     if not len(row_seq):
         return NOTHING
     is_moved = rows.column("kind").to_numpy() == Kind.MOVED
-    # The schedule identifies a promise by the row that set its due time.
+    # The schedule identifies a scheduled message by the row that set its due time.
     seq = np.where(is_moved, moved_versions(rows), row_seq) if is_moved.any() else row_seq
     topic = codes.encode(rows.column("topic"))
     if is_level.any():
@@ -119,25 +119,25 @@ def _promises(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: To
 
 
 class LogTail:
-    """The sorted promises of the log between two positions. Belongs to the background thread."""
+    """The sorted scheduled messages of the log between two positions. Belongs to the background thread."""
 
     def __init__(self, reader: LogReader, codes: TopicCodes, rows_max: int = ROWS_MAX) -> None:
         self._reader, self._codes, self._rows_max = reader, codes, rows_max
         self.forget()
 
     def forget(self) -> None:
-        """Drop all promises."""
+        """Drop all scheduled messages."""
         self._rows, self._next_seq = NOTHING, -1
-        self._low, self._high = FIRST, FIRST  # the promises in [low, high) are kept
+        self._low, self._high = FIRST, FIRST  # the scheduled messages in [low, high) are kept
 
     def after(self, snapshot: Snapshot, low: Position, high: Position, rows: int) -> tuple[Logged, Position]:
-        """Return promises in [low, high), sorted, and the position up to which all are examined.
+        """Return scheduled messages in [low, high), sorted, and the position up to which all are examined.
 
-        One call examines the next `rows` promises. It leaves out settled ones, and those that an attach has moved to
-        the table.
+        One call examines the next `rows` scheduled messages. It leaves out settled ones, and those that an attach has
+        moved to the table.
         """
         if not self._low <= low < self._high:
-            # Start with the first promise. Only if there are too many to keep them all, start at `low`.
+            # Start with the first scheduled message. Only if there are too many to keep them all, start at `low`.
             self.forget()
             self._high = LAST
             self._read(snapshot)
@@ -147,13 +147,13 @@ class LogTail:
                 self._read(snapshot)
         elif self._next_seq < snapshot.to_seq:
             self._read(snapshot)
-        # Two searches in sorted columns, so that earlier promises do not make a page slower.
+        # Two searches in sorted columns, so that earlier scheduled messages do not make a page slower.
         held = self._rows
         begin = search(held.due_ms, held.seq, low)
         end = search(held.due_ms, held.seq, high)
         found = held.part(slice(begin, min(end, begin + rows)))
         if begin + rows < end:
-            # The position after the last promise examined.
+            # The position after the last scheduled message examined.
             upto = int(found.due_ms[-1]), int(found.seq[-1]) + 1
         else:
             upto = min(high, self._high)
@@ -179,7 +179,7 @@ class LogTail:
         self._next_seq = snapshot.to_seq
 
     def _cut(self, rows: Logged) -> Logged:
-        """Return the promises that may be kept, sorted. If there are too many, lower the end of the kept range."""
+        """Return the messages that may be kept, sorted. If there are too many, lower the end of the kept range."""
         rows = rows.sorted()
         rows = rows.part(
             slice(search(rows.due_ms, rows.seq, self._low), search(rows.due_ms, rows.seq, self._high))

@@ -1,12 +1,13 @@
-"""The pending promises at one time, for every strategy: rows of the log and of the table, and settled pairs.
+"""The pending scheduled messages at one time, for every strategy: rows of the log and of the table, and settled pairs.
 
-    in the log     promises from the watermark on that have not been moved to the table; those of delay levels, older
-                   ones too. A strategy with files of its own keeps its promises' rows in the log as well
-    in the table   promises in its files
+    in the log     scheduled messages from the watermark on that have not been moved to the table; those of delay
+    levels, older
+                   ones too. A strategy with files of its own keeps its scheduled messages' rows in the log as well
+    in the table   scheduled messages in its files
     settled        the mark of the schedule and the pairs that it does not cover (schedule/outcomes.py)
 
 The snapshot is taken on the event loop without an await, and between two attaches, so that all three are from the same
-time: a promise that an attach moves from the log to the table is in one of them.
+time: a scheduled message that an attach moves from the log to the table is in one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from timeball.table.data_file import DataFile
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The promises that are pending at `now_ms`. Its methods may be called in any thread."""
+    """The scheduled messages that are pending at `now_ms`. Its methods may be called in any thread."""
 
     now_ms: int
     from_seq: int  # no row of the log before it is pending
@@ -45,9 +46,10 @@ class Snapshot:
         return np.sort(self.settled.seq)
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Return which of these promises are not settled."""
+        """Return which of these scheduled messages are not settled."""
         done = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
-        # Checked only for promises before the mark: usually there are none, because files contain no past promises.
+        # Checked only for scheduled messages before the mark: usually there are none, because files contain no past
+        # scheduled messages.
         if done.any() and len(self.holds):
             done &= ~self.holds.contains(due_ms, seq)
         if len(self.settled_seq):
@@ -57,7 +59,7 @@ class Snapshot:
         return np.asarray(~done)
 
     def first_ms(self, entry: FileEntry) -> int:
-        """Return a due time before which this file contains no pending promise."""
+        """Return a due time before which this file contains no pending scheduled message."""
         # Held rows may be pending before the mark, and it is not worthwhile to find out which files contain some.
         if len(self.holds) or self.settled.may_touch(entry.min_seq, entry.max_seq):
             return entry.min_due_ms
@@ -66,10 +68,10 @@ class Snapshot:
 
 @asynccontextmanager
 async def taken(parts: Components, attaching: asyncio.Lock) -> AsyncIterator[Snapshot]:
-    """Yield a snapshot of the pending promises. Its files are kept until the end of the block (event loop).
+    """Yield a snapshot of the pending scheduled messages. Its files are kept until the end of the block (event loop).
 
-    `attaching` is locked during each change of the pending table, because in between some promises are in neither
-    place.
+    `attaching` is locked during each change of the pending table, because in between some scheduled messages are in
+    neither place.
     """
     async with attaching:
         settled, entries = parts.scheduler.settled(), parts.hour_log.pending.live_entries()
@@ -91,5 +93,5 @@ def opened(parts: Components, entry: FileEntry) -> DataFile:
 
 
 def is_shown(topic: str, asked: str | None) -> bool:
-    """Return whether promises for a topic are shown: copies on their way back only if their topic was requested."""
+    """Return whether messages for a topic are shown: copies on their way back only if their topic was requested."""
     return topic == asked if asked is not None else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))

@@ -1,4 +1,4 @@
-"""The pending promises of the table from a position on, row group by row group.
+"""The pending scheduled messages of the table from a position on, row group by row group.
 
 Files and row groups are read in the order of their first due times, so that a page reads only as many as it needs. Due
 times, numbers and topics are read of a whole row group, the other columns only of the rows that a page shows.
@@ -28,7 +28,7 @@ GROUPS_MAX, FILES_MAX = 64, 64
 
 @dataclass(frozen=True, slots=True)
 class Filed(Columns):
-    """Promises in files: due time, version, topic, and file, row group and row."""
+    """Scheduled messages in files: due time, version, topic, and file, row group and row."""
 
     due_ms: Int64Array
     seq: Int64Array
@@ -58,10 +58,10 @@ class TableWalk:
     def after(
         self, low: Position, high: Position, rows: int, keep: Callable[[Codes], Bools]
     ) -> tuple[Filed, Position]:
-        """Return promises in [low, high), and the position up to which all of them are in the result.
+        """Return scheduled messages in [low, high), and the position up to which all of them are in the result.
 
-        The result has more than `rows` promises, unless there are fewer or a bound of the walk is reached. `keep`:
-        which topics count.
+        The result has more than `rows` scheduled messages, unless there are fewer or a bound of the walk is reached.
+        `keep`: which topics count.
         """
         snapshot, found, count, groups = self._snapshot, [NOTHING], 0, 0
         # The next steps, earliest first: (first due time, file, row group), with -1 for a file that is not open yet.
@@ -108,7 +108,7 @@ class TableWalk:
         )  # fmt: skip
 
     def rows_of(self, chosen: Filed, columns: list[str]) -> pa.Table:
-        """Read columns of these promises, in their order."""
+        """Read columns of these scheduled messages, in their order."""
         # Sorted by file and row group, so that each row group is read once.
         order = np.lexsort((chosen.row, chosen.group, chosen.file))
         sorted_, parts = chosen.part(order), []

@@ -58,7 +58,7 @@ class Recovered:
     cursor: ReleaseCursor
     waiting: Waiting  # those in the log's tail, each at the last of its rows
     files: list[FileEntry]  # the live files, according to the log
-    promises_since_watermark: int  # includes settled ones, because compaction reads all
+    scheduled_since_watermark: int  # includes settled ones, because compaction reads all
     waiting_rows: int  # pending messages with a due time, in all locations
     leases: LeaseCounts
     halves: list[Half]
@@ -87,7 +87,7 @@ class Applying:
         tables.meta.restore((key, bytes(value)) for key, value in facts.meta.items())
         tables.topics.load(reader, facts.queues, facts.seq)
         self._replayed = Replayed(known, self.ledger)
-        self._tail = TailPromises(facts.seq)
+        self._tail = TailScheduled(facts.seq)
         self._resumes = resumes
         self._first_seq = 1  # queues have no entries of rows before this one
         self.applied_seq = facts.seq  # all rows below this number are applied, no others
@@ -168,7 +168,7 @@ class Applying:
             cursor=replayed.cursor,
             waiting=self._tail.waiting(settled, from_seq),
             files=files,
-            promises_since_watermark=self._tail.count(self.reader, from_seq),
+            scheduled_since_watermark=self._tail.count(self.reader, from_seq),
             waiting_rows=replayed.waiting_rows,
             leases=replayed.leases,
             halves=load(self.reader, replayed.halves, dict(facts.halves)),
@@ -244,7 +244,7 @@ _COLUMNS = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq"
 _BATCH_ROWS = 65_536
 
 
-class TailPromises:
+class TailScheduled:
     """The scheduled messages in rows from `from_seq` on. Belongs to the thread that applies the rows."""
 
     def __init__(self, from_seq: int) -> None:

@@ -6,15 +6,18 @@ same in a row of the log. *Settled* means released or cancelled.
     1. The checkpoint contains the state at sequence number C. The files of the queue index contain the positions of
        the messages before C. If the files are damaged or missing, these entries are rebuilt from the log.
     2. Rows from C on are replayed: visible rows into the queue indexes, releases and cancels into the set of settled
-       promises, TABLE rows into the state of attaches and reservations.
+       scheduled messages, TABLE rows into the state of attaches and reservations.
     3. The live data files are those of the checkpoint, changed by the attaches from C on. Each file must exist. The
        Delta table is a cache of this list. It is updated to match, or created again.
-    4. Promises from the watermark W on that are not settled are the pending messages of the tail, each at the last of
-       its rows. If a strategy has its own files and they match the checkpoint, only promises from C on are needed.
-    5. A release or cancel record settles a promise wherever it is pending, also in the queue of a delay level.
-    6. The tick continues from the checkpoint's, with every release record of a message with a due time since.
-    7. A MOVED row to another due time settles the version that it names, and is the newest version of its promise.
-    8. Promises without a due time (half messages) in the checkpoint's list and from C on are open, unless a row from
+    4. Scheduled messages from the watermark W on that are not settled are the pending messages of the tail, each at the
+    last of
+       its rows. If a strategy has its own files and they match the checkpoint, only scheduled messages from C on are
+       needed.
+    5. A release or cancel record settles a scheduled message wherever it is pending, also in the queue of a delay
+    level. 6. The tick continues from the checkpoint's, with every release record of a message with a due time since. 7.
+    A MOVED row to another due time settles the version that it names, and is the newest version of its scheduled
+    message. 8. Scheduled messages without a due time (half messages) in the checkpoint's list and from C on are open,
+    unless a row from
        C on names them.
     9. The number of pending messages and the leases in the log are the checkpoint's, changed by the rows from C on.
 

@@ -7,8 +7,8 @@ any number of steps: the same rows give the same facts. *Settled* means released
                    or p is covered by its mark: below settled_before_seq, due before settled_before_ms,
                    and not of a bulk attach that came later than the mark
 
-A MOVED row to another due time settles the version that it names, and is the newest version of its promise. A half
-message is open until a row names it. The cursor advances with every release record of a message with a due time.
+A MOVED row to another due time settles the version that it names, and is the newest version of its scheduled message. A
+half message is open until a row names it. The cursor advances with every release record of a message with a due time.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Replayed:
             # Select the columns first: filtering rows of all columns would copy every body.
             named = rows.select(_NAMES)
             moves = (kinds == Kind.MOVED) & has_instant
-            opened = rows.column("seq").to_numpy()[(kinds == Kind.PROMISE) & ~has_instant]
+            opened = rows.column("seq").to_numpy()[(kinds == Kind.SCHEDULED) & ~has_instant]
             if moves.any():
                 self._replay_moves(named.filter(pa.array(moves)))
             settling = np.isin(kinds, list(_SETTLING))
@@ -92,7 +92,7 @@ class Replayed:
             if len(opened) or (len(self.halves) and ended.any()):
                 self.halves = np.setdiff1d(np.concatenate([self.halves, opened]), _sources(rows, ended))
             self.leases.replay(rows)
-            self.waiting_rows += int(np.count_nonzero((kinds == Kind.PROMISE) & has_instant))
+            self.waiting_rows += int(np.count_nonzero((kinds == Kind.SCHEDULED) & has_instant))
         if Kind.TABLE in present:
             for at in np.flatnonzero(kinds == Kind.TABLE).tolist():
                 self._replay_change(rows.slice(at, 1))

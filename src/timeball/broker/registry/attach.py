@@ -187,8 +187,8 @@ class AttachState:
                 raise InvalidMessage(
                     f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
                 )
-        # Two promises with one number would be settled together, so one of them would be lost. There are as many rows
-        # as numbers, and no two files over the same ones, so each number is used once.
+        # Two scheduled messages with one number would be settled together, so one of them would be lost. There are as
+        # many rows as numbers, and no two files over the same ones, so each number is used once.
         files = sorted(attachment.files, key=lambda entry: entry.min_seq)
         for one, other in pairwise(files):
             if other.min_seq <= one.max_seq:

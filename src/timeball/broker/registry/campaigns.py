@@ -1,12 +1,12 @@
-"""Campaigns: the promises of one bulk attach as one object, and the decisions about them.
+"""Campaigns: the scheduled messages of one bulk attach as one object, and the decisions about them.
 
     planned --attach--> running --pause--> paused --resume--> running --> finished
        \\__________________\\___________________\\__cancel--> cancelled
 
 A campaign is planned before its files are written. Its ranges of numbers are set in the frame that attaches the files.
-While it is paused, `held_from_ms` is the due time from which on its promises are held (schedule/outcomes.py). It is
-finished when all its due times have passed, which is computed and not stored. The rows contain the decisions. The
-outcome of each promise is in the log.
+While it is paused, `held_from_ms` is the due time from which on its scheduled messages are held (schedule/outcomes.py).
+It is finished when all its due times have passed, which is computed and not stored. The rows contain the decisions. The
+outcome of each scheduled message is in the log.
 """
 
 from __future__ import annotations
@@ -34,23 +34,25 @@ class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     since_ms: int  # when the campaign got this state
     planned_ms: int
     planned_seq: int  # end of the log at that time: all rows of the campaign come after it
-    rows: int  # number of promises: as planned, then as attached
+    rows: int  # number of scheduled messages: as planned, then as attached
     ranges: list[tuple[int, int]] = []  # (first_seq, rows)
-    # The latest due time of its promises, or -1 before the attach.
+    # The latest due time of its scheduled messages, or -1 before the attach.
     last_due_ms: int = -1
-    cancelled: int = 0  # promises ended by its cancel. The log may remove their rows
-    # While the campaign is paused or being cancelled: pending promises that are due at this time or later are held.
+    cancelled: int = 0  # scheduled messages ended by its cancel. The log may remove their rows
+    # While the campaign is paused or being cancelled: pending scheduled messages that are due at this time or later are
+    # held.
     held_from_ms: int | None = None
     # The groups of the cluster that each have a part of the campaign. A later try must distribute it in the same way.
     groups: list[str] = []
 
     def is_finished(self, settled_before_ms: int) -> bool:
-        """Return whether all its promises have been settled one by one. `settled_before_ms`: of the schedule."""
+        """Return whether all its messages have been settled one by one. `settled_before_ms`: of the schedule."""
         return self.state == "running" and self.last_due_ms < settled_before_ms
 
     def is_cancelled_for_good(self, now_ms: int) -> bool:
-        """Return whether none of its promises can be delivered any more, even without the record of its cancel."""
-        # With held promises, the cancel was interrupted. Without an attach, its job may still run and must be refused.
+        """Return whether none of its messages can be delivered any more, even without the record of its cancel."""
+        # With held scheduled messages, the cancel was interrupted. Without an attach, its job may still run and must be
+        # refused.
         is_behind = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
         return self.state == "cancelled" and self.held_from_ms is None and is_behind
 

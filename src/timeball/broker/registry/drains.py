@@ -1,10 +1,10 @@
-"""Drains as META rows: a replica group hands its pending promises over to another group for good.
+"""Drains as META rows: a replica group hands its pending scheduled messages over to another group for good.
 
     drain/out          DrainFacts: the receiving group (heir), and the transfer that it has not confirmed yet
     adopted/<group>    AdoptedFacts: the last transfer that this group has taken over from that one
 
-Both rows are written in the same frame as the rows of the transfer: the promises that it ends here, or begins there.
-Therefore a transfer that is repeated after a crash contains the same rows, and is taken over once.
+Both rows are written in the same frame as the rows of the transfer: the scheduled messages that it ends here, or begins
+there. Therefore a transfer that is repeated after a crash contains the same rows, and is taken over once.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ class Drains:
         return out.first_seq if out is not None and out.rows else None
 
     def was_handed(self, word: str, at_ms: int | None) -> bool:
-        """Return whether a promise of this log was handed over, judged by its reported end.
+        """Return whether a scheduled message of this log was handed over, judged by its reported end.
 
         `word`: a verdict, or the state of a place. `at_ms`: the time of the end, None if no longer known.
         """
-        # No row shows any more how the promise ended. A promise that was handed over must not be called cancelled.
+        # No row shows any more how the scheduled message ended. A scheduled message that was handed over must not be
+        # called cancelled.
         is_faded = at_ms is None and word in ("cancelled", "already_cancelled")
         return word == HANDED or (is_faded and self.out is not None)
 
     def is_moving(self, at_ms: int | None) -> bool:
-        """Return whether promises handed over at `at_ms` may not have arrived yet."""
+        """Return whether scheduled messages handed over at `at_ms` may not have arrived yet."""
         out = self.out
         return out is not None and bool(out.rows) and (at_ms is None or at_ms >= out.at_ms)
 

@@ -1,7 +1,7 @@
 """Counts of the leases kept in the log, by group and topic: those that members hold, and those they have given back.
 
-A lease takes 13 bytes: the number of its promise, its group and topic, its state. Receives, answers and releases change
-whole batches of leases by number. An unknown number changes nothing.
+A lease takes 13 bytes: the number of its scheduled message, its group and topic, its state. Receives, answers and
+releases change whole batches of leases by number. An unknown number changes nothing.
 
 This is a cache: all of it follows from the log, and the checkpoint contains a copy (`facts`). Recovery starts with that
 copy and applies the later rows (`replay`), in the order of the log.
@@ -62,7 +62,8 @@ class LeaseCounts:
         self._number, self._key, self._state = _NONE, np.empty(0, np.int32), np.empty(0, np.int8)
         self._rows = 0
         self._counts = np.zeros((len(State), 0), np.int64)  # by state and key
-        # Pending promises that bring a message back to its group. An attribute and no property: every release reads it.
+        # Pending scheduled messages that bring a message back to its group. An attribute and no property: every release
+        # reads it.
         self.waiting_rows = 0
 
     def held(self) -> Counts:
@@ -81,7 +82,7 @@ class LeaseCounts:
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, group: str, topic: str, numbers: Int64Array) -> None:
-        """Count leases whose promises have these numbers. Numbers ascend, and are larger than all known ones."""
+        """Count leases whose messages have these numbers. Numbers ascend, and are larger than all known ones."""
         key, rows = self._key_at((group, topic)), self._rows
         if rows + len(numbers) > len(self._number):
             self._make_room(len(numbers))
@@ -91,9 +92,9 @@ class LeaseCounts:
         self._counts[State.HELD, key] += len(numbers)
         self.waiting_rows += len(numbers)
 
-    def add_rows(self, promises: pa.RecordBatch, numbers: Int64Array) -> None:
-        """Count the leases of these promises, with the groups and topics that they name."""
-        keys = keys_of(promises)
+    def add_rows(self, scheduled_rows: pa.RecordBatch, numbers: Int64Array) -> None:
+        """Count the leases of these scheduled messages, with the groups and topics that they name."""
+        keys = keys_of(scheduled_rows)
         # Run by run: a receive writes its leases side by side, and numbers must ascend.
         begin = 0
         for at in range(1, len(keys) + 1):
@@ -103,7 +104,7 @@ class LeaseCounts:
                 begin = at
 
     def end(self, numbers: Int64Array) -> None:
-        """Stop counting these leases: they were answered for good, or their promises have been released."""
+        """Stop counting these leases: they were answered for good, or their scheduled messages have been released."""
         self._set(numbers, State.ENDED)
 
     def change(self, numbers: Int64Array, nacked: BoolArray) -> None:
@@ -205,18 +206,18 @@ class LeaseCounts:
     def replay(self, rows: pa.RecordBatch) -> None:
         """Apply READ_SCHEMA rows of the log, in its order."""
         if rows.column("source_seq").null_count == rows.num_rows:
-            return  # most batches contain only messages, and promises that bring nothing back
+            return  # most batches contain only messages, and scheduled messages that bring nothing back
         kinds = rows.column("kind").to_numpy()
         named = np.asarray(rows.column("source_seq").is_valid()) & np.asarray(
             rows.column("due_ms").is_valid()
         )
-        leased = named & (kinds == Kind.PROMISE)
+        leased = named & (kinds == Kind.SCHEDULED)
         if leased.any():
-            promises = rows.filter(pa.array(leased))
-            self.add_rows(promises, int64(promises.column("seq")))
+            scheduled_rows = rows.filter(pa.array(leased))
+            self.add_rows(scheduled_rows, int64(scheduled_rows.column("seq")))
         if not self._rows:
             return
-        # After all additions: the row that changes or ends a lease stands after its promise.
+        # After all additions: the row that changes or ends a lease stands after its scheduled message.
         moved = rows.filter(pa.array(named & (kinds == Kind.MOVED)))
         if moved.num_rows:
             self.change(int64(moved.column("source_seq")), were_nacked(moved))
@@ -242,16 +243,18 @@ def _numbers(found: Sequence[tuple[int, int]]) -> Int64Array:
     return np.concatenate([_NONE, *(np.arange(first, first + count) for first, count in found)])
 
 
-def keys_of(promises: pa.RecordBatch) -> list[GroupTopic | None]:
-    """Return the group and topic of each lease's promise, with None where the properties do not name the group."""
-    texts = promises.column("properties")
+def keys_of(scheduled_rows: pa.RecordBatch) -> list[GroupTopic | None]:
+    """Return the group and topic of each lease's message, with None where the properties do not name the group."""
+    texts = scheduled_rows.column("properties")
     groups, firsts = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
     # The retry topic contains the topic. All topics share one dead-letter topic, so there the properties contain it.
     return [
         None
         if group is None
         else (group, topic_of(group, first or topic if topic.startswith(DLQ_PREFIX) else topic))
-        for group, first, topic in zip(groups, firsts, promises.column("topic").to_pylist(), strict=True)
+        for group, first, topic in zip(
+            groups, firsts, scheduled_rows.column("topic").to_pylist(), strict=True
+        )
     ]
 
 

@@ -6,7 +6,8 @@ of offsets stand after the messages that they cover.
 
 A group does not see messages again that were leased to it in the log (consuming/log_leases.py). For this purpose
 `Parked` is written in the same frame as the offsets that it belongs to. It names the row of the log from which on
-promises may belong to positions that these offsets do not count as done, and it lists the done positions after them.
+scheduled messages may belong to positions that these offsets do not count as done, and it lists the done positions
+after them.
 
     offsets/<group>@<topic>   {queue: offset}
     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
@@ -31,7 +32,7 @@ Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]
 
 
 class Parked(msgspec.Struct, frozen=True):
-    """Positions done after the offsets: those in `ahead`, and those of promises in the log from `from_seq` on."""
+    """Positions done after the offsets: those in `ahead`, and those of messages in the log from `from_seq` on."""
 
     from_seq: int
     ahead: Ahead

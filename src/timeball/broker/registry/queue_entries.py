@@ -23,7 +23,7 @@ from timeball.model.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, code
 BATCH_ROWS = 65_536
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
 # MOVED: a half message that is committed with a level is moved to the queue of that level.
-_PROMISED = (int(Kind.PROMISE), int(Kind.MOVED))
+_SCHEDULED_AT = (int(Kind.SCHEDULED), int(Kind.MOVED))
 CHECKED_QUEUES = 64  # queues that are checked when an index is loaded; takes some milliseconds
 
 
@@ -39,7 +39,7 @@ def index_tags(
     if SCHEDULE_TOPIC not in names:
         return tags
     # Clients may have sent messages to this topic before it was reserved. These have no due time.
-    waits = (codes == names.index(SCHEDULE_TOPIC)) & np.isin(rows.column("kind").to_numpy(), _PROMISED)
+    waits = (codes == names.index(SCHEDULE_TOPIC)) & np.isin(rows.column("kind").to_numpy(), _SCHEDULED_AT)
     return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags)
 
 

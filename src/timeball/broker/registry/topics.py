@@ -325,7 +325,8 @@ class Topics:
             mine[free] = (topic.turn + np.arange(count)) % width
             # The next batch continues with the next queue, so that single sends also use all queues in turn.
             topic.turn = (topic.turn + count) % width
-        # The number may be too high, if queues were removed after the promise was made. The message must not be lost.
+        # The number may be too high, if queues were removed after the scheduled message was made. The message must not
+        # be lost.
         mine = mine % len(topic.queues)
         queue_id[slice(None) if rows is None else rows] = mine
 

@@ -1,21 +1,22 @@
-"""Cancel of pending promises by name, with a definite verdict for each.
+"""Cancel of pending scheduled messages by name, with a definite verdict for each.
 
     cancelled           it was pending, and will never be delivered; the CANCEL row is durable
     rescheduled         it was pending, and now has another due time (reschedule.py)
     already_cancelled   another request was first
     released            too late: its release is in the log, stored at `at_ms`
     expired             it is no longer pending; the row that ended it is older than the log
-    not_found           no promise of that name is known here
+    not_found           no scheduled message of that name is known here
 
-Here "settle" means to end a promise, or to give it another due time.
+Here "settle" means to end a scheduled message, or to give it another due time.
 
 The schedule decides the race with the due time and with other requests. It does so on the event loop, in the order in
-which rows are appended to the log. A promise that was handed out for release cannot be cancelled, and a cancelled one
-is not handed out. There is no third case (G7).
+which rows are appended to the log. A scheduled message that was handed out for release cannot be cancelled, and a
+cancelled one is not handed out. There is no third case (G7).
 
-If another request settled the promise first, the lookup is repeated once that request's row is durable. A promise that
-was moved meanwhile is tried at its new due time. Each repetition means that another request made progress. The answer
-was true at some time between call and answer. All verdicts name a promise by its number, which never changes.
+If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. A
+scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
+progress. The answer was true at some time between call and answer. All verdicts name a scheduled message by its number,
+which never changes.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.components import Components
 from timeball.broker.registry.rates import Stat
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import CANCELLED, Candidate, Found, Names, pairs
+from timeball.broker.revoking.scheduled_lookup import CANCELLED, Candidate, Found, Names, pairs
 from timeball.model.message import CANCELLED_BY, LogRow, encode_properties
 from timeball.model.rows import cancel_row
 from timeball.model.wire import Verdict
 
-# Settles those of these promises that are pending, durably, and returns a verdict for each, by number.
+# Settles those of these scheduled messages that are pending, durably, and returns a verdict for each, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
 
 
 async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
-    """Call `act` for pending promises. Return a verdict for each promise, and for each name without one.
+    """Call `act` for pending messages. Return a verdict for each scheduled message, and for each name without one.
 
     Raise OutOfRange or InvalidMessage for invalid names.
     """
@@ -55,10 +56,11 @@ async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
     told = {
         number: Verdict("", ended.verdict, number, ended.at_ms) for number, ended in found.settled.items()
     }
-    # By number: one promise may be found by its id and by its key, and is tried once.
+    # By number: one scheduled message may be found by its id and by its key, and is tried once.
     left = {c.number: c for c in found.candidates if c.number not in told}
     while left:
-        # Settling is one step on the event loop, so a promise that is not in `acted` was settled by another request.
+        # Settling is one step on the event loop, so a scheduled message that is not in `acted` was settled by another
+        # request.
         acted = await act(list(left.values()))
         told |= acted
         left = await look_again(look_ups, [c for c in left.values() if c.number not in acted], told)
@@ -68,11 +70,11 @@ async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
 async def cancel(
     parts: Components, appender: Appender, candidates: list[Candidate], *, by: str = ""
 ) -> dict[int, Verdict]:
-    """Cancel these promises, durably (an Act). `by`: the account that requests it, which the rows name."""
+    """Cancel these scheduled messages, durably (an Act). `by`: the account that requests it, which the rows name."""
     now_ms = parts.clock.now_ms()
     chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
     if chosen:
-        # An operator may name a retry topic, so some of the promises may stand for leases.
+        # An operator may name a retry topic, so some of the scheduled messages may stand for leases.
         parts.lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
         await appender.append_few(cancel_rows(chosen, now_ms, by))
@@ -89,7 +91,7 @@ def stop_waiting(parts: Components, candidates: Sequence[Candidate]) -> npt.NDAr
 
 
 def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
-    """Build the CANCEL rows of these promises, as values of LOG_SCHEMA."""
+    """Build the CANCEL rows of these scheduled messages, as values of LOG_SCHEMA."""
     properties = encode_properties({CANCELLED_BY: by}) if by else None
     return [
         cancel_row(
@@ -101,9 +103,9 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
 
 
 def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) -> list[Verdict]:
-    """Return one verdict for each promise, in the order of `subjects`.
+    """Return one verdict for each scheduled message, in the order of `subjects`.
 
-    For each name, promises settled by this request come first, then the newest.
+    For each name, scheduled messages settled by this request come first, then the newest.
     """
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in found.candidates:
@@ -117,20 +119,20 @@ def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) ->
                 told_of.append(msgspec.structs.replace(verdict, subject=subject))
             if (
                 verdict.verdict == "cancelled"
-            ):  # a promise that is named twice in one request is cancelled once
+            ):  # a scheduled message that is named twice in one request is cancelled once
                 told[c.number] = msgspec.structs.replace(verdict, verdict=CANCELLED)
         told_of.sort(
             key=lambda verdict: (verdict.verdict not in ("cancelled", "rescheduled"), -(verdict.seq or 0))
         )
         if not told_of:
-            # Every name gets a verdict, also one without a promise.
+            # Every name gets a verdict, also one without a scheduled message.
             told_of = [_unknown(subject, found)]
         result += told_of
     return result
 
 
 def _is_overtaken(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
-    """Return whether its id belongs to a later promise too, and the time of its own end is unknown."""
+    """Return whether its id belongs to a later scheduled message too, and the time of its own end is unknown."""
     if (
         verdict.verdict not in (CANCELLED, "expired")
         or verdict.at_ms is not None
@@ -149,7 +151,7 @@ def _unknown(subject: str, found: Found) -> Verdict:
 async def look_again(
     look_ups: LookUps, lost: Sequence[Candidate], told: dict[int, Verdict]
 ) -> dict[int, Candidate]:
-    """Add to `told` the verdicts that follow from other requests. Return, by number, the promises to try again."""
+    """Add to `told` the verdicts that follow from other requests. Return, by number, the messages to try again."""
     if not lost:
         return {}
     # It was settled since the lookup, or its release is on its way to the disk. After the flush, the row is there.
@@ -169,7 +171,7 @@ async def look_again(
 
 
 def _faded(parts: Components, candidate: Candidate) -> Verdict:
-    """Return the verdict of a promise that is not pending, and whose end is in no row of the log.
+    """Return the verdict of a scheduled message that is not pending, and whose end is in no row of the log.
 
     The schedule remembers a cancel until the due time.
     """

@@ -1,8 +1,8 @@
 """Build the rows that move pending messages from one group of a cluster to another.
 
-    handed    in the log of the giving group: a CANCEL row, which ends the promise there and contains the message
-    sent      only the columns of the message, as an Arrow stream
-    adopted   in the log of the receiving group: a PROMISE row with the same due time
+    handed    in the log of the giving group: a CANCEL row, which ends the scheduled message there and contains the
+    message sent      only the columns of the message, as an Arrow stream adopted   in the log of the receiving group: a
+    SCHEDULED row with the same due time
 
 The CANCEL row contains the message, so the log of the giving group is enough to send a transfer again. The files of the
 pending table may be rewritten meanwhile.
@@ -42,30 +42,30 @@ SENT = pa.schema(
 _MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
 
 
-def handed_rows(promises: pa.RecordBatch, heir: str, now_ms: int) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows that end READ_SCHEMA promises here and contain their messages for the group `heir`."""
+def handed_rows(scheduled_rows: pa.RecordBatch, heir: str, now_ms: int) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows that end READ_SCHEMA messages here and contain their messages for the group `heir`."""
     # The list belongs to the strategy of this group.
-    promises = without_lists(promises)
-    number, version = names(promises)
-    nothing = pa.nulls(promises.num_rows, pa.int64())
-    said = pc.fill_null(promises.column("properties"), "")
+    scheduled_rows = without_lists(scheduled_rows)
+    number, version = names(scheduled_rows)
+    nothing = pa.nulls(scheduled_rows.num_rows, pa.int64())
+    said = pc.fill_null(scheduled_rows.column("properties"), "")
     # Some clients omit the separator after the last property. Without it, the mark would become part of that property.
     is_open = pc.and_(pc.not_equal(said, ""), pc.invert(pc.ends_with(said, PROPERTY_END)))
     ended = pc.if_else(is_open, pc.binary_join_element_wise(said, "", PROPERTY_END), said)
     marked = pc.binary_join_element_wise(ended, encode_properties({HANDED_TO: heir}), "")
     changed = {
-        "kind": pa.array(np.full(promises.num_rows, Kind.CANCEL, dtype=np.int8)),
+        "kind": pa.array(np.full(scheduled_rows.num_rows, Kind.CANCEL, dtype=np.int8)),
         # A CANCEL row has no queue offset, also if the message waited for a delay level.
         "queue_offset": nothing,
         "properties": marked,
-        "store_ms": pa.array(np.full(promises.num_rows, now_ms, dtype=np.int64)),
-        "accepted_ms": promises.column("store_ms"),
+        "store_ms": pa.array(np.full(scheduled_rows.num_rows, now_ms, dtype=np.int64)),
+        "accepted_ms": scheduled_rows.column("store_ms"),
         "source_seq": number,
         "version_seq": version,
         "from_due_ms": nothing,
     }
     return pa.RecordBatch.from_arrays(
-        [changed.get(name, promises.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
+        [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 
@@ -121,11 +121,11 @@ def _may_be_compressed(metadata: pa.Buffer) -> bool:
 
 
 def adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:
-    """Build LOG_SCHEMA promises from the rows of a transfer."""
+    """Build LOG_SCHEMA scheduled messages from the rows of a transfer."""
     return build_rows(
         sent.num_rows,
         **{name: sent.column(name) for name in SENT.names if name != "due_ms"},
-        kind=int(Kind.PROMISE),
+        kind=int(Kind.SCHEDULED),
         store_ms=now_ms,
         store_host=host,
         # A message whose due time passed during the transfer is due now.

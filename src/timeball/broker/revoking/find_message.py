@@ -1,7 +1,7 @@
 """Lookup of the messages with one id and their positions: a read that settles nothing (wire.MessagePlace).
 
 Copies on their way back to a consumer are left out unless the caller names their topic, as everywhere
-(promise_lookup.py).
+(scheduled_lookup.py).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import pyarrow as pa
 
 from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
-from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import Candidate, Names, is_on_its_way_back
+from timeball.broker.revoking.scheduled_lookup import Candidate, Names, is_on_its_way_back
 from timeball.model import limits
 from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
@@ -43,7 +43,7 @@ class _Logged:
     copies: list[Copy] = field(default_factory=list)
     cancels: dict[int, dict[str, str]] = field(
         default_factory=dict
-    )  # properties of a CANCEL row, by its promise
+    )  # properties of a CANCEL row, by its scheduled message
 
 
 async def find_message(
@@ -54,8 +54,9 @@ async def find_message(
     contents: dict[int, Content] = {}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
-        # Files may contain promises whose end is no longer in the log, so the schedule decides which are pending.
-        waits = parts.outcomes.waits(*promise_lookup.pairs(named)).tolist()
+        # Files may contain scheduled messages whose end is no longer in the log, so the schedule decides which are
+        # pending.
+        waits = parts.outcomes.waits(*scheduled_lookup.pairs(named)).tolist()
         candidates = [c for c, does in zip(named, waits, strict=True) if does]
         topics.update({c.number: c.topic for c in candidates})
         # The state may be seen with fewer permissions than the content.
@@ -88,14 +89,14 @@ async def find_message(
 
 
 def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Content]:
-    """Return the content of these promises, as far as log or table still contain it (file thread)."""
+    """Return the content of these scheduled messages, as far as log or table still contain it (file thread)."""
     if not candidates:
         return {}
     numbers = {c.seq: c.number for c in candidates}
     # Listed here, so that no listed file is removed before it is read: this thread removes the files, or they are
     # kept for a day after they have left the table.
     live = parts.hour_log.pending.live
-    rows = promise_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
+    rows = scheduled_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
     return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
 
 

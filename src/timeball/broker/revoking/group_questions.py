@@ -24,7 +24,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
-    """Cancel the promises with these names that this group has."""
+    """Cancel the scheduled messages with these names that this group has."""
 
     ids: list[str] = []
     keys: list[str] = []
@@ -32,7 +32,7 @@ class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
 
 
 class RescheduleHere(Question, frozen=True, tag_field="ask", tag="reschedule"):
-    """Move the promises with these names that this group has, to a due time or by a delay from now."""
+    """Move the scheduled messages with these names that this group has, to a due time or by a delay from now."""
 
     ids: list[str] = []
     keys: list[str] = []

@@ -1,7 +1,7 @@
-"""Lookups of promises by name. Requests that arrive during one search share the next.
+"""Lookups of scheduled messages by name. Requests that arrive during one search share the next.
 
 A search of the log and of the key runs costs nearly the same for ten names as for one, and the thread that searches
-runs one search at a time. The result for each caller depends only on that caller's names (promise_lookup.py).
+runs one search at a time. The result for each caller depends only on that caller's names (scheduled_lookup.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.ingress import AsyncBatcher
-from timeball.broker.revoking.promise_lookup import COLUMNS, SETTLING, Found, Names, Search
+from timeball.broker.revoking.scheduled_lookup import COLUMNS, SETTLING, Found, Names, Search
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.errors import Corrupt, NotFound, OutOfRange, TimeballError
@@ -32,7 +32,7 @@ class LookUps:
         )
 
     async def look_up(self, names: Names, *, thorough: bool = False) -> Found:
-        """Search log and table for these names. `thorough`: also for the end of promises without an id.
+        """Search log and table for these names. `thorough`: also for the end of scheduled messages without an id.
 
         Raise Corrupt when a file that may contain one of them cannot be read.
         """
@@ -76,17 +76,17 @@ class LookUps:
 
 # ---- what no index knows --------------------------------------------------------------------------------------
 
-# An index by number would cost an entry for each release, and most promises have an id, which RocketMQ's clients and
-# Timeball's own set. So the log is read, from the lowest of these numbers to its end. That may take a while, so it runs
-# in a separate thread, because consumers wait for the broker's reader thread. Rows that retention removes meanwhile are
-# missing from the result, as if they had been removed before.
+# An index by number would cost an entry for each release, and most scheduled messages have an id, which RocketMQ's
+# clients and Timeball's own set. So the log is read, from the lowest of these numbers to its end. That may take a
+# while, so it runs in a separate thread, because consumers wait for the broker's reader thread. Rows that retention
+# removes meanwhile are missing from the result, as if they had been removed before.
 
 
 _BATCH_ROWS = 65_536
 
 
 def scan(reader: LogReader, wanted: set[int]) -> list[dict[str, Any]]:
-    """Read the rows (`COLUMNS`, in order) that move or end these promises (any thread)."""
+    """Read the rows (`COLUMNS`, in order) that move or end these scheduled messages (any thread)."""
     while True:
         begin = max(reader.first_seq, min(wanted))
         try:

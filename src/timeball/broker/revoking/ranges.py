@@ -1,16 +1,17 @@
-"""Cancel of all pending promises in whole ranges of numbers: those of a bulk job as one object, with a definite count.
+"""Cancel of all pending messages in whole ranges of numbers: those of a bulk job as one object, with a definite count.
 
-The promises of a bulk attach never passed through the log one by one, so no index contains their numbers. They are read
-from the files of the pending table, row group by row group, starting with those due soonest. Each group is decided on
-the event loop, in some milliseconds, and its CANCEL rows are in the log before the next group is read. A call that is
-interrupted has cancelled the first groups, and a repeated call continues. Each promise is settled as in cancel.py.
+The scheduled messages of a bulk attach never passed through the log one by one, so no index contains their numbers.
+They are read from the files of the pending table, row group by row group, starting with those due soonest. Each group
+is decided on the event loop, in some milliseconds, and its CANCEL rows are in the log before the next group is read. A
+call that is interrupted has cancelled the first groups, and a repeated call continues. Each scheduled message is
+settled as in cancel.py.
 
-The list of files is made once, between two changes of the table, so every promise of the ranges is in one of them.
-Meanwhile compaction may write a promise to another file, with the same due time and number, but the listed files stay
-on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
+The list of files is made once, between two changes of the table, so every scheduled message of the ranges is in one of
+them. Meanwhile compaction may write a scheduled message to another file, with the same due time and number, but the
+listed files stay on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
 
-Refused: numbers that are reserved but not attached yet, because promises attached after the answer would stay pending.
-Also refused: numbers of rows of the log, whose promises may not be in the table yet.
+Refused: numbers that are reserved but not attached yet, because scheduled messages attached after the answer would stay
+pending. Also refused: numbers of rows of the log, whose scheduled messages may not be in the table yet.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from timeball.table.data_file import DataFile, overlapping
 async def cancel_ranges(
     parts: Components, attaching: asyncio.Lock, ranges: Ranges, reason: str
 ) -> RangesCancelled:
-    """Cancel all promises with first_seq <= number < first_seq + rows, for each (first_seq, rows).
+    """Cancel all scheduled messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
     `attaching` is locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
     """
@@ -88,7 +89,7 @@ async def _cancel(parts: Components, rows: pa.RecordBatch, reason: str) -> int:
 
 def check(parts: Components, ranges: Ranges) -> None:
     """Raise unless all these numbers were given out, and none is still reserved for a future bulk attach."""
-    # Sorted, so that overlapping ranges are adjacent: a promise named twice would make the count wrong.
+    # Sorted, so that overlapping ranges are adjacent: a scheduled message named twice would make the count wrong.
     ordered = sorted(ranges)
     for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
         if first_seq + rows > min(next_first, parts.reader.next_seq):
@@ -107,7 +108,8 @@ def check(parts: Components, ranges: Ranges) -> None:
 def check_bulk(reader: LogReader, ranges: Ranges) -> None:
     """Raise OutOfRange if these are numbers of rows in the log (reader thread)."""
     for first_seq, rows in ranges:
-        # Numbers of a bulk attach have no rows in the log. A row here means that the caller named other promises.
+        # Numbers of a bulk attach have no rows in the log. A row here means that the caller named other scheduled
+        # messages.
         begin = max(first_seq, reader.first_seq)
         if next(reader.rows(begin, max(begin, first_seq + rows)), None) is not None:
             raise OutOfRange(
@@ -123,7 +125,7 @@ def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatc
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
-    """Build LOG_SCHEMA cancel rows for promises given by their identifying columns."""
+    """Build LOG_SCHEMA cancel rows for scheduled messages given by their identifying columns."""
     return build_rows(
         rows.num_rows,
         kind=int(Kind.CANCEL),

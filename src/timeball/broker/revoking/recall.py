@@ -13,7 +13,7 @@ contains the message's id, so it also finds a message that was moved. Only its d
 
 The handle has RocketMQ's form, because its remoting clients decode it to find the broker. Only gRPC clients pass it on
 unread. A decoder must ignore items after the fifth. The timestamp is the due time itself. (RocketMQ adds 1 ms, so that
-its wheel rounds it to the right slot. Timeball finds the promise by its key.)
+its wheel rounds it to the right slot. Timeball finds the scheduled message by its key.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.revoking.cancel import cancel, settle
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import CANCELLED, Names
+from timeball.broker.revoking.scheduled_lookup import CANCELLED, Names
 from timeball.model.errors import InvalidMessage, NotFound
 from timeball.model.wire import HANDED, Verdict
 

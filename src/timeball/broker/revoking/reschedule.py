@@ -1,16 +1,17 @@
-"""Reschedule: a pending promise gets another due time, in one atomic step.
+"""Reschedule: a pending scheduled message gets another due time, in one atomic step.
 
     MOVED    the same message under the same number, for the new due time; it settles the old due time
 
 One row does both, so after a power failure the message has either the old due time or the new one. For the schedule,
-one promise was settled and another one was added, so it has no code for moves. The decision is the same as for a
-cancel: a promise that was handed out is `released`, and is not moved.
+one scheduled message was settled and another one was added, so it has no code for moves. The decision is the same as
+for a cancel: a scheduled message that was handed out is `released`, and is not moved.
 
 Bodies are read before the decision, because no await may come between decision and append. A body does not change while
-its promise is pending. The properties of an earlier delay (a level, a timer) are removed, because they no longer apply.
+its scheduled message is pending. The properties of an earlier delay (a level, a timer) are removed, because they no
+longer apply.
 
-If a send would refuse the due time, the disk is full, or a slot of the wheel is full, nothing changes. Many promises
-are moved in several frames. A call that fails in between has moved the first ones, and may be repeated.
+If a send would refuse the due time, the disk is full, or a slot of the wheel is full, nothing changes. Many scheduled
+messages are moved in several frames. A call that fails in between has moved the first ones, and may be repeated.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.delivery import as_moves, in_frames
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.registry.rates import Stat
-from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import Candidate, Names
+from timeball.broker.revoking.scheduled_lookup import Candidate, Names
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
@@ -43,7 +44,7 @@ ROWS_AT_ONCE = 64  # bodies in memory: at most 256 MiB
 async def reschedule(
     look_ups: LookUps, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
 ) -> list[Verdict]:
-    """Move the pending promises with these names to a due time, or to a delay from now. Return their verdicts.
+    """Move the pending messages with these names to a due time, or to a delay from now. Return their verdicts.
 
     Raise InvalidDelay, RequestError, and the errors of a send.
     """
@@ -79,7 +80,7 @@ async def _move(
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
         # Read before the decision, because reading may fail or wait, and nothing after the decision may.
         rows = await in_thread(
-            parts.file_thread, promise_lookup.read,
+            parts.file_thread, scheduled_lookup.read,
             parts.reader, parts.file_keys, parts.hour_log.pending.live, list(chunk.values()),
         )  # fmt: skip
         for frame in in_frames(rows) if rows.num_rows else ():
@@ -104,24 +105,25 @@ async def _move_frame(
     due_ms = max(
         due_ms, now_ms
     )  # a due time in the past means now, so that the release does not count as late
-    promises = promise_rows(
+    scheduled_rows = moved_scheduled_rows(
         rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
     )
     # Topics may have been deleted since the send.
-    appender.make_topics(promises)
-    promises = appender.prepare(promises, now_ms)
-    # The race is decided here, on the event loop: a promise that is being released meanwhile is no longer pending.
+    appender.make_topics(scheduled_rows)
+    scheduled_rows = appender.prepare(scheduled_rows, now_ms)
+    # The race is decided here, on the event loop: a scheduled message that is being released meanwhile is no longer
+    # pending.
     waited = stop_waiting(parts, candidates)
     chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
     if not chosen:
         return {}
     # After `stop_waiting` the append must not fail or wait, so every check that may refuse runs before it.
     first_seq = parts.writer.next_seq
-    # The row of a move is the promise's new version.
+    # The row of a move is the scheduled message's new version.
     moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
     mask = pa.array(waited)
     appended = appender.append(
-        as_moves(promises.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves),
+        as_moves(scheduled_rows.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves),
         is_duration=is_duration,
     )  # fmt: skip
     await appended.durable
@@ -129,14 +131,15 @@ async def _move_frame(
     return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
 
 
-def promise_rows(
+def moved_scheduled_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA promises for another due time from READ_SCHEMA promises. `topics`: of their messages."""
+    """Build LOG_SCHEMA messages for another due time from READ_SCHEMA messages. `topics`: of their messages."""
     count = rows.num_rows
     said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
     level = np.asarray(rows.column("queue_offset").is_valid())  # it is in the queue of a delay level
-    # A promise of a level becomes a normal one: it leaves the level's queue, and gets its topic and queue back.
+    # A scheduled message of a level becomes a normal one: it leaves the level's queue, and gets its topic and queue
+    # back.
     queues = [
         int(properties[REAL_QUEUE]) if is_level else queue
         for properties, is_level, queue in zip(
@@ -145,7 +148,7 @@ def promise_rows(
     ]
     nothing, now = pa.nulls(count, pa.int64()), pa.array(np.full(count, now_ms, dtype=np.int64))
     changed = {
-        "kind": pa.array(np.full(count, Kind.PROMISE, dtype=np.int8)),
+        "kind": pa.array(np.full(count, Kind.SCHEDULED, dtype=np.int8)),
         "topic": pa.array(topics, pa.string()),
         "queue_id": pa.array(queues, pa.int32()),
         "queue_offset": nothing,

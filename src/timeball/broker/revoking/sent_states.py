@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.find_message import WAITING
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.promise_lookup import CANCELLED, RELEASED, Candidate, Names, pairs
+from timeball.broker.revoking.scheduled_lookup import CANCELLED, RELEASED, Candidate, Names, pairs
 from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.wire import Verdict
 
-# A message that was sent for a due time in the past has no promise: it was visible at once.
+# A message that was sent for a due time in the past has no scheduled message: it was visible at once.
 _STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}
 
 

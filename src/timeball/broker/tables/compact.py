@@ -1,8 +1,8 @@
-"""Compaction without Spark: the broker writes promises of its log to the table, with the functions of Spark's tasks.
+"""Compaction without Spark: the broker writes messages of its log to the table, with the functions of Spark's tasks.
 
-One run reads the promises of [from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes one file
-for each bucket. It runs in a separate thread, and has at most the rows of one run in memory. The attach that follows is
-the same as for files of any other writer.
+One run reads the scheduled messages of [from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes
+one file for each bucket. It runs in a separate thread, and has at most the rows of one run in memory. The attach that
+follows is the same as for files of any other writer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
-from timeball.schedule.locations import KINDS, as_promises, versions_in
+from timeball.schedule.locations import KINDS, as_scheduled, versions_in
 from timeball.table import layout, live_files
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.file_keys import FileKeys, run_path
@@ -64,7 +64,8 @@ def compact(
 ) -> Attachment:
     """Write the files for a range of the log. The caller attaches them (background thread).
 
-    `settled`: additional numbers to leave out, because they are settled. Most promises of leases are among them.
+    `settled`: additional numbers to leave out, because they are settled. Most scheduled messages of leases are among
+    them.
     """
 
     def unload() -> None:
@@ -73,7 +74,7 @@ def compact(
             if segment.first_seq < to_seq and segment.next_seq > from_seq:
                 files.unload(segment.buffer)
 
-    rows = promises(reader, from_seq, to_seq, settled_before_ms, settled, unload)
+    rows = scheduled_rows(reader, from_seq, to_seq, settled_before_ms, settled, unload)
     entries = write_files(files, rows, now_ms, unload=unload)
     unload()
     return Attachment(
@@ -147,7 +148,7 @@ def _write_keys(files: Files, keys: FileKeys) -> None:
         write_pieces(files, name, [keys.run().data])
 
 
-def promises(
+def scheduled_rows(
     reader: LogReader,
     from_seq: int,
     to_seq: int,
@@ -155,11 +156,12 @@ def promises(
     settled: Int64Array,
     unload: Callable[[], None],
 ) -> pa.Table:
-    """Return TABLE_SCHEMA rows of the promises in a range of the log that may be pending."""
+    """Return TABLE_SCHEMA rows of the scheduled messages in a range of the log that may be pending."""
     parts, read_rows = [], 0
     for found in reader.coalesced(from_seq, to_seq, KINDS, COALESCE_ROWS):
-        rows = as_promises(versions_in(found))
-        # All promises due earlier are settled. Cancelled ones that are due later may be included: the log settles them.
+        rows = as_scheduled(versions_in(found))
+        # All scheduled messages due earlier are settled. Cancelled ones that are due later may be included: the log
+        # settles them.
         waiting = rows.column("due_ms").to_numpy() >= settled_before_ms
         waiting &= ~np.isin(rows.column("seq").to_numpy(), settled)
         if waiting.any():
@@ -169,13 +171,13 @@ def promises(
         if read_rows >= UNLOAD_ROWS:
             unload()
             read_rows = 0
-    # With the schema, because there are no parts if all promises of the range are settled.
+    # With the schema, because there are no parts if all scheduled messages of the range are settled.
     return pa.Table.from_batches(parts, TABLE_SCHEMA)
 
 
 def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA promises to rows of the pending table."""
-    # The row of a moved promise names the promise's number. An original row is its own number.
+    """Convert READ_SCHEMA scheduled messages to rows of the pending table."""
+    # The row of a moved scheduled message names the scheduled message's number. An original row is its own number.
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     number = pc.if_else(pa.array(moved), rows.column("source_seq"), pa.scalar(None, pa.int64()))
     changed = {"accepted_ms": rows.column("store_ms"), "number": number}

@@ -1,14 +1,14 @@
 """Rewrites of the pending table, so that it consists of few files, in buckets that match how near their due times are.
 
 Each compaction adds a file to every bucket it touches, and a bulk job adds more. There are two reasons to read some
-files and write new ones without the settled promises:
+files and write new ones without the settled scheduled messages:
 
     many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
     coarse   a bucket of a day or month has come near: its file is split into hours (days), as it would be written now
 
 Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times in
-all, and not in every run. Promises that are cancelled during a rewrite stay cancelled, because the log records it. The
-schedule does not load rows again that it has already loaded.
+all, and not in every run. Scheduled messages that are cancelled during a rewrite stay cancelled, because the log
+records it. The schedule does not load rows again that it has already loaded.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array, Kind, build_rows
 from timeball.model.wire import Attached
-from timeball.schedule.locations import Waiting, take_promises
+from timeball.schedule.locations import Waiting, take_scheduled
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
@@ -37,14 +37,14 @@ logger = logging.getLogger(__name__)
 class TableChanges:
     """The changes of the pending table, one at a time. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, *, promises_since_watermark: int) -> None:
+    def __init__(self, parts: Components, *, scheduled_since_watermark: int) -> None:
         self.parts = parts
         self._loop = asyncio.get_running_loop()
         self.lock = asyncio.Lock()
         # Held during the long work of compaction and rewriting. `lock` is held only during the short steps of an
         # attach, so a bulk attach need not wait for a compaction.
         self._compact_lock = asyncio.Lock()
-        self.tail_count = TailCount(parts.ledger.watermark, promises_since_watermark)
+        self.tail_count = TailCount(parts.ledger.watermark, scheduled_since_watermark)
         self.outside_compactor_until_ms = 0
         self.compactions = compact.Figures(parts.clock.clock)
         # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
@@ -226,7 +226,7 @@ class TableChanges:
         from_seq, to_seq = parts.ledger.watermark, parts.reader.next_seq
 
         def write() -> list[FileEntry]:
-            rows = take_promises(parts.reader, np.sort(waiting.row_seq))
+            rows = take_scheduled(parts.reader, np.sort(waiting.row_seq))
             table = pa.Table.from_batches([compact.as_table_rows(rows)])
             return compact.write_files(parts.files, table, now_ms)
 
@@ -237,10 +237,10 @@ class TableChanges:
             )
         )  # fmt: skip
 
-    async def compact(self, *, even_without_promises: bool = False) -> Attached | None:
+    async def compact(self, *, even_without_rows: bool = False) -> Attached | None:
         """Move the scheduled messages after the watermark from the log to the pending table. None if there are none.
 
-        `even_without_promises`: advance the watermark even if there are none, so that retention may remove older rows.
+        `even_without_rows`: advance the watermark even if there are none, so that retention may remove older rows.
         """
         self._check_compacts()
         ledger, end_seq, attached = self.parts.ledger, self.parts.reader.next_seq, None
@@ -249,7 +249,7 @@ class TableChanges:
             # the next call.
             while ledger.watermark < end_seq:
                 is_followed = ledger.watermark + compact.RUN_ROWS_MAX < end_seq
-                found = await self._compact(even_without_promises=even_without_promises or is_followed)
+                found = await self._compact(even_without_rows=even_without_rows or is_followed)
                 if found is None:
                     break
                 attached = found
@@ -258,7 +258,7 @@ class TableChanges:
             raise
         return attached
 
-    async def _compact(self, *, even_without_promises: bool) -> Attached | None:
+    async def _compact(self, *, even_without_rows: bool) -> Attached | None:
         self._check_store()
         async with self._compact_lock:
             parts, began_ns = self.parts, self.parts.clock.clock.monotonic_ns()
@@ -277,7 +277,7 @@ class TableChanges:
                 ),
             )  # fmt: skip
             try:
-                if not attachment.files and not even_without_promises:
+                if not attachment.files and not even_without_rows:
                     return None
                 attached = await self._attach_written(attachment)
                 self.compactions.durations.add(parts.clock.clock.monotonic_ns() - began_ns)

@@ -1,9 +1,9 @@
 """Transactions: half messages are in the log, but hidden until their producer commits or rolls them back.
 
-    PROMISE without a due time   the half message as it was sent; its delay, if it has one, has not begun
+    SCHEDULED without a due time   the half message as it was sent; its delay, if it has one, has not begun
     RELEASE                      commit: the message is visible; `source_seq` is the number of the half message
     MOVED                        commit of a message with a delay, which begins now: the half message, whose number is
-                                 `source_seq`, becomes a promise with a due time
+                                 `source_seq`, becomes a scheduled message with a due time
     CANCEL                       rollback; `source_seq` is the number of the half message, and the body is the reason if
                                  the broker rolled it back
 
@@ -289,15 +289,15 @@ def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert admitted rows to half messages: promises without a due time."""
-    return _with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.PROMISE, dtype=np.int8)))
+    """Convert admitted rows to half messages: scheduled messages without a due time."""
+    return _with_column(rows, "kind", pa.array(np.full(rows.num_rows, Kind.SCHEDULED, dtype=np.int8)))
 
 
 def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
     """Convert admitted rows to rows that publish these half messages (READ_SCHEMA). Immediate rows become releases."""
     is_now = rows.column("kind").to_numpy() == Kind.MESSAGE
     accepted_ms = np.where(is_now, int64(halves.column("store_ms")), int64(rows.column("store_ms")))
-    kinds = np.where(is_now, np.int8(Kind.RELEASE), np.int8(Kind.PROMISE))
+    kinds = np.where(is_now, np.int8(Kind.RELEASE), np.int8(Kind.SCHEDULED))
     rows = _with_column(_with_column(rows, "kind", pa.array(kinds)), "accepted_ms", pa.array(accepted_ms))
     return _with_column(rows, "source_seq", halves.column("seq"))
 
@@ -305,9 +305,9 @@ def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
 def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Convert prepared rows of `ending_rows` that are due later to moves.
 
-    The promise keeps the number of the half message.
+    The scheduled message keeps the number of the half message.
     """
-    is_later = rows.column("kind").to_numpy() == Kind.PROMISE
+    is_later = rows.column("kind").to_numpy() == Kind.SCHEDULED
     from_ms = pa.array(np.full(len(is_later), NO_INSTANT_MS, dtype=np.int64), mask=~is_later)
     kinds = pa.array(np.where(is_later, np.int8(Kind.MOVED), np.int8(Kind.RELEASE)))
     return _with_column(_with_column(rows, "kind", kinds), "from_due_ms", from_ms)
@@ -384,7 +384,7 @@ def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Ou
         )
     except OutOfRange:
         return Outcome.NOT_FOUND
-    is_half = half["kind"] == Kind.PROMISE and half["due_ms"] is None
+    is_half = half["kind"] == Kind.SCHEDULED and half["due_ms"] is None
     if not is_half or decode_properties(half["properties"] or "").get(GROUP, "") != group:
         return Outcome.NOT_FOUND
     if half["unique_key"] is not None:

@@ -56,8 +56,8 @@ def count(
 ) -> Counted:
     """Pin a snapshot and count with SQL: with DuckDB in this process, or on Spark when a master is named.
 
-    DuckDB counts millions of promises in less time than Spark takes to start. Spark is for a table that only the
-    cluster can reach, or that is too large for one machine.
+    DuckDB counts millions of scheduled messages in less time than Spark takes to start. Spark is for a table that only
+    the cluster can reach, or that is too large for one machine.
     """
     reach(endpoint)  # fails at once without a broker, while the later calls retry
     groups = read_groups(endpoint)

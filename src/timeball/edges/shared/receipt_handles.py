@@ -26,7 +26,7 @@ PROMISED, IN_ORDER = 1, 2  # the kinds of the table above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
 
-_PROMISED = struct.Struct(">BBqq")
+_SCHEDULED_AT = struct.Struct(">BBqq")
 _IN_ORDER = struct.Struct(">BBiqq")
 
 
@@ -41,7 +41,7 @@ class ReceiptHandles:
         """Return the handle of a receipt."""
         group, topic, *named = receipt
         if isinstance(receipt, Receipt):
-            data = _PROMISED.pack(VERSION, PROMISED, *named)
+            data = _SCHEDULED_AT.pack(VERSION, PROMISED, *named)
         else:
             data = _IN_ORDER.pack(VERSION, IN_ORDER, *named)
         sealed = data + self._seal(data, group, topic)
@@ -53,8 +53,8 @@ class ReceiptHandles:
         content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
         if not hmac.compare_digest(seal, self._seal(content, group, topic)):
             raise invalid("it was not made by this broker for this group and topic")
-        if content[:2] == bytes([VERSION, PROMISED]) and len(content) == _PROMISED.size:
-            return Receipt(group, topic, *_PROMISED.unpack(content)[2:])
+        if content[:2] == bytes([VERSION, PROMISED]) and len(content) == _SCHEDULED_AT.size:
+            return Receipt(group, topic, *_SCHEDULED_AT.unpack(content)[2:])
         if content[:2] == bytes([VERSION, IN_ORDER]) and len(content) == _IN_ORDER.size:
             return PositionReceipt(group, topic, *_IN_ORDER.unpack(content)[2:])
         raise invalid("it was made by another version of this broker")

@@ -25,7 +25,7 @@ from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels.levels import LevelTable, restored
 from timeball.schedule.delay_levels.queue import LevelQueue, ShiftOf
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.locations import KINDS, Waiting, as_promises
+from timeball.schedule.locations import KINDS, Waiting, as_scheduled
 from timeball.schedule.outcomes import Outcomes, Settled
 
 OPEN_ROWS = 131_072  # entries of a queue opened at a time; the event loop reads them in a few ms
@@ -132,11 +132,11 @@ class DelayLevels(Backlog):
         """
         rows = self.reader.read_rows(row_seq)
         ours = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-        return restored(as_promises(rows if ours.all() else rows.filter(pa.array(ours))))
+        return restored(as_scheduled(rows if ours.all() else rows.filter(pa.array(ours))))
 
-    def decode_waiting(self, promises: pa.RecordBatch) -> pa.RecordBatch:
+    def decode_waiting(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
         """Restore the topics and queues to which the messages were sent."""
-        return restored(promises)
+        return restored(scheduled_rows)
 
     @property
     def missing_due_ms(self) -> int:

@@ -313,7 +313,7 @@ def load(files: list[DataFile], low: Position, high: Position) -> pa.RecordBatch
     tables = [(file, table) for file in files if (table := file.rows_between(low, high)).num_rows]
     if not tables:
         return None
-    return as_promises(pa.concat_tables([_counted_from(file.joined_ms, table) for file, table in tables]))
+    return as_scheduled(pa.concat_tables([_counted_from(file.joined_ms, table) for file, table in tables]))
 
 
 def _counted_from(joined_ms: int, rows: pa.Table) -> pa.Table:
@@ -329,7 +329,7 @@ def _counted_from(joined_ms: int, rows: pa.Table) -> pa.Table:
     return rows.set_column(at, rows.schema.field(at), pa.array(changed, rows.schema.field(at).type))
 
 
-def as_promises(rows: pa.Table) -> pa.RecordBatch:
+def as_scheduled(rows: pa.Table) -> pa.RecordBatch:
     """Convert TABLE_SCHEMA rows to READ_SCHEMA rows that equal those read from the log (schedule/locations.py)."""
     rows = rows.combine_chunks()
     shared = {name: rows.column(name).chunk(0) for name in LOG_SCHEMA.names if name in rows.schema.names}
@@ -337,7 +337,7 @@ def as_promises(rows: pa.Table) -> pa.RecordBatch:
     has_none = number.null_count == len(number)
     batch = build_rows(
         rows.num_rows,
-        kind=int(Kind.PROMISE) if has_none else np.where(number.is_valid(), Kind.MOVED, Kind.PROMISE),
+        kind=int(Kind.SCHEDULED) if has_none else np.where(number.is_valid(), Kind.MOVED, Kind.SCHEDULED),
         source_seq=None if has_none else number,
         store_ms=rows.column("accepted_ms").chunk(0),
         **{name: column for name, column in shared.items() if name != "accepted_ms"},

@@ -138,13 +138,13 @@ class LevelCascade(BacklogInFiles):
 
     # -- what it is besides ----------------------------------------------------------------------------------
 
-    def encode_waiting(self, promises: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    def encode_waiting(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
         """Add the list of the later hops to the properties of messages."""
-        return timing_list.encode_waiting(promises, now_ms)
+        return timing_list.encode_waiting(scheduled_rows, now_ms)
 
-    def encode_rewrite(self, promises: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
+    def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
         """Add the list of the hops after the next one to the properties of rewritten messages."""
-        return timing_list.encode_rewrite(promises, note)
+        return timing_list.encode_rewrite(scheduled_rows, note)
 
     def statistics(self) -> dict[str, int]:
         """Count the messages that wait for the end of a hop. Cancelled ones may be included until that time."""

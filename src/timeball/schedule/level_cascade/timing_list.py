@@ -62,7 +62,7 @@ def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
 
 def encode_waiting(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
     """Add TIMING-LIST to the scheduled messages among these rows. `now_ms` is the time at which they were accepted."""
-    promised = rows.column("kind").to_numpy() == Kind.PROMISE
+    promised = rows.column("kind").to_numpy() == Kind.SCHEDULED
     if not promised.any():
         return rows
     left = rest(plan(rows.column("due_ms").fill_null(0).to_numpy() - now_ms))

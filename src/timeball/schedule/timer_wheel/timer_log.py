@@ -5,7 +5,7 @@
                the slot's              entries first … first + rows
                link before
 
-    entry    | due_ms    | seq       | row_seq   | crc32c    |               32 bytes: a promise
+    entry    | due_ms    | seq       | row_seq   | crc32c    |               32 bytes: a scheduled message
              +-----------+-----------+-----------+-----------+
                its due time, the row of the log that set it, and the row that contains the message now
 

@@ -19,9 +19,9 @@ In a cluster, each group is audited separately, because a message never leaves i
 
 The broker may work during an audit, so the order of reading matters: first the version of the table, then E. A message
 that is no longer in that version of the table was settled earlier, so the row that settles it is before E. A message
-with several rows (in the table and in the tail, or a promise and the rows that moved it) counts once. During the audit,
-a message may be written again after E, and retention may remove its older row. That could look like a loss, so the
-audit then runs again.
+with several rows (in the table and in the tail, or a scheduled message and the rows that moved it) counts once. During
+the audit, a message may be written again after E, and retention may remove its older row. That could look like a loss,
+so the audit then runs again.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
 def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Read the pending messages as events 'waiting'. A message with several rows occurs several times.
 
-    They are the rows of the table, the PROMISE rows of the tail, and its MOVED rows, under the number of the message
+    They are the rows of the table, the SCHEDULED rows of the tail, and its MOVED rows, under the number of the message
     that they move. Messages of delay levels have a position in a queue and may be anywhere in the log. Retention keeps
     their rows until they are settled.
     """
@@ -216,16 +216,18 @@ def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
     # If nothing is compacted, the tail is the whole log. Retention may have removed its first rows since, so "first".
     begin = "first" if scope.watermark <= scope.first else min(scope.watermark, scope.end)
-    source = source.option("kinds", "promise,moved").option("placed", "false").option("from_seq", str(begin))
+    source = (
+        source.option("kinds", "scheduled,moved").option("placed", "false").option("from_seq", str(begin))
+    )
     tail = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
     source = spark.read.format("timeball").option("endpoint", endpoint).option("to_seq", str(scope.end))
-    source = source.option("kinds", "promise,moved").option("placed", "true")
+    source = source.option("kinds", "scheduled,moved").option("placed", "true")
     levels = _by_number(source.option("columns", f"kind,source_seq,{columns}").load())
     return table.unionByName(tail).unionByName(levels).withColumn("event", f.lit("waiting"))
 
 
 def _by_number(rows: DataFrame) -> DataFrame:
-    """Set `seq` of PROMISE and MOVED rows to the number of their message. Leaves out half messages."""
+    """Set `seq` of SCHEDULED and MOVED rows to the number of their message. Leaves out half messages."""
     number = f.when(f.col("kind") == int(Kind.MOVED), f.col("source_seq")).otherwise(f.col("seq"))
     rows = rows.withColumn("event_seq", f.col("seq")).withColumn("seq", number)
     return rows.drop("kind", "source_seq").where("due_ms is not null")

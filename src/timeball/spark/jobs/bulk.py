@@ -4,7 +4,7 @@
               their due time
     plan      create the campaign at the broker; the time of its plan is the "now" of all later tries
     reject    write rows that break a rule to a separate Delta table, with the rule and the row as JSON
-    write     distribute the rows to tasks by due time; the tasks sort and write files (source/promise_writer.py)
+    write     distribute the rows to tasks by due time; the tasks sort and write files (source/scheduled_writer.py)
     attach    append one record with the campaign's id to the broker's log: it schedules all rows, or none
 
 A job may be killed at any step. Run it again under the same id to continue. Rejected rows are written once, because the

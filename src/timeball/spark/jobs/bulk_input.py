@@ -132,7 +132,7 @@ def check(schema: StructType, columns: Columns) -> None:
             raise InvalidMessage(f"zone {error}") from error
 
 
-# ---- the columns of a promise -----------------------------------------------------------------------------
+# ---- the columns of a scheduled message -----------------------------------------------------------------------------
 
 
 def _kind(schema: StructType, name: str) -> str:

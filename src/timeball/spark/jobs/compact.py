@@ -63,11 +63,11 @@ OPTIONS = {
 def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     """Select the messages of a batch of the log that may still be pending, in TABLE_SCHEMA.
 
-    `batch`: PROMISE and MOVED rows. `settled_before_ms`: all messages that were due before are settled (released or
+    `batch`: SCHEDULED and MOVED rows. `settled_before_ms`: all messages that were due before are settled (released or
     cancelled).
     """
     is_version = pc.or_(
-        pc.equal(batch.column("kind"), int(Kind.PROMISE)), batch.column("from_due_ms").is_valid()
+        pc.equal(batch.column("kind"), int(Kind.SCHEDULED)), batch.column("from_due_ms").is_valid()
     )
     wanted = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), is_version)
     # In most batches all rows are wanted. They are not filtered, because a filter copies the rows it keeps. `wanted` is
@@ -92,7 +92,7 @@ def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
         status = broker.status()
         batches = (
             waiting(batch, status.settled_before_ms)
-            for batch in broker.read_log(*piece, [Kind.PROMISE, Kind.MOVED], placed=False)
+            for batch in broker.read_log(*piece, [Kind.SCHEDULED, Kind.MOVED], placed=False)
         )
         try:
             for rows in chunks(batch for batch in batches if batch.num_rows):
@@ -121,7 +121,7 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
             Attachment(job="compact", job_id=JOB_ID, epoch=to_seq, files=files, from_seq=begin, to_seq=to_seq)
         )
     LOG.info(
-        "rows attached job=compact from_seq=%d to_seq=%d promises=%d files=%d version=%d",
+        "rows attached job=compact from_seq=%d to_seq=%d scheduled=%d files=%d version=%d",
         *(begin, to_seq, sum(entry.rows for entry in files), len(files), attached.version),
     )
     return to_seq - begin

@@ -32,7 +32,7 @@ from timeball.spark.jobs.marked import MarkedJob
 from timeball.spark.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.spark.source.pacing import split_range
 from timeball.spark.table_store import beside, create_table, open_table
-from timeball.spark.views.view_sql import promises_sql
+from timeball.spark.views.view_sql import scheduled_sql
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
@@ -65,7 +65,7 @@ def open_ledger(uri: str, since: int) -> DeltaTable:
             uri,
             EVENT_SCHEMA,
             name=NAME,
-            description="Events of promises: accepted, moved, released, cancelled",
+            description="Events of scheduled messages: accepted, moved, released, cancelled",
             configuration={SINCE: str(since)},
             raise_if_key_not_exists=False,
             commit_properties=CommitProperties(app_transactions=[Transaction(LEDGER_APP_ID, since)]),
@@ -145,7 +145,7 @@ def read_ledger(spark: SparkSession, table: DeltaTable) -> DataFrame:
     return read_delta(spark, table, EVENT_SCHEMA)
 
 
-def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
+def scheduled_rows(spark: SparkSession, endpoint: str, uri: str | None = None) -> DataFrame:
     """Build a view with one row per scheduled message, with the causes of its lateness: view_sql.COLUMNS.
 
     The view contains the messages in the ledger, up to its mark. The pending table supplies the due times of pending
@@ -154,10 +154,10 @@ def promises(spark: SparkSession, endpoint: str, uri: str | None = None) -> Data
     from timeball.spark.source.spark_api import unite
 
     where = JOB.places(group_statuses(endpoint), uri)
-    return unite({group: _promises(spark, *place) for group, place in where.items()})
+    return unite({group: _scheduled_rows(spark, *place) for group, place in where.items()})
 
 
-def _promises(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:
+def _scheduled_rows(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:
     history = read_ledger(spark, open_table(uri))
     table = spark.read.format("timeball").option("endpoint", endpoint).option("read", "pending")
     return one_row_each(spark, history, table.option("columns", "seq,due_ms,topic,unique_key").load())
@@ -169,5 +169,5 @@ def one_row_each(spark: SparkSession, history: DataFrame, waiting: DataFrame) ->
     `history`: events in EVENT_SCHEMA. `waiting`: rows (seq, due_ms, topic, unique_key) of pending messages, for values
     that the events do not have.
     """
-    text = promises_sql("spark", events="{history}", waiting="{waiting}")
+    text = scheduled_sql("spark", events="{history}", waiting="{waiting}")
     return spark.sql(text, history=history, waiting=waiting)

@@ -239,7 +239,7 @@ def due(window: Window) -> Column:
     )
 
 
-def promises(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
+def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) -> DataFrame:
     """Convert messages that passed to rows for the data source's writer, partitioned and sorted by due time.
 
     `count`: the number of rows, for partitions of about ROWS_PER_TASK rows. None: one partition. Messages with the same
@@ -363,7 +363,7 @@ def run(
         campaign = Campaign(broker, name, table_uri)
         check_table(spark, campaign.table_uri, broker.status().table.version, "--table-uri")
         campaign.plan(planned.rows, sources.now_ms)
-        again = promises(passed(spark, endpoint, window, sources), window, planned.rows)
+        again = scheduled_rows(passed(spark, endpoint, window, sources), window, planned.rows)
         writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         with described(spark, f"replay {name}"):
             # The rows were accepted before and are not changed. For example, RocketMQ's clients join several keys into

@@ -1,4 +1,4 @@
-"""The data source `timeball`: reads log, topics, pending table and ledger, and writes a DataFrame as promises.
+"""The data source `timeball`: reads log, topics, pending table and ledger, and writes a DataFrame as messages.
 
     spark.read.format("timeball").option("endpoint", "grpc://host:7400").load()
     spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
@@ -88,21 +88,21 @@ class TimeballDataSource(DataSource):
     # attaches the files.
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
-        """Build the writer of a batch, which turns the DataFrame's rows into promises."""
-        from timeball.spark.source.promise_writer import PromiseWriter
+        """Build the writer of a batch, which turns the DataFrame's rows into scheduled messages."""
+        from timeball.spark.source.scheduled_writer import ScheduledWriter
 
         if overwrite:
             raise SetupError(
                 "mode overwrite: scheduled messages cannot be overwritten; use mode append, and cancel by key"
             )
-        return PromiseWriter(schema, in_one_group(write_options(self.options)))
+        return ScheduledWriter(schema, in_one_group(write_options(self.options)))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
-        """Build the writer of a stream, which turns the stream's rows into promises."""
-        from timeball.spark.source.promise_writer import PromiseStreamWriter
+        """Build the writer of a stream, which turns the stream's rows into scheduled messages."""
+        from timeball.spark.source.scheduled_writer import ScheduledStreamWriter
 
         check_streams()
-        return PromiseStreamWriter(schema, in_one_group(write_options(self.options)))
+        return ScheduledStreamWriter(schema, in_one_group(write_options(self.options)))
 
 
 def in_one_group(options: WriteOptions) -> WriteOptions:

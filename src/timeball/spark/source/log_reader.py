@@ -1,7 +1,7 @@
 """Read the log as a batch or as a stream: rows from_seq <= seq < to_seq in even partitions, fetched over Flight.
 
     read=log      the rows; the broker filters kinds and columns, the task filters topics and due times in Arrow
-    read=events   the events of promises in these rows (log_events.py)
+    read=events   the events of scheduled messages in these rows (log_events.py)
     read=ranges   (from_seq, to_seq) of each partition, for writers that fetch the rows themselves
 
 A range that retention has removed, or that is not durable yet, is refused, because a shorter answer would look

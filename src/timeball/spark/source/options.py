@@ -141,7 +141,7 @@ def describe() -> dict[str, str]:
         "topic": "only rows of this topic; required with read=queue",
         "from_seq": "first row to read: a number, or first, latest, watermark",
         "to_seq": "row to stop before; latest: everything durable (latest)",
-        "kinds": "only these kinds of rows, filtered by the broker: promise,release or 2,4",
+        "kinds": "only these kinds of rows, filtered by the broker: scheduled,release or 2,4",
         "body_kinds": "only rows of these kinds keep their body; null for the others",
         "placed": "true: only rows that have a place in a queue; false: only those that have none",
         "queue_id": "only this queue of the topic",

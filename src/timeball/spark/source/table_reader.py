@@ -3,9 +3,9 @@
 The Delta log lists the files, and tasks open them by URI. A filter is applied at three levels, from coarse to fine: to
 files by the statistics in the Delta log, to row groups by the statistics in the files' footers, to rows in Arrow.
 
-    read=pending   TABLE_SCHEMA; settled (released or cancelled) promises remain in it until their file is rewritten
-    read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null
-    read=history   HISTORY_SCHEMA; the versions of the pending table that can be read, with their times
+    read=pending   TABLE_SCHEMA; settled (released or cancelled) scheduled messages remain in it until their file is
+    rewritten read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null read=history   HISTORY_SCHEMA;
+    the versions of the pending table that can be read, with their times
 
 In a cluster each group has its own tables. All of them are read, and the option `version` requires the option `group`.
 

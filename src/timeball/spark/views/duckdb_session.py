@@ -75,8 +75,8 @@ class SqlSession:
     """A session of queries on one version. Use it as a context manager.
 
     The caller gives a snapshot, or chooses one by `version`, `upcoming` and `table_uri` (Snapshot.pin). The view
-    `pending` has only promises with a due time within `due`. Without `bodies` it has no column `body`, and no bodies
-    are fetched for it.
+    `pending` has only scheduled messages with a due time within `due`. Without `bodies` it has no column `body`, and no
+    bodies are fetched for it.
 
     DuckDB runs on a thread of the session's own.
     """
@@ -232,9 +232,9 @@ def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnectio
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The choices of a session, for each group: columns of promises, bounds of due times, rows at the log's end."""
+    """The choices of a session, for each group: columns of messages, bounds of due times, rows at the log's end."""
 
-    promise_columns: tuple[str, ...]
+    scheduled_columns: tuple[str, ...]
     due: Due
     log_rows: int
 
@@ -296,13 +296,13 @@ class Relations:
         self._register("waiting_table_rows", files_dataset(shot.uri, paths))
         for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
             self._fetch(name, shot.watermark)
-        columns = self._chosen.promise_columns
+        columns = self._chosen.scheduled_columns
         self._make_view("waiting_rows", view_sql.waiting_sql(shot, columns, due, relation=self.name))
 
     def _fetch(self, name: str, marked_seq: int) -> None:
         """Make a relation of view_sql.LOG_RELATIONS, from the log's first row on, or else from `marked_seq` on."""
         rows = view_sql.LOG_RELATIONS[name]
-        columns = view_sql.log_columns(name, self._chosen.promise_columns)
+        columns = view_sql.log_columns(name, self._chosen.scheduled_columns)
         begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
         self._spool(name, begin, end, rows.kinds, columns, rows.placed)
 

@@ -2,10 +2,10 @@
 
 Pending messages are counted by SQL on one snapshot (due_histogram.count_due), with DuckDB in this process or Spark on a
 cluster. So all counts are of one version. Messages that are already due are not part of a forecast. Since a load is
-only a few numbers per second, the functions here do not care whether it comes from promises or from a file of rows that
-may be sent later.
+only a few numbers per second, the functions here do not care whether it comes from scheduled messages or from a file of
+rows that may be sent later.
 
-This module does not use Spark: a forecast of some million promises should not wait for the start of a JVM.
+This module does not use Spark: a forecast of some million scheduled messages should not wait for the start of a JVM.
 """
 
 from __future__ import annotations

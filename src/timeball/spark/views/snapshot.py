@@ -1,24 +1,24 @@
 """Snapshots of the pending messages: one version of the table, and the end of the log that belongs to it.
 
-As of one `status` of the broker, a promise is pending if it is stored in one of three places, and if no RELEASE or
-CANCEL row of the kept log settles it:
+As of one `status` of the broker, a scheduled message is pending if it is stored in one of three places, and if no
+RELEASE or CANCEL row of the kept log settles it:
 
     table   a row of the pending table, at the version of that status, due at settled_before_ms or later
-    tail    a PROMISE row of the log from the watermark on, or the newest MOVED row of the promise
-    level   a PROMISE row with a queue position, anywhere in the kept log: it stays there until it is settled
+    tail    a SCHEDULED row of the log from the watermark on, or the newest MOVED row of the scheduled message
+    level   a SCHEDULED row with a queue position, anywhere in the kept log: it stays there until it is settled
 
 The rule itself is SQL (view_sql.py). This module determines the rows to which it is applied. Version and end of the log
-belong to the same status, so a compaction at the same time neither hides a promise nor counts it twice. The commit in
-the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains that row's number.
-`settled_status` waits until the table has caught up.
+belong to the same status, so a compaction at the same time neither hides a scheduled message nor counts it twice. The
+commit in the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains that row's
+number. `settled_status` waits until the table has caught up.
 
 A snapshot of an older version has the messages that were pending when the version was made. Its TABLE row is the end of
 the log, and messages that were due by then do not count as pending. An `upcoming` snapshot applies the same rule to
 now: messages that are due after the broker's current time cannot be released yet. So only CANCEL rows are read, which
 saves reading the RELEASE rows of days.
 
-A cancelled promise remains in the table for a while, maybe longer than retention keeps its CANCEL row. The ledger, if
-there is one, still has the cancel. Without a ledger such a promise counts as pending again.
+A cancelled scheduled message remains in the table for a while, maybe longer than retention keeps its CANCEL row. The
+ledger, if there is one, still has the cancel. Without a ledger such a scheduled message counts as pending again.
 """
 
 from __future__ import annotations

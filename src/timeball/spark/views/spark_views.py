@@ -40,7 +40,7 @@ BROADCAST_ROWS = 1_000_000
 def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
-    """Return the pending messages, one row per promise: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
+    """Return the pending messages, one row per message: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
     pinned = pin_groups(endpoint, version)
     return unite(
         {each.name or None: waiting_at(spark, each.endpoint, shot, bodies=bodies) for each, shot in pinned}
@@ -95,7 +95,7 @@ def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
 def register(
     spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
 ) -> Version:
-    """Make the temporary views pending, pending_table, promises, ledger, log, and archive if there is one.
+    """Make the temporary views pending, pending_table, scheduled messages, ledger, log, and archive if there is one.
 
     `prefix` is prepended to their names. `keep`: Spark reads pending messages and events only once, and caches them in
     memory or on disk for many queries. `spark.catalog.clearCache()` frees this cache. Returns the version of the views.

@@ -5,18 +5,18 @@ the two dialects differ, `_SPELLINGS` or a macro contains the difference. So a q
 engines.
 
     view            one row for
-    pending         a pending promise, with its place: table, tail or level (snapshot.py); paused campaigns are left out
-    pending_table   a row of the pending table, settled (released or cancelled) or not
-    ledger          an event: accepted, moved, released, cancelled, started
-    promises        a promise, from acceptance to its end and why it was late, as far back as ledger or log reach
-    archive         a row of the log that the archive job has kept
-    log             a row of the kept log (DuckDB: of its end)
+    pending         a pending scheduled message, with its place: table, tail or level (snapshot.py); paused campaigns
+    are left out pending_table   a row of the pending table, settled (released or cancelled) or not ledger          an
+    event: accepted, moved, released, cancelled, started scheduled messages        a scheduled message, from acceptance
+    to its end and why it was late, as far back as ledger or log reach archive         a row of the log that the archive
+    job has kept log             a row of the kept log (DuckDB: of its end)
 
 Each column of milliseconds since 1970 has a twin of type timestamp, in UTC: due_ms and due, accepted_ms and accepted.
 
-Lateness counts from the due time. If a promise was already due when it was accepted, it counts from the acceptance, and
-`past_ms` is the time from the due time to the acceptance. The promises of a bulk job are accepted when their files are
-attached. Lateness is divided into three stages, from the log alone. The three add up to `lateness_ms`:
+Lateness counts from the due time. If a scheduled message was already due when it was accepted, it counts from the
+acceptance, and `past_ms` is the time from the due time to the acceptance. The scheduled messages of a bulk job are
+accepted when their files are attached. Lateness is divided into three stages, from the log alone. The three add up to
+`lateness_ms`:
 
     due ---- accepted ---- the log was down ---- others were being released ---- its own release
         past_ms             late_outage_ms            late_burst_ms              late_broker_ms
@@ -25,8 +25,8 @@ attached. Lateness is divided into three stages, from the log alone. The three a
     burst    the broker was busy releasing other messages, up to the time of the previous release
     broker   all other causes: gathering, the previous group commit, a stall
 
-`cause` names the largest of the three. It is null for a promise that was on time, is pending or was cancelled. The log
-contains nothing of later delays, in consumers.
+`cause` names the largest of the three. It is null for a scheduled message that was on time, is pending or was
+cancelled. The log contains nothing of later delays, in consumers.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class LogRelation:
     placed: bool | None = None  # True for only rows with a queue position, False for only rows without one
 
 
-# The views show one number per promise, its own row's, as `seq`. In the table this number is `number` for a promise
-# that was moved, whose `seq` there is the row that set its due time.
+# The views show one number per scheduled message, its own row's, as `seq`. In the table this number is `number` for a
+# scheduled message that was moved, whose `seq` there is the row that set its due time.
 PENDING_COLUMNS = tuple(name for name in TABLE_SCHEMA.names if name != "number")
 _WAITING = ("seq", "kind", "source_seq", "store_ms", *PENDING_COLUMNS[1:])
 LOG_RELATIONS = {
     "settled_rows": LogRelation((Kind.RELEASE, Kind.CANCEL), ("kind", "source_seq"), "first"),
     "moved_rows": LogRelation((Kind.MOVED,), ("seq", "source_seq", "from_due_ms"), "first"),
-    "tail_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "watermark", placed=False),
-    "level_rows": LogRelation((Kind.PROMISE, Kind.MOVED), _WAITING, "first", placed=True),
+    "tail_rows": LogRelation((Kind.SCHEDULED, Kind.MOVED), _WAITING, "watermark", placed=False),
+    "level_rows": LogRelation((Kind.SCHEDULED, Kind.MOVED), _WAITING, "first", placed=True),
 }
 
 
 def log_columns(name: str, wanted: Sequence[str]) -> list[str]:
-    """Return the columns of a log relation. `body` is only among them if it is in `wanted`, the columns of promises."""
+    """Return the columns of a log relation. `body` is only among them if it is in `wanted`, the columns of messages."""
     columns = {*LOG_RELATIONS[name].columns} - ({"body"} - {*wanted})
     return [column for column in READ_SCHEMA.names if column in columns]
 
@@ -93,8 +93,8 @@ BASES = {
     "archive": "archive_rows",
     "log": "log_rows",
 }
-VIEWS = (*BASES, "promises")
-NEEDS = {**{view: (base,) for view, base in BASES.items()}, "promises": ("ledger_events", "waiting_rows")}
+VIEWS = (*BASES, "scheduled")
+NEEDS = {**{view: (base,) for view, base in BASES.items()}, "scheduled": ("ledger_events", "waiting_rows")}
 
 
 def named(text: str) -> list[str]:
@@ -110,8 +110,9 @@ def needed_bases(names: Iterable[str]) -> list[str]:
 
 # ---- what waits ---------------------------------------------------------------------------------------------
 
-# Of a promise that was written again, only the newest row counts, in the tail or in the table. `moves` leaves out moves
-# before the watermark that kept the due time: such a promise is in the table under the row that set its due time.
+# Of a scheduled message that was written again, only the newest row counts, in the tail or in the table. `moves` leaves
+# out moves before the watermark that kept the due time: such a scheduled message is in the table under the row that set
+# its due time.
 #
 # The text refers to each part only once. A part with two references is materialised by DuckDB, which then reads all
 # columns, even bodies, for a query that only counts.
@@ -223,7 +224,8 @@ def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
     return shot.due_from_ms if low is None else max(low, shot.due_from_ms), high
 
 
-# ---- one row a promise --------------------------------------------------------------------------------------
+# ---- one row a scheduled message
+# --------------------------------------------------------------------------------------
 
 COLUMNS = (
     "seq", "topic", "unique_key", "accepted_ms", "due_ms", "released_ms", "cancelled_ms", "past_ms", "lateness_ms",
@@ -231,7 +233,7 @@ COLUMNS = (
 )  # fmt: skip
 
 # Expressions that differ between the engines: the numbers of a range, the list of outages, and the total overlap of
-# outages with the time during which a promise was late.
+# outages with the time during which a scheduled message was late.
 _SPELLINGS: dict[Engine, dict[str, str]] = {
     "spark": {
         "numbers": "explode(sequence(first_seq, first_seq + rows - 1))",
@@ -247,7 +249,7 @@ _SPELLINGS: dict[Engine, dict[str, str]] = {
     },
 }
 
-_PROMISES_TEXT = """
+_SCHEDULED_TEXT = """
 WITH witnessed AS (
     SELECT {numbers} AS seq, event, topic, unique_key, due_ms, at_ms, lateness_ms, attempt, event_seq
     FROM {events} WHERE event <> 'started'
@@ -308,13 +310,13 @@ FROM told
 """
 
 
-def promises_sql(engine: Engine, *, events: str, waiting: str) -> str:
-    """Build the query for COLUMNS, with one row per promise.
+def scheduled_sql(engine: Engine, *, events: str, waiting: str) -> str:
+    """Build the query for COLUMNS, with one row per scheduled message.
 
     `events` is a relation with EVENT_SCHEMA, `waiting` one with seq, topic, unique_key and due_ms. Both are inserted
     into the text without quotes: they never come from a user.
     """
-    return _PROMISES_TEXT.format(
+    return _SCHEDULED_TEXT.format(
         last_seq=(1 << 63) - 1,
         events=events,
         waiting=waiting,
@@ -360,10 +362,10 @@ def definitions(
     """Return {view: query} for the views whose base relations are in `columns` (relation -> its columns)."""
     at = {base: relation(base) for base in columns}
     found = {view: _with_instants(at[base], columns[base]) for view, base in BASES.items() if base in at}
-    if all(base in at for base in NEEDS["promises"]):
+    if all(base in at for base in NEEDS["scheduled"]):
         events, waiting = _WITNESSED_TEXT.format(**at), _NO_ROWS_TEXT.format(**at)
-        folded = promises_sql(engine, events=events, waiting=waiting)
-        found["promises"] = _with_instants(f"(select *, {_STATE} from ({folded}))", COLUMNS)
+        folded = scheduled_sql(engine, events=events, waiting=waiting)
+        found["scheduled"] = _with_instants(f"(select *, {_STATE} from ({folded}))", COLUMNS)
     return found
 
 

@@ -106,7 +106,7 @@ def test_a_group_stays_within_the_queues_that_are_written_to(node: RunningNode, 
 # ---- delays -------------------------------------------------------------------------------------------------
 
 
-def test_a_delayed_message_is_a_promise_to_the_millisecond(tmp_path: Path) -> None:
+def test_a_delayed_message_is_a_scheduled_message_to_the_millisecond(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         due_ms = clock.wall_ms() + 5_077

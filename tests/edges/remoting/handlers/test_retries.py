@@ -159,10 +159,10 @@ async def test_an_unknown_group(world: World) -> None:
 
 @on_node()
 async def test_a_message_nobody_was_handed_is_not_found(world: World) -> None:
-    promise = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
+    scheduled_row = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
     reserved = await world.broker.reserve(10)
     retries = room(world)
-    for offset in (promise, reserved + 3, 10**9, 0, -1):
+    for offset in (scheduled_row, reserved + 3, 10**9, 0, -1):
         code, remark = await back(retries, offset=offset, group="readers", delayLevel=-1)
         assert (code, remark) == (ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {offset}")
     assert "%DLQ%readers" not in world.broker.topics()

@@ -213,8 +213,8 @@ def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, w
     assert answer.code == 0
     assert answer.ext["recallHandle"]
     assert rows(node) == []
-    [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
-    assert promise["due_ms"] == due_ms
+    [scheduled_row] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
+    assert scheduled_row["due_ms"] == due_ms
 
 
 @pytest.mark.parametrize(("hours", "zone"), [(0, ""), (9, " Asia/Tokyo"), (9, "+09:00")])
@@ -225,9 +225,9 @@ def test_a_time_of_day_waits_for_its_next_instant(
     wall = datetime.fromtimestamp(node.broker.parts.clock.now_ms() // 1000 + 3_600, clock_there)
     text = f"{wall:%H:%M:%S}{zone}"
     assert sent(wire, properties={"TIMING": text}).ext["recallHandle"]
-    [promise] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
-    assert promise["due_ms"] == round(wall.timestamp() * 1000)
-    assert f"TIMING\x01{text}\x02" in promise["properties"]
+    [scheduled_row] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]
+    assert scheduled_row["due_ms"] == round(wall.timestamp() * 1000)
+    assert f"TIMING\x01{text}\x02" in scheduled_row["properties"]
 
 
 @pytest.mark.parametrize("delay_properties", [""])

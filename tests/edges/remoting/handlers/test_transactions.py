@@ -117,7 +117,7 @@ async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str
     await world.until(lambda: sum(high for _, high in world.broker.queues("orders").values()), "the release")
     assert await bodies(world) == [b"body"]
     read = world.broker.read_log(
-        1, world.broker.parts.reader.next_seq, [Kind.PROMISE, Kind.MOVED, Kind.RELEASE]
+        1, world.broker.parts.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE]
     )
     half, moved, release = (row for rows in read for row in rows.to_pylist())
     assert (half["seq"], moved["source_seq"]) == (seq, seq)

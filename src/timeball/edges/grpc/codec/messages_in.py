@@ -7,7 +7,8 @@
 
 The fields of a message are stored in columns and, under RocketMQ's names, in the properties, because its remoting
 clients read them there. Type and fields must agree: a message whose delay was overlooked would be delivered at once.
-Lite topics are refused, because a broker that only accepted them would promise a behaviour that it does not have.
+Lite topics are refused, because a broker that only accepted them would scheduled message a behaviour that it does not
+have.
 
 Invariant: a message becomes a row, or Refused is raised. Its check never reads the bytes of another message.
 """

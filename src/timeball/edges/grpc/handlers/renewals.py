@@ -2,8 +2,8 @@
 
 A push consumer sets no invisible time, since the duration of its listener is unknown. Each message begins with one
 minute. It is renewed before its time ends, for longer each time, up to three hours in total. Then it is delivered
-again. Each renewal moves the promise (the scheduled redelivery), but its receipt stays the same. When the client goes,
-its messages are given back.
+again. Each renewal moves the scheduled message (the scheduled redelivery), but its receipt stays the same. When the
+client goes, its messages are given back.
 
 The state is kept in memory only. After a restart nothing is renewed any more. A message that was renewed before is
 delivered again at the end of that time, unless its handle is answered.
@@ -91,7 +91,8 @@ class Renewals:
     async def answering(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
         """Renew none of these inside the block, and never afterwards, unless the body fails.
 
-        A promise that is being moved cannot be settled (released or cancelled), so a running renewal is waited for.
+        A scheduled message that is being moved cannot be settled (released or cancelled), so a running renewal is
+        waited for.
         """
         mine = [(one, held) for one in set(receipts) if (held := self._held.get(one)) is not None]
         try:

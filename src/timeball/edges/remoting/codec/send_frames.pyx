@@ -34,7 +34,7 @@ cdef enum:
 
 cdef int64_t TEXT_BYTES_MAX = (1 << 31) - 1
 cdef int64_t OVERHEAD_BYTES = STORED_OVERHEAD_BYTES
-cdef int MESSAGE = Kind.MESSAGE, PROMISE = Kind.PROMISE
+cdef int MESSAGE = Kind.MESSAGE, SCHEDULED = Kind.SCHEDULED
 cdef MessageEncoder ENCODER = LOG_ENCODER
 cdef dict _columns = {
     "kind": KIND, "topic": TOPIC, "queue_id": QUEUE_ID, "queue_offset": QUEUE_OFFSET, "tag": TAG, "keys": KEYS,
@@ -250,7 +250,7 @@ cdef class Frame:
     cdef inline int64_t number(self, Row* row, Place* place, int which) noexcept:
         """Return a number of a row; NEVER for one that is missing."""
         if which == KIND:
-            return PROMISE if place.slot == WAITS else MESSAGE
+            return SCHEDULED if place.slot == WAITS else MESSAGE
         if which == QUEUE_ID:
             return place.queue_id
         if which == QUEUE_OFFSET:

@@ -28,7 +28,7 @@ ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: the newest messages of a key
 CANDIDATES_MAX = 4_096  # rows with the key's hash that are read
 OPENED_AT_ONCE = 32  # of these rows, since each may have a body of 4 MiB
 BYTES_MAX = 8 * 1024 * 1024  # bodies of one answer, or one larger body. Clients close at 16 MiB
-VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.PROMISE, Kind.MOVED]
+VISIBLE, WAITING = [Kind.MESSAGE, Kind.RELEASE], [Kind.SCHEDULED, Kind.MOVED]
 
 
 class _Query(msgspec.Struct, rename="camel"):

@@ -106,7 +106,7 @@ async def test_a_deleted_topic_is_gone_with_its_messages_and_its_readers_offsets
 
 
 @on_node()
-async def test_a_promise_outlives_its_topic(world: World) -> None:
+async def test_a_scheduled_message_outlives_its_topic(world: World) -> None:
     pair, admin = await Pair.made(), TopicAdmin(context_of(world.broker)).handlers
     await world.broker.send(batch(1, delay_ms=[5_000]))
     assert (await pair.ask(admin, DELETE, topic="orders")).code == 0

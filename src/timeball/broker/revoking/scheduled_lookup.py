@@ -1,18 +1,18 @@
-"""Search for promises by id, key or number, and for the rows that ended them.
+"""Search for scheduled messages by id, key or number, and for the rows that ended them.
 
-    id, key   every promise that carries it
-    number    that promise
+    id, key   every scheduled message that carries it
+    number    that scheduled message
 
-A lookup reads the log and the pending table. A promise that was moved has a row for each due time. The newest one is
-valid, and a RELEASE or CANCEL row with its number is its end.
+A lookup reads the log and the pending table. A scheduled message that was moved has a row for each due time. The newest
+one is valid, and a RELEASE or CANCEL row with its number is its end.
 
 Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic. They
 carry their producer's id and keys, but the producer's message has been delivered, and a cancel of a copy would lose it.
 
 Log and files are searched in a separate thread, so that no release waits for it, and consumers wait only while keys of
-the log are searched. Both are searched in the state of the table at the beginning. So a promise that is moved meanwhile
-from the log to a file, or between files, is still found. A lookup is repeated if retention has removed some of its
-input (look_ups.py).
+the log are searched. Both are searched in the state of the table at the beginning. So a scheduled message that is moved
+meanwhile from the log to a file, or between files, is still found. A lookup is repeated if retention has removed some
+of its input (look_ups.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from timeball.model.key_hash import UInt64Array, hash_text
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
 from timeball.model.rules import check_key
 from timeball.schedule.delay_levels.levels import REAL_TOPIC
-from timeball.schedule.hour_log.pending import as_promises as table_rows
-from timeball.schedule.locations import KINDS, as_promises
+from timeball.schedule.hour_log.pending import as_scheduled as table_rows
+from timeball.schedule.locations import KINDS, as_scheduled
 from timeball.schedule.moved import Moved
 from timeball.table.file_keys import FileSet
 from timeball.table.key_index import TableKeys
@@ -46,17 +46,17 @@ COLUMNS = [
     "seq", "kind", "topic", "queue_offset", "unique_key", "keys", "due_ms", "store_ms", "accepted_ms", "source_seq",
     "version_seq", "from_due_ms", "properties",
 ]  # fmt: skip
-# The kinds of rows that end a promise.
+# The kinds of rows that end a scheduled message.
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
 CANCELLED, RELEASED = "already_cancelled", "released"
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The names of the promises that a caller asks for.
+    """The names of the scheduled messages that a caller asks for.
 
-    `topic`: only promises for this topic, because producers of different topics may use the same id. `may`: only
-    promises for topics that it allows. The lookup hides all others.
+    `topic`: only scheduled messages for this topic, because producers of different topics may use the same id. `may`:
+    only scheduled messages for topics that it allows. The lookup hides all others.
     """
 
     ids: Sequence[str] = ()
@@ -83,7 +83,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A promise that a caller has named: its number, and its due time and version in the schedule.
+    """A scheduled message that a caller has named: its number, and its due time and version in the schedule.
 
     `at_seq`: the row of the log that now contains it, if there is one.
     """
@@ -102,7 +102,7 @@ class Candidate:
 
 
 class Settled(NamedTuple):
-    """The end of a promise, and the time when it ended."""
+    """The end of a scheduled message, and the time when it ended."""
 
     verdict: str
     at_ms: int | None
@@ -110,9 +110,9 @@ class Settled(NamedTuple):
 
 @dataclass(slots=True)
 class Found:
-    """The promises found, and the ends of those that are settled, by number.
+    """The scheduled messages found, and the ends of those that are settled, by number.
 
-    `gone`: the numbers of promises that are in neither log nor table any more, by the name used for them.
+    `gone`: the numbers of scheduled messages that are in neither log nor table any more, by the name used for them.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
@@ -121,12 +121,12 @@ class Found:
 
 
 def is_on_its_way_back(topic: str) -> bool:
-    """Return whether a promise for this topic is a copy of a message that was delivered."""
+    """Return whether a scheduled message for this topic is a copy of a message that was delivered."""
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
 class Axis(Enum):
-    """The kinds of names of a promise."""
+    """The kinds of names of a scheduled message."""
 
     ID, KEY, SEQ = range(3)
 
@@ -178,7 +178,7 @@ class Search:
         for row in self._file_keys.find_seqs(
             self._live, np.array(list(number_of), dtype=np.int64)
         ).to_pylist():
-            # The caller may have named the row of a move, which is a version of another promise.
+            # The caller may have named the row of a move, which is a version of another scheduled message.
             if _number_in_table(row) == number_of[row["seq"]]:
                 self._add_filed((Axis.SEQ, str(number_of[row["seq"]])), row)
         for version, number in self._versions().items():
@@ -190,14 +190,14 @@ class Search:
                 self._unknown.add(number)
 
     def _search_log(self, hashes: UInt64Array) -> None:
-        """Search the log's key index for the names, and for the rows that ended the promises found so far."""
-        # The rows that end a promise named by its number are found by its id.
+        """Search the log's key index for the names, and for the rows that ended the scheduled messages found so far."""
+        # The rows that end a scheduled message named by its number are found by its id.
         known = {c.unique_key for of_name in self._found.values() for c in of_name.values()} - {None}
         # One lookup for all names, because each lookup searches the index of every sealed segment.
         seqs = self._key_index.find_rows(
             np.concatenate([hashes, hash_text(pa.array(known - self._ids, pa.string()))]) if known else hashes
         )
-        # Usually there are none: most promises that are cancelled have been in the table for long.
+        # Usually there are none: most scheduled messages that are cancelled have been in the table for long.
         for row in self._reader.read_rows(seqs).select(COLUMNS).to_pylist() if len(seqs) else ():
             for name in self._names(row):
                 self._add_logged(name, row)
@@ -205,7 +205,7 @@ class Search:
             self._note_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
-        """Return the numbers to scan the log for. `thorough`: also those of promises without an id, for their ends."""
+        """Return the numbers to scan the log for. `thorough`: also those of messages without an id, for their ends."""
         unknown = self._unknown.intersection(names.seqs)
         return unknown | {c.number for c in self._of(names) if thorough and c.unique_key is None}
 
@@ -218,7 +218,7 @@ class Search:
                 self._add_logged((Axis.SEQ, str(row["source_seq"])), row)
 
     def result(self, names: Names) -> Found:
-        """Return all promises with one of a caller's names."""
+        """Return all scheduled messages with one of a caller's names."""
         candidates = [self._in_newest(c) for c in self._of(names)]
         known = {c.number for c in candidates}
         # These numbers were given out, but are in neither log nor table. The end is no longer known ("expired").
@@ -235,7 +235,7 @@ class Search:
         return Found(candidates, self._settled, gone)
 
     def _of(self, names: Names) -> list[Candidate]:
-        """Return the promises found for a caller's names, each promise once for each name."""
+        """Return the scheduled messages found for a caller's names, each scheduled message once for each name."""
         asked = [
             *((Axis.ID, name) for name in names.ids),
             *((Axis.KEY, name) for name in names.keys),
@@ -265,14 +265,14 @@ class Search:
         return found
 
     def _in_log(self, version: int, number: int) -> bool:
-        """Return whether this row is still in the log. Add it if it is a version of this promise."""
+        """Return whether this row is still in the log. Add it if it is a version of this scheduled message."""
         if not self._reader.first_seq <= version < self._reader.next_seq:
             return False
         there = False
         for rows in self._reader.rows(version, version + 1):
             for row in rows.select(COLUMNS).to_pylist():
-                # A half message is not enough: later rows decide whether it became a promise.
-                there = row["kind"] != Kind.PROMISE or row["due_ms"] is not None
+                # A half message is not enough: later rows decide whether it became a scheduled message.
+                there = row["kind"] != Kind.SCHEDULED or row["due_ms"] is not None
                 if row["kind"] in KINDS and _number_of(row) == number:
                     self._add_logged((Axis.SEQ, str(number)), row)
         return there
@@ -280,14 +280,14 @@ class Search:
     # -- rows ----------------------------------------------------------------------------------------------------
 
     def _add_logged(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
-        """Add the promise that a row of the log accepts, moves or ends. Half messages have no due time: ignored."""
+        """Add the message that a row of the log accepts, moves or ends. Half messages have no due time: ignored."""
         if row["due_ms"] is None:
             return
         if row["kind"] in KINDS:
-            accepted_ms = row["store_ms"] if row["kind"] == Kind.PROMISE else row["accepted_ms"]
+            accepted_ms = row["store_ms"] if row["kind"] == Kind.SCHEDULED else row["accepted_ms"]
             self._add(name, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
         elif row["kind"] in SETTLING:
-            # Retention may have removed the promise itself, or it was never in the log (bulk).
+            # Retention may have removed the scheduled message itself, or it was never in the log (bulk).
             self._add(name, row, row["source_seq"], _version_of(row), row["accepted_ms"])
 
     def _add_filed(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
@@ -304,7 +304,7 @@ class Search:
         in_table: bool = False,
         at_seq: int | None = None,
     ) -> None:
-        """Add the position of a promise: its newest version counts, and of that version the last row of the log."""
+        """Add the position of a message: its newest version counts, and of that version the last row of the log."""
         of_name = self._found[name]
         known = of_name.get(number)
         if known is not None and known.seq > version:
@@ -314,7 +314,7 @@ class Search:
                 known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
             )
             return
-        # Only promises of delay levels have a position in a queue.
+        # Only scheduled messages of delay levels have a position in a queue.
         is_level = row.get("kind") in KINDS and row["queue_offset"] is not None
         # The CANCEL row must name the topic of the message, not that of the level.
         topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
@@ -326,13 +326,13 @@ class Search:
     def _note_settling(self, row: dict[str, Any]) -> None:
         if row["kind"] in SETTLING and row["due_ms"] is not None:
             verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
-            # A drain ends promises by CANCEL rows whose properties name the other group.
+            # A drain ends scheduled messages by CANCEL rows whose properties name the other group.
             if verdict == CANCELLED and is_handed(row["properties"]):
                 verdict = HANDED
             self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"])
 
     def _note_move(self, row: dict[str, Any]) -> None:
-        """Add the row that moved a promise which was found by its number."""
+        """Add the row that moved a scheduled message which was found by its number."""
         name = Axis.SEQ, str(row["source_seq"])
         if row["kind"] == Kind.MOVED and row["source_seq"] in self._found.get(name, ()):
             self._add_logged(name, row)
@@ -354,9 +354,9 @@ def _number_in_table(row: dict[str, Any]) -> int:
 
 
 def _version_of(row: dict[str, Any]) -> int:
-    """Return the version of a promise that a row of the log contains or ends."""
+    """Return the version of a scheduled message that a row of the log contains or ends."""
     # Such a row sets a due time, so it is a version itself. Other rows name the version that they repeat or end.
-    if row["kind"] == Kind.PROMISE or row["from_due_ms"] is not None:
+    if row["kind"] == Kind.SCHEDULED or row["from_due_ms"] is not None:
         return int(row["seq"])
     return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
 
@@ -364,15 +364,16 @@ def _version_of(row: dict[str, Any]) -> int:
 def read(
     reader: LogReader, file_keys: TableKeys, live: FileSet, candidates: Sequence[Candidate]
 ) -> pa.RecordBatch:
-    """Read the complete rows of these promises from log and table, in READ_SCHEMA (file thread).
+    """Read the complete rows of these scheduled messages from log and table, in READ_SCHEMA (file thread).
 
-    Promises that are in neither are left out. A row of a delay level is returned as stored, under the schedule's topic.
+    Scheduled messages that are in neither are left out. A row of a delay level is returned as stored, under the
+    schedule's topic.
     """
     at = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
-    # Retention may have removed rows since the lookup. These promises are in files then.
+    # Retention may have removed rows since the lookup. These scheduled messages are in files then.
     logged = at >= reader.first_seq
     # Two names may lead to the same row, which is read once.
-    parts = [as_promises(reader.read_rows(np.unique(at[logged])))]
+    parts = [as_scheduled(reader.read_rows(np.unique(at[logged])))]
     wanted = [c for c, is_logged in zip(candidates, logged.tolist(), strict=True) if not is_logged]
     if wanted:
         parts += [table_rows(rows) for rows in file_keys.rows_of(live, *pairs(wanted)) if rows.num_rows]
@@ -380,7 +381,7 @@ def read(
 
 
 def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
-    """Return (due_ms, version) of each promise, as columns."""
+    """Return (due_ms, version) of each scheduled message, as columns."""
     return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
         [c.seq for c in candidates], dtype=np.int64
     )

@@ -1,4 +1,4 @@
-"""The promise of a receipt is known by its newest version, and is settled once."""
+"""The scheduled message of a receipt is known by its newest version, and is settled once."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from tests.broker.consuming.subscriber import MINUTE_MS, engine, receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.lease_promises import count_ended, decide, newest_versions, settle_leases
+from timeball.broker.consuming.lease_rows import count_ended, decide, newest_versions, settle_leases
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
 
 
 @on_node()
-async def test_a_promise_is_known_by_its_newest_version_and_settled_once(world: World) -> None:
+async def test_a_scheduled_message_is_known_by_its_newest_version_and_settled_once(world: World) -> None:
     await send(world, [b"a", b"b"])
     parts = world.broker.parts
     receipts = [one for one in (await receive(world)).receipts if isinstance(one, Receipt)]

@@ -1,4 +1,4 @@
-"""One row a promise, and why it was late: the two engines and a plain program agree."""
+"""One row a scheduled message, and why it was late: the two engines and a plain program agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.model.message import SCHEDULE_TOPIC
 from timeball.spark.jobs import ledger
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.source.spark_api import spark_schema
-from timeball.spark.views.view_sql import COLUMNS, promises_sql
+from timeball.spark.views.view_sql import COLUMNS, scheduled_sql
 
 WAITING = pa.schema(
     [("seq", pa.int64()), ("topic", pa.string()), ("unique_key", pa.string()), ("due_ms", pa.int64())]
@@ -59,7 +59,7 @@ def fold(events: list[Event], waiting: list[dict[str, Any]] = []) -> dict[int, d
     with duckdb.connect() as db:
         db.register("events", pa.Table.from_pylist(events, EVENT_SCHEMA))
         db.register("waiting", pa.Table.from_pylist(waiting, WAITING))
-        found = db.sql(promises_sql("duckdb", events="events", waiting="waiting")).to_arrow_table()
+        found = db.sql(scheduled_sql("duckdb", events="events", waiting="waiting")).to_arrow_table()
     assert tuple(found.column_names) == COLUMNS
     return {row["seq"]: row for row in found.to_pylist()}
 

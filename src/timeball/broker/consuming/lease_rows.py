@@ -1,8 +1,9 @@
-"""The promises that stand for leases: their newest versions, and the decision on concurrent answers to them.
+"""The scheduled messages that stand for leases: their newest versions, and the decision on concurrent answers to them.
 
-Like every cancel, an answer is decided on the event loop, by the newest version of the promise. A receipt is no longer
-valid once the release of its promise has begun, and a cancelled promise is never released. If another request moved the
-promise first, its newest version is looked up when that request's row is durable, and the answer is decided again.
+Like every cancel, an answer is decided on the event loop, by the newest version of the scheduled message. A receipt is
+no longer valid once the release of its scheduled message has begun, and a cancelled scheduled message is never
+released. If another request moved the scheduled message first, its newest version is looked up when that request's row
+is durable, and the answer is decided again.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import Int64Array, Kind, LogRow, build_rows
 from timeball.model.rows import cancel_row
 
-Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a promise in the schedule
-# Settles or moves those promises of these receipts that are pending, durably, and returns which they were. The second
-# argument contains the indexes of the receipts.
+Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a scheduled message in the schedule
+# Settles or moves those scheduled messages of these receipts that are pending, durably, and returns which they were.
+# The second argument contains the indexes of the receipts.
 Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
 def newest_versions(parts: Components, receipts: Sequence[Receipt]) -> Versions:
-    """Find the due times and versions that the schedule has for the promises of these receipts now."""
+    """Find the due times and versions that the schedule has for the scheduled messages of these receipts now."""
     # The receipt contains the due time of the first version, and stays valid when the lease gets another.
     due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
     number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
@@ -40,12 +41,14 @@ def count_ended(parts: Components, receipts: Sequence[Receipt], won: BoolArray) 
 
 
 def settle_leases(parts: Components, due_ms: Int64Array, version: Int64Array) -> BoolArray:
-    """Cancel those of these promises that are pending, and return which they were."""
+    """Cancel those of these scheduled messages that are pending, and return which they were."""
     # The usual case, without duplicates: a set costs less than numpy's `unique`, even for many receipts.
     if len(set(version.tolist())) == len(version):
         return parts.scheduler.cancel(due_ms, version)
     won = np.zeros(len(version), dtype=np.bool_)
-    first = np.unique(version, return_index=True)[1]  # a receipt that occurs twice settles its promise once
+    first = np.unique(version, return_index=True)[
+        1
+    ]  # a receipt that occurs twice settles its scheduled message once
     won[first] = parts.scheduler.cancel(due_ms[first], version[first])
     return won
 
@@ -71,7 +74,7 @@ async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -
         lost = ~valid[left]
         if not lost.any():
             break
-        # The newest version is known only when the row that moved the promise is durable.
+        # The newest version is known only when the row that moved the scheduled message is durable.
         await parts.writer.flushed()
         left = left[lost & (newest_versions(parts, some)[1] != version)]
     return valid
@@ -79,8 +82,8 @@ async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -
 
 # The CANCEL rows that end leases kept in the log: as columns, or as values when they are few. No I/O.
 #
-# The rows have no id, because the message's id belongs to its sender. Each names the promise that it ends. If the
-# promise was moved, it also names the row that gave the promise its current due time.
+# The rows have no id, because the message's id belongs to its sender. Each names the scheduled message that it ends. If
+# the scheduled message was moved, it also names the row that gave the scheduled message its current due time.
 # `tests/broker/consuming/test_lease_ends.py` checks that both ways build the same rows.
 
 
@@ -100,7 +103,7 @@ def cancel_rows(
         store_ms=now_ms,
         due_ms=due_ms,
         source_seq=number,
-        # Null for a promise that was never moved, as the number names it already.
+        # Null for a scheduled message that was never moved, as the number names it already.
         version_seq=pa.array(version, mask=version == number),
     )
 

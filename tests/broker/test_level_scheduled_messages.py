@@ -33,7 +33,7 @@ async def test_a_level_is_waited_for_to_the_millisecond(world: World) -> None:
     accepted = await world.broker.send(levels(3, queue_id=[1], tag=["t"], properties=["TAGS\x01t"]))
     [kept] = accepted.kept.to_pylist()
     stands = (kept["kind"], kept["topic"], kept["queue_id"], kept["queue_offset"])
-    assert stands == (Kind.PROMISE, SCHEDULE_TOPIC, 2, 0)
+    assert stands == (Kind.SCHEDULED, SCHEDULE_TOPIC, 2, 0)
     assert kept["due_ms"] == accepted.store_ms + 10_000
     await world.advance(9_999)
     assert await rows_of(world, "orders") == []
@@ -45,7 +45,7 @@ async def test_a_level_is_waited_for_to_the_millisecond(world: World) -> None:
         "TAGS": "t", "DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "1",
     }  # fmt: skip
     waited = await rows_of(world, SCHEDULE_TOPIC)
-    assert [row["kind"] for row in waited] == [Kind.PROMISE], "it can be read like any queue"
+    assert [row["kind"] for row in waited] == [Kind.SCHEDULED], "it can be read like any queue"
     topics = world.broker.parts.topics
     assert topics.get("orders").queues[1].index.read(0, 1)["tag"][0] == ord("t"), "the tag's hash is back"
     assert topics.get(SCHEDULE_TOPIC).queues[2].index.read(0, 1)["tag"][0] == kept["due_ms"]
@@ -60,7 +60,7 @@ async def test_all_sorts_of_rows_in_one_batch(world: World) -> None:
         due_ms=[None, None, world.clock.wall + 500, None],
     )  # fmt: skip
     kept = (await world.broker.send(sent)).kept
-    assert kept.column("kind").to_pylist() == [Kind.MESSAGE, *[Kind.PROMISE] * 3]
+    assert kept.column("kind").to_pylist() == [Kind.MESSAGE, *[Kind.SCHEDULED] * 3]
     assert kept.column("topic").to_pylist() == ["a", SCHEDULE_TOPIC, "c", SCHEDULE_TOPIC]
     assert kept.column("queue_id").to_pylist()[1::2] == [0, 17], "beyond the last is the last"
     assert set(world.broker.topics()) == {"a", "b", "c", SCHEDULE_TOPIC}

@@ -1,4 +1,4 @@
-"""Which promises a name means, and what the log says of them; what cancels make of that is in test_cancel.py."""
+"""Which messages a name means, and what the log says of them; what cancels make of that is in test_cancel.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tests.broker.revoking.test_cancel import let_go_of_all
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.revoking import promise_lookup
+from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.look_ups import scan
-from timeball.broker.revoking.promise_lookup import Candidate, Found, Names, Search
+from timeball.broker.revoking.scheduled_lookup import Candidate, Found, Names, Search
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Kind, build_rows
@@ -32,7 +32,7 @@ def look_up(world: World, thorough: bool = False, live: FileSet | None = None, *
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
     parts = world.broker.parts
-    rows = promise_lookup.read(parts.reader, parts.file_keys, parts.hour_log.pending.live, candidates)
+    rows = scheduled_lookup.read(parts.reader, parts.file_keys, parts.hour_log.pending.live, candidates)
     return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
 
 
@@ -44,7 +44,7 @@ def test_too_many_names_for_one_request() -> None:
 
 
 @on_node()
-async def test_the_same_promise_in_the_log_and_in_a_file_is_one(world: World) -> None:
+async def test_the_same_scheduled_message_in_the_log_and_in_a_file_is_one(world: World) -> None:
     """Compaction copies a row before the log lets it go."""
     [key] = await world.send("a", [FAR_MS])
     await world.compact()
@@ -68,7 +68,7 @@ async def test_bodies_come_from_wherever_they_lie(world: World) -> None:
 
 
 @on_node()
-async def test_what_ended_a_promise_without_an_id_is_found_in_the_log(world: World) -> None:
+async def test_what_ended_a_scheduled_message_without_an_id_is_found_in_the_log(world: World) -> None:
     first = (await world.broker.send(batch(3, delay_ms=[1_000, FAR_MS, FAR_MS]))).first_seq
     await world.broker.cancel(seqs=[first + 1])
     await world.advance(1_000)
@@ -115,9 +115,9 @@ async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
     assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
 
 
-@pytest.mark.parametrize("kind", [Kind.PROMISE, Kind.RELEASE, Kind.CANCEL])
+@pytest.mark.parametrize("kind", [Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL])
 @on_node()
-async def test_a_half_message_and_its_end_are_no_promise(world: World, kind: Kind) -> None:
+async def test_a_half_message_and_its_end_are_no_scheduled_message(world: World, kind: Kind) -> None:
     await world.send("a", [None])
     row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
     seq, durable = world.broker.parts.writer.append(row)

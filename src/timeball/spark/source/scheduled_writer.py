@@ -1,8 +1,8 @@
-"""`df.write.format("timeball")`: write rows as files of the pending table, and make them promises by one attach.
+"""`df.write.format("timeball")`: write rows as files of the pending table, and make them messages by one attach.
 
 Tasks write files. The driver attaches all of them in one record of the broker's log. So either every row of the
-DataFrame becomes a promise or none does, however often a task or the whole job is repeated. No row is visible before
-the attach. The files of a dead task belong to no table.
+DataFrame becomes a scheduled message or none does, however often a task or the whole job is repeated. No row is visible
+before the attach. The files of a dead task belong to no table.
 
     task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
@@ -32,7 +32,7 @@ from pyspark.sql.types import StructType
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidMessage, OverLimit, SetupError
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.source import promise_columns
+from timeball.spark.source import scheduled_columns
 from timeball.spark.source.options import WriteOptions
 from timeball.spark.source.spark_api import DataSourceStreamArrowWriter
 from timeball.spark.table_store import Store, chunks
@@ -55,7 +55,7 @@ class Written(WriterCommitMessage):
     query_id: str | None = None  # of the stream; None in a batch write
 
 
-class PromiseTask:
+class ScheduledTask:
     """The part of a write that runs in a task: writes a stream of Arrow batches to files."""
 
     def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
@@ -77,11 +77,11 @@ class PromiseTask:
 
     def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
         now_ms = endpoint.status().now_ms
-        given, rows = rows, promise_columns.normalise(rows, now_ms)
+        given, rows = rows, scheduled_columns.normalise(rows, now_ms)
         written.given += rows.num_rows
         if self.summed:
-            written.checksum += promise_columns.checksum(rows)
-        broken = promise_columns.first_broken(given, rows, now_ms, as_stored=self.options.as_stored)
+            written.checksum += scheduled_columns.checksum(rows)
+        broken = scheduled_columns.first_broken(given, rows, now_ms, as_stored=self.options.as_stored)
         bad = int(np.count_nonzero(broken >= 0))
         if bad:
             if self.options.on_invalid == "fail":
@@ -91,9 +91,9 @@ class PromiseTask:
             rows = rows.filter(pa.array(broken < 0)).combine_chunks()
         if rows.num_rows == 0:
             return
-        rows = rows.take(pa.array(promise_columns.due_order(rows)))
+        rows = rows.take(pa.array(scheduled_columns.due_order(rows)))
         first_seq = endpoint.reserve(rows.num_rows)
-        rows = promise_columns.numbered(promise_columns.with_unique_keys(rows), first_seq)
+        rows = scheduled_columns.numbered(scheduled_columns.with_unique_keys(rows), first_seq)
         written.files.extend(store.put_rows(rows, now_ms))
         written.ranges.append((first_seq, rows.num_rows))
         written.rows += rows.num_rows
@@ -189,11 +189,11 @@ def remove_written(messages: Sequence[WriterCommitMessage | None], options: Writ
             Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
 
 
-class PromiseWriter(DataSourceArrowWriter):
+class ScheduledWriter(DataSourceArrowWriter):
     """The sink of a batch write: `write` runs in tasks, `commit` and `abort` on the driver."""
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        promise_columns.check_columns(schema)
+        scheduled_columns.check_columns(schema)
         self.options = options
         # Made once, on the driver. Tasks and commit use copies of this object, so all of them have the same name.
         self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
@@ -201,7 +201,7 @@ class PromiseWriter(DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task to files."""
-        return PromiseTask(self.options, summed=self.named).write(iterator)
+        return ScheduledTask(self.options, summed=self.named).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Attach the files of all tasks."""
@@ -212,11 +212,11 @@ class PromiseWriter(DataSourceArrowWriter):
         remove_written(messages, self.options)
 
 
-class PromiseStreamWriter(DataSourceStreamArrowWriter):
+class ScheduledStreamWriter(DataSourceStreamArrowWriter):
     """The sink of a stream: each micro-batch is one attach, with Spark's batch id as its epoch."""
 
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
-        promise_columns.check_columns(schema)
+        scheduled_columns.check_columns(schema)
         if options.epoch:
             raise SetupError("option epoch: not for a stream, whose micro-batches Spark numbers")
         self.options = options
@@ -227,7 +227,7 @@ class PromiseStreamWriter(DataSourceStreamArrowWriter):
             raise SetupError(
                 f"Spark gives this task no {QUERY_ID}: write with foreachBatch, job_id and epoch"
             )
-        return PromiseTask(self.options).write(iterator)
+        return ScheduledTask(self.options).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Attach the files of all tasks of a micro-batch."""

@@ -1,4 +1,4 @@
-"""The tail's promises, added in any batches and folded at any time: equal to those of a plain model."""
+"""The tail's scheduled messages, added in any batches and folded at any time: equal to those of a plain model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import opened
 
 from timeball.broker.recovery import applying
-from timeball.broker.recovery.applying import TailPromises
+from timeball.broker.recovery.applying import TailScheduled
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule.outcomes import Settled
 
-# due_ms, and how many rows before this one the promise came whose row this is (0: a new one).
-PROMISES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=40)
+# due_ms, and how many rows before this one the scheduled message came whose row this is (0: a new one).
+SCHEDULED_ROWS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 5)), min_size=1, max_size=40)
 SEQS = st.lists(st.integers(1, 40), unique=True, max_size=20)
 
 
-def log_rows(promises: list[tuple[int, int]]) -> pa.RecordBatch:
-    """Rows from number 1 on, some of which hold an older promise."""
+def log_rows(scheduled_rows: list[tuple[int, int]]) -> pa.RecordBatch:
+    """Rows from number 1 on, some of which hold an older scheduled message."""
     columns: dict[str, list[Any]] = {"kind": [], "due_ms": [], "source_seq": []}
-    for at, (due_ms, before) in enumerate(promises):
+    for at, (due_ms, before) in enumerate(scheduled_rows):
         is_new = not 0 < before <= at
-        columns["kind"].append(int(Kind.PROMISE if is_new else Kind.MOVED))
+        columns["kind"].append(int(Kind.SCHEDULED if is_new else Kind.MOVED))
         columns["due_ms"].append(due_ms)
         columns["source_seq"].append(None if is_new else at + 1 - before)
-    return build_rows(len(promises), topic="t", **columns)
+    return build_rows(len(scheduled_rows), topic="t", **columns)
 
 
 def model(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
@@ -48,25 +48,25 @@ def model(rows: pa.RecordBatch, settled: Settled, from_seq: int) -> list[tuple[i
     ]
 
 
-def listed(tail: TailPromises, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
+def listed(tail: TailScheduled, settled: Settled, from_seq: int) -> list[tuple[int, int, int]]:
     found = tail.waiting(settled, from_seq)
     return list(zip(found.due_ms.tolist(), found.seq.tolist(), found.row_seq.tolist(), strict=True))
 
 
 @given(
-    promises=PROMISES, batch_rows=st.integers(1, 9), folds=st.sets(st.integers(0, 9)), gone=SEQS,
+    scheduled_rows=SCHEDULED_ROWS, batch_rows=st.integers(1, 9), folds=st.sets(st.integers(0, 9)), gone=SEQS,
     released=st.integers(0, 20), before_ms=st.integers(0, 20), before_seq=st.integers(1, 40),
     from_seq=st.integers(1, 40),
 )  # fmt: skip
 def test_what_waits_is_what_a_model_says(
-    promises: list[tuple[int, int]], batch_rows: int, folds: set[int], gone: list[int], released: int,
+    scheduled_rows: list[tuple[int, int]], batch_rows: int, folds: set[int], gone: list[int], released: int,
     before_ms: int, before_seq: int, from_seq: int,
 ) -> None:  # fmt: skip
     cut = max(0, len(gone) - released)
     seq = np.array(sorted(gone[:cut]) + sorted(gone[cut:]), np.int64)
     settled = Settled(before_ms, seq, seq, before_seq, released=len(gone) - cut)
-    rows = log_rows(promises)
-    read, tail = with_seq(rows, 1), TailPromises(1)
+    rows = log_rows(scheduled_rows)
+    read, tail = with_seq(rows, 1), TailScheduled(1)
     for number, begin in enumerate(range(0, read.num_rows, batch_rows)):
         tail.add(read.slice(begin, batch_rows))
         if number in folds:
@@ -82,14 +82,14 @@ def test_what_waits_is_what_a_model_says(
 def test_what_lies_before_is_read_later_and_all_that_came_is_counted(monkeypatch: Any) -> None:
     monkeypatch.setattr(applying, "COUNT_BLOCK", 4)
     nothing = Settled(-(1 << 62), np.empty(0, np.int64), np.empty(0, np.int64))
-    promises = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]
+    scheduled_rows = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]
 
     async def main() -> None:
         async with opened(CrashFiles()) as log:
-            rows = log_rows(promises)
+            rows = log_rows(scheduled_rows)
             for begin in range(0, rows.num_rows, 3):
                 await log.append(rows.slice(begin, 3))
-            whole, late = TailPromises(1), TailPromises(12)
+            whole, late = TailScheduled(1), TailScheduled(12)
             whole.add(with_seq(rows, 1))
             late.add(with_seq(rows, 1).slice(11))
             assert late.count(log.reader, 1) == 22 - 12
@@ -97,7 +97,7 @@ def test_what_lies_before_is_read_later_and_all_that_came_is_counted(monkeypatch
             late.extend_down(log.reader, 1)
             assert listed(late, nothing, 1) == listed(whole, nothing, 1)
             for from_seq in range(1, 23):
-                # The row that holds an older promise again, number 21, is no promise that came.
+                # The row that holds an older scheduled message again, number 21, is no scheduled message that came.
                 came = 22 - from_seq + (from_seq > 21)
                 assert late.count(log.reader, from_seq) == whole.count(log.reader, from_seq) == came
             whole.fold(nothing, 10)

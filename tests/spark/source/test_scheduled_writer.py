@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.promise_writer: a DataFrame becomes promises, all or none, once."""
+"""Tests of timeball.spark.source.scheduled_writer: a DataFrame becomes scheduled messages, all or none, once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Setup
 from timeball.model.limits import DAY_MS
 from timeball.spark import table_store
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.source import promise_writer as sink
+from timeball.spark.source import scheduled_writer as sink
 from timeball.spark.source.data_source import TimeballDataSource
 from timeball.spark.source.options import write_options
-from timeball.spark.source.promise_writer import PromiseTask, PromiseWriter, Written
+from timeball.spark.source.scheduled_writer import ScheduledTask, ScheduledWriter, Written
 from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.spark_errors import spark_errors
 
@@ -32,7 +32,9 @@ def later(broker: Endpoint) -> int:
 
 def task(node: RunningNode, rows: dict[str, object], **options: str) -> Written:
     table = pa.table({name: pa.array(values) for name, values in rows.items()})
-    return PromiseTask(write_options({"endpoint": node.endpoint, **options})).write(iter(table.to_batches()))
+    return ScheduledTask(write_options({"endpoint": node.endpoint, **options})).write(
+        iter(table.to_batches())
+    )
 
 
 def data_files(broker: Endpoint) -> list[Path]:
@@ -158,13 +160,14 @@ def test_after_a_failed_task_the_others_files_go(node: RunningNode, broker: Endp
 def test_the_sink_fits_the_stream() -> None:
     messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
     with pytest.raises(SetupError, match="option epoch: not for a stream"):
-        sink.PromiseStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
+        sink.ScheduledStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
     with pytest.raises(SetupError, match=r"no sql\.streaming\.queryId: .*foreachBatch"):
-        sink.PromiseStreamWriter(messages, write_options({})).write(iter([]))
+        sink.ScheduledStreamWriter(messages, write_options({})).write(iter([]))
     with pytest.raises(SetupError, match="mode overwrite"):
         TimeballDataSource({}).writer(messages, True)
     assert (
-        PromiseWriter(messages, write_options({})).job_id != PromiseWriter(messages, write_options({})).job_id
+        ScheduledWriter(messages, write_options({})).job_id
+        != ScheduledWriter(messages, write_options({})).job_id
     )
 
 
@@ -180,7 +183,7 @@ def save(frame: DataFrame, node: RunningNode, **options: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_a_dataframe_becomes_promises_in_one_attach(
+def test_a_dataframe_becomes_scheduled_messages_in_one_attach(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     version, due = broker.status().table.version, later(broker)

@@ -85,7 +85,9 @@ async def test_files_of_a_bulk_job_wait_beside(world: World, schedule: str) -> N
 
 @kept_by
 @on_node()
-async def test_old_segments_go_though_a_promise_of_theirs_still_waits(world: World, schedule: str) -> None:
+async def test_old_segments_go_though_a_scheduled_message_of_theirs_still_waits(
+    world: World, schedule: str
+) -> None:
     await begin(world, schedule)
     keys = await world.send("a", [12 * MINUTE_MS, 12 * MINUTE_MS])  # a cascade's levels of ten and of two
     seq = (await world.broker.send(batch(1, delay_ms=[12 * MINUTE_MS], topic=["a"]))).first_seq
@@ -109,7 +111,7 @@ async def test_old_segments_go_though_a_promise_of_theirs_still_waits(world: Wor
 
 @kept_by
 @on_node()
-async def test_retention_leaves_what_a_promise_lies_in(world: World, schedule: str) -> None:
+async def test_retention_leaves_what_a_scheduled_message_lies_in(world: World, schedule: str) -> None:
     await begin(world, schedule)
     await world.send("a", [30 * SECOND_MS])
     await fill_a_segment(world)
@@ -129,7 +131,9 @@ async def test_retention_leaves_what_a_promise_lies_in(world: World, schedule: s
 
 @pytest.mark.parametrize("cancels", [False, True])
 @on_node()
-async def test_a_cascade_holds_no_row_of_a_promise_that_went_elsewhere(world: World, cancels: bool) -> None:
+async def test_a_cascade_holds_no_row_of_a_scheduled_message_that_went_elsewhere(
+    world: World, cancels: bool
+) -> None:
     """A MOVED row has the whole message, and one that is cancelled needs none."""
     await begin(world, "level_cascade")
     keys = await world.send("a", [10 * HOUR_MS] * 3)
@@ -145,7 +149,7 @@ async def test_a_cascade_holds_no_row_of_a_promise_that_went_elsewhere(world: Wo
     await world.let_go()
     reader = world.broker.parts.reader
     assert reader.first_seq > 1, "the first segment has gone"
-    rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.PROMISE])
+    rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.SCHEDULED])
     assert [key for part in rows for key in column(part, "unique_key")] == later, "and no more"
     await world.restart()
     await world.advance(11 * HOUR_MS)
@@ -174,7 +178,7 @@ async def test_a_slot_takes_no_more_than_it_may(world: World) -> None:
 
 
 @on_node()
-async def test_only_promises_are_dressed_and_only_while_they_wait(world: World) -> None:
+async def test_only_scheduled_messages_are_dressed_and_only_while_they_wait(world: World) -> None:
     await begin(world, "level_cascade")
     await world.broker.send(
         batch(
@@ -186,8 +190,8 @@ async def test_only_promises_are_dressed_and_only_while_they_wait(world: World) 
     texts: dict[int, str | None] = {}
     for rows in world.broker.read_log(1, 10):
         texts |= dict(zip(column(rows, "kind"), column(rows, "properties"), strict=True))
-    promise = texts[Kind.PROMISE]
-    assert promise is not None and "TIMING-LIST" in promise and "c\x01d" in promise
+    scheduled_row = texts[Kind.SCHEDULED]
+    assert scheduled_row is not None and "TIMING-LIST" in scheduled_row and "c\x01d" in scheduled_row
     assert "TIMING-LIST" not in (texts[Kind.MESSAGE] or "")
     await move_on(world, 62)
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
@@ -260,7 +264,7 @@ async def settle(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
-def test_a_promise_that_comes_as_an_opening_begins_is_kept(strategy: str) -> None:
+def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: str) -> None:
     """The mark passed it, because the opening's bound was read before it came: it was lost for ever."""
 
     async def main() -> None:
@@ -276,7 +280,7 @@ def test_a_promise_that_comes_as_an_opening_begins_is_kept(strategy: str) -> Non
 
         def add_behind_a_tick(*args: Any) -> None:
             scheduler.add = add
-            world.broker.ticker.tick()  # begins the opening, of which nothing has run when the promise comes
+            world.broker.ticker.tick()  # begins the opening, of which nothing has run when the scheduled message comes
             add(*args)
 
         scheduler.add = add_behind_a_tick
@@ -295,7 +299,7 @@ def test_a_promise_that_comes_as_an_opening_begins_is_kept(strategy: str) -> Non
     run(main())
 
 
-def test_a_promise_that_comes_between_two_slices_of_an_opening_is_kept(
+def test_a_scheduled_message_that_comes_between_two_slices_of_an_opening_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It stands in the last slice; the mark had passed it after the first."""
