@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from timeball.model.message import Kind, LogRow
 
-_CANCEL = int(Kind.CANCEL)
+_MESSAGE, _SCHEDULED = int(Kind.MESSAGE), int(Kind.SCHEDULED)
+_RELEASE, _CANCEL = int(Kind.RELEASE), int(Kind.CANCEL)
 
 
 def cancel_row(
@@ -28,4 +29,91 @@ def cancel_row(
     return (
         _CANCEL, topic, -1, None, None, keys, unique_key, None, properties, None, None, store_ms,
         None, None, None, None, due_ms, accepted_ms, source_seq, version_seq, None,
+    )  # fmt: skip
+
+
+def message_row(
+    *,
+    topic: str,
+    queue_id: int,
+    queue_offset: int | None,
+    tag: str | None,
+    keys: str | None,
+    unique_key: str | None,
+    body: bytes | None,
+    properties: str | None,
+    born_ms: int | None,
+    born_host: str | None,
+    store_ms: int,
+    store_host: str,
+    flag: int | None,
+    sys_flag: int | None,
+    reconsume_times: int | None,
+) -> LogRow:
+    """Build the MESSAGE row of a message that is visible at once, at an offset of its queue."""
+    return (
+        _MESSAGE, topic, queue_id, queue_offset, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
+        store_host, flag, sys_flag, reconsume_times, None, None, None, None, None,
+    )  # fmt: skip
+
+
+def scheduled_row(
+    *,
+    topic: str,
+    queue_id: int,
+    tag: str | None,
+    keys: str | None,
+    unique_key: str | None,
+    body: bytes | None,
+    properties: str | None,
+    born_ms: int | None,
+    born_host: str | None,
+    store_ms: int,
+    store_host: str,
+    flag: int | None,
+    sys_flag: int | None,
+    reconsume_times: int | None,
+    due_ms: int,
+    source_seq: int | None = None,
+) -> LogRow:
+    """Build the SCHEDULED row of a message that is due at `due_ms`.
+
+    It has no queue offset before its release. `source_seq` is the row that was handed out, if this row redelivers it.
+    """
+    return (
+        _SCHEDULED, topic, queue_id, None, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
+        store_host, flag, sys_flag, reconsume_times, due_ms, None, source_seq, None, None,
+    )  # fmt: skip
+
+
+def release_row(
+    *,
+    topic: str,
+    queue_id: int,
+    queue_offset: int | None,
+    tag: str | None,
+    keys: str | None,
+    unique_key: str | None,
+    body: bytes | None,
+    properties: str | None,
+    born_ms: int | None,
+    born_host: str | None,
+    store_ms: int,
+    store_host: str | None,
+    flag: int | None,
+    sys_flag: int | None,
+    reconsume_times: int | None,
+    due_ms: int,
+    accepted_ms: int,
+    source_seq: int,
+    version_seq: int | None,
+    from_due_ms: int | None,
+) -> LogRow:
+    """Build the RELEASE row that puts the scheduled message `source_seq` into its queue.
+
+    `version_seq` is the row that had set its due time, or None if it was never moved.
+    """
+    return (
+        _RELEASE, topic, queue_id, queue_offset, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
+        store_host, flag, sys_flag, reconsume_times, due_ms, accepted_ms, source_seq, version_seq, from_due_ms,
     )  # fmt: skip

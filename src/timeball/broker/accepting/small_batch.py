@@ -25,11 +25,11 @@ from timeball.model import limits, rules
 from timeball.model.message import (
     SEND_COLUMNS,
     SEND_NAMES,
-    Kind,
     LogRow,
     SendBatch,
     SendRow,
 )
+from timeball.model.rows import message_row, scheduled_row
 
 ROWS_MAX = 256  # at twice as many rows both paths cost about the same
 
@@ -37,7 +37,6 @@ _TYPES = {name: SEND_COLUMNS[name] for name in SEND_NAMES}
 _BODY_SAFE, _TAG_SAFE, _KEYS_SAFE, _UNIQUE_KEY_SAFE, _PROPERTIES_SAFE = (
     rules.SAFE_LENGTHS[name] for name in ("body", "tag", "keys", "unique_key", "properties")
 )
-_MESSAGE, _SCHEDULED = int(Kind.MESSAGE), int(Kind.SCHEDULED)
 
 
 def _bytes_max() -> int:
@@ -105,7 +104,7 @@ class SmallBatch(NamedTuple):
 
     rows: EncodedRows
     places: FewPlaces | None  # None if all rows are scheduled messages
-    promised: list[int]  # positions of the scheduled messages in `rows`
+    scheduled: list[int]  # positions of the scheduled messages in `rows`
     scheduled_bytes: int  # the size of the scheduled messages as RocketMQ would store them
 
 
@@ -144,28 +143,32 @@ def log_rows(
     """
     places: FewPlaces | None = None
     built: list[LogRow] = []
-    promised, scheduled_bytes = [], 0
-    for at, row in enumerate(rows):
+    scheduled, scheduled_bytes = [], 0
+    for at, send in enumerate(rows):
         (
             topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag,
             reconsume_times, due_ms, _,
-        ) = row  # fmt: skip
-        kind, offset = _SCHEDULED, None
+        ) = send  # fmt: skip
         queue_id = -1 if queue_id is None else queue_id
         size_bytes = stored_size(topic, body, properties)
+        born_ms = now_ms if born_ms is None else born_ms
+        born_host = host if born_host is None else born_host
         # A scheduled message gets its offset when it is due: until then it must not use up an offset of its topic.
         if due_ms is not None:
-            promised.append(at)
+            scheduled.append(at)
             scheduled_bytes += size_bytes
+            row = scheduled_row(
+                topic=topic, queue_id=queue_id, tag=tag, keys=keys, unique_key=unique_key, body=body,
+                properties=properties, born_ms=born_ms, born_host=born_host, store_ms=now_ms, store_host=host,
+                flag=flag or 0, sys_flag=sys_flag or 0, reconsume_times=reconsume_times or 0, due_ms=due_ms,
+            )  # fmt: skip
         else:
-            kind = _MESSAGE
             places = places or FewPlaces()
             queue_id, offset = places.choose(topics[topic], at, queue_id, size_bytes, tag, properties)
-        built.append(
-            (
-                kind, topic, queue_id, offset, tag, keys, unique_key, body, properties,
-                now_ms if born_ms is None else born_ms, host if born_host is None else born_host, now_ms, host,
-                flag or 0, sys_flag or 0, reconsume_times or 0, due_ms, None, None, None, None,
-            )
-        )  # fmt: skip
-    return SmallBatch(build(built), places, promised, scheduled_bytes)
+            row = message_row(
+                topic=topic, queue_id=queue_id, queue_offset=offset, tag=tag, keys=keys, unique_key=unique_key,
+                body=body, properties=properties, born_ms=born_ms, born_host=born_host, store_ms=now_ms,
+                store_host=host, flag=flag or 0, sys_flag=sys_flag or 0, reconsume_times=reconsume_times or 0,
+            )  # fmt: skip
+        built.append(row)
+    return SmallBatch(build(built), places, scheduled, scheduled_bytes)

@@ -53,6 +53,7 @@ from timeball.model.message import (
     encode_properties,
     filled,
 )
+from timeball.model.rows import scheduled_row
 
 FIRST_POP_TIME = "1ST_POP_TIME"
 POP_CK = "POP_CK"
@@ -132,9 +133,10 @@ def few_handed_out(
         name = main.dead_name if times > main.times_max else main.again_name
         properties = _properties_with(text or "", adding, behind)
         built.append(
-            (
-                int(Kind.SCHEDULED), name, 0, None, tag, keys, unique_key, body, properties, born_ms, born_host,
-                now_ms, host, flag, sys_flag, times, due_ms, None, seq, None, None,
+            scheduled_row(
+                topic=name, queue_id=0, tag=tag, keys=keys, unique_key=unique_key, body=body, properties=properties,
+                born_ms=born_ms, born_host=born_host, store_ms=now_ms, store_host=host, flag=flag, sys_flag=sys_flag,
+                reconsume_times=times, due_ms=due_ms, source_seq=seq,
             )
         )  # fmt: skip
     return built
