@@ -25,8 +25,8 @@ import pyarrow as pa
 
 from benchmarks.designs_compared import HOUR_MS, Design, Ledger, level_of
 from benchmarks.harness import BODY_BYTES, TOPIC, messages
-from timeball.broker.accepting.components import in_thread
 from timeball.io.clock import ManualClock
+from timeball.io.threads import in_thread
 from timeball.model.config import Settings
 from timeball.node.node import Node
 
@@ -104,7 +104,7 @@ class _Living:
                 await self._duties()
             await self._node.maintenance.checkpoint()
             now_written, now_logged = self._counts()
-            reader = self._broker.parts.reader
+            reader = self._broker.log.reader
             ledger = Ledger.of(self._broker.read_log(reader.first_seq, reader.next_seq))
         finally:
             await self._node.stop()
@@ -135,7 +135,7 @@ class _Living:
         return max(now_ms + STEP_MS, look_ms if wanted_ms is None else min(look_ms, wanted_ms))
 
     def _wanted_ms(self) -> int | None:
-        return self._broker.parts.scheduler.next_due_ms()
+        return self._broker.scheduling.scheduler.next_due_ms()
 
     async def _duties(self) -> None:
         """What the broker does at this instant: by itself, and what maintenance would do by its own clock."""
@@ -143,29 +143,28 @@ class _Living:
         await self._node.maintenance.compact_if_worth()
         await self._node.maintenance.index_keys()
         await self._calm()
-        seq = self._broker.parts.writer.next_seq
+        seq = self._broker.log.writer.next_seq
         if self._clock.wall - self._checkpoint_ms >= CHECKPOINT_MS and seq != self._checkpoint_seq:
             await self._node.maintenance.checkpoint()
             self._checkpoint_ms, self._checkpoint_seq = self._clock.wall, seq
 
     async def _calm(self) -> None:
         """Until nothing is due any more, nothing on its way to the disk, and the reader thread idle."""
-        parts = self._broker.parts
         seen, rounds = None, 0
         async with asyncio.timeout(BOUND_S):
             while rounds < CALM_ROUNDS:
                 self._broker.ticker.wake()
                 await asyncio.sleep(0)
-                await parts.writer.flushed()
+                await self._broker.log.writer.flushed()
                 # The one thread that loads for strategies: what stands before this call is done after it.
-                await in_thread(parts.reader_thread, int)
+                await in_thread(self._broker.threads.reader, int)
                 await asyncio.sleep(0)
-                wanted_ms, in_flight = self._wanted_ms(), parts.scheduler.in_flight_rows
+                wanted_ms, in_flight = self._wanted_ms(), self._broker.scheduling.scheduler.in_flight_rows
                 due = wanted_ms is not None and wanted_ms <= self._clock.wall
-                state = (parts.writer.next_seq, wanted_ms, in_flight)
+                state = (self._broker.log.writer.next_seq, wanted_ms, in_flight)
                 rounds = rounds + 1 if state == seen and not due and not in_flight else 0
                 seen = state
 
     def _counts(self) -> tuple[int, int]:
         """Pages written by this process so far, in bytes; bytes of the log's frames."""
-        return psutil.Process().io_counters().write_bytes, self._broker.parts.reader.segments.size_bytes
+        return psutil.Process().io_counters().write_bytes, self._broker.log.reader.segments.size_bytes

@@ -19,9 +19,10 @@ def write_again(node: RunningNode, *places: int) -> list[int]:
     """Messages at these places once more, as a wheel's roll and a cascade's hop do; the places of the MOVED rows."""
 
     async def write() -> int:
-        parts = node.broker.parts
-        scheduled_rows = as_scheduled(parts.reader.read_rows(np.array(places, np.int64)))
-        _, durable = parts.writer.append(moved_rows(scheduled_rows, now_ms=parts.clock.now_ms()))
+        scheduled_rows = as_scheduled(node.broker.log.reader.read_rows(np.array(places, np.int64)))
+        _, durable = node.broker.log.writer.append(
+            moved_rows(scheduled_rows, now_ms=node.broker.clock.now_ms())
+        )
         return await durable
 
     first_seq = node.run(write())
@@ -30,23 +31,21 @@ def write_again(node: RunningNode, *places: int) -> list[int]:
 
 def fill_segment(node: RunningNode) -> None:
     """Messages, until the log has begun another segment: retention takes whole ones."""
-    parts = node.broker.parts
-    ordinal, body = parts.reader.segments.last.ordinal, b"." * 1_000_000
+    ordinal, body = node.broker.log.reader.segments.last.ordinal, b"." * 1_000_000
     with Timeball(node.endpoint) as ball:
         for _ in range(2 + node.settings.segment_bytes // len(body)):
             ball.send("filler", body)
-    assert parts.reader.segments.last.ordinal > ordinal
+    assert node.broker.log.reader.segments.last.ordinal > ordinal
 
 
 def let_go(node: RunningNode) -> int:
     """All segments but the newest, as retention lets them go; the first row that is kept."""
 
     async def remove() -> int:
-        parts = node.broker.parts
-        gone = parts.reader.segments.all[:-1]
+        gone = node.broker.log.reader.segments.all[:-1]
         await asyncio.get_running_loop().run_in_executor(
-            parts.reader_thread, parts.reader.segments.remove, parts.files, gone
+            node.broker.threads.reader, node.broker.log.reader.segments.remove, node.broker.files, gone
         )
-        return parts.reader.first_seq
+        return node.broker.log.reader.first_seq
 
     return node.run(remove())

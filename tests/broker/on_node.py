@@ -55,25 +55,24 @@ def on_node(
 
 async def settled(world: World) -> None:
     """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
-    parts = world.broker.parts
     world.broker.consuming._memory.redelivery.wake()
     world.broker.ticker.wake()
 
     def is_quiet() -> bool:
-        scheduler = parts.scheduler
+        scheduler = world.broker.scheduling.scheduler
         due = scheduler.next_due_ms()
         held = [one for queue in world.broker.consuming.leases.all() for one in queue.in_flight.values()]
         return (
-            (due is None or due > parts.clock.now_ms())
+            (due is None or due > world.broker.clock.now_ms())
             and not (scheduler.is_busy or scheduler.in_flight_rows or scheduler.durations.is_off)
-            and all(one.deadline_ms > parts.clock.elapsed_ms() for one in held)
+            and all(one.deadline_ms > world.broker.clock.elapsed_ms() for one in held)
         )
 
     for _ in range(3):
         for _ in range(TURNS):
             await asyncio.sleep(0)
         await world.until(is_quiet, "all that is due is settled")
-        await parts.writer.flushed()
+        await world.broker.log.writer.flushed()
 
 
 async def _live(world: World, test: Callable[[], Awaitable[None]], failing: bool) -> None:

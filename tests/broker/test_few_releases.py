@@ -74,21 +74,22 @@ async def released(
         await world.start()
         try:
             broker = world.broker
-            parts = broker.parts
             for name, kind in (("one", "SINGLE_TAG"), ("many", "MULTI_TAG")):
-                parts.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
+                broker.tables.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
             due_ms, seq = int64(scheduled_rows.column("due_ms")), int64(scheduled_rows.column("seq"))
             for _ in range(2):
-                parts.outcomes.hand_out(due_ms, seq, due_ms)
+                broker.scheduling.outcomes.hand_out(due_ms, seq, due_ms)
                 few = as_numbered(scheduled_rows) if as_values else scheduled_rows
                 await broker.delivery.release(few, NOW_MS)
-            frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
+            frames = [
+                row for part in broker.read_log(1, broker.log.reader.next_seq) for row in part.to_pylist()
+            ]
             queues = [
                 (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
-                for topic in parts.topics.all()
+                for topic in broker.tables.topics.all()
                 for at, queue in enumerate(topic.queues)
             ]
-            counts = [parts.rates.total("TOPIC_PUT_SIZE", name) for name in ("one", "many", "missing")]
+            counts = [broker.rates.total("TOPIC_PUT_SIZE", name) for name in ("one", "many", "missing")]
             return frames, queues, counts, broker.lateness.summary()
         finally:
             await world.abandon()

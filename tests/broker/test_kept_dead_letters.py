@@ -56,9 +56,9 @@ async def test_they_stay_when_the_log_lets_their_messages_go(world: World) -> No
     await kill(world, TEXTS)
     before = await shown(world)
     for _ in range(3):
-        first_seq = world.broker.parts.reader.first_seq
+        first_seq = world.broker.log.reader.first_seq
         await let_go(world)
-        assert world.broker.parts.reader.first_seq > first_seq
+        assert world.broker.log.reader.first_seq > first_seq
         assert world.broker.queues(DEAD)[0][0] > 0, "RocketMQ's tools see those of the retention time"
         # Handles, bodies and the time of death are as they were.
         assert await shown(world) == before
@@ -129,7 +129,7 @@ async def test_those_in_their_queue_are_counted_once(world: World) -> None:
     await kill(world, TEXTS)
     await world.send("filler", [None] * 6, 100_000)
     world.clock.advance(2 * HOUR_MS)
-    await world.broker.dead_letters.repeat(world.broker.parts.reader.next_seq)
+    await world.broker.dead_letters.repeat(world.broker.log.reader.next_seq)
     await crashed(world)
     assert await lost(world) == len(TEXTS)
     await let_go(world)
@@ -182,7 +182,7 @@ async def test_a_look_at_the_message_says_that_it_is_dead(world: World) -> None:
     (verdict,) = await world.broker.cancel(ids=[letter.id])
     assert verdict.verdict != "cancelled"
     await world.restart()
-    assert world.broker.parts.waiting_messages == 0, "and no scheduled message"
+    assert world.broker.pending_messages == 0, "and no scheduled message"
 
 
 def left_after(call: int | None, seed: int) -> tuple[int, list[bytes]]:

@@ -30,7 +30,7 @@ async def begin(world: World, schedule: str, **settings: object) -> None:
 
 async def rows_of(world: World, kind: Kind) -> int:
     """How many rows of a kind the log has."""
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     return sum(rows.num_rows for rows in reader.coalesced(reader.first_seq, reader.next_seq, [kind], 1_000))
 
 
@@ -96,7 +96,7 @@ async def test_old_segments_go_though_a_scheduled_message_of_theirs_still_waits(
         await move_on(world, 1)
         await world.checkpoint()
         await world.let_go()
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     assert reader.first_seq > seq, "nothing was let go"
     assert world.broker.status()["watermark"] >= reader.first_seq
     assert await rows_of(world, Kind.MOVED) > 0
@@ -119,14 +119,14 @@ async def test_retention_leaves_what_a_scheduled_message_lies_in(world: World, s
     await world.advance(SECOND_MS)
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq == 1
+    assert world.broker.log.reader.first_seq == 1
     await world.advance(40 * SECOND_MS)
     await world.checkpoint()
     await world.let_go()
     await world.advance(MINUTE_MS)
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > 1
+    assert world.broker.log.reader.first_seq > 1
 
 
 @pytest.mark.parametrize("cancels", [False, True])
@@ -147,7 +147,7 @@ async def test_a_cascade_holds_no_row_of_a_scheduled_message_that_went_elsewhere
     await world.advance(SECOND_MS)
     await world.checkpoint()
     await world.let_go()
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     assert reader.first_seq > 1, "the first segment has gone"
     rows = world.broker.read_log(reader.first_seq, reader.next_seq, [Kind.SCHEDULED])
     assert [key for part in rows for key in column(part, "unique_key")] == later, "and no more"
@@ -165,10 +165,10 @@ async def test_a_slot_takes_no_more_than_it_may(world: World) -> None:
     await begin(world, "timer_wheel", timer_congest_num_each_slot=3)
     at_ms = world.clock.wall // 1_000 * 1_000 + 30 * SECOND_MS
     await world.broker.send(batch(3, due_ms=[at_ms, at_ms + 1, at_ms + 999]))
-    before = world.broker.parts.reader.next_seq
+    before = world.broker.log.reader.next_seq
     with pytest.raises(OverLimit, match="timer-congest-num-each-slot"):
         await world.broker.send(batch(2, due_ms=[at_ms + 5, at_ms + 2_000]))
-    assert world.broker.parts.reader.next_seq == before, "a batch is taken whole or not at all"
+    assert world.broker.log.reader.next_seq == before, "a batch is taken whole or not at all"
     await world.broker.send(batch(4, due_ms=[None, None, at_ms + 1_000, at_ms + 1_001]))
     await world.advance(MINUTE_MS)
     assert len((await world.outcome()).rows) == 7
@@ -244,7 +244,7 @@ async def test_what_a_cascade_has_noted_reaches_no_consumer(world: World, heir: 
     rows = await world.broker.pull("orders", dict.fromkeys(world.broker.queues("orders"), 0), 10, 0)
     assert [text.strip("\x02") for text in column(rows, "properties")] == ["TIMING\x0108:00:00"] * 2
     # The index counts what they get: one that is made anew from the log must say the same.
-    queues = world.broker.parts.topics.get("orders").queues
+    queues = world.broker.tables.topics.get("orders").queues
     indexed = [queue.index.read(queue.index.min_offset, 10)["size"].tolist() for queue in queues]
     assert sorted(size for sizes in indexed for size in sizes) == sorted(stored_sizes(rows).tolist())
 
@@ -271,7 +271,7 @@ def test_a_scheduled_message_that_comes_as_an_opening_begins_is_kept(strategy: s
         world = World(CutFiles(), ManualClock(), strategy=strategy)
         await world.start()
         far = await world.send("t", [HOUR_MS])
-        scheduler, busy = world.broker.parts.scheduler, threading.Event()
+        scheduler, busy = world.broker.scheduling.scheduler, threading.Event()
         world.clock.advance(
             HOUR_MS - scheduler._ahead_ms // 2 - 1
         )  # the backlog is opened a millisecond later
@@ -309,7 +309,7 @@ def test_a_scheduled_message_that_comes_between_two_slices_of_an_opening_is_kept
         world, busy = World(CutFiles(), ManualClock()), threading.Event()
         await world.start()
         far = await world.bulk("t", [HOUR_MS] * 12, 0)
-        scheduler = world.broker.parts.scheduler
+        scheduler = world.broker.scheduling.scheduler
         world.clock.advance(HOUR_MS - scheduler._ahead_ms // 2)
         assert world.node is not None
         world.node._threads[1].submit(busy.wait, BOUND_S)

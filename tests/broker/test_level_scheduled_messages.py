@@ -46,7 +46,7 @@ async def test_a_level_is_waited_for_to_the_millisecond(world: World) -> None:
     }  # fmt: skip
     waited = await rows_of(world, SCHEDULE_TOPIC)
     assert [row["kind"] for row in waited] == [Kind.SCHEDULED], "it can be read like any queue"
-    topics = world.broker.parts.topics
+    topics = world.broker.tables.topics
     assert topics.get("orders").queues[1].index.read(0, 1)["tag"][0] == ord("t"), "the tag's hash is back"
     assert topics.get(SCHEDULE_TOPIC).queues[2].index.read(0, 1)["tag"][0] == kept["due_ms"]
     assert len(topics.get(SCHEDULE_TOPIC).queues) == 18
@@ -220,11 +220,11 @@ async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
     await world.checkpoint()
     world.clock.advance(SECOND_MS)
     await world.let_go()
-    assert world.broker.parts.reader.first_seq == 1
+    assert world.broker.log.reader.first_seq == 1
     await world.advance(60 * SECOND_MS)
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > 1
+    assert world.broker.log.reader.first_seq > 1
     assert world.broker.queues(SCHEDULE_TOPIC)[4] == (1, 1)
     await world.restart()
     await world.send_levels("orders", [5])

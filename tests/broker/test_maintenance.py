@@ -58,12 +58,12 @@ async def test_a_snapshot_is_written_when_much_log_has_come(
     for _ in range(6):
         await world.send("a", [None, FAR_MS], 30_000)
         await world.checkpoint()
-        last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+        last = checkpoint.last_snapshot(world.broker.log.reader.segments)
         found.append(0 if last is None else last.facts.seq)
     assert found[0] == 0 and len(set(found)) == 4, "every 100,000 bytes, and not at every checkpoint"
     await world.restart()
     await world.checkpoint()
-    last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+    last = checkpoint.last_snapshot(world.broker.log.reader.segments)
     assert last is not None and last.facts.seq == found[-1], "a start knows where the last one stands"
 
 
@@ -73,7 +73,7 @@ async def test_where_the_log_may_begin_never_goes_back(world: World) -> None:
     await world.send("a", [None] * 9)
     for known, expected in ((6, 6), (1, 1)):
         await maintenance.Maintenance(world.broker, 1, known).snapshot()
-        last = checkpoint.last_snapshot(world.broker.parts.reader.segments)
+        last = checkpoint.last_snapshot(world.broker.log.reader.segments)
         assert last is not None and last.facts.log_from_seq == expected
 
 
@@ -108,7 +108,7 @@ async def test_a_full_disk_is_no_reason_not_to_stop(world: World) -> None:
     await world.send("a", [None, FAR_MS])
     await world.consume()
     full(world)
-    world.broker.parts.writer.next_segment.room_error = OverLimit("full")
+    world.broker.log.writer.next_segment.room_error = OverLimit("full")
     await world.stop()
     world.files.heal()
     await world.start()
@@ -231,10 +231,10 @@ async def test_segments_go_when_they_are_old_and_not_before(world: World) -> Non
     await fill(world)
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq == 1
+    assert world.broker.log.reader.first_seq == 1
     world.clock.advance(HOUR_MS)
     await world.let_go()
-    first_seq = world.broker.parts.reader.first_seq
+    first_seq = world.broker.log.reader.first_seq
     assert first_seq == 26, "the newest segment too, since it is old"
     for low, high in world.broker.queues("filler").values():
         assert 0 < low <= high == 12
@@ -253,14 +253,14 @@ async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> Non
         await world.consume()
         await world.checkpoint()
         await world.let_go()
-        reader = world.broker.parts.reader
+        reader = world.broker.log.reader
         kept.append(reader.next_seq - reader.first_seq)
         if minute % 20 == 10:
             await world.restart()
     # Of one and a half retentions, and of the minute until the next look; some 20 rows a minute. The timing of threads
     # moves the count by a few rows (seen: 30 to 34).
     assert max(kept[10:]) <= max(kept[:10]) + 5 < 150, kept
-    segments = world.broker.parts.reader.segments.all
+    segments = world.broker.log.reader.segments.all
     assert len(segments) <= 5 and world.clock.wall - segments[0].newest_append_ms <= 3 * MINUTE_MS
     await world.advance(DAY_MS)
     await world.consume()
@@ -276,13 +276,13 @@ async def test_a_log_that_is_not_written_to_goes_too(world: World) -> None:
     for _ in range(3):
         await world.let_go()
         world.clock.advance(HOUR_MS)
-    rows = world.broker.parts.reader.next_seq
-    assert (await world.outcome()).rows == [] and world.broker.parts.reader.first_seq > 10
+    rows = world.broker.log.reader.next_seq
+    assert (await world.outcome()).rows == [] and world.broker.log.reader.first_seq > 10
     # And then all is done: no snapshot follows on the other.
     for _ in range(3):
         await world.let_go()
         world.clock.advance(HOUR_MS)
-    assert world.broker.parts.reader.next_seq == rows
+    assert world.broker.log.reader.next_seq == rows
 
 
 @on_node(retention_ms=1)
@@ -291,7 +291,7 @@ async def test_a_scheduled_message_in_the_tail_does_not_keep_segments_for_ever(w
     key = (await world.send("a", [DAY_MS]))[0]
     await fill(world)
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > 1
+    assert world.broker.log.reader.first_seq > 1
     left = await left_after_a_cut(world)
     await left.advance(DAY_MS)
     assert [row.key for row in (await left.outcome()).rows if row.place.topic == "a"] == [key]
@@ -331,7 +331,7 @@ def _spoken_of(world: World) -> set[str]:
 async def test_a_compaction_writes_the_keys_of_its_files(world: World) -> None:
     ids = await world.send("orders", [2 * HOUR_MS, 900 * HOUR_MS])
     await world.compact()
-    live = {entry.path for entry in world.broker.parts.hour_log.pending.live.entries}
+    live = {entry.path for entry in world.broker.scheduling.hour_log.pending.live.entries}
     assert len(live) == 2 and _spoken_of(world) == live
     await world.cancel(ids[:1])
 
@@ -345,7 +345,9 @@ async def test_new_data_files_get_their_keys_before_the_first_cancel(world: Worl
     for name in world.files.list_dir(KEYS_FOLDER):
         world.files.remove(f"{KEYS_FOLDER}/{name}")
     await world.node.maintenance.index_keys()
-    assert _spoken_of(world) == {entry.path for entry in world.broker.parts.hour_log.pending.live.entries}
+    assert _spoken_of(world) == {
+        entry.path for entry in world.broker.scheduling.hour_log.pending.live.entries
+    }
     await world.cancel(ids[:1])
 
 
@@ -358,7 +360,7 @@ async def test_one_damaged_data_file_does_not_keep_the_others_from_it(
     await world.compact()
     for name in world.files.list_dir(KEYS_FOLDER):
         world.files.remove(f"{KEYS_FOLDER}/{name}")
-    first, second = world.broker.parts.hour_log.pending.live.entries
+    first, second = world.broker.scheduling.hour_log.pending.live.entries
     world.files.replace(f"{FOLDER}/{first.path}", b"PAR1 is not all there is to it")
     logging.disable(logging.NOTSET)
     await world.node.maintenance.index_keys()
@@ -374,7 +376,7 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
     for _ in range(FILES_MIN):
         await world.send("a", [FAR_MS])
         await world.broker.mover.compact()
-    folder = f"{FOLDER}/{world.broker.parts.hour_log.pending.all()[0].entry.path.rpartition('/')[0]}"
+    folder = f"{FOLDER}/{world.broker.scheduling.hour_log.pending.all()[0].entry.path.rpartition('/')[0]}"
     assert await world.broker.mover.rewrite() is not None
     assert len(world.files.list_dir(folder)) == FILES_MIN + 1, "who reads the version before still can"
     world.clock.advance(HOUR_MS - SECOND_MS)
@@ -394,14 +396,14 @@ async def test_the_log_is_made_ready_for_what_is_loaded_and_for_nothing_else(
 ) -> None:
     monkeypatch.setattr(maintenance, "ROOM_BYTES_MIN", 200_000)
     assert world.node is not None
-    duties, segments = world.node.maintenance, world.broker.parts.reader.segments
-    warm = world.broker.parts.writer.next_segment._warm
+    duties, segments = world.node.maintenance, world.broker.log.reader.segments
+    warm = world.broker.log.writer.next_segment._warm
     await world.send("a", [FAR_MS] * 10, 30_000)
     await duties.make_room()
     assert not warm and not duties._is_burst, "it is due in a long time"
     await world.send("a", [2 * SECOND_MS] * 8, 30_000)
     await duties.make_room()
-    warm = world.broker.parts.writer.next_segment._warm
+    warm = world.broker.log.writer.next_segment._warm
     assert warm[segments.last.name] >= segments.last.end + 8 * 30_000 and duties._is_burst
     await world.advance(3 * SECOND_MS)
     await world.settled()

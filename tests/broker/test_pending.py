@@ -126,7 +126,7 @@ async def test_a_thousand_of_one_instant_are_paged_through(
 async def test_a_log_with_more_than_may_be_held_is_read_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.broker.listing._tail = log_tail.LogTail(world.broker.parts.reader, world.broker.listing._codes, 50)
+    world.broker.listing._tail = log_tail.LogTail(world.broker.log.reader, world.broker.listing._codes, 50)
     await world.send("a", [HOUR_MS + (i * 37) % 211 for i in range(300)])
     assert told(await every(world, rows=20)) == expected(world)
 

@@ -33,11 +33,11 @@ from timeball.node.node import Node
 
 
 def close_to_writers(world: World, topic: str = "orders") -> None:
-    world.broker.parts.topics.configure(topic, TopicConfig(2, 2, perm=READ))
+    world.broker.tables.topics.configure(topic, TopicConfig(2, 2, perm=READ))
 
 
 def delete(world: World, topic: str = "orders") -> None:
-    world.broker.parts.topics.delete(topic, world.broker.parts.writer.next_seq)
+    world.broker.tables.topics.delete(topic, world.broker.log.writer.next_seq)
 
 
 def visible(world: World, topic: str = "orders") -> int:
@@ -96,7 +96,7 @@ async def test_a_topic_has_a_name_that_stock_clients_know(world: World, name: st
 @on_node()
 async def test_what_has_changed_is_seen_at_once(world: World) -> None:
     """The answers are remembered, for as long as no topic changes."""
-    policy, topics = world.broker.policy, world.broker.parts.topics
+    policy, topics = world.broker.policy, world.broker.tables.topics
     await world.broker.send(batch(1))
     assert (
         policy.destination("orders", ANONYMOUS)
@@ -118,7 +118,7 @@ async def test_what_has_changed_is_seen_at_once(world: World) -> None:
 async def test_a_new_topic_has_as_many_queues_as_its_producer_wants_and_no_more_than_are_usual(
     world: World,
 ) -> None:
-    policy, topics = world.broker.policy, world.broker.parts.topics
+    policy, topics = world.broker.policy, world.broker.tables.topics
     for name, wanted, given in (("a", None, 4), ("b", 2, 2), ("c", 99, 4), ("d", 0, 4), ("e", -1, 1)):
         policy.admit([name], ANONYMOUS, wanted)
         assert len(topics.get(name).queues) == given
@@ -126,7 +126,7 @@ async def test_a_new_topic_has_as_many_queues_as_its_producer_wants_and_no_more_
 
 @on_node(auto_create_topics=False)
 async def test_a_retry_topic_is_made_for_its_group_and_for_no_other(world: World) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup("g", retry_queue_nums=3))
+    world.broker.tables.groups.update(SubscriptionGroup("g", retry_queue_nums=3))
     await world.broker.send(batch(1, topic=["%RETRY%g"]))
     assert len(world.broker.queues("%RETRY%g")) == 3
     with pytest.raises(GroupNotFound, match="'nobody'"):
@@ -135,7 +135,7 @@ async def test_a_retry_topic_is_made_for_its_group_and_for_no_other(world: World
 
 @on_node()
 async def test_a_group_may_be_switched_off_and_may_be_kept_from_broadcasting(world: World) -> None:
-    policy, groups = world.broker.policy, world.broker.parts.groups
+    policy, groups = world.broker.policy, world.broker.tables.groups
     assert policy.joined("g", ANONYMOUS, broadcasting=True) == SubscriptionGroup("g")
     groups.update(SubscriptionGroup("g", consume_broadcast_enable=False))
     policy.joined("g", ANONYMOUS)
@@ -165,7 +165,7 @@ async def test_the_brokers_own_topics_are_not_made_by_operators(world: World) ->
 
 @on_node()
 async def test_queues_that_nobody_may_use_are_not_counted(world: World) -> None:
-    configure = world.broker.parts.topics.configure
+    configure = world.broker.tables.topics.configure
     shown = {
         perm: (queues_to_read(topic), world.broker.policy.queues_to_write(topic))
         for perm in (0, READ, WRITE, READ | WRITE)
@@ -177,7 +177,7 @@ async def test_queues_that_nobody_may_use_are_not_counted(world: World) -> None:
 @on_node()
 async def test_a_copy_that_comes_back_asks_nobody(world: World) -> None:
     """A message that was handed out is not lost because its group's retry topic was closed meanwhile."""
-    world.broker.parts.topics.configure("%RETRY%g", TopicConfig(1, 1, perm=READ))
+    world.broker.tables.topics.configure("%RETRY%g", TopicConfig(1, 1, perm=READ))
     await world.broker.send_again(batch(1, topic=["%RETRY%g"]))
     assert column(await world.broker.pull("%RETRY%g", {0: 0}, 1, 0), "topic") == ["%RETRY%g"]
 
@@ -278,7 +278,7 @@ async def test_who_made_a_topic_is_known_after_a_restart(world: World) -> None:
     await world.broker.send(messages(names(0, 3)), caller("anna"))
     await world.broker.send(messages(["mine"]))
     await world.restart()
-    assert world.broker.parts.topics.made_by == {"anna": 3, "": 1}
+    assert world.broker.tables.topics.made_by == {"anna": 3, "": 1}
 
 
 def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_broker_without_descriptors_goes_on(tmp_path: Path) -> None:
                 await node.maintenance.checkpoint()
             found = await node.broker.pull("topic-5", dict.fromkeys(range(8), 0), 10, 0)
             assert found.num_rows == 2
-        assert node.broker.parts.writer.failed is None
+        assert node.broker.log.writer.failed is None
         await node.broker.send(messages(names(0, 1)))
         await node.stop()
 

@@ -123,8 +123,8 @@ def test_the_topic_is_a_row_and_a_secret_is_none(data: Path, tmp_path: Path) -> 
 
 
 async def _secret_made(node: RunningNode) -> None:
-    node.broker.parts.receipt_secret.get()
-    await node.broker.parts.writer.flushed()
+    node.broker.tables.receipt_secret.get()
+    await node.broker.log.writer.flushed()
 
 
 def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows(tmp_path: Path) -> None:

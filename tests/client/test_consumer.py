@@ -60,7 +60,7 @@ def test_what_is_not_acknowledged_comes_again_to_any_member_and_its_attempts_are
 
 def test_attempts_that_fail_end_in_the_dead_letters(node: RunningNode, ball: Timeball) -> None:
     send(ball, "failing", 1)
-    node.broker.parts.groups.update(SubscriptionGroup("tries", retry_max_times=2))
+    node.broker.tables.groups.update(SubscriptionGroup("tries", retry_max_times=2))
     for attempts in range(3):
         (message,) = ball.pull("failing", "tries", wait="30s")
         assert message.attempts == attempts
@@ -108,7 +108,7 @@ def test_a_receipt_of_another_group_or_made_up_is_refused(ball: Timeball) -> Non
 def test_a_group_that_keeps_the_order_has_one_message_of_a_queue_at_a_time(
     node: RunningNode, ball: Timeball
 ) -> None:
-    node.broker.parts.groups.update(SubscriptionGroup("orderly", consume_message_orderly=True))
+    node.broker.tables.groups.update(SubscriptionGroup("orderly", consume_message_orderly=True))
     ball.create_topic("steps-in-order", 1)
     ball.send_many([{"body": b"%d" % i} for i in range(3)], topic="steps-in-order")
     for body in (b"0", b"1", b"2"):

@@ -258,7 +258,7 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[RunningNode, RunningNode]]:
     with running_node(tmp_path / "a") as first, running_node(tmp_path / "b") as second:
         yield first, second
         for node in (first, second):
-            node.broker.parts.writer._closing = False
+            node.broker.log.writer._closing = False
 
 
 def both(nodes: tuple[RunningNode, RunningNode]) -> str:
@@ -269,13 +269,13 @@ def both(nodes: tuple[RunningNode, RunningNode]) -> str:
 def rows_in(node: RunningNode) -> int:
     """Return how many messages of the topic are in a node's log."""
     with Timeball(node.endpoint) as ball:
-        topics = ball.read_log(1, node.broker.parts.writer.next_seq, kinds=[1]).read_all().column("topic")
+        topics = ball.read_log(1, node.broker.log.writer.next_seq, kinds=[1]).read_all().column("topic")
         return sum(topic == "there" for topic in topics.to_pylist())
 
 
 def refuse(node: RunningNode) -> None:
     """Have the log take nothing more, as at the beginning of a hand-over."""
-    node.broker.parts.writer._closing = True
+    node.broker.log.writer._closing = True
 
 
 def test_a_broker_that_hands_over_costs_no_error(two_nodes: tuple[RunningNode, RunningNode]) -> None:
@@ -321,7 +321,7 @@ def test_a_broker_alone_that_stops_is_told(node: RunningNode) -> None:
             with pytest.raises(NotNow, match="stopping"):
                 ball.send("there", "x")
         finally:
-            node.broker.parts.writer._closing = False
+            node.broker.log.writer._closing = False
 
 
 def test_a_closed_client_sends_nothing(node: RunningNode) -> None:

@@ -94,7 +94,7 @@ def test_a_batch_whose_answer_was_lost_is_sent_again_and_is_there_once(data: Pat
         proxy.hold()
         sending = threading.Thread(target=source.send, args=(rows("lost", b"b"), {0: 1}, {0: 2}))
         sending.start()
-        positions = node.broker.parts.source_positions
+        positions = node.broker.tables.source_positions
         eventually(lambda: positions.of("", "lost") == {0: 2}, "the broker has the batch")
         proxy.cut()
         sending.join(BOUND_S)

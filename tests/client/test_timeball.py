@@ -242,7 +242,7 @@ def test_groups_come_in_pages_and_are_all_listed(node: RunningNode, ball: Timeba
 
     async def make() -> None:
         for name in names:
-            node.broker.parts.groups.ensure(name)
+            node.broker.tables.groups.ensure(name)
 
     node.run(make())
     assert [state.group for state in ball.groups() if state.group.startswith("paged")] == names

@@ -41,7 +41,7 @@ def test_what_a_handler_raises_decides_when_its_message_comes_again(
     node: RunningNode, ball: Timeball, caplog: pytest.LogCaptureFixture
 ) -> None:
     at_once = RetryPolicy(customized_retry_policy=CustomizedRetry(next=[50]))
-    node.broker.parts.groups.update(SubscriptionGroup("raisers", group_retry_policy=at_once))
+    node.broker.tables.groups.update(SubscriptionGroup("raisers", group_retry_policy=at_once))
     send(ball, "raised", ["later", "dead", "broken"])
     seen: list[tuple[str, int]] = []
     reasons: dict[str, str | None] = {}
@@ -89,7 +89,7 @@ def test_a_handler_may_take_many_leases_and_its_message_stays_with_it(ball: Time
 
 
 def test_many_renewals_are_one_attempt(node: RunningNode, ball: Timeball) -> None:
-    node.broker.parts.groups.update(SubscriptionGroup("patient", retry_max_times=2))
+    node.broker.tables.groups.update(SubscriptionGroup("patient", retry_max_times=2))
     send(ball, "renewed", ["x"])
     (message,) = ball.pull("renewed", "patient")
     for _ in range(5):
@@ -185,7 +185,7 @@ def test_no_more_is_leased_than_is_handled(ball: Timeball) -> None:
 def test_a_message_that_ends_its_process_takes_no_other_to_the_dead_letters(
     node: RunningNode, ball: Timeball
 ) -> None:
-    node.broker.parts.groups.update(SubscriptionGroup("victims", retry_max_times=2))
+    node.broker.tables.groups.update(SubscriptionGroup("victims", retry_max_times=2))
     send(ball, "poisoned", ["poison", *(f"{i}" for i in range(20))])
     ball.create_topic("poisoned-done", 1)
     handler = handlers.Poisoned(ball, "poisoned-done")

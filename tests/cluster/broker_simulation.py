@@ -387,7 +387,7 @@ class Simulation:
         last_ms = max(
             (max(each.due_ms or 0, *each.maybe_due, 0) for each in self.observed.sent.values()), default=0
         )
-        is_settled = leader.node.broker.parts.scheduler.settled_before_ms > last_ms
+        is_settled = leader.node.broker.scheduling.scheduler.settled_before_ms > last_ms
         if leader.role is not Role.LEADER or not is_settled or self.clock.wall < last_ms + 2 * SKEW_MS:
             return None
         if set(self.record().replicas) != {machine.replica for machine in self.machines}:

@@ -48,7 +48,7 @@ def bring(every: int) -> Step:
     """He brings each so manieth of the rows that are due, in files of any age."""
 
     async def step(world: World) -> None:
-        for file in world.broker.parts.hour_log.pending.all():
+        for file in world.broker.scheduling.hour_log.pending.all():
             rows = file.rows_between((0, 0), (world.clock.wall + 1, 0)).combine_chunks()
             for batch in rows.take(pa.array(range(0, rows.num_rows, every), pa.int64())).to_batches():
                 if batch.num_rows:

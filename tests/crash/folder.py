@@ -74,9 +74,9 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.start()
     broker, compacts = world.broker, world.settings.strategy == "hour_log"
     await world.create_topic("a", 2)
-    broker.parts.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
-    broker.parts.groups.update(SubscriptionGroup("configured", retry_max_times=3))
-    broker.parts.request_modes.set(RequestMode("a", POPS, "POP"))
+    broker.tables.topics.configure("c", TopicConfig(3, 3, attributes={"message.type": "DELAY"}))
+    broker.tables.groups.update(SubscriptionGroup("configured", retry_max_times=3))
+    broker.tables.request_modes.set(RequestMode("a", POPS, "POP"))
     far = await world.send("a", [HOUR_MS, HOUR_MS + 1, 2 * HOUR_MS, 3 * HOUR_MS, 40 * MINUTE_MS])
     await world.send("a", [None] * 6, 20_000)
     table = await world.bulk("b", [HOUR_MS, 2 * HOUR_MS, 5 * HOUR_MS, SECOND_MS], 1)
@@ -117,7 +117,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await broker.consuming.receive(
         ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, in_log=True), 0
     )
-    assert (broker.parts.reader.first_seq > 1) == (world.settings.retention_ms == 1)
+    assert (broker.log.reader.first_seq > 1) == (world.settings.retention_ms == 1)
     await world.stop()
     keys = {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]], "held": held[1:3]}
     return keys, halves
@@ -146,7 +146,7 @@ def look(kept: Kept, files: CrashFiles) -> Look:
 async def _look(world: World, kept: Kept) -> Look:
     await world.start()
     await world.settled()
-    found, new_seq = known(world), world.broker.parts.writer.next_seq
+    found, new_seq = known(world), world.broker.log.writer.next_seq
     found["visible"] = [(row.place, row.key, row.body) for row in (await world.outcome()).rows]
     await world.consume()
     found["seen"] = [(row.place, row.key) for row in sorted(world.observed.seen.values())]
@@ -183,21 +183,21 @@ async def _look(world: World, kept: Kept) -> Look:
 
 def known(world: World) -> Look:
     """What the broker says of itself after a start."""
-    parts, broker = world.broker.parts, world.broker
-    adds = DeltaTable(parts.catalog.uri).get_add_actions(flatten=True)
+    broker = world.broker
+    adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
-    epochs = {job: epoch for job, epoch in parts.ledger.epochs.items() if job != rewrite.JOB_ID}
+    epochs = {job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != rewrite.JOB_ID}
     return {
-        "topics": [(t.name, t.config, t.filter_type, t.perm) for t in parts.topics.all()],
+        "topics": [(t.name, t.config, t.filter_type, t.perm) for t in world.broker.tables.topics.all()],
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},
-        "groups": parts.groups.all(),
+        "groups": world.broker.tables.groups.all(),
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
-        "modes": parts.request_modes.get("a", POPS),
-        "secret": parts.receipt_secret.get() if parts.receipt_secret.is_made else None,
-        "held": [saved(queue, broker.parts.clock.as_wall) for queue in broker.consuming.leases.all() if not queue.idle],
+        "modes": world.broker.tables.request_modes.get("a", POPS),
+        "secret": world.broker.tables.receipt_secret.get() if world.broker.tables.receipt_secret.is_made else None,
+        "held": [saved(queue, broker.clock.as_wall) for queue in broker.consuming.leases.all() if not queue.idle],
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
-        "ledger": (epochs, parts.ledger.reserved, parts.ledger.attach_seq),
-        "files": sorted(str(entry) for entry in parts.hour_log.pending.live_entries()),
+        "ledger": (epochs, world.broker.attach_state.reserved, world.broker.attach_state.attach_seq),
+        "files": sorted(str(entry) for entry in world.broker.scheduling.hour_log.pending.live_entries()),
         "delta": sorted(str({**a, "modification_time": 0}) for a in pa.table(adds).to_pylist()),
     }  # fmt: skip

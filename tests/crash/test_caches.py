@@ -93,10 +93,10 @@ def found_after(cut: Cut, image: CrashFiles) -> Look:
             await world.settled()
             found = known(world)
             found["watermark"], found["tick"] = (
-                world.broker.parts.ledger.watermark,
-                world.broker.parts.outcomes.cursor,
+                world.broker.attach_state.watermark,
+                world.broker.scheduling.outcomes.cursor,
             )
-            found["moved"] = sorted(world.broker.parts.outcomes.moved.rows())
+            found["moved"] = sorted(world.broker.scheduling.outcomes.moved.rows())
             await world.advance(AFTER_MS)
             await world.consume()
             outcome = await world.outcome()

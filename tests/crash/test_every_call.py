@@ -190,7 +190,7 @@ def test_a_state_from_before_the_hour_log_compacted_is_not_used(strategy: str) -
         await world.abandon()
         again = World(image, world.clock, world.observed, strategy=strategy, timer_wheel_ms=minute_ms)
         await again.start()
-        assert again.broker.parts.backlog.statistics()["waiting_rows"] == 0
+        assert again.broker.scheduling.backlog.statistics()["waiting_rows"] == 0
         await again.advance(2 * minute_ms)
         await again.stop()
         # The wheel rolls these and the cascade takes a hop: further rows for the table, if they still had them.

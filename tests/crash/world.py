@@ -137,7 +137,7 @@ class World:
     async def send_levels(self, topic: str, levels: Iterable[int], body_bytes: int = 20) -> list[str]:
         """One batch of messages with these delay levels."""
         wanted = list(levels)
-        durations = self.broker.parts.levels.table.durations_ms
+        durations = self.broker.scheduling.levels.table.durations_ms
         sent = self._ask(topic, [durations[level - 1] for level in wanted], body_bytes)
         batch = pa.record_batch(
             {
@@ -207,7 +207,7 @@ class World:
         await self.settled()
 
     async def settled(self) -> None:
-        scheduler = self.broker.parts.scheduler
+        scheduler = self.broker.scheduling.scheduler
         await self.until(lambda: scheduler.settled_before_ms > self.clock.wall, "all that is due is settled")
 
     async def compact(self) -> None:
@@ -298,7 +298,7 @@ class World:
 
     async def rewrite(self, epoch: int) -> None:
         """Put a live file's rows into a new file in its place."""
-        file: DataFile = self.broker.parts.hour_log.pending.all()[0]
+        file: DataFile = self.broker.scheduling.hour_log.pending.all()[0]
         rows = file.rows_between((0, 0), (1 << 62, 0))
         attachment = Attachment(
             job="rewrite",
@@ -323,7 +323,7 @@ class World:
                     rows = as_rows(await broker.read_queue(topic, queue, low, 1_000))
                     found += rows
                     low += max(1, len(rows))
-        for rows in broker.read_log(broker.parts.reader.first_seq, broker.parts.reader.next_seq):
+        for rows in broker.read_log(broker.log.reader.first_seq, broker.log.reader.next_seq):
             kinds = rows.column("kind").to_numpy()
             promised = kinds == Kind.SCHEDULED
             has_instant = np.asarray(rows.column("due_ms").is_valid())  # a half message waits for none

@@ -60,7 +60,7 @@ def join(node: RunningNode) -> None:
     now_ms = SystemClock().wall_ms()
 
     def figures() -> ReplicaFigures:
-        rows = node.broker.parts.writer.next_seq
+        rows = node.broker.log.writer.next_seq
         return ReplicaFigures("g1", "a/1", "leader", "a", epoch=4, log_seq=rows, committed_seq=rows)
 
     async def survey() -> list[ReplicaGroup]:
@@ -161,7 +161,7 @@ def campaigns(node: RunningNode, client: Client) -> None:
 def report(node: RunningNode) -> None:
     """Leave the reports of three jobs and of an audit, as the jobs leave them."""
     board, now_ms = Board(str(node.settings.data / "pipeline")), SystemClock().wall_ms()
-    seq = node.broker.parts.writer.next_seq
+    seq = node.broker.log.writer.next_seq
     for n, (job, state) in enumerate((("compact", "running"), ("ledger", "waiting"), ("archive", "failed"))):
         error = "no space left in the archive" if state == "failed" else None
         last = Epoch(91 - n, "seq", seq - 112 * n, 420 + n, 112 * n, 9_000)

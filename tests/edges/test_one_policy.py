@@ -63,7 +63,7 @@ class Kind:
 def configured(perm: int, **queues: int) -> Callable[[RunningNode, str], None]:
     def begin(node: RunningNode, name: str) -> None:
         config = TopicConfig(**{"read_queues": 1, "write_queues": 1, "perm": perm, **queues})
-        node.run(_on_loop(lambda: node.broker.parts.topics.configure(name, config)))
+        node.run(_on_loop(lambda: node.broker.tables.topics.configure(name, config)))
 
     return begin
 
@@ -74,7 +74,7 @@ def nothing(node: RunningNode, name: str) -> None:
 
 def deleted(node: RunningNode, name: str) -> None:
     configured(READ | WRITE)(node, name)
-    node.run(_on_loop(lambda: node.broker.parts.topics.delete(name, node.broker.parts.writer.next_seq)))
+    node.run(_on_loop(lambda: node.broker.tables.topics.delete(name, node.broker.log.writer.next_seq)))
 
 
 def with_group(node: RunningNode, name: str) -> None:
@@ -156,7 +156,7 @@ class Remoting:
         return REMOTING[ResponseCode(sent(self.wire, topic=topic).code)]
 
     def later(self, topic: str) -> tuple[str, str | None]:
-        due_ms = self.node.broker.parts.clock.now_ms() + HOUR_MS
+        due_ms = self.node.broker.clock.now_ms() + HOUR_MS
         answer = sent(self.wire, topic=topic, properties={"TIMER_DELIVER_MS": str(due_ms)})
         if answer.code or "recallHandle" not in answer.ext:
             return REMOTING[ResponseCode(answer.code)], None
@@ -197,7 +197,7 @@ class Grpc:
         return GRPC[response.status.code]
 
     def later(self, topic: str) -> tuple[str, str | None]:
-        due_ms = self.node.broker.parts.clock.now_ms() + HOUR_MS
+        due_ms = self.node.broker.clock.now_ms() + HOUR_MS
         response = self.wire.ask("SendMessage", send_request(message(topic=topic, due_ms=due_ms)))
         if response.status.code != d.Code.OK:
             return GRPC[response.status.code], None
@@ -284,7 +284,7 @@ def test_a_group_that_is_switched_off_reads_nothing(
     node: RunningNode, edges: dict[str, Any], name: str
 ) -> None:
     configured(READ | WRITE)(node, "for-groups")
-    groups = node.broker.parts.groups
+    groups = node.broker.tables.groups
     assert edges[name].read("for-groups") == OK
     node.run(_on_loop(lambda: groups.update(SubscriptionGroup(GROUP, consume_enable=False))))
     try:

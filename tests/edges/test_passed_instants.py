@@ -29,7 +29,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
     """Send a message by this edge whose instant has passed; its id, and the handle to recall it by."""
-    due_ms = node.broker.parts.clock.now_ms() - LATE_MS
+    due_ms = node.broker.clock.now_ms() - LATE_MS
     if edge == "flight":
         with Timeball(node.endpoint) as ball:
             return ball.send(topic, b"x", at=due_ms).id, ""

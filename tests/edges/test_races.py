@@ -46,7 +46,7 @@ class Race:
         self._late_ms: list[int] = []
 
     def now_ms(self) -> int:
-        return self.node.broker.parts.clock.now_ms()
+        return self.node.broker.clock.now_ms()
 
     def cancel(self, ball: Timeball, key: str, due_ms: int) -> None:
         with self.recorder.call(key) as call:
@@ -101,7 +101,7 @@ class Race:
     def finish(self) -> list[str]:
         """When all is settled: what does not agree."""
         end_ms = self.now_ms() + MOVED_MS
-        eventually(lambda: self.node.broker.parts.scheduler.settled_before_ms > end_ms, "all is settled")
+        eventually(lambda: self.node.broker.scheduling.scheduler.settled_before_ms > end_ms, "all is settled")
         with Timeball(self.node.endpoint) as ball:
             while messages := ball.browse(
                 TOPIC, wait="0.2s"

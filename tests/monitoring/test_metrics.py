@@ -94,7 +94,7 @@ async def test_what_consumers_have_in_flight(world: World) -> None:
 @pytest.mark.parametrize("in_log", [True, False])
 @on_node()
 async def test_dead_letters_are_counted_by_group_and_topic(world: World, in_log: bool) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup("g", retry_max_times=0))
+    world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=0))
     consuming, dead = world.broker.consuming, "timeball_dead_letters_total"
     await world.broker.send(batch(3))
     received = await consuming.receive(ReceiveRequest("g", "orders", in_log=in_log), 0)
@@ -102,9 +102,7 @@ async def test_dead_letters_are_counted_by_group_and_topic(world: World, in_log:
     assert (await samples(world))[dead, "g", "orders"] == 1
     await world.advance(61_000)  # the leases of the others end, after the only attempt
     consuming.wake()
-    await world.until(
-        lambda: world.broker.parts.rates.totals(Stat.DEAD_NUMS) == {"orders@g": 3}, "all are dead"
-    )
+    await world.until(lambda: world.broker.rates.totals(Stat.DEAD_NUMS) == {"orders@g": 3}, "all are dead")
     found = await samples(world)
     assert found[dead, "g", "orders"] == 3
     assert ("timeball_accepted_messages_total", "%DLQ%g") not in found

@@ -9,7 +9,7 @@ from tests.monitoring.test_metrics import samples
 
 
 async def report(world: World, name: str, **fields: object) -> None:
-    files = world.broker.parts.files
+    files = world.broker.files
     for folder in ("pipeline", "pipeline/status"):
         files.make_dir(folder)
     whole = {"job": name, "state": "running", "updated_ms": world.clock.wall, "started_ms": 1, **fields}
@@ -50,7 +50,7 @@ async def test_a_job_is_behind_by_the_log_as_it_is_now(world: World) -> None:
     last = {
         "epoch": 7,
         "unit": "seq",
-        "position": world.broker.parts.reader.next_seq,
+        "position": world.broker.log.reader.next_seq,
         "took_ms": 1_500,
         "lag": 9,
     }

@@ -22,6 +22,7 @@ from tests.monitoring.collector import Collector, Span, collector
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball
+from timeball.broker.accepting.tracing import traced
 from timeball.io.clock import ManualClock
 from timeball.model.errors import SetupError
 from timeball.model.message import decode_properties
@@ -232,9 +233,13 @@ def test_what_is_not_sampled_keeps_its_bytes_and_has_no_spans(
 
 
 def counts(node: RunningNode) -> dict[str, int]:
-    made = node.broker.parts.traces
+    made = node.broker.traces
     assert made is not None
     return dict(made.counts)
+
+
+def traced_send(world: World) -> Any:
+    return traced(world.broker.appender.send, world.broker.traces)
 
 
 def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
@@ -245,17 +250,17 @@ def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
 
     @on_node(traces=True)
     async def run(world: World) -> None:
-        accept = world.broker.parts.traced(world.broker.appender.send)
+        accept = traced_send(world)
         texts: list[str | None] = []
         for _ in range(4):
             world.clock.advance(1_000)  # the allowance of another second
             accepted, durable = accept(batch(50, properties=["a\x01b\x02"] * 50))
             await durable
             texts += column(accepted.kept, "properties")
-        traced = [text for text in texts if text != "a\x01b\x02"]
-        assert 50 < len(traced) < 150
+        with_context = [text for text in texts if text != "a\x01b\x02"]
+        assert 50 < len(with_context) < 150
         form = re.compile(f"traceparent\x0100-[0-9a-f-]+-{FLAGS}\x02a\x01b\x02")
-        assert all(text and form.fullmatch(text) for text in traced)
+        assert all(text and form.fullmatch(text) for text in with_context)
 
     run()
 
@@ -268,7 +273,7 @@ def test_columns_of_any_number_carry_contexts(rows: int) -> None:
             "properties": [None, f"{TRACEPARENT}\x01{PARENT}\x02", "a\x01b\x02"]
             + ["" for _ in range(rows - 3)]
         }
-        accept = world.broker.parts.traced(world.broker.appender.send)
+        accept = traced_send(world)
         accepted, durable = accept(batch(rows, **columns))
         await durable
         first, second, third, *_ = (
@@ -294,7 +299,7 @@ async def test_a_burst_has_as_many_spans_as_are_allowed_and_the_others_are_count
     assert found["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE
     assert found["timeball_trace_spans_left_out_total", "release"] == rows - SPANS_AT_ONCE
     world.clock.advance(100)
-    world.broker.parts.traces.released(await _released(world, rows), world.clock.wall)
+    world.broker.traces.released(await _released(world, rows), world.clock.wall)
     again = await test_metrics.samples(world)
     assert again["timeball_trace_spans_total", "recorded"] == SPANS_AT_ONCE + SPANS_PER_S // 10
 
@@ -308,7 +313,7 @@ async def _released(world: World, rows: int) -> Any:
 @on_node(traces=True)
 async def test_leases_that_are_remembered_are_bounded(world: World) -> None:
     await world.broker.send(batch(1, properties=[f"{TRACEPARENT}\x01{PARENT}\x02"]))
-    made, row = world.broker.parts.traces, (await _released(world, 1))
+    made, row = world.broker.traces, (await _released(world, 1))
     for number in range(LEASES_MAX + 10):
         if number % SPANS_AT_ONCE == 0:
             world.clock.advance(1_000)

@@ -20,8 +20,8 @@ from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball, __version__
-from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery.recovery import apply_log, starting_point
+from timeball.broker.registry.tables import Tables
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
@@ -209,7 +209,7 @@ def test_a_node_begins_with_a_log_and_caches_that_are_there(tmp_path: Path) -> N
         await node.start(listen=False, hot=(opened, applying))
         await node.broker.send(batch(2))
         assert sum(high for _, high in node.broker.queues("orders").values()) == 5
-        assert node.broker.parts.reader is reader and node.broker.parts.topics is tables.topics
+        assert node.broker.log.reader is reader and node.broker.tables.topics is tables.topics
         await node.stop()
 
     asyncio.run(main())

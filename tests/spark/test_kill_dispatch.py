@@ -69,7 +69,7 @@ def spark_at_work(node: RunningNode, folder: Path) -> Iterator[subprocess.Popen[
 
 def releases(node: RunningNode) -> dict[int, tuple[int, int]]:
     """Scheduled message -> (due, released); asserts that each is released once."""
-    reader = node.broker.parts.reader
+    reader = node.broker.log.reader
     found: dict[int, tuple[int, int]] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.RELEASE]):
         columns = (int64(rows.column(name)).tolist() for name in ("source_seq", "due_ms", "store_ms"))
@@ -100,7 +100,7 @@ def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) 
 
 def live(node: RunningNode, broker: Endpoint, chance: np.random.Generator, promised: list[int]) -> None:
     """Messages are made, as long as it takes, for a Spark at work, until it is in the midst of bringing some."""
-    dispatched = node.broker.parts.scheduler.external
+    dispatched = node.broker.scheduling.scheduler.external
     eventually(lambda: dispatched.is_leased(broker.status().now_ms), "Spark is at work")
     eventually(lambda: done(node, len(promised)), "all that was left by the one before is out")
     before = brought(node)

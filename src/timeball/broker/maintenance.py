@@ -14,13 +14,13 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.accepting.components import in_thread, rollback_on_error
 from timeball.broker.consuming.retention import Retention
 from timeball.broker.service import Broker
 from timeball.broker.tables import stored_table, table_changes
 from timeball.broker.tables.memory import give_back
 from timeball.broker.tables.stored_table import StoredTable
 from timeball.broker.tables.table_changes import TableWatch
+from timeball.io.threads import in_thread
 from timeball.log import checkpoint, frame_index
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
@@ -60,22 +60,35 @@ class Maintenance:
         `log_from_seq` is the first row that the log must keep, according to that snapshot.
         """
         self._broker = broker
-        self._parts = broker.parts
-        self._settings = broker.parts.settings
-        self._retention = Retention(broker.parts)
+        self._files, self._clock, self._log, self._tables = (
+            broker.files,
+            broker.clock,
+            broker.log,
+            broker.tables,
+        )
+        self._scheduling, self._pending_table, self._threads = (
+            broker.scheduling,
+            broker.pending_table,
+            broker.threads,
+        )
+        self._settings = broker.settings
+        self._retention = Retention(settings=broker.settings, clock=broker.clock, tables=broker.tables)
         # Rows below this number are covered by a checkpoint on disk. -1: none was saved yet.
         self._checkpoint_seq = -1
         self._snapshot_seq = snapshot_seq
         self._saved: tuple[int, int] | None = None  # (seq, log_from_seq) of the last checkpoint
         # Never decreases, because another replica of this log may have removed older rows.
-        self._log_from_seq = max(log_from_seq, broker.parts.reader.first_seq)
+        self._log_from_seq = max(log_from_seq, broker.log.reader.first_seq)
         # The log's end after the last retention pass if it was quiet: only retention had written since the pass before.
         self._quiet_seq = -1
         self._is_burst = False  # True while many bytes are due within seconds
         self._keys_of: FileSet | None = None  # the set of files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
-        self._compacted_ms = broker.parts.clock.elapsed_ms()
-        self.watch = TableWatch(broker.parts, broker.mover)
+        self._compacted_ms = broker.clock.elapsed_ms()
+        self.watch = TableWatch(
+            broker.mover, clock=broker.clock, scheduling=broker.scheduling, pending_table=broker.pending_table,
+            threads=broker.threads,
+        )  # fmt: skip
 
     def start(self) -> None:
         """Start all duties."""
@@ -94,11 +107,17 @@ class Maintenance:
         # the broker compacts.
         if self._settings.compact_self:
             duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
-        look_ms = table_changes.LOOK_MS if self._parts.cache is None else stored_table.LOOK_MS
+        broker = self._broker
+        cache = broker.pending_table.cache
+        look_ms = table_changes.LOOK_MS if cache is None else stored_table.LOOK_MS
         # Less often for an object store, where a look costs two network requests.
         duties.append((look_ms, self.watch.watch_table))
-        if self._parts.cache is not None:
-            stored = StoredTable(self._parts, self._parts.cache, self._broker.mover)
+        if cache is not None:
+            stored = StoredTable(
+                cache, broker.mover, settings=broker.settings, clock=broker.clock,
+                scheduler=broker.scheduling.scheduler, hour_log=broker.scheduling.hour_log,
+                table_thread=broker.threads.table,
+            )  # fmt: skip
             duties.append((stored_table.LOOK_MS, stored.look))
             self._tasks = [
                 asyncio.create_task(stored.look())
@@ -114,7 +133,7 @@ class Maintenance:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if saves and self._parts.writer.failed is None:
+        if saves and self._log.writer.failed is None:
             # Offsets first: they are rows, which the checkpoint then covers.
             for duty in (self.save_offsets, self.checkpoint):
                 try:
@@ -126,7 +145,7 @@ class Maintenance:
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
         # Without an object store, Unavailable means that this node no longer leads its group. That must stop the
         # broker, so it is not caught here.
-        waits_for: tuple[type[Exception], ...] = () if self._parts.cache is None else (Unavailable,)
+        waits_for: tuple[type[Exception], ...] = () if self._pending_table.cache is None else (Unavailable,)
         is_away = False
         while True:
             # Sleep first, because a start has just done the work of these duties.
@@ -147,41 +166,47 @@ class Maintenance:
                 raise
             except Exception as error:
                 # No caller awaits this task, so an unexpected error must stop the broker.
-                self._parts.on_failure(error)
+                self._broker.on_failure(error)
                 return
 
     async def save_offsets(self) -> None:
         """Append the changes of consumer offsets. Durable on return."""
-        self._parts.writer.check_room()
+        self._log.writer.check_room()
         self._broker.save_offsets()
-        await self._parts.writer.flushed()
+        await self._log.writer.flushed()
 
     async def checkpoint(self) -> None:
         """Save the state of the caches in a checkpoint, after syncing all files that it depends on."""
-        parts = self._parts
         # A commit to an object store that does not answer holds the lock. Until it has ended, no checkpoint may be
         # saved anyway.
-        if parts.cache is not None and self._broker.mover.is_unfinished:
+        if self._pending_table.cache is not None and self._broker.mover.is_unfinished:
             return
-        if checkpoint.bytes_behind(parts.reader.segments, self._snapshot_seq) >= checkpoint.SNAPSHOT_BYTES:
+        if (
+            checkpoint.bytes_behind(self._log.reader.segments, self._snapshot_seq)
+            >= checkpoint.SNAPSHOT_BYTES
+        ):
             await self.snapshot()
         # Under the lock, because between the steps of an attach the state is inconsistent.
         async with self._broker.mover.lock:
-            seq, log_from_seq = parts.reader.next_seq, self._log_from_seq
+            seq, log_from_seq = self._log.reader.next_seq, self._log_from_seq
             # Either there is nothing new to save, or an attach is half done and a checkpoint would hide it from
             # recovery.
             if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
                 return
-            settled = parts.scheduler.settled()
+            settled = self._scheduling.scheduler.settled()
             # Collected on the loop together with the facts, without an await, so that the thread below saves exactly
             # this state.
-            dirty = parts.backlog.files_to_sync()
-            state = None if parts.compacts else parts.scheduler.state(parts.backlog)
+            dirty = self._scheduling.backlog.files_to_sync()
+            state = (
+                None
+                if self._scheduling.compacts
+                else self._scheduling.scheduler.state(self._scheduling.backlog)
+            )
             facts = msgspec.structs.replace(
                 self._facts(seq, settled),
                 kept=None if state is None else msgspec.to_builtins(state),
             )
-            queues = parts.topics.indexes.flush(seq)
+            queues = self._tables.topics.indexes.flush(seq)
 
             # This order is required: the index, then the strategy's files, then the checkpoint that depends on both.
             def save() -> None:
@@ -190,118 +215,122 @@ class Maintenance:
                     for file in files:
                         file.sync()
                     if files:
-                        parts.files.sync_dir(folder)
+                        self._files.sync_dir(folder)
                 known = msgspec.structs.replace(facts, queues=queues.lengths())
-                checkpoint.save(parts.files, Checkpoint(known, settled.due_ms, settled.seq))
-                frame_index.save_sealed(parts.files, parts.reader.segments)
+                checkpoint.save(self._files, Checkpoint(known, settled.due_ms, settled.seq))
+                frame_index.save_sealed(self._files, self._log.reader.segments)
 
-            with rollback_on_error(parts.backlog.sync_failed):
-                await parts.writer.synced()
-                await in_thread(self._parts.reader_thread, save)
-            parts.topics.indexes.finish(queues)
+            try:
+                await self._log.writer.synced()
+                await in_thread(self._threads.reader, save)
+            except BaseException:  # also a cancellation by the stop
+                # The files that `dirty` named are still to be synced by the next checkpoint.
+                self._scheduling.backlog.sync_failed()
+                raise
+            self._tables.topics.indexes.finish(queues)
             # Only after the checkpoint is saved, because retention removes rows below this number.
             self._checkpoint_seq = seq
             self._saved = seq, log_from_seq
 
     async def snapshot(self) -> bool:
         """Append a snapshot: the state of the log so far. Durable on return. False while an attach is half done."""
-        parts = self._parts
         async with self._broker.mover.lock:
             if self._broker.mover.is_unfinished:
                 return False
-            seq, settled = parts.reader.next_seq, parts.scheduler.settled()
-            facts, queues = self._facts(seq, settled), parts.topics.indexes.flush(seq)
+            seq, settled = self._log.reader.next_seq, self._scheduling.scheduler.settled()
+            facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
 
             def encoded() -> pa.RecordBatch:
                 known = msgspec.structs.replace(facts, queues=queues.lengths())
                 state = Checkpoint(known, settled.due_ms, settled.seq)
-                return checkpoint.snapshot_row(state, parts.clock.now_ms())
+                return checkpoint.snapshot_row(state, self._clock.now_ms())
 
-            row = await in_thread(parts.reader_thread, encoded)
+            row = await in_thread(self._threads.reader, encoded)
             # Rows may have been appended since `seq`, so a start reads the log from `seq` on.
-            first_seq, durable = parts.writer.append(row, flags=SNAPSHOT)
+            first_seq, durable = self._log.writer.append(row, flags=SNAPSHOT)
             await durable
-            await parts.writer.synced()
+            await self._log.writer.synced()
             self._snapshot_seq = first_seq
             return True
 
     def _facts(self, seq: int, settled: Settled) -> Facts:
         """Collect the facts of the rows below `seq`. The caller adds the strategy's state and the queues' lengths."""
-        parts = self._parts
         return Facts(
             seq=seq,
             settled_before_ms=settled.before_ms,
             settled_before_seq=settled.before_seq,
             late=list(settled.late),
             settled_released=settled.released,
-            watermark=parts.ledger.watermark,
-            epochs=dict(parts.ledger.epochs),
-            jobs=dict(parts.ledger.jobs),
-            reserved=list(parts.ledger.reserved.items()),
-            waiting_rows=parts.outcomes.waiting_rows,
-            leases=parts.lease_counts.facts(),
+            watermark=self._broker.attach_state.watermark,
+            epochs=dict(self._broker.attach_state.epochs),
+            jobs=dict(self._broker.attach_state.jobs),
+            reserved=list(self._broker.attach_state.reserved.items()),
+            waiting_rows=self._scheduling.outcomes.waiting_rows,
+            leases=self._broker.lease_counts.facts(),
             halves=self._broker.transactions.open(),
-            levels=parts.levels.state(parts.scheduler.settled_ms).levels,
-            tick=(parts.outcomes.cursor.tick_ms, parts.outcomes.cursor.local_index),
-            moved=parts.outcomes.moved.rows(),
-            schedule=parts.settings.strategy,
-            files=list(parts.hour_log.pending.live_entries()),
-            attach_seq=parts.ledger.attach_seq,
+            levels=self._scheduling.levels.state(self._scheduling.scheduler.settled_ms).levels,
+            tick=(
+                self._scheduling.outcomes.cursor.tick_ms,
+                self._scheduling.outcomes.cursor.local_index,
+            ),
+            moved=self._scheduling.outcomes.moved.rows(),
+            schedule=self._settings.strategy,
+            files=list(self._scheduling.hour_log.pending.live_entries()),
+            attach_seq=self._broker.attach_state.attach_seq,
             log_from_seq=self._log_from_seq,
             snapshot_seq=self._snapshot_seq,
-            meta=dict(parts.meta.values),
+            meta=dict(self._tables.meta.values),
         )
 
     async def seal_queues(self) -> None:
         """Write the newest entries of the queue indexes if there are many. Otherwise a checkpoint writes them."""
-        parts, indexes = self._parts, self._parts.topics.indexes
+        indexes = self._tables.topics.indexes
         if indexes.unsealed >= SEAL_ENTRIES:
             async with self._broker.mover.lock:  # under the lock, because a checkpoint writes the same files
-                flush = indexes.flush(parts.reader.next_seq)
-                await parts.writer.synced()
-                await in_thread(parts.reader_thread, flush.write)
+                flush = indexes.flush(self._log.reader.next_seq)
+                await self._log.writer.synced()
+                await in_thread(self._threads.reader, flush.write)
                 indexes.finish(flush)
 
     async def drop_idempotency_keys(self) -> None:
         """Append rows that delete expired idempotency keys."""
-        parts = self._parts
-        parts.writer.check_room()
-        before_ms = parts.clock.now_ms() - self._settings.idempotency_ms
-        parts.idempotency_keys.drop(before_ms, parts.outcomes.moved.last_due_ms)
+        self._log.writer.check_room()
+        before_ms = self._clock.now_ms() - self._settings.idempotency_ms
+        self._tables.idempotency_keys.drop(before_ms, self._scheduling.outcomes.moved.last_due_ms)
 
     async def index_keys(self) -> None:
         """Index the keys of new data files, and merge runs of keys."""
-        parts, live = self._parts, self._parts.hour_log.pending.live
+        live = self._scheduling.hour_log.pending.live
         if live is self._keys_of:
             return
-        await in_thread(parts.background, parts.file_keys.bring_up, live)
-        while await in_thread(parts.background, parts.file_keys.merge, live):
+        await in_thread(self._threads.background, self._pending_table.file_keys.bring_up, live)
+        while await in_thread(self._threads.background, self._pending_table.file_keys.merge, live):
             pass
         self._keys_of = live
         # Building runs takes large, short-lived arrays, whose memory malloc would keep (memory.py).
-        await in_thread(parts.background, give_back)
+        await in_thread(self._threads.background, give_back)
 
     async def make_room(self) -> None:
         """Prepare log space if many bytes are due within seconds. Afterwards return the memory of the burst."""
-        size_bytes = self._parts.scheduler.loaded.size_bytes
+        size_bytes = self._scheduling.scheduler.loaded.size_bytes
         if size_bytes >= ROOM_BYTES_MIN:
             self._is_burst = True
-            await self._parts.writer.next_segment.make_ready(size_bytes)
+            await self._log.writer.next_segment.make_ready(size_bytes)
         elif self._is_burst:
             # The burst has freed hundreds of MB of bodies and frames, which malloc would keep (memory.py).
             self._is_burst = False
-            await in_thread(self._parts.background, give_back)
+            await in_thread(self._threads.background, give_back)
 
     async def compact_if_worth(self) -> None:
         """Compact the tail, unless it is short or an external compactor has a lease.
 
         Then rewrite files if worth the cost.
         """
-        now_ms, rows = self._parts.clock.elapsed_ms(), self._broker.mover.tail_count.rows
+        now_ms, rows = self._clock.elapsed_ms(), self._broker.mover.tail_count.rows
         ours = now_ms >= self._broker.mover.outside_compactor_until_ms
         waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
         if (
-            self._parts.compacts
+            self._scheduling.compacts
             and ours
             and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
         ):
@@ -313,11 +342,11 @@ class Maintenance:
 
     async def apply_retention(self) -> None:
         """Remove old segments of the log, and data files whose messages are all settled."""
-        is_quiet = self._parts.writer.next_seq == self._quiet_seq
+        is_quiet = self._log.writer.next_seq == self._quiet_seq
         has_ended = await self._end_old_segment(is_quiet=is_quiet)
         await self._remove_old()
         if is_quiet or has_ended:
-            self._quiet_seq = self._parts.writer.next_seq
+            self._quiet_seq = self._log.writer.next_seq
 
     async def _end_old_segment(self, *, is_quiet: bool) -> bool:
         """Start a new segment if the newest one is old, because the segment that is written cannot be removed.
@@ -325,13 +354,13 @@ class Maintenance:
         Returns whether retention itself began the new segment with a snapshot row, because no other row arrived. It
         writes none while `is_quiet`.
         """
-        parts, retention_ms = self._parts, self._settings.retention_ms
-        last, now_ms = parts.reader.segments.last, parts.clock.now_ms()
+        retention_ms = self._settings.retention_ms
+        last, now_ms = self._log.reader.segments.last, self._clock.now_ms()
         # At half the retention time, so that rows are removed after 1.5 times the retention, and segments stay few.
         if last.first_append_ms is None or last.first_append_ms > now_ms - retention_ms // 2:
             return False
         try:
-            await parts.writer.roll()
+            await self._log.writer.roll()
         except OverLimit as error:
             # Continue: removing the older segments may free space.
             logger.warning("the log stays in its old segment reason=%s", error)
@@ -340,27 +369,35 @@ class Maintenance:
         return not is_quiet and last.newest_append_ms <= now_ms - retention_ms and await self.snapshot()
 
     async def _remove_old(self) -> None:
-        parts = self._parts
-        oldest = parts.reader.segments.all[0]
-        old = oldest.newest_append_ms <= parts.clock.now_ms() - self._settings.retention_ms
-        if parts.compacts and old and parts.ledger.watermark < oldest.next_seq < parts.reader.next_seq:
+        if await self._remove_segments():
+            await self._remove_files()
+
+    async def _remove_segments(self) -> bool:
+        """Remove the segments that retention allows. False while the snapshot that it needs cannot be written."""
+        oldest = self._log.reader.segments.all[0]
+        old = oldest.newest_append_ms <= self._clock.now_ms() - self._settings.retention_ms
+        if (
+            self._scheduling.compacts
+            and old
+            and self._broker.attach_state.watermark < oldest.next_seq < self._log.reader.next_seq
+        ):
             # The tail is too short for the usual compaction, but it keeps an old segment from being removed.
             await self._broker.mover.compact(even_without_rows=True)
             await self.checkpoint()
         # With another strategy, scheduled messages do not wait for compaction: `needed_seq` covers the strategy's own
         # needs.
-        kept_from = parts.ledger.watermark if parts.compacts else None
+        kept_from = self._broker.attach_state.watermark if self._scheduling.compacts else None
         # The minimum of all rows that a restart, an open transaction, a backlog, the table or a drain still reads.
         needed = max(0, self._checkpoint_seq)
         for seq in (
             kept_from,
             self._broker.transactions.oldest_seq,
-            parts.scheduler.needed_seq(),
-            parts.drains.needed_seq,
+            self._scheduling.scheduler.needed_seq(),
+            self._tables.drains.needed_seq,
         ):
             needed = needed if seq is None else min(needed, seq)
-        gone = parts.reader.segments.expired(
-            now_ms=parts.clock.now_ms(),
+        gone = self._log.reader.segments.expired(
+            now_ms=self._clock.now_ms(),
             retention_ms=self._settings.retention_ms,
             needed_from_seq=needed,
         )
@@ -379,31 +416,40 @@ class Maintenance:
             # would be ignored.
             self._log_from_seq = gone[-1].next_seq
             if not await self.snapshot():
-                return
+                return False
             await self.checkpoint()
-            await in_thread(self._parts.reader_thread, parts.reader.segments.remove, parts.files, gone)
-            for name in parts.topics.indexes.forget(parts.reader.first_seq):
-                await in_thread(self._parts.reader_thread, parts.files.remove, name)
+            await in_thread(self._threads.reader, self._log.reader.segments.remove, self._files, gone)
+            for name in self._tables.topics.indexes.forget(self._log.reader.first_seq):
+                await in_thread(self._threads.reader, self._files.remove, name)
             # Other strategies than the hour log do not compact, so the watermark moves here. All pending messages are
             # after the removed rows.
-            parts.ledger.watermark = max(parts.ledger.watermark, parts.reader.first_seq)
+            self._broker.attach_state.watermark = max(
+                self._broker.attach_state.watermark, self._log.reader.first_seq
+            )
+        return True
+
+    async def _remove_files(self) -> None:
+        """Remove the files of the pending table that nobody reads any more."""
         # Readers of an older version of the table may read its files as long as the log is kept, but at most a day.
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
-        left_ms = parts.clock.now_ms() - readable_ms
-        await in_thread(self._parts.table_thread, parts.catalog.remove_left, left_ms)
-        if parts.catalog.foreign.commits:
+        left_ms = self._clock.now_ms() - readable_ms
+        await in_thread(self._threads.table, self._pending_table.catalog.remove_left, left_ms)
+        if self._pending_table.catalog.foreign.commits:
             # Another program's VACUUM may continue after the commit that the broker has seen, and makes no commit
             # itself. So check the files again.
-            await in_thread(self._parts.table_thread, parts.catalog.look_for_missing)
-        behind = parts.hour_log.pending.behind(
-            min(parts.scheduler.settled_before_ms, parts.outcomes.holds.from_ms)
+            await in_thread(self._threads.table, self._pending_table.catalog.look_for_missing)
+        behind = self._scheduling.hour_log.pending.behind(
+            min(
+                self._scheduling.scheduler.settled_before_ms,
+                self._scheduling.outcomes.holds.from_ms,
+            )
         )
         if len(behind) >= BEHIND_FILES_MIN:
-            epoch = parts.reader.next_seq
+            epoch = self._log.reader.next_seq
             # An attach that only removes files: the log must record the removal, or a start would miss the files.
             removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]
             await self._broker.attach(
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
             )
-            await in_thread(self._parts.table_thread, lambda: parts.catalog.vacuum(limits.DAY_MS))
-            await in_thread(parts.background, parts.file_keys.sweep)
+            await in_thread(self._threads.table, lambda: self._pending_table.catalog.vacuum(limits.DAY_MS))
+            await in_thread(self._threads.background, self._pending_table.file_keys.sweep)

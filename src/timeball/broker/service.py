@@ -17,11 +17,12 @@ import pyarrow as pa
 from timeball.broker.accepting import delivery
 from timeball.broker.accepting.admission import as_columns
 from timeball.broker.accepting.appender import Accepted, Appender
-from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.gate import Gate
 from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.accepting.keyed_sends import KeyedSends
 from timeball.broker.accepting.small_batch import Sends
 from timeball.broker.accepting.sourced_sends import SourcedSends
+from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.admin.administration import Administration
 from timeball.broker.admin.campaign_changes import CampaignChanges
@@ -36,9 +37,13 @@ from timeball.broker.consuming.live_tail import LiveTail
 from timeball.broker.consuming.traced import TracedConsuming
 from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
+from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.policy import Policy
-from timeball.broker.registry.rates import Stat
-from timeball.broker.revoking.cancel import cancel, settle
+from timeball.broker.registry.attach import AttachState
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.tables import Tables
+from timeball.broker.revoking.cancel import Act, cancel, settle
 from timeball.broker.revoking.find_message import find_message
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.ranges import cancel_ranges
@@ -50,10 +55,16 @@ from timeball.broker.tables.table_changes import TableChanges
 from timeball.broker.transacting import transactions
 from timeball.broker.transacting.transaction_checks import TransactionChecks
 from timeball.broker.transacting.transactions import Half, Transactions
+from timeball.io.clock import SchedulerClock
+from timeball.io.files import Files
+from timeball.io.threads import Threads, in_thread
+from timeball.log.disk_thread import FileReplication
 from timeball.log.segment import starts
+from timeball.log.writer import CommitLog
 from timeball.model import limits, time_parsing, wire
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.answers import SentState
+from timeball.model.config import Settings
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
 from timeball.model.message import READ_SCHEMA, Kind, codes_of, without_secrets
 from timeball.model.wire import (
@@ -65,8 +76,10 @@ from timeball.model.wire import (
     Start,
     Verdict,
 )
+from timeball.schedule.scheduler import Scheduling
 from timeball.schedule.ticker import Ticker
 from timeball.table.attachment import Attachment
+from timeball.table.pending_table import PendingTable
 
 
 class Broker:
@@ -76,41 +89,149 @@ class Broker:
     duties: Sequence[tuple[int, Callable[[], Awaitable[None]]]] = ()
 
     def __init__(
-        self, parts: Components, *, scheduled_since_watermark: int = 0, halves: Iterable[Half] = ()
+        self,
+        *,
+        settings: Settings,
+        files: Files,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        lease_counts: LeaseCounts,
+        attach_state: AttachState,
+        scheduling: Scheduling,
+        pending_table: PendingTable,
+        threads: Threads,
+        traces: Tracing | None,
+        file_replication: FileReplication | None,
+        on_failure: Callable[[BaseException], None],
+        scheduled_since_watermark: int = 0,
+        halves: Iterable[Half] = (),
     ) -> None:
-        self.parts = parts
-        self.policy = Policy(parts.topics, parts.groups, parts.settings, parts.clock.clock)
+        """Create the broker from the objects that node.py has recovered. They are never replaced.
+
+        `on_failure` stops the broker when memory may be ahead of the files. `traces` is None if tracing is off,
+        `file_replication` is None for a broker without replicas.
+        """
+        self.settings, self.files, self.clock, self.threads = settings, files, clock, threads
+        self.log, self.tables, self.lease_counts, self.attach_state = log, tables, lease_counts, attach_state
+        self.scheduling, self.pending_table = scheduling, pending_table
+        self.traces, self.on_failure = traces, on_failure
+        self.rates = Rates()
+        self.gate = Gate()  # open to requests that cancel or move scheduled messages, closed by a resume
+        self.policy = Policy(tables.topics, tables.groups, settings, clock.clock)
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
-        self.push = PushChanges(parts, self.policy)
         self.lateness = delivery.Lateness()
-        self.delivery = delivery.Delivery(parts, on_visible=self.waiters.wake_queues, lateness=self.lateness)
-        self.ticker = Ticker(parts.scheduler, parts.clock, self.delivery.release, self.delivery.rewrite)
-        self.mover = TableChanges(parts, scheduled_since_watermark=scheduled_since_watermark)
-        self.live_tail = LiveTail(parts, self.policy, self.waiters)
-        self.look_ups = LookUps(parts)
-        self.listing = Listing(self.look_ups, self.policy, self.mover.lock)
-        self.forecast = Forecast(parts, self.policy, self.mover.lock)
-        self.campaign_changes = CampaignChanges(parts, self.mover)
-        self.appender = Appender(parts, self.policy, self.waiters, self.mover.tail_count)
-        self.dead_letters = DeadLetters(parts, self.appender, self.policy)
-        self.administration = Administration(
-            parts, self.policy, self.waiters, self.dead_letters, self._count_pending
-        )
-        consuming = Consuming if parts.traces is None else TracedConsuming
-        self.consuming = consuming(parts, self.appender, self.waiters, self.policy, self.save_offsets)
-        self.job_reports = JobReports(parts, self.policy)
-        self.groups = GroupStates(
-            parts, self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions
-        )
+        self._build_schedule(scheduled_since_watermark, file_replication)
+        self._build_sends(halves)
+        self._build_queries()
+        self._build_consuming()
+
+    def _build_schedule(
+        self, scheduled_since_watermark: int, file_replication: FileReplication | None
+    ) -> None:
+        settings, clock, scheduler = self.settings, self.clock, self.scheduling.scheduler
+        self.delivery = delivery.Delivery(
+            on_visible=self.waiters.wake_queues, lateness=self.lateness, settings=settings, clock=clock,
+            writer=self.log.writer, topics=self.tables.topics, lease_counts=self.lease_counts, scheduler=scheduler,
+            rates=self.rates, traces=self.traces,
+        )  # fmt: skip
+        self.ticker = Ticker(scheduler, clock, self.delivery.release, self.delivery.rewrite)
+        self.mover = TableChanges(
+            scheduled_since_watermark=scheduled_since_watermark, settings=settings, files=self.files, clock=clock,
+            log=self.log, campaigns=self.tables.campaigns, attach_state=self.attach_state,
+            scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads, gate=self.gate,
+            file_replication=file_replication, on_failure=self.on_failure,
+        )  # fmt: skip
+        self.campaign_changes = CampaignChanges(
+            self.mover, self.cancel_ranges, clock=clock, writer=self.log.writer, campaigns=self.tables.campaigns,
+            attach_state=self.attach_state, scheduler=scheduler, outcomes=self.scheduling.outcomes,
+        )  # fmt: skip
+
+    def _build_sends(self, halves: Iterable[Half]) -> None:
+        settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
+        self.appender = Appender(
+            self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=log.writer,
+            topics=tables.topics, scheduling=self.scheduling, rates=self.rates,
+        )  # fmt: skip
         # Two ingresses: half messages become scheduled messages without a due time, so they cannot share a batch with
         # sends.
-        self.sends = Ingress(parts.traced(self.appender.send))
-        self.halves = Ingress(parts.traced(self.prepare_nowait))
-        self.keyed_sends = KeyedSends(parts, self.appender, self.policy, self.sent_states)
-        self.sourced_sends = SourcedSends(parts, self.appender)
-        self.transactions = Transactions(parts, self._publish, halves)
-        self.transaction_checks = TransactionChecks(parts, self.transactions)
+        self.sends = Ingress(traced(self.appender.send, self.traces))
+        self.halves = Ingress(traced(self.prepare_nowait, self.traces))
+        self.keyed_sends = KeyedSends(
+            self.appender, self.policy, self.sent_states, settings=settings, clock=clock, log=log,
+            idempotency_keys=tables.idempotency_keys, outcomes=self.scheduling.outcomes, traces=self.traces,
+        )  # fmt: skip
+        self.sourced_sends = SourcedSends(
+            self.appender, clock=clock, writer=log.writer, source_positions=tables.source_positions,
+            traces=self.traces,
+        )  # fmt: skip
+        self.transactions = Transactions(
+            self._publish, halves, settings=settings, clock=clock, writer=log.writer, reader=log.reader,
+            key_index=log.key_index, reader_thread=self.threads.reader,
+        )  # fmt: skip
+        self.transaction_checks = TransactionChecks(
+            self.transactions, clock=clock, reader=log.reader, reader_thread=self.threads.reader,
+            on_failure=self.on_failure,
+        )  # fmt: skip
+
+    def _build_queries(self) -> None:
+        clock, log, file_keys = self.clock, self.log, self.pending_table.file_keys
+        self.look_ups = LookUps(
+            gate=self.gate, writer=log.writer, reader=log.reader, key_index=log.key_index,
+            hour_log=self.scheduling.hour_log, outcomes=self.scheduling.outcomes, file_keys=file_keys,
+            lookup_thread=self.threads.lookup,
+        )  # fmt: skip
+        self.snapshots = Snapshots(
+            self.mover.lock, clock=clock, reader=log.reader, attach_state=self.attach_state,
+            scheduling=self.scheduling, pending_table=self.pending_table,
+        )  # fmt: skip
+        self.listing = Listing(
+            self.look_ups, self.policy, self.snapshots, reader=log.reader, campaigns=self.tables.campaigns,
+            scheduling=self.scheduling, file_keys=file_keys, threads=self.threads,
+        )  # fmt: skip
+        self.forecast = Forecast(
+            self.policy, self.snapshots, clock=clock, reader=log.reader, background=self.threads.background
+        )
+        self.job_reports = JobReports(
+            self.policy, files=self.files, clock=clock, reader=log.reader, attach_state=self.attach_state,
+            reader_thread=self.threads.reader,
+        )  # fmt: skip
+
+    def _build_consuming(self) -> None:
+        settings, clock, log, tables = self.settings, self.clock, self.log, self.tables
+        self.push = PushChanges(
+            self.policy, settings=settings, clock=clock, writer=log.writer,
+            push_subscriptions=tables.push_subscriptions,
+        )  # fmt: skip
+        self.live_tail = LiveTail(
+            self.policy, self.waiters, reader=log.reader, reader_thread=self.threads.reader, rates=self.rates
+        )
+        self.dead_letters = DeadLetters(
+            self.appender, self.policy, settings=settings, clock=clock, log=log, tables=tables,
+            reader_thread=self.threads.reader,
+        )  # fmt: skip
+        self.administration = Administration(
+            self.policy, self.waiters, self.dead_letters, self._count_pending, clock=clock, writer=log.writer,
+            tables=tables,
+        )  # fmt: skip
+        consuming = Consuming if self.traces is None else partial(TracedConsuming, traces=self.traces)
+        self.consuming: Consuming = consuming(
+            self.appender, self.waiters, self.policy, self.save_offsets, settings=settings, clock=clock, log=log,
+            tables=tables, lease_counts=self.lease_counts, scheduling=self.scheduling,
+            cache=self.pending_table.cache, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
+        )  # fmt: skip
+        self.groups = GroupStates(
+            self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions,
+            topics=tables.topics, offsets=tables.offsets, groups=tables.groups, expired=tables.expired,
+            lease_counts=self.lease_counts,
+        )  # fmt: skip
+
+    @property
+    def pending_messages(self) -> int:
+        """The number of pending messages, without cancelled ones and leases."""
+        # Clamped at 0, because a lease is counted slightly longer than its message (delivery.py).
+        return max(0, self.scheduling.outcomes.waiting_rows - self.lease_counts.waiting_rows)
 
     # -- producing ---------------------------------------------------------------------------------------
 
@@ -145,11 +266,11 @@ class Broker:
         # No permission check here: the policy has admitted these topics with the half messages.
         self.appender.make_topics(rows)
         rows = transactions.as_first_moves(self.appender.prepare(rows, now_ms, level))
-        moves = transactions.first_versions(rows, self.parts.writer.next_seq)
+        moves = transactions.first_versions(rows, self.log.writer.next_seq)
 
         def on_durable() -> None:
             self.transactions.ended(halves.column("seq").to_pylist())
-            self.parts.outcomes.moved.add(moves)
+            self.scheduling.outcomes.moved.add(moves)
 
         return self.appender.append(rows, on_durable).durable
 
@@ -172,8 +293,13 @@ class Broker:
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         # The look-up hides messages that the caller may not cancel, so the verdict not_found reveals nothing about
         # them.
-        act = partial(cancel, self.parts, self.appender, by=caller.name)
-        return await settle(self.look_ups, names, act)
+        return await settle(self.look_ups, names, self._cancel_as(caller))
+
+    def _cancel_as(self, caller: Caller) -> Act:
+        return partial(
+            cancel, self.appender, by=caller.name, clock=self.clock, lease_counts=self.lease_counts,
+            scheduler=self.scheduling.scheduler, rates=self.rates,
+        )  # fmt: skip
 
     async def reschedule(
         self,
@@ -188,12 +314,20 @@ class Broker:
     ) -> list[Verdict]:
         """Give the pending ones of these messages another due time, with one verdict each (revoking/reschedule.py)."""
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        return await reschedule(self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms)
+        return await reschedule(
+            self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms, settings=self.settings,
+            clock=self.clock, log=self.log, scheduling=self.scheduling, file_keys=self.pending_table.file_keys,
+            file_thread=self.threads.files, rates=self.rates,
+        )  # fmt: skip
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Cancel the message of a recall handle, and return its id. revoking/recall.py lists the errors."""
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
-        return await recall(self.look_ups, self.appender, topic, handle, caller.name)
+        return await recall(
+            self.look_ups, self._cancel_as(caller), topic, handle, settings=self.settings, clock=self.clock,
+            reader=self.log.reader, topics=self.tables.topics, drains=self.tables.drains,
+            reader_thread=self.threads.reader,
+        )  # fmt: skip
 
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
@@ -202,15 +336,25 @@ class Broker:
         self.policy.allow(caller, Verb.LOOK)
         names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
-        groups = GroupPlaces(self.parts, self.consuming.leases, lambda name: may_receive(group=name))
-        return await find_message(self.look_ups, names, lambda name: may_receive(topic=name), groups)
+        groups = GroupPlaces(
+            self.consuming.leases, lambda name: may_receive(group=name), clock=self.clock,
+            offsets=self.tables.offsets, lease_counts=self.lease_counts,
+        )  # fmt: skip
+        return await find_message(
+            self.look_ups, names, lambda name: may_receive(topic=name), groups, log=self.log,
+            scheduling=self.scheduling, file_keys=self.pending_table.file_keys, threads=self.threads,
+        )  # fmt: skip
 
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
     ) -> RangesCancelled:
         """Cancel the pending messages in a bulk job's ranges of numbers, (first_seq, rows). See revoking/ranges.py."""
         self.policy.allow(caller, Verb.ADMIN)
-        return await cancel_ranges(self.parts, self.mover.lock, ranges, reason)
+        return await cancel_ranges(
+            self.mover.lock, ranges, reason, clock=self.clock, log=self.log, attach_state=self.attach_state,
+            scheduling=self.scheduling, pending_table=self.pending_table, threads=self.threads, rates=self.rates,
+            gate=self.gate,
+        )  # fmt: skip
 
     # -- campaigns ---------------------------------------------------------------------------------------
 
@@ -266,8 +410,8 @@ class Broker:
             seqs = pull.locate(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
                 # Without a group, only the broker's own rate counts these rows.
-                self.parts.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
-                return await in_thread(self.parts.reader_thread, pull.read, self.parts.reader, seqs)
+                self.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
+                return await in_thread(self.threads.reader, pull.read, self.log.reader, seqs)
             left = deadline - self._loop.time()
             if left <= 0 or not await self.waiters.wait(topic, left):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
@@ -293,23 +437,23 @@ class Broker:
         kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
         # Only the bodies of META rows contain secrets. A read without bodies or without META rows has nothing to hide.
         if "body" not in names or (kinds is not None and Kind.META not in kinds):
-            return self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
+            return self.log.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, columns, placed)
         # Kind and key determine which values are secret, so read both even if the caller did not request them.
         needed = list(dict.fromkeys([*names, "kind", "unique_key"]))
-        rows = self.parts.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed, placed)
+        rows = self.log.reader.coalesced(from_seq, to_seq, kinds, coalesce_rows, needed, placed)
         return (without_secrets(batch).select(names) for batch in rows)
 
     def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
         """List the broker starts recorded in this log, each by the first row written after it. Any thread."""
         self.policy.allow(caller, Verb.ADMIN)
-        return starts(self.parts.reader.segments, from_seq, to_seq)
+        return starts(self.log.reader.segments, from_seq, to_seq)
 
     def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
         """List the topics that the caller may look at, with their numbers of queues."""
         self.policy.allow(caller, Verb.LOOK)
         return {
             topic.name: {"queues": len(topic.queues)}
-            for topic in self.parts.topics.all()
+            for topic in self.tables.topics.all()
             if self.policy.allows(caller, Verb.LOOK, topic=topic.name)
         }
 
@@ -318,25 +462,25 @@ class Broker:
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
-        self.parts.topics.ensure(name, queues or self.parts.settings.queues_per_topic, made_by=caller.name)
-        await self.parts.writer.flushed()
+        self.tables.topics.ensure(name, queues or self.settings.queues_per_topic, made_by=caller.name)
+        await self.log.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
         """Return (min_offset, max_offset) of each queue."""
         self.policy.allow(caller, Verb.LOOK, topic=topic)
-        queues = self.parts.topics.get(topic).queues
+        queues = self.tables.topics.get(topic).queues
         return {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(queues)}
 
     def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
         """Return a group's stored offsets by queue."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
-        return self.parts.offsets.get(group, topic)
+        return self.tables.offsets.get(group, topic)
 
     def is_group(self, group: str) -> bool:
         """Check whether a consumer group exists here: it has a configuration or stored offsets."""
         # Clients that only commit offsets never configure their group.
-        return self.parts.groups.find_group(group) is not None or group in self.parts.offsets.table
+        return self.tables.groups.find_group(group) is not None or group in self.tables.offsets.table
 
     async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
         """Find, by queue, the offset of the first message stored at or after a time in ms.
@@ -344,14 +488,14 @@ class Broker:
         For END, the end of the queue.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
-        found, parts = {}, self.parts
-        for number, queue in enumerate(parts.topics.get(topic).queues):
+        found = {}
+        for number, queue in enumerate(self.tables.topics.get(topic).queues):
             # END is a mark and not a time.
             if at_ms <= time_parsing.END:
                 found[number] = queue.index.max_offset
             else:
                 found[number] = await in_thread(
-                    parts.reader_thread, pull.offset_at, parts.reader, queue.index, at_ms
+                    self.threads.reader, pull.offset_at, self.log.reader, queue.index, at_ms
                 )
         return found
 
@@ -359,11 +503,11 @@ class Broker:
         """Set a group's offsets in a topic as in `offsets_at`, unless it has offsets there already."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         # A group that has read some of the queues keeps its offsets: it will still read the others.
-        if self.parts.offsets.get(group, topic):
+        if self.tables.offsets.get(group, topic):
             return
         offsets = await self.offsets_at(topic, at_ms, caller)
         # Another member may have begun during the look-up, and may have acknowledged messages since.
-        if not self.parts.offsets.get(group, topic):
+        if not self.tables.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
 
     async def commit_offsets(
@@ -375,15 +519,15 @@ class Broker:
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
-        self.parts.topics.get(topic)
+        self.tables.topics.get(topic)
         ends = {queue: high for queue, (_, high) in self.queues(topic).items()}
-        self.parts.offsets.commit(group, topic, offsets, ends)
+        self.tables.offsets.commit(group, topic, offsets, ends)
 
     async def _count_pending(self, topic: str) -> int | None:
         """Count the pending messages of a topic, without those of paused campaigns. None if there are too many."""
-        if not self.parts.waiting_messages:
+        if not self.pending_messages:
             return 0
-        now_ms = self.parts.clock.now_ms()
+        now_ms = self.clock.now_ms()
         # From a day ago, for overdue messages, to the longest delay of a send or a bulk write.
         window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
         try:
@@ -435,31 +579,31 @@ class Broker:
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
         """Collect figures for users and for jobs. See docs/flight.md."""
         self.policy.allow(caller, Verb.LOOK)
-        parts, segments = self.parts, self.parts.reader.segments
+        segments = self.log.reader.segments
         return {
-            "now_ms": parts.clock.now_ms(),
+            "now_ms": self.clock.now_ms(),
             "log": {
                 "first_seq": segments.first_seq,
                 # Assigned, but maybe not durable yet. `durable_seq` is the end of the durable rows.
-                "next_seq": parts.writer.next_seq,
+                "next_seq": self.log.writer.next_seq,
                 "durable_seq": segments.next_seq,
                 "bytes": segments.size_bytes,
-                "commits": parts.writer.statistics.commits,
-                "rows": parts.writer.statistics.rows,
+                "commits": self.log.writer.statistics.commits,
+                "rows": self.log.writer.statistics.rows,
             },
-            "watermark": parts.ledger.watermark,
-            "settled_before_ms": parts.scheduler.settled_before_ms,
-            "strategy": parts.settings.strategy,
-            "durability": parts.settings.durability,
-            "waiting_messages": parts.waiting_messages,
-            "redelivery_messages": parts.lease_counts.waiting_rows,
-            "schedule": self.schedule_statistics() | parts.file_keys.statistics(),
-            "levels": parts.levels.statistics(),
+            "watermark": self.attach_state.watermark,
+            "settled_before_ms": self.scheduling.scheduler.settled_before_ms,
+            "strategy": self.settings.strategy,
+            "durability": self.settings.durability,
+            "waiting_messages": self.pending_messages,
+            "redelivery_messages": self.lease_counts.waiting_rows,
+            "schedule": self.schedule_statistics() | self.pending_table.file_keys.statistics(),
+            "levels": self.scheduling.levels.statistics(),
             "transactions": self.transactions.statistics(),
-            "table": parts.table_status(),
+            "table": self.pending_table.status(),
             "lateness": self.lateness.summary(),
-            "delivered": parts.rates.total(Stat.BROKER_GET_NUMS),
-            "clock_suspect": parts.clock.suspect,
+            "delivered": self.rates.total(Stat.BROKER_GET_NUMS),
+            "clock_suspect": self.clock.suspect,
             # Only groups that the caller may consume as.
             "conflicting_groups": [
                 group
@@ -470,9 +614,9 @@ class Broker:
 
     def schedule_statistics(self) -> dict[str, int]:
         """Collect the counts of the scheduler, of the table and its keys, and of the strategy."""
-        parts, counts = self.parts, self.parts.scheduler.statistics() | self.parts.hour_log.statistics()
-        if not parts.compacts:
-            kept = parts.backlog.statistics()
+        counts = self.scheduling.scheduler.statistics() | self.scheduling.hour_log.statistics()
+        if not self.scheduling.compacts:
+            kept = self.scheduling.backlog.statistics()
             # Cancelled messages stay in the backlog until their due time, so subtract them.
             opened = counts["near_rows"] + counts["moving_rows"]
             waiting = kept["waiting_rows"] + opened - counts["cancelled_rows"]
@@ -481,4 +625,4 @@ class Broker:
 
     def save_offsets(self) -> None:
         """Append to the log the changes of consumer offsets since the last call."""
-        self.parts.offsets.save(self.consuming.parked())
+        self.tables.offsets.save(self.consuming.parked())

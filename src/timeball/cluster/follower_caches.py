@@ -7,9 +7,9 @@ the first rows before a learner joined, the learner waits for a snapshot that co
 
 from __future__ import annotations
 
-from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery.applying import Applying
 from timeball.broker.recovery.recovery import lacks_rows, newest_known, starting_point
+from timeball.broker.registry.tables import Tables
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.transport.data_files import CommittedFiles
 from timeball.io.files import Files

@@ -28,7 +28,9 @@ from timeball.io.clock import Clock, Durations
 from timeball.io.files import Files
 from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk, Extent, Replication
+from timeball.log.key_index import KeyIndex
 from timeball.log.next_segment import NextSegment
+from timeball.log.reader import LogReader
 from timeball.log.row_encoder import EncodedRows, Rows, as_message, joined, message_bytes, numbered_value
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 from timeball.model import limits
@@ -566,3 +568,12 @@ def refusal(failure: BaseException) -> TimeballError:
     if isinstance(failure, Unavailable):
         return type(failure)(str(failure))
     return StorageError(f"the log has stopped: {failure}")
+
+
+@dataclass(frozen=True, slots=True)
+class CommitLog:
+    """The open log of one broker."""
+
+    writer: LogWriter
+    reader: LogReader
+    key_index: KeyIndex  # rows by message id and key

@@ -94,9 +94,9 @@ class Metrics:
             yield from replica_metrics.collect(self.replica.figures())
 
     async def _messages(self, may_see: _Sight) -> AsyncIterator[Metric]:
-        broker, rates = self._broker, self._broker.parts.rates
+        broker, rates = self._broker, self._broker.rates
         counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
-        async for topics in shares(broker.parts.topics.all()):
+        async for topics in shares(broker.tables.topics.all()):
             for stat, of in counts.items():
                 of.update(((topic.name,), rates.total(stat, topic.name)) for topic in topics)
         # Dead letters are counted below, by the topics that they were sent to.
@@ -146,7 +146,7 @@ class Metrics:
 
     def _table(self, table_files: int) -> Iterator[Metric]:
         yield GaugeMetricFamily("timeball_table_files", "Data files of the pending table.", table_files)
-        foreign = self._broker.parts.catalog.foreign
+        foreign = self._broker.pending_table.catalog.foreign
         yield CounterMetricFamily(
             "timeball_table_foreign_commits",
             "Commits of other programs to the pending table, corrected since.",
@@ -159,16 +159,18 @@ class Metrics:
         )
 
     def _waiting(self) -> Iterator[Metric]:
-        broker, parts = self._broker, self._broker.parts
-        counts, levels = broker.schedule_statistics(), parts.levels.statistics()
+        broker = self._broker
+        counts, levels = broker.schedule_statistics(), self._broker.scheduling.levels.statistics()
         places = {
             "near": counts["near_rows"],
-            "tail": counts["tail_rows"] if parts.compacts else counts["waiting_rows"] - counts["near_rows"],
+            "tail": counts["tail_rows"]
+            if self._broker.scheduling.compacts
+            else counts["waiting_rows"] - counts["near_rows"],
             "table": counts["table_rows"],
             "levels": levels["waiting_rows"],
         }
         yield GaugeMetricFamily(
-            "timeball_waiting_messages", "Scheduled messages that wait.", parts.waiting_messages
+            "timeball_waiting_messages", "Scheduled messages that wait.", self._broker.pending_messages
         )
         kept = GaugeMetricFamily(
             "timeball_schedule_rows", "What the schedule keeps, by where it lies.", labels=["place"]
@@ -176,13 +178,15 @@ class Metrics:
         for place, rows in places.items():
             kept.add_metric([place], max(0, rows))
         yield kept
-        now_ms = parts.clock.now_ms()
+        now_ms = self._broker.clock.now_ms()
         due = GaugeMetricFamily(
             "timeball_due_messages",
             "Of those in the tail and in the pending table: due within this time, files by their share.",
             labels=["within"],
         )
-        rows_due = parts.hour_log.rows_due([now_ms + horizon_ms for _, horizon_ms in HORIZONS])
+        rows_due = self._broker.scheduling.hour_log.rows_due(
+            [now_ms + horizon_ms for _, horizon_ms in HORIZONS]
+        )
         for (name, _), rows in zip(HORIZONS, rows_due, strict=True):
             due.add_metric([name], rows)
         yield due
@@ -195,7 +199,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_pipeline_compacts",
             "1 while a pipeline compacts, and the broker leaves that to it.",
-            _flag(broker.mover.outside_compactor_until_ms > parts.clock.elapsed_ms()),
+            _flag(broker.mover.outside_compactor_until_ms > self._broker.clock.elapsed_ms()),
         )
         yield CounterMetricFamily(
             "timeball_rewritten_messages",
@@ -207,11 +211,13 @@ class Metrics:
             "timeball_transactions_open", "Transactions not ended yet.", len(broker.transactions.open())
         )
         yield GaugeMetricFamily(
-            "timeball_idempotency_keys", "Idempotency keys that are known.", len(parts.idempotency_keys)
+            "timeball_idempotency_keys",
+            "Idempotency keys that are known.",
+            len(self._broker.tables.idempotency_keys),
         )
 
     def _drain(self) -> Iterator[Metric]:
-        out = self._broker.parts.drains.out
+        out = self._broker.tables.drains.out
         yield CounterMetricFamily(
             "timeball_handed_over_messages",
             "Scheduled messages that the group's heir has taken over.",
@@ -224,12 +230,11 @@ class Metrics:
         )
 
     def _log(self) -> Iterator[Metric]:
-        parts = self._broker.parts
-        statistics = parts.writer.statistics
+        statistics = self._broker.log.writer.statistics
         yield CounterMetricFamily("timeball_log_rows", "Rows written to the log.", statistics.rows)
         yield CounterMetricFamily("timeball_log_commits", "Group commits.", statistics.commits)
         yield GaugeMetricFamily(
-            "timeball_log_bytes", "Bytes of the log's segments.", parts.reader.segments.size_bytes
+            "timeball_log_bytes", "Bytes of the log's segments.", self._broker.log.reader.segments.size_bytes
         )
         yield durations(
             "timeball_log_commit_seconds", "Writing and syncing a group commit.", statistics.commit_durations
@@ -240,15 +245,17 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_log_stopped",
             "1 when a write has failed and the log has stopped.",
-            _flag(parts.writer.failed),
+            _flag(self._broker.log.writer.failed),
         )
         yield GaugeMetricFamily(
-            "timeball_disk_full", "1 while sends are refused for want of room.", _flag(parts.writer.no_room)
+            "timeball_disk_full",
+            "1 while sends are refused for want of room.",
+            _flag(self._broker.log.writer.no_room),
         )
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
     async def _consumers(self, may_see: _Sight) -> AsyncIterator[Metric]:
-        parts, groups = self._broker.parts, self._broker.groups
+        groups = self._broker.groups
         yield _of_groups(
             "timeball_group_lag_messages",
             "Messages behind a group's stored offsets.",
@@ -264,7 +271,7 @@ class Metrics:
         yield _of_groups(
             "timeball_group_retry_messages",
             "Messages that members have given back and that wait for their next delivery.",
-            parts.lease_counts.nacked(),
+            self._broker.lease_counts.nacked(),
             may_see,
         )
         expired, letters = groups.expired()
@@ -320,7 +327,7 @@ class Metrics:
         yield from (requests, seconds, in_flight, failing, late)
 
     def _spans(self) -> Iterator[Metric]:
-        traces = self._broker.parts.traces
+        traces = self._broker.traces
         spans = CounterMetricFamily("timeball_trace_spans", "Spans, by how far they came.", labels=["state"])
         left_out = CounterMetricFamily(
             "timeball_trace_spans_left_out",
@@ -334,7 +341,7 @@ class Metrics:
         yield from (spans, left_out)
 
     def _machine(self) -> Iterator[Metric]:
-        settings = self._broker.parts.settings
+        settings = self._broker.settings
         info = GaugeMetricFamily(
             "timeball_build_info", "1, with what runs.", labels=["version", "strategy", "durability"]
         )

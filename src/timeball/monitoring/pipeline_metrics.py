@@ -20,7 +20,7 @@ from timeball.table.file_cache import FileCache
 async def read(broker: Broker) -> list[Metric]:
     """Read the metrics. The reader thread reads the reports, and single rows of the log."""
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
-    compaction, cache = _compaction(broker.mover.compactions, lag_ms), broker.parts.cache
+    compaction, cache = _compaction(broker.mover.compactions, lag_ms), broker.pending_table.cache
     stored = [] if cache is None else _stored(cache)
     return [*compaction, *stored, *_jobs(await broker.job_reports.states())]
 

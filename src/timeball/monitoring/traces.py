@@ -37,7 +37,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.trace import Span, SpanKind, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from timeball.broker.accepting.components import Accepting, R
+from timeball.broker.accepting.tracing import Accepting, R
 from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.model.message import (
@@ -73,7 +73,7 @@ class _Leased(NamedTuple):
 
 
 class Traces:
-    """Makes spans and has them exported (Tracing of broker/accepting/components.py). Belongs to the event loop."""
+    """Makes spans and has them exported (Tracing of broker/accepting/tracing.py). Belongs to the event loop."""
 
     def __init__(self, clock: Clock, version: str) -> None:
         _check_protocol()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.broker.accepting.components import Tracing
+from timeball.broker.accepting.tracing import Tracing
 from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 

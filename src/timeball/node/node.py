@@ -21,11 +21,12 @@ import msgspec
 import numpy as np
 
 from timeball import __version__
-from timeball.broker.accepting.components import Components, Tables, Tracing, in_thread
 from timeball.broker.accepting.durations import find_durations
+from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.maintenance import Maintenance
 from timeball.broker.recovery.applying import Applying, Recovered
 from timeball.broker.recovery.recovery import apply_log, starting_point
+from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.edges.http.recovering import Recovering
@@ -35,6 +36,7 @@ from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.io.files import Files, RealFiles
 from timeball.io.security import OPEN, Security
 from timeball.io.stop_signals import stop_asked
+from timeball.io.threads import Threads, in_thread
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread, Leading
 from timeball.log.format import FORMAT_VERSION
@@ -42,7 +44,7 @@ from timeball.log.key_index import KeyIndex
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
-from timeball.log.writer import LogWriter
+from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import local_time
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.config import Settings
@@ -60,9 +62,10 @@ from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
-from timeball.schedule.scheduler import Scheduler
+from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table.data_file import DataFiles
 from timeball.table.key_index import TableKeys
+from timeball.table.pending_table import PendingTable
 from timeball.table.stored_catalog import open_table
 
 if TYPE_CHECKING:
@@ -200,9 +203,9 @@ class Node:
         await asyncio.gather(*self._ticker_tasks, return_exceptions=True)
 
     async def _end_writes(self) -> None:
-        await self.broker.parts.scheduler.close()
-        if self.broker.parts.writer.failed is None:
-            await self.broker.parts.writer.flushed()
+        await self.broker.scheduling.scheduler.close()
+        if self.broker.log.writer.failed is None:
+            await self.broker.log.writer.flushed()
 
     async def _build(self, hot: Hot | None) -> None:
         settings, files, clock = self.settings, self.files, SchedulerClock(self.clock)
@@ -230,20 +233,22 @@ class Node:
         durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
         durations.begin(max(each.newest_append_ms for each in opened.segments.all), applying.ledger.watermark)
         tables.meta.open(writer.append, clock.now_ms)
-        parts = Components(
-            settings=settings, files=files, clock=clock, writer=writer, reader=reader,
-            key_index=KeyIndex(files, opened.segments, reader), **vars(tables),
-            scheduler=self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
-            backlog=backlog, hour_log=hour_log, levels=levels, outcomes=outcomes, catalog=catalog,
-            ledger=applying.ledger, lease_counts=found.leases, cache=cache,
-            file_keys=TableKeys(files, cache, catalog.data),
-            lookup_thread=lookup, table_thread=cache.table_thread if cache else reader_thread,
-            reader_thread=reader_thread, background=background, on_failure=self._fail, traces=self._traces,
-            file_replication=self._leading.files if self._leading else None,
-        )  # fmt: skip
         self.broker = self.build_broker(
-            parts, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves
-        )
+            settings=settings, files=files, clock=clock,
+            log=CommitLog(writer, reader, KeyIndex(files, opened.segments, reader)),
+            tables=tables, lease_counts=found.leases, attach_state=applying.ledger,
+            scheduling=Scheduling(
+                self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
+                backlog, hour_log, levels, outcomes,
+            ),
+            pending_table=PendingTable(catalog, TableKeys(files, cache, catalog.data), cache),
+            threads=Threads(
+                reader=reader_thread, lookup=lookup, background=background,
+                table=cache.table_thread if cache else reader_thread, files=lookup if cache else reader_thread,
+            ),
+            traces=self._traces, file_replication=self._leading.files if self._leading else None,
+            on_failure=self._fail, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves,
+        )  # fmt: skip
         self.broker.mover.follow_later(found.bring_up)
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
@@ -261,13 +266,13 @@ class Node:
         )  # fmt: skip
 
     async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
-        parts, waiting, now_ms = self.broker.parts, found.waiting, self.broker.parts.clock.now_ms()
-        restore = parts.scheduler.restore
-        restore(parts.levels, LevelsState(found.levels), found.settled, NOTHING, now_ms)
-        if not parts.compacts:
-            restore(parts.hour_log, None, found.settled, NOTHING, now_ms)
-        restore(parts.backlog, state, found.settled, waiting, now_ms)
-        if parts.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
+        waiting, now_ms = found.waiting, self.broker.clock.now_ms()
+        restore = self.broker.scheduling.scheduler.restore
+        restore(self.broker.scheduling.levels, LevelsState(found.levels), found.settled, NOTHING, now_ms)
+        if not self.broker.scheduling.compacts:
+            restore(self.broker.scheduling.hour_log, None, found.settled, NOTHING, now_ms)
+        restore(self.broker.scheduling.backlog, state, found.settled, waiting, now_ms)
+        if self.broker.scheduling.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
             logger.info(
                 "scheduled messages of another --strategy moved to the pending table scheduled=%d",
                 len(waiting),
@@ -339,7 +344,7 @@ class Node:
     async def close_edges(self) -> None:
         """Stop listening, and send the last answers."""
         closing = [] if self.edges is None else [self.edges.close()]
-        await asyncio.gather(self.broker.parts.leave_store(), *closing)
+        await asyncio.gather(self.broker.pending_table.leave_store(), *closing)
 
     async def finish(self) -> None:
         """Append state that is only in memory, save a checkpoint, and unlock the folder. Refuses further requests."""
@@ -347,11 +352,11 @@ class Node:
         await self.broker.consuming.close()
         await self._end_writes()
         await self.maintenance.stop(saves=self._failed is None or not self._failed.done())
-        self.broker.parts.backlog.close()  # its files are part of the last checkpoint
-        await self.broker.parts.writer.close()
+        self.broker.scheduling.backlog.close()  # its files are part of the last checkpoint
+        await self.broker.log.writer.close()
         for thread in self._threads:
             thread.shutdown(wait=True)
-        if (cache := self.broker.parts.cache) is not None:
+        if (cache := self.broker.pending_table.cache) is not None:
             cache.close()
         if self._traces is not None:
             await self._traces.close()
@@ -403,7 +408,7 @@ class Node:
             "anon_bytes": memory.rss - memory.shared,
             "disk": {
                 "free_bytes": self.files.free_bytes(),
-                "no_room": self.broker.parts.writer.no_room,
+                "no_room": self.broker.log.writer.no_room,
             },
             "access": self.security.status(),
             "codec": self.edges.remoting.codec.name if self.edges is not None else "",

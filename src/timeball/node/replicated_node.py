@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from timeball import __version__
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.groups.grouped import GroupedBroker
 from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
@@ -41,6 +40,7 @@ from timeball.io.clock import Clock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.io.security import Security, load_client_tls, load_peer_tls
 from timeball.io.stop_signals import stop_asked
+from timeball.io.threads import in_thread
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import BROKER_NAME, Settings
 from timeball.model.errors import LeaseLost, SetupError

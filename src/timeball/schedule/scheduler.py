@@ -26,6 +26,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
@@ -36,6 +37,7 @@ from timeball.log.reader import LogReader
 from timeball.log.row_encoder import Pairs, ReadRows, filtered
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
+from timeball.schedule.delay_levels.backlog import DelayLevels
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import Run
 from timeball.schedule.durations import Durations, Find, is_in
@@ -529,3 +531,19 @@ class Scheduler:
 
     def _look_now(self) -> None:
         self._expect(-FAR_MS + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduling:
+    """The scheduler, its backlogs, and the outcomes of all scheduled messages."""
+
+    scheduler: Scheduler
+    backlog: Backlog  # stores messages sent with a due time: the configured strategy
+    hour_log: HourLog  # serves the pending table, under every strategy
+    levels: DelayLevels
+    outcomes: Outcomes
+
+    @property
+    def compacts(self) -> bool:
+        """True if scheduled messages wait in the log's tail until compaction moves them to the pending table."""
+        return self.backlog is self.hour_log

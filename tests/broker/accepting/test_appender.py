@@ -44,7 +44,7 @@ async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
     appender.make_topics(rows.slice(1))
     assert set(world.broker.topics()) == {"now", "later"}
     rows = appender.prepare(rows, world.clock.wall)
-    appended = appender.append(rows, lambda: heard.append(world.broker.parts.reader.next_seq))
+    appended = appender.append(rows, lambda: heard.append(world.broker.log.reader.next_seq))
     assert not heard and appended.rows.num_rows == 3
     assert await appended.durable == appended.first_seq
     assert heard == [appended.first_seq + 3], "told when the rows are there"
@@ -62,10 +62,10 @@ async def test_what_refuses_does_so_before_anything_is_written(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "TOPICS_MAX", 0)
-    before = world.broker.parts.writer.next_seq
+    before = world.broker.log.writer.next_seq
     with pytest.raises(OverLimit, match="topics exist"):
         world.broker.appender.make_topics(mixed(world.clock.wall).slice(1))
-    assert world.broker.parts.writer.next_seq == before
+    assert world.broker.log.writer.next_seq == before
 
 
 @on_node()
@@ -74,7 +74,7 @@ async def test_part_of_what_is_prepared_may_be_appended(world: World) -> None:
     appended = world.broker.appender.append(rows.filter(pa.array([False, True, False])))
     await appended.durable
     assert column(appended.rows, "kind") == [Kind.MESSAGE]
-    assert world.broker.parts.reader.next_seq == appended.first_seq + 1
+    assert world.broker.log.reader.next_seq == appended.first_seq + 1
 
 
 # ---- how much the tail has --------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ async def test_what_was_due_before_it_was_accepted_is_not_late(world: World, row
     await world.broker.send(batch(rows, due_ms=due_ms))
     await world.until(lambda: world.broker.lateness.released == rows, "all are released")
     assert world.broker.lateness.max_ms == world.broker.lateness.sum_ms == 0
-    seqs = world.broker.parts.reader
+    seqs = world.broker.log.reader
     told = [row for part in world.broker.read_log(1, seqs.next_seq) for row in part.to_pylist()]
     released = [row for row in told if row["kind"] == Kind.RELEASE]
     assert {row["due_ms"] for row in released} == {due_ms[0].as_py()}  # it stays the one that was asked for
@@ -148,7 +148,7 @@ async def near(world: World, delays_ms: list[int]) -> tuple[list[str], pa.Record
     keys = await world.campaign("spring", "a", [LEAD_MS + ms for ms in delays_ms])
     await pass_by(world, LEAD_MS - SECOND_MS)
     await world.until(lambda: dispatched(world) == len(keys), "all are left to the dispatcher")
-    (file,) = world.broker.parts.hour_log.pending.all()
+    (file,) = world.broker.scheduling.hour_log.pending.all()
     rows = file.rows_between((0, 0), (1 << 62, 0)).combine_chunks().to_batches()[0]
     return keys, pa.RecordBatch.from_arrays(rows.select(TABLE_SCHEMA.names).columns, schema=TABLE_SCHEMA)
 
@@ -269,7 +269,7 @@ async def test_what_is_brought_waits_while_the_disk_is_behind(
         release = world.broker.delivery.release_brought
         tasks = [asyncio.create_task(release(rows.slice(at, 5))) for at in range(0, 50, 5)]
         while not all(task.done() for task in tasks):
-            most = max(most, world.broker.parts.scheduler.in_flight_rows)
+            most = max(most, world.broker.scheduling.scheduler.in_flight_rows)
             await asyncio.sleep(0)
     finally:
         limits.RELEASE_ROWS_IN_FLIGHT_MAX = before

@@ -179,8 +179,7 @@ async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
     await looks(world, MINUTE_MS - 200)
     await world.restart()
     assert await looks(world, 10) is None  # their bodies are in memory
-    parts = world.broker.parts
-    durations, next_seq = parts.scheduler.durations, parts.reader.next_seq
+    durations, next_seq = world.broker.scheduling.scheduler.durations, world.broker.log.reader.next_seq
     find, may_end = durations.find, threading.Event()
 
     def find_slowly(*bounds: Any) -> Any:
@@ -194,7 +193,7 @@ async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
         world.broker.ticker.wake()
         for _ in range(TURNS):
             await asyncio.sleep(0)
-    rows = parts.reader.next_seq - next_seq
+    rows = world.broker.log.reader.next_seq - next_seq
     may_end.set()
     assert rows == 0, "early"
     assert await looks(world, MINUTE_MS, rows=2) is not None
@@ -247,7 +246,7 @@ async def test_the_release_says_when_it_was_due_and_when_it_was_to_be(world: Wor
     assert await looks(world, MINUTE_MS) is not None
     [release] = [
         row
-        for part in world.broker.read_log(world.broker.parts.reader.first_seq, 1 << 60, [Kind.RELEASE])
+        for part in world.broker.read_log(world.broker.log.reader.first_seq, 1 << 60, [Kind.RELEASE])
         for row in part.to_pylist()
     ]
     assert (release["due_ms"], release["from_due_ms"]) == (due_ms - HOUR_MS, due_ms)

@@ -160,7 +160,7 @@ class Call(Piece, gc=False):
 
 
 async def bodies(world: World) -> list[bytes]:
-    shown = world.broker.read_log(1, world.broker.parts.reader.next_seq, [Kind.MESSAGE])
+    shown = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE])
     return [body for rows in shown for body in rows.column("body").to_pylist()]
 
 

@@ -86,7 +86,7 @@ class Client:
 
 def bodies(world: World) -> list[bytes]:
     """What is in the log, scheduled messages included."""
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     kinds = [Kind.MESSAGE, Kind.SCHEDULED]
     return [
         body
@@ -146,7 +146,7 @@ async def test_a_refused_send_has_not_used_its_key(world: World) -> None:
 
 @on_node()
 async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, writer = Client(world), world.broker.parts.writer
+    client, writer = Client(world), world.broker.log.writer
     await client.send("before", batch())
 
     def full(*_: object, **__: object) -> None:
@@ -156,13 +156,13 @@ async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest
         patch.setattr(writer, "append", full)
         with pytest.raises(OverLimit):
             await client.send("a", batch())
-    assert len(world.broker.parts.idempotency_keys) == 1
+    assert len(world.broker.tables.idempotency_keys) == 1
     assert (await client.send("a", batch()))[0] == writer.next_seq - 2
 
 
 @on_node(idempotency_ms=60_000)
 async def test_keys_expire_and_the_oldest_give_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, keys = Client(world), world.broker.parts.idempotency_keys
+    client, keys = Client(world), world.broker.tables.idempotency_keys
     monkeypatch.setattr(limits, "IDEMPOTENCY_KEYS_MAX", 3)
     sent = {key: await client.send(key, batch()) for key in "abcd"}
     assert len(keys) == 3
@@ -261,14 +261,14 @@ async def test_an_attempt_has_a_bound_and_is_needed_to_send_anew(world: World) -
 
 @on_node(idempotency_ms=60_000)
 async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None:
-    client, keys, now_ms = Client(world), world.broker.parts.idempotency_keys, world.clock.wall
+    client, keys, now_ms = Client(world), world.broker.tables.idempotency_keys, world.clock.wall
     rows, moved = batch(delay_ms=[HOUR_MS], unique_key=["a"]), batch(delay_ms=[HOUR_MS], unique_key=["b"])
     await client.send("a", rows)
     await client.send("b", moved)
     await client.send("now", batch())
     await world.broker.reschedule(ids=["b"], due_ms=now_ms + 2 * HOUR_MS)
     await world.restart()
-    client, keys = Client(world), world.broker.parts.idempotency_keys
+    client, keys = Client(world), world.broker.tables.idempotency_keys
     world.clock.advance(HOUR_MS - 1_000)
     await world.node.maintenance.drop_idempotency_keys()  # type: ignore[union-attr]
     assert len(keys) == 2

@@ -54,7 +54,7 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
         try:
             broker = world.broker
             for name, kind in (("one", "SINGLE_TAG"), ("many", "MULTI_TAG")):
-                broker.parts.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
+                broker.tables.topics.configure(name, TopicConfig(3, 2), filter_type=kind)  # type: ignore[arg-type]
             answers: list[object] = []
             for rows in batches:
                 try:
@@ -63,14 +63,15 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
                     answers.append((accepted.first_seq, accepted.rows, accepted.kept.to_pylist()))
                 except TimeballError as error:
                     answers.append((type(error), str(error)))
-            parts = broker.parts
-            frames = [row for part in broker.read_log(1, parts.reader.next_seq) for row in part.to_pylist()]
+            frames = [
+                row for part in broker.read_log(1, broker.log.reader.next_seq) for row in part.to_pylist()
+            ]
             queues = [
                 (topic.name, at, queue.next_offset, queue.index.read(0, 100).tolist(), topic.turn)
-                for topic in parts.topics.all()
+                for topic in broker.tables.topics.all()
                 for at, queue in enumerate(topic.queues)
             ]
-            counts = [parts.rates.total("TOPIC_PUT_SIZE", name) for name in TOPICS]
+            counts = [broker.rates.total("TOPIC_PUT_SIZE", name) for name in TOPICS]
             return answers, frames, queues, counts, broker.mover.tail_count.rows
         finally:
             await world.abandon()
@@ -139,10 +140,10 @@ async def test_a_value_that_no_column_can_hold_takes_no_place(world: World) -> N
     await world.broker.create_topic("orders", 2)
     good = tuple({"topic": "orders", "body": b"x"}.get(name) for name in SEND_NAMES)
     bad = tuple({"topic": "orders", "body": b"x", "flag": 1 << 40}.get(name) for name in SEND_NAMES)
-    next_seq = world.broker.parts.writer.next_seq
+    next_seq = world.broker.log.writer.next_seq
     with pytest.raises((pa.ArrowInvalid, OverflowError)):
         world.broker.appender.send([good, bad])
-    assert world.broker.parts.writer.next_seq == next_seq
+    assert world.broker.log.writer.next_seq == next_seq
     accepted, durable = world.broker.appender.send([good])
     await durable
     assert accepted.kept.to_pylist()[0]["queue_offset"] == 0

@@ -34,7 +34,7 @@ class Bridge:
 
     @property
     def stands(self) -> int:
-        return self._world.broker.parts.source_positions.of("", "s").get(0, 0)
+        return self._world.broker.tables.source_positions.of("", "s").get(0, 0)
 
     def put(self, begin: int, end: int, rows: pa.RecordBatch | None = None) -> asyncio.Future[Accepted]:
         if rows is None:

@@ -17,7 +17,7 @@ from timeball.model.errors import Forbidden, InvalidName, RequestError
 
 @on_node()
 async def test_topics_are_made_and_changed(world: World) -> None:
-    admin, topics = world.broker.administration, world.broker.parts.topics
+    admin, topics = world.broker.administration, world.broker.tables.topics
     made = TopicChange("a", TopicConfig(3, 2), "+message.type=DELAY", "MULTI_TAG")
     await admin.configure_topics([made, TopicChange("b", TopicConfig(1, 1))], ANONYMOUS)
     a = topics.get("a")
@@ -57,7 +57,7 @@ async def test_a_topic_is_ordered_or_not(world: World) -> None:
     for order in (True, False):
         await world.broker.administration.set_order("a", ANONYMOUS, order=order)
         await world.broker.administration.set_order("missing", ANONYMOUS, order=order)
-        assert world.broker.parts.topics.get("a").config.order is order
+        assert world.broker.tables.topics.get("a").config.order is order
     assert list(world.broker.topics()) == ["a"]
 
 
@@ -67,13 +67,13 @@ async def test_a_deleted_topic_leaves_no_offsets(world: World) -> None:
     await world.broker.commit_offsets("g", "orders", {0: 0})
     await world.broker.administration.delete_topic("orders", ANONYMOUS)
     await world.broker.administration.delete_topic("orders", ANONYMOUS)
-    assert world.broker.topics() == {} and world.broker.parts.offsets.get("g", "orders") == {}
+    assert world.broker.topics() == {} and world.broker.tables.offsets.get("g", "orders") == {}
 
 
 @on_node()
 async def test_a_group_is_deleted_with_its_offsets_or_without(world: World) -> None:
     await world.broker.send(batch(1))
-    groups = world.broker.parts.groups
+    groups = world.broker.tables.groups
     for with_offsets in (False, True):
         await world.broker.administration.configure_groups(
             [SubscriptionGroup("g", retry_max_times=3)], ANONYMOUS
@@ -106,4 +106,4 @@ async def test_only_an_operator_changes_anything(world: World) -> None:
     for verb in verbs:
         with pytest.raises(Forbidden):
             await verb(shop)
-    assert world.broker.topics() == {} and world.broker.parts.groups.all() == []
+    assert world.broker.topics() == {} and world.broker.tables.groups.all() == []

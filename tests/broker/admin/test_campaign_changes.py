@@ -21,7 +21,6 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World, table_rows
 
 from timeball.broker import maintenance
-from timeball.broker.admin import campaign_changes
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.broker.tables import rewrite
 from timeball.broker.tables.rewrite import FILES_MIN
@@ -96,9 +95,9 @@ async def test_a_pause_holds_what_waits_wherever_it_is_and_a_resume_gives_it_bac
     others = await world.bulk("a", [2 * SECOND_MS, HOUR_MS], 1)
     numbers = numbers_of(world)
     await world.advance(SECOND_MS)  # the first is released, the next is in the wheel
-    log_end = world.broker.parts.writer.next_seq
+    log_end = world.broker.log.writer.next_seq
     await world.broker.change_campaign("spring", "pause")
-    assert world.broker.parts.writer.next_seq == log_end + 1  # one row, however many are held
+    assert world.broker.log.writer.next_seq == log_end + 1  # one row, however many are held
     await world.advance(2 * HOUR_MS)
     assert await delivered(world) == sorted([keys[0], *others])
     assert await world.resume("spring", keys[1:]) == 4
@@ -199,7 +198,9 @@ def test_a_cancel_that_was_killed_is_finished_by_the_next_start(monkeypatch: pyt
             found.add(world.broker.campaigns("spring")[0].held_from_ms is not None)
             await world.advance(HOUR_MS)
             assert await delivered(world) == []
-            await world.until(lambda: not len(world.broker.parts.outcomes.holds), "the cancel is finished")
+            await world.until(
+                lambda: not len(world.broker.scheduling.outcomes.holds), "the cancel is finished"
+            )
             assert world.broker.campaigns("spring")[0].cancelled == 3  # those before the cut as well
             await without_caches(world)
             await world.advance(41 * DAY_MS)
@@ -219,10 +220,10 @@ async def test_a_cancel_that_cannot_be_finished_is_tried_again_and_stops_nothing
     await world.campaign("spring", "a", [MINUTE_MS])
     for error in (OverLimit("the disk is full"), Corrupt("a file is damaged")):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(campaign_changes, "cancel_ranges", AsyncMock(side_effect=error))
+            patch.setattr(world.broker.campaign_changes, "_cancel_ranges", AsyncMock(side_effect=error))
             await world.broker.change_campaign("spring", "cancel")
     with monkeypatch.context() as patch:
-        patch.setattr(campaign_changes, "cancel_ranges", AsyncMock(side_effect=error))
+        patch.setattr(world.broker.campaign_changes, "_cancel_ranges", AsyncMock(side_effect=error))
         await world.broker.campaign_changes.finish_cancels()
     await world.advance(HOUR_MS)
     # Not by itself again: each try reads all files before the one that is damaged.
@@ -374,7 +375,7 @@ async def test_a_campaign_in_many_files_is_resumed_in_few(
     await world.advance(10 * MINUTE_MS)
     for shift in (True, False):
         assert (await world.broker.change_campaign("spring", "resume", shift=shift)).count == 12
-        assert len(world.broker.parts.hour_log.pending.live_entries()) == 1
+        assert len(world.broker.scheduling.hour_log.pending.live_entries()) == 1
         await world.broker.change_campaign("spring", "pause")
     await world.broker.change_campaign("spring", "resume")
     await world.advance(HOUR_MS)
@@ -535,7 +536,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
                 each.pass_to(world.clock.wall)
             assert await delivered(world) == sorted(model.out | others.out), step
             left = set(keys) - model.out - model.ended | others.due_ms.keys() - others.out
-            assert world.broker.parts.waiting_messages == len(left), step
+            assert world.broker.pending_messages == len(left), step
         if model.paused_ms is not None:
             await world.resume("spring", model.resume(world.clock.wall, shift=True), shift=True)
         await world.advance(DAY_MS)
@@ -557,8 +558,8 @@ async def test_a_schedule_that_forgets_a_hold_is_caught(
 ) -> None:
     """The control: without the hold a pause changes nothing."""
     keys = await world.campaign("spring", "a", [SECOND_MS])
-    monkeypatch.setattr(world.broker.parts.outcomes.holds, "add", lambda *_: None)
-    monkeypatch.setattr(world.broker.parts.scheduler.loaded, "drop", lambda _: None)
+    monkeypatch.setattr(world.broker.scheduling.outcomes.holds, "add", lambda *_: None)
+    monkeypatch.setattr(world.broker.scheduling.scheduler.loaded, "drop", lambda _: None)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(MINUTE_MS)
     assert await delivered(world) == keys
@@ -568,7 +569,7 @@ async def test_a_schedule_that_forgets_a_hold_is_caught(
 async def test_what_stands_in_the_log_is_what_was_decided(world: World) -> None:
     await world.campaign("spring", "a", [HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     rows = [
         row["body"]
         for batch in reader.rows(reader.first_seq, reader.next_seq, [Kind.META])

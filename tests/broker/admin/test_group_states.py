@@ -41,7 +41,7 @@ async def with_many_groups(world: World) -> LoopTurns:
     await send(world, [b"x"], queue_id=[0], unique_key=["named"])
     for number in range(MANY):
         await world.broker.commit_offsets(f"g{number:04d}", TOPIC, {0: number % 2})
-    offsets, turns = world.broker.parts.offsets, LoopTurns()
+    offsets, turns = world.broker.tables.offsets, LoopTurns()
     offsets.table = Watched(offsets.table, turns)
     return turns
 
@@ -80,7 +80,8 @@ async def test_a_walk_over_all_groups_in_one_turn_is_noticed(world: World) -> No
     turns = await with_many_groups(world)
 
     async def walk() -> Counts:
-        return lags(world.broker.parts, world.broker.parts.offsets.table)
+        tables = world.broker.tables
+        return lags(tables.offsets.table, topics=tables.topics, offsets=tables.offsets)
 
     _, most = await turns.most(walk())
     assert most == MANY
@@ -90,7 +91,7 @@ async def test_a_walk_over_all_groups_in_one_turn_is_noticed(world: World) -> No
 async def test_pages_have_each_group_once(world: World) -> None:
     names = [f"g{number:04d}" for number in range(7)]
     for name in reversed(names):
-        world.broker.parts.groups.update(SubscriptionGroup(name))
+        world.broker.tables.groups.update(SubscriptionGroup(name))
     seen, page = list[str](), await world.broker.groups.page(3, None, ANONYMOUS)
     while page.next_page is not None:
         seen += [state.group for state in page.groups]
@@ -102,7 +103,7 @@ async def test_pages_have_each_group_once(world: World) -> None:
 
 
 def held(world: World) -> Counts:
-    found = world.broker.parts.lease_counts.held()
+    found = world.broker.lease_counts.held()
     add_in_flight(found, world.broker.consuming.leases.all())
     return found
 
@@ -138,7 +139,7 @@ async def test_what_is_leased_in_the_log_is_in_flight(world: World) -> None:
 
 @on_node()
 async def test_in_order_what_is_given_back_is_not_in_flight(world: World) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await send(world, [b"a"])
     (receipt,) = (await receive(world, 1, in_order=True)).receipts
     assert held(world) == {(GROUP, TOPIC): 1}

@@ -16,7 +16,7 @@ from timeball.model.errors import Forbidden
 async def test_what_jobs_and_audit_have_written_is_shown(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reports, files = world.broker.job_reports, world.broker.parts.files
+    reports, files = world.broker.job_reports, world.broker.files
     assert await reports.all(ANONYMOUS) == ([], None)
     files.make_dir("pipeline")
     files.make_dir("pipeline/status")

@@ -31,7 +31,7 @@ async def test_one_that_was_answered_is_there_after_a_crash(world: World) -> Non
     await world.start()
     kept = world.broker.push.get("a", ANONYMOUS)
     assert kept.paused and kept.url == subscription().url
-    (secret,) = world.broker.parts.push_subscriptions.secrets("a", 0)
+    (secret,) = world.broker.tables.push_subscriptions.secrets("a", 0)
     assert put.secret == "whsec_" + base64.b64encode(secret).decode()
 
 
@@ -39,7 +39,7 @@ async def test_one_that_was_answered_is_there_after_a_crash(world: World) -> Non
 async def test_no_reader_of_the_log_is_shown_a_secret(world: World) -> None:
     await world.broker.push.put("a", subscription(), ANONYMOUS)
     await world.broker.push.put("a", subscription(), ANONYMOUS, rotates=True)
-    secrets = world.broker.parts.push_subscriptions.secrets("a", 0)
+    secrets = world.broker.tables.push_subscriptions.secrets("a", 0)
     assert len(secrets) == 2
     rows = [row for part in world.broker.read_log(1, 99, [Kind.META]) for row in part.to_pylist()]
     shown = b"".join(row["body"] or b"" for row in rows)

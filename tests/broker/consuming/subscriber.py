@@ -49,7 +49,7 @@ def attempts(received: Received) -> list[int]:
 
 
 def try_at_most(world: World, times_max: int) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=times_max))
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=times_max))
 
 
 async def in_queue(world: World, topic: str) -> list[bytes]:

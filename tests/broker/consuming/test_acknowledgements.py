@@ -18,7 +18,15 @@ from timeball.model.message import Int64Array
 
 
 def of(world: World) -> Acknowledgements:
-    return Acknowledgements(world.broker.parts, world.broker.appender)
+    broker = world.broker
+    return Acknowledgements(
+        broker.appender,
+        clock=broker.clock,
+        writer=broker.log.writer,
+        lease_counts=broker.lease_counts,
+        scheduler=broker.scheduling.scheduler,
+        outcomes=broker.scheduling.outcomes,
+    )
 
 
 @on_node()
@@ -28,11 +36,11 @@ async def test_each_request_gets_its_own_verdicts(world: World) -> None:
     acks = of(world)
     ended = got.pop()
     assert await acks.put([ended]) == [True]
-    commits = world.broker.parts.writer.statistics.commits
+    commits = world.broker.log.writer.statistics.commits
     asked = [got[:2], [ended], [got[2], got[0]], [], got[3:5]]
     verdicts = await asyncio.gather(*map(acks.put, asked))
     assert verdicts == [[True, True], [False], [True, False], [], [True, True]]
-    assert world.broker.parts.writer.statistics.commits == commits + 1
+    assert world.broker.log.writer.statistics.commits == commits + 1
     assert await acks.put(got) == [False] * 5
 
 
@@ -45,7 +53,7 @@ async def test_a_few_and_many_are_ended_alike(world: World, count: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(acknowledgements, "ROWS_PER_APPEND", 3)
         assert await of(world).put(got) == [True] * count
-    assert not any(world.broker.parts.lease_counts.held().values())
+    assert not any(world.broker.lease_counts.held().values())
     await world.advance(MINUTE_MS)
     assert (await receive(world)).receipts == []
 
@@ -56,7 +64,7 @@ async def test_one_that_was_moved_meanwhile_is_looked_at_again(world: World) -> 
     one, other = (await receive(world)).receipts
     assert isinstance(one, Receipt) and isinstance(other, Receipt)
     change = asyncio.create_task(engine(world).change_invisible_time(one, 5 * MINUTE_MS))
-    while world.broker.parts.scheduler.outcomes.waits(*_pair(one)).any():
+    while world.broker.scheduling.scheduler.outcomes.waits(*_pair(one)).any():
         await asyncio.sleep(0)
     assert await of(world).put([other, one]) == [True, True]
     assert await change == one
@@ -71,7 +79,7 @@ async def test_a_log_that_has_stopped_refuses_all(world: World) -> None:
     await send(world, [b"a"])
     (one,) = (await receive(world)).receipts
     assert isinstance(one, Receipt)
-    writer = world.broker.parts.writer
+    writer = world.broker.log.writer
     writer.failed = StorageError("no disk")
     acks = of(world)
     answers = await asyncio.gather(acks.put([one]), acks.put([one, one]), return_exceptions=True)

@@ -116,7 +116,7 @@ async def test_one_that_dies_again_is_a_dead_letter_again(world: World) -> None:
 @on_node()
 async def test_a_group_in_order_gets_it_from_its_topic(world: World) -> None:
     await kill(world, [b"a"])
-    world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     assert (await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)).rows == 1
     assert await in_queue(world, TOPIC) == [b"a", b"a"]
 
@@ -206,9 +206,9 @@ def test_a_resend_in_two_frames_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         async def both() -> None:
             await self.send_again(batch)
             found = change(0, 0)
-            self._parts.writer.append(found.rows)
+            self._writer.append(found.rows)
             found.keep()
-            await self._parts.writer.flushed()
+            await self._writer.flushed()
 
         return None, both()
 

@@ -37,7 +37,7 @@ async def test_what_is_handed_out_is_a_scheduled_message_in_the_log(world: World
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
     seqs = [receipt.seq for receipt in received.receipts]
-    rows = world.broker.parts.reader.read_rows(np.array(seqs)).to_pylist()
+    rows = world.broker.log.reader.read_rows(np.array(seqs)).to_pylist()
     for row, given in zip(rows, received.rows.to_pylist(), strict=True):
         assert (row["kind"], row["topic"], row["source_seq"]) == (Kind.SCHEDULED, AGAIN, given["seq"])
         assert row["due_ms"] == world.clock.wall + 5_000 == received.receipts[0].due_ms
@@ -130,8 +130,8 @@ async def test_a_consumer_that_goes_away_before_the_rows_are_read_leaves_nothing
     await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await world.broker.parts.writer.flushed()
-    reader = world.broker.parts.reader
+    await world.broker.log.writer.flushed()
+    reader = world.broker.log.reader
     assert not list(reader.rows(1, reader.next_seq, [Kind.SCHEDULED]))
     again = await receive(world)
     assert bodies(again) == [b"a"] and attempts(again) == [1]
@@ -143,7 +143,7 @@ async def test_a_consumer_that_goes_away_while_its_scheduled_message_is_written_
 ) -> None:
     await send(world, [b"a"])
     asking = asyncio.create_task(receive(world))
-    while not world.broker.consuming._log._under_way:
+    while not world.broker.consuming._log_leases._under_way:
         await asyncio.sleep(0)
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -156,7 +156,7 @@ async def test_a_consumer_that_goes_away_while_its_scheduled_message_is_written_
 @on_node()
 async def test_when_nothing_can_be_written_the_positions_come_back(world: World) -> None:
     await send(world, [b"a"])
-    writer = world.broker.parts.writer
+    writer = world.broker.log.writer
     writer.next_segment.room_error = OverLimit("full")
     with pytest.raises(OverLimit, match="full"):
         await receive(world)

@@ -15,22 +15,27 @@ from timeball.broker.filters.tags import BoolArray
 @on_node()
 async def test_a_scheduled_message_is_known_by_its_newest_version_and_settled_once(world: World) -> None:
     await send(world, [b"a", b"b"])
-    parts = world.broker.parts
     receipts = [one for one in (await receive(world)).receipts if isinstance(one, Receipt)]
-    due_ms, version = newest_versions(parts, receipts)
+    due_ms, version = newest_versions(receipts, outcomes=world.broker.scheduling.outcomes)
     assert version.tolist() == [one.seq for one in receipts]
     assert due_ms.tolist() == [one.due_ms for one in receipts]
     await engine(world).change_invisible_time(receipts[0], 5 * MINUTE_MS)
-    moved_ms, moved = newest_versions(parts, receipts)
+    moved_ms, moved = newest_versions(receipts, outcomes=world.broker.scheduling.outcomes)
     assert moved[0] > version[1] and moved[1] == version[1]
     assert moved_ms[0] == due_ms[0] + 4 * MINUTE_MS
-    assert settle_leases(parts, due_ms[:1], version[:1]).tolist() == [False], "by its old instant"
+    assert settle_leases(due_ms[:1], version[:1], scheduler=world.broker.scheduling.scheduler).tolist() == [
+        False
+    ], "by its old instant"
     twice = np.array([0, 1, 0])
-    assert settle_leases(parts, moved_ms[twice], moved[twice]).tolist() == [True, True, False]
-    assert settle_leases(parts, moved_ms[:1], moved[:1]).tolist() == [False]
-    assert sum(parts.lease_counts.held().values()) == 2
-    count_ended(parts, receipts, np.array([True, False]))
-    assert sum(parts.lease_counts.held().values()) == 1
+    assert settle_leases(
+        moved_ms[twice], moved[twice], scheduler=world.broker.scheduling.scheduler
+    ).tolist() == [True, True, False]
+    assert settle_leases(moved_ms[:1], moved[:1], scheduler=world.broker.scheduling.scheduler).tolist() == [
+        False
+    ]
+    assert sum(world.broker.lease_counts.held().values()) == 2
+    count_ended(receipts, np.array([True, False]), lease_counts=world.broker.lease_counts)
+    assert sum(world.broker.lease_counts.held().values()) == 1
 
 
 @on_node()
@@ -47,5 +52,7 @@ async def test_it_is_decided_again_for_as_long_as_others_move_it(world: World) -
             return np.array([number == 1 for number in at])
         return np.zeros(len(at), np.bool_)
 
-    assert (await decide(world.broker.parts, receipts, attempt)).tolist() == [False, True]
+    broker = world.broker
+    decided = await decide(receipts, attempt, writer=broker.log.writer, outcomes=broker.scheduling.outcomes)
+    assert decided.tolist() == [False, True]
     assert rounds == [[0, 1], [0], [0]], "the last one is lost, and no move was the reason"

@@ -157,11 +157,11 @@ async def opened(world: World, rows: int = 3) -> Leases:
     await world.broker.create_topic("orders", 1)
     if rows:
         await world.broker.send(batch(rows))
-    return Leases(world.broker.parts.offsets, world.broker.waiters, OpenCount())
+    return Leases(world.broker.tables.offsets, world.broker.waiters, OpenCount())
 
 
 def queue(world: World, leases: Leases, group: str = "g", *, from_max: bool = False) -> QueueLeases:
-    return leases.open(group, world.broker.parts.topics.get("orders"), [0], from_max=from_max)[0]
+    return leases.open(group, world.broker.tables.topics.get("orders"), [0], from_max=from_max)[0]
 
 
 @on_node()
@@ -170,7 +170,7 @@ async def test_a_new_group_begins_and_that_is_stored(world: World) -> None:
     assert queue(world, leases).next_offset == 0
     assert world.broker.offsets("g", "orders") == {0: 0}
     assert queue(world, leases, "young", from_max=True).next_offset == 0
-    index = world.broker.parts.topics.get("orders").queues[0].index
+    index = world.broker.tables.topics.get("orders").queues[0].index
     index.hide(int(index.read(1, 1)["seq"][0]))
     assert queue(world, leases, "h").next_offset == 1
     assert queue(world, leases, "old", from_max=True).next_offset == 2
@@ -262,7 +262,7 @@ async def test_a_crash_is_told_what_is_done_of_live_windows_that_scheduled_messa
 @on_node()
 async def test_positions_that_were_done_before_a_crash_move_the_group_on(world: World) -> None:
     leases = await opened(world, 5)
-    topic = world.broker.parts.topics.get("orders")
+    topic = world.broker.tables.topics.get("orders")
     queue(world, leases)
     leases.skip_done("g", topic, 0, [0, 1, 3, 99])
     one = queue(world, leases)

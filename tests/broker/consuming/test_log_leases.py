@@ -34,7 +34,7 @@ from timeball.schedule.moved import Moved
 
 
 def reasons(world: World) -> list[str]:
-    rows = world.broker.read_log(world.broker.parts.reader.first_seq, 1 << 60, [Kind.CANCEL])
+    rows = world.broker.read_log(world.broker.log.reader.first_seq, 1 << 60, [Kind.CANCEL])
     return [decode_properties(text)[CANCEL_REASON] for batch in rows for text in column(batch, "properties")]
 
 
@@ -56,10 +56,10 @@ async def test_an_acknowledgement_counts_once(world: World) -> None:
 async def test_many_consumers_share_a_commit(world: World) -> None:
     await send(world, [b"%d" % i for i in range(200)])
     received = await receive(world, 200)
-    before = world.broker.parts.writer.statistics.commits
+    before = world.broker.log.writer.statistics.commits
     answers = await asyncio.gather(*(engine(world).acknowledge([one]) for one in received.receipts))
     assert answers == [[True]] * 200
-    assert world.broker.parts.writer.statistics.commits - before < 10
+    assert world.broker.log.writer.statistics.commits - before < 10
 
 
 @on_node()
@@ -109,7 +109,7 @@ async def test_a_start_that_forgets_moves_is_noticed(world: World) -> None:
     await send(world, [b"a"])
     (one,) = (await receive(world)).receipts
     await engine(world).change_invisible_time(one, 5 * MINUTE_MS)
-    world.broker.parts.outcomes.moved = Moved()
+    world.broker.scheduling.outcomes.moved = Moved()
     assert await engine(world).acknowledge([one]) == [False]
 
 
@@ -216,7 +216,7 @@ async def test_what_was_settled_is_not_begun_again_when_the_disk_is_full(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two dead letters, of which one waits for a change: the disk is full when that one is looked at again."""
-    writer, lost = world.broker.parts.writer, 0
+    writer, lost = world.broker.log.writer, 0
     for turns in range(1, 12):
         await send(world, [b"a", b"b"])
         first, second = (await receive(world)).receipts
@@ -244,7 +244,7 @@ async def test_what_was_settled_is_not_begun_again_when_the_disk_is_full(
 @on_node()
 async def test_what_a_consumer_leaves_behind_comes_again_by_the_groups_policy(world: World) -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1, 2, 7_000, 9_000]))
-    world.broker.parts.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     await send(world, [b"a"])
     for wait_ms in (7_000, 9_000):
         received = await receive(world)

@@ -8,9 +8,9 @@ from tests.broker.consuming.subscriber import bodies, engine, receive, send
 from tests.broker.on_node import column, on_node
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import lookup
 from timeball.broker.consuming.requests import Receipt
+from timeball.io.threads import in_thread
 
 
 async def push_out(world: World, seq: int) -> None:
@@ -21,7 +21,7 @@ async def push_out(world: World, seq: int) -> None:
         world.broker.ticker.wake()
         await world.checkpoint()
         await world.let_go()
-        if world.broker.parts.reader.first_seq > seq:
+        if world.broker.log.reader.first_seq > seq:
             return
     raise AssertionError("the row stays")
 
@@ -35,19 +35,18 @@ def test_it_outlives_its_segment(schedule: str) -> None:
         receipts = [one for one in received.receipts if isinstance(one, Receipt)]
         if schedule == "hour_log":
             await push_out(world, receipts[-1].seq)
-            assert world.broker.parts.reader.first_seq > receipts[-1].seq
-        parts = world.broker.parts
+            assert world.broker.log.reader.first_seq > receipts[-1].seq
         due_ms = np.array([one.due_ms for one in receipts])
         seqs = np.array([one.seq for one in receipts])
-        files = parts.hour_log.pending.all()
+        files = world.broker.scheduling.hour_log.pending.all()
         rows, at = await in_thread(
-            parts.reader_thread, lookup.scheduled_rows, parts.reader, files, due_ms, seqs
+            world.broker.threads.reader, lookup.scheduled_rows, world.broker.log.reader, files, due_ms, seqs
         )
         assert column(rows, "seq") == [one.seq for one in receipts] and at.tolist() == [0, 1, 2]
         first, second, third = receipts
         for ms in (3 * HOUR_MS, 2 * HOUR_MS, 1_000):
             if schedule == "hour_log":
-                await push_out(world, parts.reader.next_seq - 1)
+                await push_out(world, world.broker.log.reader.next_seq - 1)
             assert await engine(world).change_invisible_time(first, ms) == first
         assert await engine(world).acknowledge([second]) == [True]
         assert await engine(world).dead_letter(third)

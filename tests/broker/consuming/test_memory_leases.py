@@ -139,7 +139,7 @@ async def test_what_is_not_acked_in_time_comes_again_counted_and_says_whence(wor
 
 @on_node()
 async def test_after_its_last_try_a_message_is_a_dead_letter(world: World) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
+    world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
     await send(world, [b"a"])
     for times in range(3):
         popped = await pop(world)
@@ -286,7 +286,7 @@ async def test_many_consumers_at_once_share(world: World) -> None:
 async def test_a_queue_that_a_topic_does_not_show_is_not_handed_out(world: World) -> None:
     """Its receipts would be refused: who acknowledges names a queue that consumers do not have."""
     await send(world, [b"shown", b"hidden"], queue_id=pa.array([0, 1], pa.int32()))
-    topics = world.broker.parts.topics
+    topics = world.broker.tables.topics
     topics.configure(TOPIC, TopicConfig(read_queues=1, write_queues=2))
     assert bodies(await pop(world)) == [b"shown"]
     with pytest.raises(OutOfRange, match="has 1"):

@@ -95,7 +95,7 @@ class Life:
         try:
             await self.world.broker.create_topic(TOPIC, 2)
             try_at_most(self.world, TIMES_MAX)
-            await self.world.broker.parts.writer.flushed()
+            await self.world.broker.log.writer.flushed()
             for name, n in steps:
                 await getattr(self, name.replace(" ", "_"))(n)
                 self.check_figures()
@@ -119,7 +119,7 @@ class Life:
     @property
     def now_ms(self) -> int:
         """The broker's time, which does not follow every step of the machine's clock."""
-        found: int = self.world.broker.parts.clock.now_ms()
+        found: int = self.world.broker.clock.now_ms()
         return found
 
     def check_figures(self) -> None:
@@ -127,13 +127,13 @@ class Life:
         held = {False: 0, True: 0}
         for _, one in self.in_flight():
             held[one.is_nacked] += 1
-        in_flight = broker.parts.lease_counts.held()
+        in_flight = broker.lease_counts.held()
         add_in_flight(in_flight, broker.consuming.leases.all())
-        for is_nacked, found in ((False, in_flight), (True, broker.parts.lease_counts.nacked())):
+        for is_nacked, found in ((False, in_flight), (True, broker.lease_counts.nacked())):
             assert sum(found.values()) == held[is_nacked], f"held {found}, given back: {is_nacked}"
             assert found.keys() <= {(GROUP, TOPIC)}
-        assert broker.parts.lease_counts.waiting_rows == sum(held.values())
-        assert broker.parts.waiting_messages == len(self.scheduled), "scheduled messages that wait"
+        assert broker.lease_counts.waiting_rows == sum(held.values())
+        assert broker.pending_messages == len(self.scheduled), "scheduled messages that wait"
 
     def in_flight(self) -> list[tuple[str, Message]]:
         return [(body, one) for body, one in self.messages.items() if one.receipt is not None]
@@ -348,7 +348,7 @@ TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]
 
 def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: after a crash nobody looks what the scheduled messages in the log have done with."""
-    monkeypatch.setattr(restart, "skip_done", lambda *_: None)
+    monkeypatch.setattr(restart, "skip_done", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="in two hands"):
         run(Life().live(TAKEN_AND_CUT))
 

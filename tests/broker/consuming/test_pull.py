@@ -79,7 +79,7 @@ async def test_an_answer_has_a_size_and_at_least_one_row(world: World) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for bytes_max, expected in ((1 << 20, 8), (5_000, 4), (1, 1)):
             patch.setattr(limits, "PULL_BYTES_MAX", bytes_max)
-            rows = pull.read(world.broker.parts.reader, np.arange(1, 9))
+            rows = pull.read(world.broker.log.reader, np.arange(1, 9))
             assert column(rows, "seq") == list(range(1, expected + 1))
 
 
@@ -125,7 +125,7 @@ async def test_waiting_does_not_bring_a_deleted_topic_back(world: World) -> None
     await world.broker.create_topic("a")
     waiting = asyncio.ensure_future(world.broker.pull("a", {0: 0}, 10, 60_000))
     await turns()
-    world.broker.parts.topics.delete("a", world.broker.parts.writer.next_seq)
+    world.broker.tables.topics.delete("a", world.broker.log.writer.next_seq)
     world.broker.waiters.wake(["a"])
     with pytest.raises(NotFound, match="'a' does not exist"):
         await waiting
@@ -148,14 +148,14 @@ async def test_all_of_them_in_order(
 ) -> None:
     """ "Aa" and "BB" have one hash."""
     await world.broker.send(batch(len(tags), tag=tags))
-    index = world.broker.parts.topics.get("orders").queues[0].index
+    index = world.broker.tables.topics.get("orders").queues[0].index
     wanted = compile_filter(text)
     before, pull.SCAN_ROWS_MAX = pull.SCAN_ROWS_MAX, scan
     try:
         offset, found = 0, []
         while offset < index.max_offset:
             maybe = pull.candidates(index, offset, rows, wanted)
-            chosen = pull.decide(maybe, world.broker.parts.reader, wanted)
+            chosen = pull.decide(maybe, world.broker.log.reader, wanted)
             assert len(chosen.seqs) <= rows and chosen.next_offset > offset
             assert all(offset <= at < chosen.next_offset for at in chosen.offsets)
             found += chosen.offsets.tolist()
@@ -169,7 +169,7 @@ async def test_all_of_them_in_order(
 @on_node(queues_per_topic=1)
 async def test_beyond_what_is_kept(world: World) -> None:
     await world.broker.send(batch(3))
-    index = world.broker.parts.topics.get("orders").queues[0].index
+    index = world.broker.tables.topics.get("orders").queues[0].index
     assert len(pull.candidates(index, 3, 5, EVERYTHING).seqs) == 0
     with pytest.raises(OutOfRange):
         pull.candidates(index, 4, 5, EVERYTHING)
@@ -178,16 +178,16 @@ async def test_beyond_what_is_kept(world: World) -> None:
 @on_node(queues_per_topic=1)
 async def test_nothing_to_decide(world: World) -> None:
     await world.broker.send(batch(2, tag=["A", "B"]))
-    index = world.broker.parts.topics.get("orders").queues[0].index
+    index = world.broker.tables.topics.get("orders").queues[0].index
     none = pull.candidates(index, 0, 5, compile_filter("C"))
-    assert pull.decide(none, world.broker.parts.reader, compile_filter("C")) is none
+    assert pull.decide(none, world.broker.log.reader, compile_filter("C")) is none
     assert none.next_offset == 2 and none.seqs.dtype == np.int64
 
 
 @on_node(queues_per_topic=1)
 async def test_as_many_bytes_as_asked_but_at_least_one(world: World) -> None:
     await world.broker.send(batch(4, tag=["A", "B", "A", "A"], body=[b"x" * 1_000] * 4))
-    index = world.broker.parts.topics.get("orders").queues[0].index
+    index = world.broker.tables.topics.get("orders").queues[0].index
     size_bytes = int(index.read(0, 1)["size"][0])
     for text, of_two in (("*", [0, 1]), ("A", [0, 2])):
         for bytes_max, offsets in ((1, [0]), (2 * size_bytes - 1, [0]), (2 * size_bytes, of_two)):
@@ -207,14 +207,13 @@ async def test_bisection_finds_what_a_scan_finds(world: World, steps: list[int],
     stored = []
     for step in steps:
         world.clock.advance(step)
-        stored.append(world.broker.parts.clock.now_ms())
+        stored.append(world.broker.clock.now_ms())
         await world.broker.send(batch())
-    parts = world.broker.parts
-    index = parts.topics.ensure("orders").queues[0].index
+    index = world.broker.tables.topics.ensure("orders").queues[0].index
     instant = begun + asked
     first = next((n for n, ms in enumerate(stored) if ms >= instant), len(stored))
-    assert pull.offset_at(parts.reader, index, instant) == first
+    assert pull.offset_at(world.broker.log.reader, index, instant) == first
     if stored:
         last = max((n for n, ms in enumerate(stored) if ms <= instant), default=0)
-        assert pull.offset_at(parts.reader, index, instant, upper=True) == last
-    assert pull.earliest_ms(parts.reader, index) == (stored[0] if stored else -1)
+        assert pull.offset_at(world.broker.log.reader, index, instant, upper=True) == last
+    assert pull.earliest_ms(world.broker.log.reader, index) == (stored[0] if stored else -1)

@@ -150,7 +150,7 @@ async def test_a_message_whose_frame_is_damaged_is_given_up_and_recorded_and_the
     seqs = [(await world.broker.send(batch(1, unique_key=[f"A{n}"]))).first_seq for n in range(5)]
     received = await engine(world).receive(ASK, 0)
     assert received.rows.num_rows == 5
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     segment = reader.segments.last
     frame = next(f for f in segment.frame_positions if read_frame(segment.buffer, f).first_seq == seqs[2])
     flip(world.files, segment.name, frame + 60)
@@ -175,7 +175,7 @@ async def test_every_attempt_is_counted_however_long_the_names_are(
     world: World, group: str, topic: str
 ) -> None:
     """From 120 characters on the retry topic's name is longer than a user's may be."""
-    world.broker.parts.groups.update(SubscriptionGroup(group, retry_max_times=2))
+    world.broker.tables.groups.update(SubscriptionGroup(group, retry_max_times=2))
     await world.broker.create_topic(topic, 1)
     await world.broker.send(batch(1, topic=[topic]))
     for times in range(3):

@@ -69,7 +69,7 @@ async def test_without_a_look_at_the_log_they_would_come_twice(
     await send(world, [b"a"])
     await receive(world)
     with monkeypatch.context() as patch:
-        patch.setattr(restart, "skip_done", lambda *_: None)
+        patch.setattr(restart, "skip_done", lambda *_, **__: None)
         await power_cut(world)
     assert bodies(await receive(world)) == [b"a"], "handed out again while its scheduled message waits"
 
@@ -101,7 +101,7 @@ async def test_a_group_that_somebody_moved_back_stays_there(world: World) -> Non
 async def test_a_group_that_is_gone_does_not_come_back(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
-    world.broker.parts.offsets.forget_group(GROUP)
+    world.broker.tables.offsets.forget_group(GROUP)
     await save_offsets(world)
     await power_cut(world)
     assert world.broker.offsets(GROUP, TOPIC) == {}
@@ -133,7 +133,7 @@ async def test_an_ordered_stop_leaves_nothing_to_look_for(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world, 1)
     await world.restart()
-    parked = world.broker.parts.offsets.parked
+    parked = world.broker.tables.offsets.parked
     assert parked is not None and parked.from_seq > max(one.seq for one in received.receipts)
     assert len(bodies(await receive(world))) == 1
     assert await acknowledge(world, received) == [True]

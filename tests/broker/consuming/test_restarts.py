@@ -24,7 +24,7 @@ from timeball.log.writer import NewestRows
 @on_node()
 async def test_a_consumer_that_goes_away_leaves_nothing_in_hand(world: World) -> None:
     await send(world, [b"a"])
-    world.broker.parts.writer.newest = NewestRows()  # or nothing would be waited for
+    world.broker.log.writer.newest = NewestRows()  # or nothing would be waited for
     asking = asyncio.create_task(pop(world))
     await asyncio.sleep(0)  # it has taken and waits for the reader
     asking.cancel()
@@ -91,7 +91,7 @@ async def test_what_retention_has_let_go_does_not_stand_in_the_way(world: World,
         world.clock.advance(1_000)
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > 3
+    assert world.broker.log.reader.first_seq > 3
     await send(world, [b"new"])
     await pass_time(world, MINUTE_MS)
     assert bodies(await pop(world, in_order=in_order)) == [b"new"]

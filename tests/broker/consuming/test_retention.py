@@ -88,9 +88,11 @@ async def test_the_count_outlives_a_crash_and_is_made_once(world: World) -> None
     assert world.node is not None
     await world.node.maintenance.save_offsets()
     # The power goes between the count and the removal of the segments.
-    reader, keeper = world.broker.parts.reader, retention.Retention(world.broker.parts)
+    broker = world.broker
+    reader = broker.log.reader
+    keeper = retention.Retention(settings=broker.settings, clock=broker.clock, tables=broker.tables)
     await keeper.count_expired(reader.segments.last.first_seq)
-    await world.broker.parts.writer.flushed()
+    await world.broker.log.writer.flushed()
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
@@ -164,7 +166,7 @@ async def test_a_message_that_waits_for_longer_than_the_retention_is_delivered(w
     await world.send(TOPIC, [5 * HOUR_MS])
     await filled(world)
     await let_go(world, 4 * HOUR_MS)
-    assert world.broker.parts.reader.first_seq > 1, "its row in the log has been let go"
+    assert world.broker.log.reader.first_seq > 1, "its row in the log has been let go"
     assert world.broker.queues(TOPIC)[0] == (0, 0)
     await world.advance(HOUR_MS)
     assert (await world.broker.pull(TOPIC, {0: 0}, 10, 0)).num_rows == 1

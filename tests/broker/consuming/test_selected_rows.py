@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from tests.broker.consuming.subscriber import GROUP, TOPIC, bodies, receive, send
 from tests.broker.on_node import on_node
@@ -18,7 +20,7 @@ ASK = ReceiveRequest(GROUP, TOPIC)
 
 
 async def sent(world: World, count: int) -> list[int]:
-    first_seq = world.broker.parts.writer.next_seq
+    first_seq = world.broker.log.writer.next_seq
     await send(
         world, [b"%d" % i for i in range(count)], tag=["odd" if i % 2 else "even" for i in range(count)]
     )
@@ -26,13 +28,20 @@ async def sent(world: World, count: int) -> list[int]:
     return [row["seq"] for row in rows if row["topic"] == TOPIC and row["queue_offset"] is not None]
 
 
+async def select(world: World, request: ReceiveRequest, seqs: list[int]) -> Any:
+    log = world.broker.log
+    return await selected_rows(
+        request, seqs, writer=log.writer, reader=log.reader, reader_thread=world.broker.threads.reader
+    )
+
+
 @on_node()
 async def test_a_few_new_rows_are_the_rows_of_the_log(world: World) -> None:
     seqs = await sent(world, 5)
-    few, kept = await selected_rows(world.broker.parts, ASK, seqs)
+    few, kept = await select(world, ASK, seqs)
     assert isinstance(few, NumberedRows) and kept is None
-    world.broker.parts.writer.newest = NewestRows()
-    read, kept = await selected_rows(world.broker.parts, ASK, seqs)
+    world.broker.log.writer.newest = NewestRows()
+    read, kept = await select(world, ASK, seqs)
     assert not isinstance(read, NumberedRows) and kept is None
     assert read_batch(few).equals(read)
 
@@ -40,15 +49,15 @@ async def test_a_few_new_rows_are_the_rows_of_the_log(world: World) -> None:
 @on_node()
 async def test_many_filtered_and_returned_ones_are_read_from_the_log(world: World) -> None:
     seqs = await sent(world, FEW_ROWS + 1)
-    many, _ = await selected_rows(world.broker.parts, ASK, seqs)
+    many, _ = await select(world, ASK, seqs)
     assert not isinstance(many, NumberedRows) and many.num_rows == FEW_ROWS + 1
     wanted = ReceiveRequest(GROUP, TOPIC, wanted=compile_filter("odd"))
-    odd, kept = await selected_rows(world.broker.parts, wanted, seqs[:4])
+    odd, kept = await select(world, wanted, seqs[:4])
     assert kept is not None and kept.tolist() == [False, True, False, True]
     assert not isinstance(odd, NumberedRows) and odd.column("seq").to_pylist() == [seqs[1], seqs[3]]
     # As from a retry topic: whether it is for this group its properties say.
     other = ReceiveRequest(GROUP, "another")
-    rows, _ = await selected_rows(world.broker.parts, other, seqs[:1])
+    rows, _ = await select(world, other, seqs[:1])
     assert not isinstance(rows, NumberedRows)
 
 
@@ -59,7 +68,7 @@ async def test_a_consumer_gets_the_same_either_way(world: World, in_log: bool) -
     for is_held in (True, False):
         await sent(world, 3)
         if not is_held:
-            world.broker.parts.writer.newest = NewestRows()
+            world.broker.log.writer.newest = NewestRows()
         received = await receive(world, in_log=in_log)
         assert isinstance(received.handed_out, NumberedRows) == is_held
         got.append(sorted(bodies(received)))

@@ -18,7 +18,7 @@ class Told:
     """What the broker's traces are told, beside what they do."""
 
     def __init__(self, world: World) -> None:
-        made = world.broker.parts.traces
+        made = world.broker.traces
         self.received: list[int] = []
         self.settled: list[tuple[str, list[bool]]] = []
         received, settled = made.received, made.settled
@@ -51,7 +51,7 @@ def test_receipts_and_answers_are_told(in_log: bool) -> None:
         assert await consuming.dead_letter(second.receipts[0])
         assert told.settled == [("ack", [True, True]), ("ack", [False, False]), ("dead_letter", [True])]
         # Three receipts, two acknowledgements and a dead letter: what is not valid has no span.
-        assert world.broker.parts.traces.counts["recorded"] == 6
+        assert world.broker.traces.counts["recorded"] == 6
 
     run()
 
@@ -66,4 +66,4 @@ async def test_positions_are_told_and_a_lease_that_was_made_longer_is_the_same_l
     assert longer != receipt
     assert consuming.acknowledge_positions([longer]) == [True]
     assert told.settled == [("ack", [True])]
-    assert world.broker.parts.traces.counts["recorded"] == 2
+    assert world.broker.traces.counts["recorded"] == 2

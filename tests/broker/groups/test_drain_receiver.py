@@ -21,14 +21,14 @@ def transfer(number: int, rows: int = 3, since_ms: int = 5) -> AdoptHere:
 
 @in_two_groups
 async def test_a_transfer_is_taken_over_once(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
-    adoption, parts = one.broker.adoption, one.broker.parts
+    adoption = one.broker.adoption
     for number in (1, 1, 2, 1, 2):
         await adoption.adopt(transfer(number), ANONYMOUS)
-    assert parts.drains.adopted("g2") == AdoptedFacts(since_ms=5, transfer=2, rows=6)
+    assert one.broker.tables.drains.adopted("g2") == AdoptedFacts(since_ms=5, transfer=2, rows=6)
     await one.restart()
     await one.broker.adoption.adopt(transfer(2), ANONYMOUS)
     await one.broker.adoption.adopt(transfer(1, since_ms=6), ANONYMOUS)
-    assert one.broker.parts.drains.adopted("g2") == AdoptedFacts(since_ms=6, transfer=1, rows=9)
+    assert one.broker.tables.drains.adopted("g2") == AdoptedFacts(since_ms=6, transfer=1, rows=9)
     with pytest.raises(OutOfRange, match="older drain"):
         await one.broker.adoption.adopt(transfer(3), ANONYMOUS)
     assert {"orders"} <= one.broker.topics().keys(), "made by its first message"
@@ -40,5 +40,5 @@ async def test_one_that_is_refused_leaves_nothing(neighbours: Neighbours, one: I
         await one.broker.adoption.adopt(transfer(1), shop())
     with pytest.raises(InvalidMessage):
         await one.broker.adoption.adopt(AdoptHere(source="g2", since_ms=5, transfer=1, rows=b"x"), ANONYMOUS)
-    assert one.broker.parts.drains.adopted("g2") is None
-    assert not one.broker.parts.waiting_messages
+    assert one.broker.tables.drains.adopted("g2") is None
+    assert not one.broker.pending_messages

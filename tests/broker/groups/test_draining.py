@@ -80,7 +80,7 @@ async def test_all_that_waits_goes_and_comes_at_its_instant(
     soon = await two.send("orders", [MARGIN_MS // 2])
     before = {key: (await two.broker.find(key))[0] for key in keys}
     await drain(two)
-    assert two.broker.parts.waiting_messages == 1 and one.broker.parts.waiting_messages == len(keys)
+    assert two.broker.pending_messages == 1 and one.broker.pending_messages == len(keys)
     for key in keys:
         (place,) = await two.broker.find(key)
         assert (place.state, place.due_ms) == ("waiting", before[key].due_ms)
@@ -106,7 +106,7 @@ async def test_a_repeated_send_is_told_that_another_group_has_its_message(
     assert await client.states("a", rows) == [("handed", two.clock.wall + HOUR_MS)]
     # It may still wait there, so nothing is sent anew.
     assert await client.states("a", rows, "again") == [("handed", two.clock.wall + HOUR_MS)]
-    assert one.broker.parts.waiting_messages == 1
+    assert one.broker.pending_messages == 1
 
 
 @in_two_groups
@@ -184,7 +184,7 @@ async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
     async def answered_before_the_drain(*asked: object) -> object:
         answer = await looked(*asked)
         if not isinstance(asked[0], AdoptHere):
-            while one.broker.parts.drains.adopted("g2") is None or two.broker.parts.drains.out.rows:
+            while one.broker.tables.drains.adopted("g2") is None or two.broker.tables.drains.out.rows:
                 await two.broker.draining.look()
             has_gone.set()
         return answer
@@ -203,7 +203,7 @@ async def test_what_comes_to_wait_later_goes_too(neighbours: Neighbours, one: In
     await drain(two)
     assert words(await two.broker.reschedule(ids=[key], delay_ms=HOUR_MS)) == ["rescheduled"]
     await drain(two)
-    assert (one.broker.parts.waiting_messages, two.broker.parts.waiting_messages) == (1, 0)
+    assert (one.broker.pending_messages, two.broker.pending_messages) == (1, 0)
 
 
 @in_two_groups
@@ -232,7 +232,7 @@ async def test_a_held_campaign_is_not_handed_over(neighbours: Neighbours, one: I
         await two.broker.drain("g1")
     await two.broker.change_campaign("spring", "resume")
     await drain(two)
-    assert one.broker.parts.waiting_messages == 2
+    assert one.broker.pending_messages == 2
     with pytest.raises(Conflict):
         await two.broker.change_campaign("spring", "cancel")
     with pytest.raises(Conflict):
@@ -249,7 +249,7 @@ async def test_many_and_large_messages_go_in_several_transfers(
     sent = [q for _, q in neighbours.asked if isinstance(q, AdoptHere) and q.transfer]
     assert [question.transfer for question in sent] == list(range(1, len(sent) + 1))
     assert len(sent) >= 4, "a transfer is a request over HTTP"
-    assert one.broker.parts.waiting_messages == len(keys + large)
+    assert one.broker.pending_messages == len(keys + large)
 
 
 # -- cut off ---------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class Pair:
     async def end(self, one: InGroup, two: InGroup) -> None:
         """Give the command again, cancel one wherever it is, and let all become due."""
         await drain(two)
-        assert two.broker.parts.waiting_messages == 0, "all are due in an hour or later"
+        assert two.broker.pending_messages == 0, "all are due in an hour or later"
         chosen = self.keys[:1]
         assert words(await two.broker.cancel(ids=chosen)) == ["cancelled"]
         self.cancelled += chosen
@@ -392,20 +392,20 @@ def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
             await two.broker.drain("g1")
             neighbours.silent.add("g1")
             await two.broker.draining.look()
-            first_seq = two.broker.parts.drains.needed_seq
+            first_seq = two.broker.tables.drains.needed_seq
             for _ in range(4):  # segments are a mebibyte
-                await two.broker.parts.writer.flushed()
+                await two.broker.log.writer.flushed()
                 await two.broker.send_again(_filling())
             two.clock.advance(10_000)
             await two.let_go()
-            assert two.broker.parts.reader.first_seq <= first_seq
+            assert two.broker.log.reader.first_seq <= first_seq
             assert Kind.CANCEL in _kinds(two, first_seq)
             neighbours.silent.clear()
             await two.broker.draining.look()
-            assert one.broker.parts.waiting_messages == len(keys)
+            assert one.broker.pending_messages == len(keys)
             await two.let_go()
-            assert two.broker.parts.drains.needed_seq is None
-            assert two.broker.parts.reader.first_seq > first_seq
+            assert two.broker.tables.drains.needed_seq is None
+            assert two.broker.log.reader.first_seq > first_seq
 
     run(lived())
 
@@ -415,7 +415,7 @@ def _filling() -> pa.RecordBatch:
 
 
 def _kinds(world: InGroup, seq: int) -> set[int]:
-    (rows,) = world.broker.parts.reader.rows(seq, seq + 1)
+    (rows,) = world.broker.log.reader.rows(seq, seq + 1)
     return set(rows.column("kind").to_pylist())
 
 
@@ -430,16 +430,16 @@ def test_a_message_that_went_long_ago_is_not_said_to_wait_here() -> None:
             await drain(two)
             for _ in range(4):  # segments are a mebibyte
                 await two.broker.send_again(_filling())
-                await two.broker.parts.writer.flushed()
+                await two.broker.log.writer.flushed()
             two.clock.advance(10_000)
             await two.let_go()
-            assert two.broker.parts.reader.first_seq > 10, "the log has let go of the rows that say so"
+            assert two.broker.log.reader.first_seq > 10, "the log has let go of the rows that say so"
             for world in (one, two):
                 assert [place.state for place in await world.broker.find(key)] == ["waiting"]
                 assert words(await world.broker.cancel(ids=[other])) in (["cancelled"], ["already_cancelled"])
             assert await two.broker.recall("orders", encode_handle("orders", "g2", 1, key)) == key
             assert words(await one.broker.cancel(ids=[key])) == ["already_cancelled"]
-            assert not one.broker.parts.waiting_messages
+            assert not one.broker.pending_messages
 
     run(lived())
 
@@ -460,7 +460,7 @@ def test_a_group_is_drained_to_another_heir_where_the_first_one_fails() -> None:
             await three.send("orders", [HOUR_MS])
             await drain(two, "g3")
             await drain(one, "g3")
-            assert three.broker.parts.waiting_messages == 3
+            assert three.broker.pending_messages == 3
             # Through two hands: the first group still knows that it has given it away.
             assert words(await two.broker.cancel(ids=[second])) == ["cancelled"]
             with pytest.raises(Conflict, match="drained itself, to g3"):
@@ -482,8 +482,8 @@ async def test_the_next_leader_goes_on_as_the_account_that_asked(
     neighbours.brokers["g2"] = two.broker
     access.replace({})
     await two.broker.draining.look()
-    told = two.broker.draining._told(two.broker.parts.drains.out)
+    told = two.broker.draining._told(two.broker.tables.drains.out)
     assert "'operator' is not in the access file" in told.problem and told.moving == 1
     access.replace(parse(ACCOUNTS, "access.toml"))
     await two.broker.draining.look()
-    assert (one.broker.parts.waiting_messages, two.broker.parts.drains.out.account) == (1, "operator")
+    assert (one.broker.pending_messages, two.broker.tables.drains.out.account) == (1, "operator")

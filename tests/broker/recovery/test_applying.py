@@ -17,12 +17,12 @@ from tests.crash.lives import live
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery import applying as module
 from timeball.broker.recovery.applying import Applying, Recovered, TailScheduled
 from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.recovery.replayed import Replayed
 from timeball.broker.registry.attach import AttachState
+from timeball.broker.registry.tables import Tables
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.reader import LogReader
@@ -189,7 +189,7 @@ def test_these_lives_have_snapshots_amid_rows() -> None:
 
 def follower_of(world: World) -> Applying:
     """Caches of their own over the log of a broker that is alive."""
-    segments = world.broker.parts.reader.segments
+    segments = world.broker.log.reader.segments
     tables = Tables(CrashFiles(), 2)
     return Applying(starting_point(None, segments), LogReader(segments), tables)
 
@@ -239,7 +239,7 @@ async def test_a_follower_knows_what_the_log_must_keep(world: World) -> None:
     await world.compact()
     await world.checkpoint()
     await world.let_go()
-    first_seq = world.broker.parts.reader.first_seq
+    first_seq = world.broker.log.reader.first_seq
     assert follower.log_from_seq == 1 < first_seq, "the row that says so is not applied yet"
     follower.apply(follower.reader.next_seq)
     assert follower.log_from_seq == first_seq
@@ -256,7 +256,7 @@ async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) 
     await world.node.maintenance.snapshot()  # type: ignore[union-attr]
     await world.send("a", [HOUR_MS] * 2)
     await world.node.maintenance.snapshot()  # type: ignore[union-attr]
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     newest = starting_point(None, reader.segments)
     first = starting_point(None, reader.segments, reader.next_seq - 1)
     assert 1 < first.facts.seq < newest.facts.seq
@@ -274,9 +274,9 @@ async def test_a_snapshot_that_may_be_cut_again_is_not_begun_with(world: World) 
 async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it(world: World) -> None:
     follower = follower_of(world)
     keys = await world.send("a", [HOUR_MS] * 6)
-    reader, parts = world.broker.parts.reader, world.broker.parts
+    reader = world.broker.log.reader
     before = asyncio.gather(world.cancel(keys[:2]), world.reschedule(keys[2:3], 2 * HOUR_MS))
-    while parts.writer.next_seq == reader.next_seq:
+    while world.broker.log.writer.next_seq == reader.next_seq:
         await asyncio.sleep(0)
     # Decided before it, with rows behind it; and sent while it was on its way to the log.
     await asyncio.gather(
@@ -291,9 +291,11 @@ async def test_rows_that_came_while_a_snapshot_was_made_are_applied_on_top_of_it
         follower.apply(seq)
     assert snapshot.facts.seq + 4 <= follower.snapshot_seq
     found = follower.finish(Catalog(CrashFiles()), 0)
-    assert found.waiting_rows == parts.outcomes.waiting_rows == len(found.waiting) == 7
-    assert found.moved == parts.outcomes.moved.rows()
-    assert sorted(found.settled.seq.tolist()) == sorted(parts.scheduler.settled().seq.tolist())
+    assert found.waiting_rows == world.broker.scheduling.outcomes.waiting_rows == len(found.waiting) == 7
+    assert found.moved == world.broker.scheduling.outcomes.moved.rows()
+    assert sorted(found.settled.seq.tolist()) == sorted(
+        world.broker.scheduling.scheduler.settled().seq.tolist()
+    )
 
 
 class TakesOver(World):

@@ -49,20 +49,20 @@ async def state(world: World, files: CrashFiles) -> dict[str, Any]:
     left = World(files, replace(world.clock), deepcopy(world.observed))
     await left.start()
     await left.settled()
-    ledger, hour_log = left.broker.parts.ledger, left.broker.parts.hour_log
+    ledger, hour_log = left.broker.attach_state, left.broker.scheduling.hour_log
     known = {
         "watermark": ledger.watermark, "epochs": ledger.epochs, "jobs": ledger.jobs, "reserved": ledger.reserved,
         "queues": {topic: left.broker.queues(topic) for topic in left.broker.topics()},
         "files": sorted(entry.path for entry in hour_log.pending.live_entries()),
         "waiting": left.broker.status()["schedule"]["tail_rows"],
-        "tick": left.broker.parts.outcomes.cursor,
-        "waiting messages": left.broker.parts.waiting_messages,
+        "tick": left.broker.scheduling.outcomes.cursor,
+        "waiting messages": left.broker.pending_messages,
     }  # fmt: skip
     await left.advance(AFTER_MS)
     await left.consume()
     outcome = await left.outcome()
     assert check(left.observed, outcome) == []
-    known["waiting in the end"] = left.broker.parts.waiting_messages
+    known["waiting in the end"] = left.broker.pending_messages
     known["rows"] = [(row.place, row.key) for row in outcome.rows]
     await left.stop()
     await left.abandon()
@@ -139,7 +139,7 @@ async def test_the_delta_log_may_be_lost_although_retention_has_let_its_rows_go(
     await world.consume()
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > world.broker.parts.ledger.attach_seq - 12 > 1
+    assert world.broker.log.reader.first_seq > world.broker.attach_state.attach_seq - 12 > 1
     await world.stop()
     remove(world.files, DELTA_LOG)
     await world.start()
@@ -181,7 +181,7 @@ async def test_without_checkpoint_and_without_the_log_s_beginning_a_snapshot_kno
     await world.compact()
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > 1
+    assert world.broker.log.reader.first_seq > 1
     await world.stop()
     expected = await state(world, copy_of(world))
     files = copy_of(world)

@@ -39,7 +39,7 @@ class StateRows:
 def rows_of(broker: Broker, prefix: str) -> dict[str, Any]:
     """The values of the META rows of a prefix that are durable, by name."""
     found: dict[str, Any] = {}
-    reader = broker.parts.reader
+    reader = broker.log.reader
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.META]):
         for key, value in pairs_of(rows):
             if key.startswith(prefix):

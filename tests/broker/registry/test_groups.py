@@ -134,20 +134,20 @@ def test_what_has_not_changed_is_not_saved_and_has_no_new_version() -> None:
 
 @on_node()
 async def test_groups_outlive_the_broker(world: World) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup("g", retry_max_times=2))
+    world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=2))
     await world.restart()
-    assert world.broker.parts.groups.get("g").retry_max_times == 2
+    assert world.broker.tables.groups.get("g").retry_max_times == 2
 
 
 @on_node()
 async def test_a_group_that_was_answered_outlives_a_cut(world: World) -> None:
-    world.broker.parts.groups.update(SubscriptionGroup("g", retry_max_times=2))
-    await world.broker.parts.writer.flushed()
+    world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=2))
+    await world.broker.log.writer.flushed()
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
     await world.start()
-    assert world.broker.parts.groups.get("g").retry_max_times == 2
+    assert world.broker.tables.groups.get("g").retry_max_times == 2
 
 
 def test_the_maximum() -> None:
@@ -234,11 +234,11 @@ MODE = RequestMode("t", "g", "POP", 3)
 
 @on_node()
 async def test_what_was_said_is_kept_and_what_was_not_is_pull(world: World) -> None:
-    modes = world.broker.parts.request_modes
+    modes = world.broker.tables.request_modes
     assert modes.get("t", "g") == RequestMode("t", "g", "PULL", 0)
     modes.set(MODE)
     await world.restart()
-    modes = world.broker.parts.request_modes
+    modes = world.broker.tables.request_modes
     assert modes.get("t", "g") == MODE
     assert modes.get("t", "h").mode == "PULL"
 

@@ -48,9 +48,9 @@ def test_it_is_made_once_and_kept() -> None:
 
 @on_node()
 async def test_receipts_are_as_good_after_a_restart(world: World) -> None:
-    before = world.broker.parts.receipt_secret.get()
+    before = world.broker.tables.receipt_secret.get()
     await world.restart()
-    assert world.broker.parts.receipt_secret.get() == before
+    assert world.broker.tables.receipt_secret.get() == before
 
 
 @on_node()
@@ -58,20 +58,20 @@ async def test_the_first_receive_makes_it_and_waits_for_the_disk(world: World) -
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(1))
     await world.broker.consuming.receive(ReceiveRequest("g", "orders", in_log=True), 0)
-    kept = world.broker.parts.receipt_secret
+    kept = world.broker.tables.receipt_secret
     assert kept.is_made
     files = world.files.crash(survival="nothing")
     await world.abandon()
     world.files = files
     await world.start()
-    assert world.broker.parts.receipt_secret.get() == kept.get()
+    assert world.broker.tables.receipt_secret.get() == kept.get()
 
 
 @on_node()
 async def test_no_reader_of_the_log_is_shown_it(world: World) -> None:
     await world.broker.create_topic("orders", 1)
-    secret = world.broker.parts.receipt_secret.get()
-    await world.broker.parts.writer.flushed()
+    secret = world.broker.tables.receipt_secret.get()
+    await world.broker.log.writer.flushed()
     for kinds in (None, [Kind.META]):
         for columns in (None, ["body"], ["seq", "body", "unique_key"]):
             rows = [

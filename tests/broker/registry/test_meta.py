@@ -53,7 +53,7 @@ def test_state_of_a_newer_timeball_and_values_that_are_none_are_refused() -> Non
 
 @on_node()
 async def test_a_topic_stands_before_its_first_message_in_the_same_commit(world: World) -> None:
-    writer = world.broker.parts.writer
+    writer = world.broker.log.writer
     before = writer.statistics.commits
     accepted = await world.broker.send(batch(2))
     assert writer.statistics.commits == before + 1

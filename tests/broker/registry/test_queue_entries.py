@@ -26,10 +26,10 @@ async def lived(world: World) -> None:
         await world.send_levels("c", [1, 3, 6])
         await world.advance(2 * SECOND_MS)
         await world.settled()
-        flush = world.broker.parts.topics.indexes.flush(world.broker.parts.reader.next_seq)
+        flush = world.broker.tables.topics.indexes.flush(world.broker.log.reader.next_seq)
         flush.seals = n < 2
         flush.write()
-        world.broker.parts.topics.indexes.finish(flush)
+        world.broker.tables.topics.indexes.finish(flush)
     await world.stop()
 
 
@@ -112,10 +112,10 @@ async def test_a_bit_that_flips_while_the_broker_serves_is_mended_by_the_read_th
     world: World,
 ) -> None:
     await world.send("a", [None] * 40)
-    flush = world.broker.parts.topics.indexes.flush(world.broker.parts.reader.next_seq)
+    flush = world.broker.tables.topics.indexes.flush(world.broker.log.reader.next_seq)
     flush.seals = True
     flush.write()
-    world.broker.parts.topics.indexes.finish(flush)
+    world.broker.tables.topics.indexes.finish(flush)
     expected = await read_all(world)
     (name,) = names_below(world.files, "queues")
     for at in range(world.files.size(name) - 40 * 20, world.files.size(name), 7):
@@ -160,10 +160,10 @@ async def test_an_index_of_another_time_with_queues_as_long_is_not_believed(worl
 @on_node()
 async def test_entries_are_built_as_they_were_written(world: World) -> None:
     await world.create_topic("m", 2)
-    world.broker.parts.topics.get("m").filter_type = "MULTI_TAG"
+    world.broker.tables.topics.get("m").filter_type = "MULTI_TAG"
     await world.send("m", [None] * 6)
     await world.send_levels("m", [1, 2])
-    indexes, reader = world.broker.parts.topics.indexes, world.broker.parts.reader
+    indexes, reader = world.broker.tables.topics.indexes, world.broker.log.reader
     written = {(p.topic, p.queue_id): p.entries.tolist() for p in indexes.flush(reader.next_seq).parts}
     built = rebuild(reader, 1, reader.next_seq, lambda name: name == "m")
     assert {(p.topic, p.queue_id): p.entries.tolist() for p in built} == written

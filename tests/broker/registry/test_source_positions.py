@@ -16,12 +16,12 @@ from timeball.model.wire import SourceStep
 
 def move(world: World, caller: str, begin: dict[int, int], end: dict[int, int], source: str = "s") -> None:
     change = positions(world).moved(caller, SourceStep(source=source, begin=begin, end=end))
-    world.broker.parts.writer.append(change.rows)
+    world.broker.log.writer.append(change.rows)
     change.keep()
 
 
 def positions(world: World) -> SourcePositions:
-    return world.broker.parts.source_positions
+    return world.broker.tables.source_positions
 
 
 @on_node()
@@ -56,7 +56,7 @@ async def test_it_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> N
 @on_node()
 async def test_it_is_there_after_a_restart_and_from_a_snapshot(world: World) -> None:
     move(world, "", {0: 0}, {0: 9})
-    await world.broker.parts.writer.flushed()
+    await world.broker.log.writer.flushed()
     assert await asyncio.wait_for(world.node.maintenance.snapshot(), 60)  # type: ignore[union-attr]
     await world.stop()
     world.files.remove("checkpoint")

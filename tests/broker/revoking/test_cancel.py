@@ -254,7 +254,7 @@ async def test_too_many_at_once_cancel_nothing(world: World) -> None:
 
 async def let_go_of_all(world: World) -> None:
     """Fill segments and let the old ones go, with what is said in them."""
-    before = world.broker.parts.reader.next_seq
+    before = world.broker.log.reader.next_seq
     for _ in range(4):
         await world.send("filler", [None] * 6, 100_000)
     world.clock.advance(1_000)
@@ -262,7 +262,7 @@ async def let_go_of_all(world: World) -> None:
         await world.compact()
         await world.checkpoint()
         await world.let_go()
-    assert world.broker.parts.reader.first_seq >= before
+    assert world.broker.log.reader.first_seq >= before
 
 
 @on_node(retention_ms=1)

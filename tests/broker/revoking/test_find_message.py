@@ -12,9 +12,10 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.consuming.group_places import GroupPlaces
-from timeball.broker.revoking.find_message import find_message
+from timeball.broker.revoking.find_message import MayRead, find_message
 from timeball.broker.revoking.scheduled_lookup import Names
 from timeball.model.access import Caller
+from timeball.model.wire import MessagePlace
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -42,7 +43,28 @@ def _nothing(_: str) -> bool:
 
 
 def all_groups(world: World) -> GroupPlaces:
-    return GroupPlaces(world.broker.parts, world.broker.consuming.leases, lambda _: True)
+    broker = world.broker
+    return GroupPlaces(
+        broker.consuming.leases,
+        lambda _: True,
+        clock=broker.clock,
+        offsets=broker.tables.offsets,
+        lease_counts=broker.lease_counts,
+    )
+
+
+async def find(world: World, names: Names, may_read: MayRead) -> list[MessagePlace]:
+    broker = world.broker
+    return await find_message(
+        broker.look_ups,
+        names,
+        may_read,
+        all_groups(world),
+        log=broker.log,
+        scheduling=broker.scheduling,
+        file_keys=broker.pending_table.file_keys,
+        threads=broker.threads,
+    )
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -50,7 +72,7 @@ def all_groups(world: World) -> GroupPlaces:
 async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, place: Callable) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
-    (hidden,) = await find_message(world.broker.look_ups, Names([key]), _nothing, all_groups(world))
+    (hidden,) = await find(world, Names([key]), _nothing)
     assert waiting.content is not None
     assert hidden == msgspec.structs.replace(waiting, content=None)
     await world.advance(FAR_MS + HOUR_MS)
@@ -99,23 +121,7 @@ async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) ->
     await world.broker.send(batch(topic=["a"], unique_key=["now"]))
     key = (await world.send("a", [FAR_MS]))[0]
     for message_id in ("now", key):
-        assert (
-            len(
-                await find_message(
-                    world.broker.look_ups,
-                    Names([message_id], may=lambda topic: topic == "a"),
-                    _nothing,
-                    all_groups(world),
-                )
-            )
-            == 1
-        )
-        assert (
-            await find_message(
-                world.broker.look_ups,
-                Names([message_id], may=lambda topic: topic == "b"),
-                _nothing,
-                all_groups(world),
-            )
-            == []
-        )
+        visible = Names([message_id], may=lambda topic: topic == "a")
+        assert len(await find(world, visible, _nothing)) == 1
+        hidden = Names([message_id], may=lambda topic: topic == "b")
+        assert await find(world, hidden, _nothing) == []

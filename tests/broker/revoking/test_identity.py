@@ -62,7 +62,7 @@ class Model:
             if what == "lose":
                 lose_caches(world)
             await world.start()
-        elif what == "compact" and broker.parts.compacts:
+        elif what == "compact" and broker.scheduling.compacts:
             await world.compact()
         elif what == "rewrite":
             await world.merge()
@@ -84,7 +84,7 @@ class Model:
         waited = self.waits(number)
         if what == "cancel" and amount == 2:
             key = by_id["ids"][0]
-            handle = encode_handle("orders", broker.parts.settings.broker_name, now_ms + 1, key)
+            handle = encode_handle("orders", broker.settings.broker_name, now_ms + 1, key)
             if waited or number in self.cancelled:
                 assert await broker.recall("orders", handle) == key
         elif what == "cancel":
@@ -113,7 +113,7 @@ class Model:
         """Let all come due; return what was not as promised."""
         for _ in range(14):
             await self.world.advance(HOUR_MS // 2)
-        reader = self.world.broker.parts.reader
+        reader = self.world.broker.log.reader
         ends: dict[int, list[tuple[Kind, int]]] = {}
         for rows in self.world.broker.read_log(1, reader.next_seq, [Kind.RELEASE, Kind.CANCEL]):
             for row in rows.to_pylist():
@@ -206,28 +206,27 @@ def test_a_map_that_forgets_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @on_node(retention_ms=1, strategy="timer_wheel", timer_wheel_ms=60 * SECOND_MS)
 async def test_without_an_id_moved_rolled_and_let_go_of(world: World) -> None:
     """Its number finds it, also when retention removes a row of it between the lookup and the read of its body."""
-    parts = world.broker.parts
     first = (await world.broker.send(batch(1, delay_ms=[5 * HOUR_MS]))).first_seq
 
     async def let_go_of(seq: int) -> None:
         for _ in range(200):
-            if parts.reader.first_seq > seq:
+            if world.broker.log.reader.first_seq > seq:
                 return
             await world.advance(60 * SECOND_MS)  # it rolls
             await world.send("filler", [None] * 6, 100_000)
             await world.checkpoint()
             await world.let_go()
-        raise AssertionError(f"the log begins at {parts.reader.first_seq}")
+        raise AssertionError(f"the log begins at {world.broker.log.reader.first_seq}")
 
     for delay_ms in (6 * HOUR_MS, 7 * HOUR_MS):
         [verdict] = await world.broker.reschedule(seqs=[first], delay_ms=delay_ms)
         assert (verdict.verdict, verdict.seq) == ("rescheduled", first)
-        await let_go_of(parts.reader.next_seq - 1)
+        await let_go_of(world.broker.log.reader.next_seq - 1)
     look_ups = world.broker.look_ups
     found = await look_ups.look_up(Names(seqs=[first]))
-    await let_go_of(parts.reader.next_seq - 1)
+    await let_go_of(world.broker.log.reader.next_seq - 1)
     left = await cancel.look_again(look_ups, found.candidates, {})
     assert [c.number for c in left.values()] == [first]
-    assert left[first].at_seq >= parts.reader.first_seq > found.candidates[0].at_seq
+    assert left[first].at_seq >= world.broker.log.reader.first_seq > found.candidates[0].at_seq
     [verdict] = await world.broker.cancel(seqs=[first])
     assert (verdict.verdict, verdict.seq) == ("cancelled", first)

@@ -36,15 +36,16 @@ async def attached(
 ) -> tuple[list[str], tuple[int, int]]:
     """Ids in the order of their instants, and the range of their numbers."""
     keys = await world.bulk("a", delays_ms, epoch)
-    entries = world.broker.parts.hour_log.pending.live_entries()
+    entries = world.broker.scheduling.hour_log.pending.live_entries()
     newest = max(entry.max_seq for entry in entries)
     return keys, (newest - len(keys) + 1, len(keys))
 
 
 def cancel_log(world: World) -> list[tuple[int, str]]:
     """(scheduled message, reason) of every CANCEL row."""
-    parts = world.broker.parts
-    rows = parts.reader.rows(parts.reader.first_seq, parts.reader.next_seq, [Kind.CANCEL])
+    rows = world.broker.log.reader.rows(
+        world.broker.log.reader.first_seq, world.broker.log.reader.next_seq, [Kind.CANCEL]
+    )
     return [
         (row["source_seq"], decode_properties(row["properties"] or "").get(CANCEL_REASON, ""))
         for batch in rows
@@ -144,7 +145,7 @@ async def test_an_attach_that_is_not_done_yet_is_waited_for(
 ) -> None:
     """Its numbers were used up and its files not yet in the table: all were said to be settled, and were delivered."""
     first = await world.broker.reserve(3)
-    scheduler, asked = world.broker.parts.scheduler, []
+    scheduler, asked = world.broker.scheduling.scheduler, []
     attach = scheduler.attach
 
     async def slowly(*args: object) -> None:
@@ -171,7 +172,7 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
     loop = asyncio.get_running_loop()
 
     async def replace_all() -> None:
-        for epoch, file in enumerate(world.broker.parts.hour_log.pending.all()):
+        for epoch, file in enumerate(world.broker.scheduling.hour_log.pending.all()):
             await world.rewrite(epoch)
             file.close()  # what is mapped could still be read
         await world.advance(SECOND_MS)
@@ -191,14 +192,14 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
     monkeypatch.setattr(ranges, "group_in_ranges", first_read)
     cancel = ranges._cancel
 
-    async def behind_it(*args: Any) -> int:
+    async def behind_it(*args: Any, **kwargs: Any) -> int:
         await started[0]
-        return await cancel(*args)
+        return await cancel(*args, **kwargs)
 
     monkeypatch.setattr(ranges, "_cancel", behind_it)
-    before = {f"pending/{entry.path}" for entry in world.broker.parts.hour_log.pending.live_entries()}
+    before = {f"pending/{entry.path}" for entry in world.broker.scheduling.hour_log.pending.live_entries()}
     assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
-    assert not before & {f"pending/{e.path}" for e in world.broker.parts.hour_log.pending.live_entries()}
+    assert not before & {f"pending/{e.path}" for e in world.broker.scheduling.hour_log.pending.live_entries()}
     await world.let_go()
     assert not any(world.files.exists(name) for name in before)
 
@@ -207,9 +208,10 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
 async def test_many_ranges_are_looked_up_at_once(world: World) -> None:
     """Each was compared with each reservation and read from the log, all on the event loop: seconds."""
     _, (first, rows) = await attached(world, [FAR_MS] * limits.ATTACH_FILES_MAX)
-    world.broker.parts.ledger.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
+    world.broker.attach_state.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
     begin_s = time.perf_counter()
-    check(world.broker.parts, [(first + at, 1) for at in range(rows)])
+    broker = world.broker
+    check([(first + at, 1) for at in range(rows)], reader=broker.log.reader, attach_state=broker.attach_state)
     assert time.perf_counter() - begin_s < BOUND_S / 20
 
 
@@ -247,7 +249,7 @@ def test_at_the_very_instant_each_is_either_counted_or_delivered(
 async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -> None:
     keys, (first, rows) = await attached(world, [FAR_MS] * 3)
     await world.send("a", [FAR_MS, None])
-    in_log = world.broker.parts.writer.next_seq - 2
+    in_log = world.broker.log.writer.next_seq - 2
     kept = await world.broker.reserve(10)
     for asked, error, text in (
         ([(kept, 10)], NotFound, "set aside"),
@@ -299,6 +301,6 @@ def test_a_span_shares_a_number_with_a_range_or_not(
 async def test_only_files_that_may_hold_the_numbers_are_read_and_the_soonest_first(world: World) -> None:
     await attached(world, [FAR_MS], 1)
     _, numbers = await attached(world, [40 * DAY_MS, SOON_MS, FAR_MS], 2)
-    files = overlapping(world.broker.parts.hour_log.pending.all(), [numbers])
+    files = overlapping(world.broker.scheduling.hour_log.pending.all(), [numbers])
     begins = [file.entry.min_due_ms for file in files]
     assert begins == sorted(begins) and sum(file.entry.rows for file in files) == 3

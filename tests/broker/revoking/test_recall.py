@@ -12,7 +12,7 @@ from tests.broker.revoking.test_cancel import delivered, let_go_of_all
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.revoking.recall import Handle, RecallRefused, decode_handle, encode_handle, recall
+from timeball.broker.revoking.recall import Handle, RecallRefused, decode_handle, encode_handle
 from timeball.model.errors import InvalidMessage, NotFound
 
 SOON_MS = 2_000
@@ -28,7 +28,7 @@ async def sent(world: World, delay_ms: int, key: str = "x", topic: str = "a") ->
 
 async def refused(world: World, handle: str) -> tuple[str, int | None]:
     with pytest.raises(RecallRefused) as refusal:
-        await recall(world.broker.look_ups, world.broker.appender, "a", handle)
+        await world.broker.recall("a", handle)
     assert refusal.value.sentence == str(refusal.value)
     return refusal.value.verdict, refusal.value.at_ms
 
@@ -39,7 +39,7 @@ async def test_what_waits_is_taken_back_and_twice_is_success_twice(world: World,
     await world.restart(recall_answers=answers)
     handle = await sent(world, FAR_MS)
     for _ in range(2):
-        assert await recall(world.broker.look_ups, world.broker.appender, "a", handle) == "x"
+        assert await world.broker.recall("a", handle) == "x"
     await world.advance(HOUR_MS)
     assert await delivered(world) == []
 
@@ -49,7 +49,7 @@ async def test_what_waits_is_taken_back_and_twice_is_success_twice(world: World,
 async def test_what_is_of_another_topic_stays(world: World, answers: str) -> None:
     await world.restart(recall_answers=answers)
     mine, _ = await sent(world, FAR_MS), await sent(world, FAR_MS, topic="b")
-    await recall(world.broker.look_ups, world.broker.appender, "a", mine)
+    await world.broker.recall("a", mine)
     await world.advance(HOUR_MS)
     assert [row.place.topic for row in (await world.outcome()).rows] == ["b"]
 
@@ -72,7 +72,7 @@ async def test_what_was_moved_is_found_by_its_old_handle(world: World) -> None:
     handle = await sent(world, SOON_MS)
     await world.broker.reschedule(ids=["x"], delay_ms=HOUR_MS)
     await world.advance(FAR_MS)
-    assert await recall(world.broker.look_ups, world.broker.appender, "a", handle) == "x"
+    assert await world.broker.recall("a", handle) == "x"
     await world.advance(HOUR_MS)
     assert await delivered(world) == []
 
@@ -92,9 +92,7 @@ async def test_what_was_never_there(world: World) -> None:
     assert await refused(world, forged) == ("not_found", None)
     assert await refused(world, encode_handle("a", "timeball", 5, "nobody")) == ("not_found", None)
     await world.restart(recall_answers="rocketmq")
-    assert await recall(world.broker.look_ups, world.broker.appender, "a", forged) == "nobody", (
-        "as RocketMQ: any handle of an instant ahead"
-    )
+    assert await world.broker.recall("a", forged) == "nobody", "as RocketMQ: any handle of an instant ahead"
 
 
 @on_node(retention_ms=1)
@@ -119,9 +117,9 @@ async def test_what_is_no_handle_of_ours(world: World, answers: str) -> None:
         ("a", encode_handle("a", "elsewhere", world.clock.wall + FAR_MS, "x"), "another broker"),
     ):
         with pytest.raises(InvalidMessage, match=sentence):
-            await recall(world.broker.look_ups, world.broker.appender, topic, text)
+            await world.broker.recall(topic, text)
     with pytest.raises(NotFound, match="not exist"):
-        await recall(world.broker.look_ups, world.broker.appender, "nobody", handle)
+        await world.broker.recall("nobody", handle)
     await world.advance(HOUR_MS)
     assert await delivered(world) == ["x", "x"]
 

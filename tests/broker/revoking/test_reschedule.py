@@ -52,7 +52,7 @@ LATER_MS = 2 * HOUR_MS
 
 
 async def log_rows(world: World, *kinds: Kind) -> list[dict[str, object]]:
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     return [
         row for part in world.broker.read_log(reader.first_seq, 1 << 62, kinds) for row in part.to_pylist()
     ]
@@ -177,10 +177,10 @@ async def test_a_keepers_limit_holds_and_moves_nothing(world: World) -> None:
     at_ms = world.clock.wall // 1_000 * 1_000 + 30_000
     await world.broker.send(batch(1, unique_key=["x"], due_ms=[at_ms]))
     await world.broker.send(batch(1, unique_key=["y"], due_ms=[at_ms + 5_000]))
-    before = world.broker.parts.reader.next_seq
+    before = world.broker.log.reader.next_seq
     with pytest.raises(OverLimit, match="timer-congest-num-each-slot"):
         await world.broker.reschedule(ids=["y"], due_ms=at_ms)
-    assert world.broker.parts.reader.next_seq == before
+    assert world.broker.log.reader.next_seq == before
     assert await said(world, ids=["y"]) == ["cancelled"]
 
 
@@ -225,7 +225,7 @@ async def test_when_retention_has_let_go_of_the_move(world: World) -> None:
     await world.compact()
     [moved] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
     await let_go_of_all(world)
-    assert world.broker.parts.reader.first_seq > moved.seq
+    assert world.broker.log.reader.first_seq > moved.seq
     again = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
     assert [v.verdict for v in again] == ["rescheduled"]
     assert [(v.verdict, v.seq) for v in await world.broker.cancel(ids=[key])] == [("cancelled", again[0].seq)]
@@ -238,13 +238,13 @@ async def test_when_retention_has_let_go_of_the_move(world: World) -> None:
 async def test_where_it_went_is_remembered_through_a_restart(world: World, without_checkpoint: bool) -> None:
     first = (await world.broker.send(batch(1, unique_key=["x"], delay_ms=[LATER_MS]))).first_seq
     moved = [await world.broker.reschedule(ids=["x"], delay_ms=ms) for ms in (HOUR_MS, 2 * LATER_MS)]
-    newest = world.broker.parts.outcomes.moved.newest(first)
+    newest = world.broker.scheduling.outcomes.moved.newest(first)
     assert newest is not None and newest[0] == moved[-1][0].due_ms and newest[1] > first
     await world.stop()
     if without_checkpoint:
         world.files.remove("checkpoint")
     await world.start()
-    known = world.broker.parts.outcomes.moved
+    known = world.broker.scheduling.outcomes.moved
     assert known.newest(first) == newest and len(known) == 1
 
 
@@ -306,16 +306,16 @@ async def test_many_at_once_and_one_named_twice(world: World) -> None:
 @on_node()
 async def test_the_rows_are_one_frame_and_say_it_all(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
-    before = world.broker.parts.reader.next_seq
+    before = world.broker.log.reader.next_seq
     [verdict] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
-    frames = list(world.broker.parts.reader.frames(before, 1 << 62))
+    frames = list(world.broker.log.reader.frames(before, 1 << 62))
     assert len(frames) == 1
     [moved] = frames[0][1].to_pylist()
     assert (moved["kind"], moved["source_seq"], moved["version_seq"]) == (Kind.MOVED, 2, None)
     assert (verdict.seq, moved["due_ms"], moved["store_ms"]) == (2, verdict.due_ms, world.clock.wall)
     assert (moved["accepted_ms"], moved["from_due_ms"]) == (world.clock.wall, world.clock.wall + FAR_MS)
     await world.broker.reschedule(ids=[key], delay_ms=SOON_MS)
-    [again] = next(iter(world.broker.parts.reader.frames(before + 1, 1 << 62)))[1].to_pylist()
+    [again] = next(iter(world.broker.log.reader.frames(before + 1, 1 << 62)))[1].to_pylist()
     assert (again["source_seq"], again["version_seq"], again["from_due_ms"]) == (2, before, verdict.due_ms)
     await world.advance(SOON_MS)
     [released] = await log_rows(world, Kind.RELEASE)
@@ -364,7 +364,7 @@ async def test_a_scheduled_message_for_a_topic_that_is_gone_is_moved_all_the_sam
     """It has been accepted: whether a topic may be made is not asked again, its delivery brings it back."""
     [key] = await world.send("a", [FAR_MS])
     await world.restart(auto_create_topics=False)
-    world.broker.parts.topics.delete("a", world.broker.parts.writer.next_seq)
+    world.broker.tables.topics.delete("a", world.broker.log.writer.next_seq)
     [verdict] = await world.broker.reschedule(ids=[key], delay_ms=5)
     assert verdict.verdict == "rescheduled"
     await world.advance(10)
@@ -376,7 +376,7 @@ async def test_a_full_disk_refuses_it_as_it_refuses_a_send(
     world: World,
 ) -> None:
     [key] = await world.send("a", [FAR_MS])
-    log = world.broker.parts.writer
+    log = world.broker.log.writer
     log.next_segment.room_error = OverLimit("no room")
     with pytest.raises(OverLimit, match="no room"):
         await world.broker.reschedule(ids=[key], delay_ms=5)

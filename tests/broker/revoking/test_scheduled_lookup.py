@@ -19,20 +19,30 @@ from timeball.table.file_keys import FileSet
 
 
 def look_up(world: World, thorough: bool = False, live: FileSet | None = None, **names: object) -> Found:
-    parts = world.broker.parts
-    live = parts.hour_log.pending.live if live is None else live
+    live = world.broker.scheduling.hour_log.pending.live if live is None else live
     asked = Names(**names)
-    search = Search(parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, [asked])
+    search = Search(
+        world.broker.log.reader,
+        world.broker.log.key_index,
+        world.broker.pending_table.file_keys,
+        live,
+        world.broker.scheduling.outcomes.moved,
+        [asked],
+    )
     search.search()
     missing = search.missing(asked, thorough=thorough)
     if missing:
-        search.add_rows(scan(parts.reader, missing))
+        search.add_rows(scan(world.broker.log.reader, missing))
     return search.result(asked)
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
-    parts = world.broker.parts
-    rows = scheduled_lookup.read(parts.reader, parts.file_keys, parts.hour_log.pending.live, candidates)
+    rows = scheduled_lookup.read(
+        world.broker.log.reader,
+        world.broker.pending_table.file_keys,
+        world.broker.scheduling.hour_log.pending.live,
+        candidates,
+    )
     return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
 
 
@@ -95,7 +105,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
 async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world: World) -> None:
     """It has the id and the keys of a message that was delivered: to cancel it would be to lose that."""
     for group in ("billing", "billing_orders"):
-        world.broker.parts.groups.ensure(group)
+        world.broker.tables.groups.ensure(group)
     topics = ["orders", "%RETRY%billing", "%DLQ%billing", "%RETRY%billing_orders"]
     names = {"unique_key": ["x"] * 4, "keys": ["k"] * 4, "topic": topics}
     first = (await world.broker.send(batch(4, due_ms=[world.clock.wall + HOUR_MS] * 4, **names))).first_seq
@@ -109,7 +119,7 @@ async def test_what_is_on_its_way_back_to_a_consumer_is_nobodys_to_cancel(world:
 
 @on_node()
 async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
-    world.broker.parts.groups.ensure("billing")
+    world.broker.tables.groups.ensure("billing")
     levels = {"topic": ["orders", "%RETRY%billing"], "unique_key": ["x", "x"]}
     await world.broker.send(batch(2, delay_level=np.array([5, 5], dtype=np.int32), **levels))
     assert [c.topic for c in look_up(world, ids=["x"]).candidates] == ["orders"]
@@ -120,7 +130,7 @@ async def test_a_retry_by_a_delay_level_is_left_too(world: World) -> None:
 async def test_a_half_message_and_its_end_are_no_scheduled_message(world: World, kind: Kind) -> None:
     await world.send("a", [None])
     row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
-    seq, durable = world.broker.parts.writer.append(row)
+    seq, durable = world.broker.log.writer.append(row)
     await durable
     assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == Found()
 
@@ -133,7 +143,7 @@ async def test_moves_and_ends_of_just_these(world: World) -> None:
         await world.broker.reschedule(seqs=[seqs[1]], delay_ms=delay_ms)
     await world.broker.cancel(seqs=[seqs[1], seqs[2]])
     await world.advance(1_000)
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     rows = scan(reader, {seqs[0], seqs[1], 1 << 40})
     assert [(row["kind"], row["source_seq"]) for row in rows] == [
         (Kind.MOVED, seqs[1]), (Kind.MOVED, seqs[1]), (Kind.CANCEL, seqs[1]), (Kind.RELEASE, seqs[0]),
@@ -148,7 +158,7 @@ async def test_a_segment_that_goes_meanwhile_is_missing_and_no_fault(
     first = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
     await world.advance(1_000)
     await let_go_of_all(world)
-    reader, kept_from = world.broker.parts.reader, world.broker.parts.reader.first_seq
+    reader, kept_from = world.broker.log.reader, world.broker.log.reader.first_seq
     assert kept_from > first
     # As seen just before it went: then the first look at it fails.
     seen = iter([first, kept_from, kept_from])

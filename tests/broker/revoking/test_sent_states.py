@@ -39,6 +39,6 @@ async def test_of_a_message_that_retention_has_removed_only_its_end_is_told(worl
         await world.broker.send(batch(body=[b"x" * 700_000]))
     await world.advance(HOUR_MS)
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > number
+    assert world.broker.log.reader.first_seq > number
     (state,) = await world.broker.sent_states([number])
     assert state.state == "expired" and state.is_settled

@@ -22,7 +22,7 @@ from timeball.table.layout import FOLDER
 
 def in_table(world: World) -> list[dict[str, Any]]:
     """All rows of the table, as they lie in its files."""
-    files = world.broker.parts.hour_log.pending.all()
+    files = world.broker.scheduling.hour_log.pending.all()
     parts = [file.rows_between((-1, 0), (1 << 62, 0)) for file in files]
     assert all(part.schema == TABLE_SCHEMA for part in parts)
     return sorted((row for part in parts for row in part.to_pylist()), key=lambda row: row["seq"])

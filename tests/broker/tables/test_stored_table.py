@@ -24,9 +24,9 @@ from tests.spark.due_rows import attach
 from tests.spark.traffic import visible
 
 from timeball import Timeball
-from timeball.broker.accepting import components
-from timeball.broker.tables import stored_table
+from timeball.broker.tables import stored_table, table_changes
 from timeball.io.clock import ManualClock
+from timeball.io.threads import in_thread
 from timeball.model import storage_uris
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import SetupError, TimeballError, Unavailable
@@ -82,7 +82,7 @@ class World:
 
     @property
     def cache(self) -> FileCache:
-        found = self.node.broker.parts.cache
+        found = self.node.broker.pending_table.cache
         assert found is not None
         return found
 
@@ -167,14 +167,15 @@ def test_files_that_have_left_are_removed_there_and_here(world: World) -> None:
     world.attach("far", 3 * DAY_MS)
     assert world.cancel("far0") == "cancelled"
     [copy] = world.copies()
-    parts = world.node.broker.parts
-    entries = parts.hour_log.pending.live_entries()
+    entries = world.node.broker.scheduling.hour_log.pending.live_entries()
 
     async def remove() -> int:
         gone = Attachment(job="rewrite", job_id="gone", epoch=1, removes=[entries[0].path])
         await world.node.broker.attach(gone)
         return await world.node.loop.run_in_executor(
-            parts.table_thread, parts.catalog.remove_left, parts.clock.now_ms() + 1
+            world.node.broker.threads.table,
+            world.node.broker.pending_table.catalog.remove_left,
+            world.node.broker.clock.now_ms() + 1,
         )
 
     assert world.node.run(remove()) == 1
@@ -205,7 +206,7 @@ def is_in_time(world: World) -> bool:
     for path in list(world.cache._local):
         world.cache._remove(path)
     world.clock.advance(1)
-    if components.FETCH_AHEAD_MS > 0:
+    if table_changes.FETCH_AHEAD_MS > 0:
         eventually(world.copies, "it is fetched ahead")
     world.store.go_away()
     world.clock.advance(SOON_MS)
@@ -235,9 +236,9 @@ def test_an_hour_without_the_store_makes_nothing_late(world: World) -> None:
 
 def test_a_store_that_is_not_asked_ahead_is_noticed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: without fetching ahead the same hour makes all of it late; and no later than the store is back."""
-    monkeypatch.setattr(components, "FETCH_AHEAD_MS", -10_000)  # less what is opened ahead
+    monkeypatch.setattr(table_changes, "FETCH_AHEAD_MS", -10_000)  # less what is opened ahead
     assert not is_in_time(world)
-    assert world.node.broker.parts.scheduler.settled_before_ms <= world.clock.wall - 1_000
+    assert world.node.broker.scheduling.scheduler.settled_before_ms <= world.clock.wall - 1_000
     world.store.heal()
     world.clock.advance(1)
     eventually(lambda: world.visible("soon") == 100, "they are released when it is back")
@@ -416,11 +417,10 @@ def test_a_damaged_copy_is_fetched_again(world: World) -> None:
 def test_a_damaged_file_in_the_store_makes_its_own_scheduled_messages_late_alone(world: World) -> None:
     world.attach("damaged", SOON_MS)
     world.attach("whole", SOON_MS)
-    parts = world.node.broker.parts
     at = ObjectStore(world.uri)
     [name] = [
         f"{FOLDER}/{entry.path}"
-        for entry in parts.hour_log.pending.live_entries()
+        for entry in world.node.broker.scheduling.hour_log.pending.live_entries()
         if b"damaged0" in bytes(at.map_readonly(f"{FOLDER}/{entry.path}"))
     ]
     good = at.map_readonly(name)
@@ -462,7 +462,7 @@ def test_what_another_program_optimizes_stays_live(world: World, stage: str) -> 
         world.node.start()
     look(world)
     assert world.table()["last_foreign_commit"].startswith("OPTIMIZE") and world.table()["lost_files"] == 0
-    live = {entry.path for entry in world.node.broker.parts.hour_log.pending.live_entries()}
+    live = {entry.path for entry in world.node.broker.scheduling.hour_log.pending.live_entries()}
     assert {uri.partition("/pending/")[2].replace("%3D", "=") for uri in delta(world).file_uris()} == live
     vacuum(delta(world))  # of what was optimized, by now
     assert world.node.run(in_table_thread(world)) == 0
@@ -473,15 +473,16 @@ def test_what_another_program_optimizes_stays_live(world: World, stage: str) -> 
 
 
 async def in_table_thread(world: World) -> int:
-    parts = world.node.broker.parts
-    return await components.in_thread(parts.table_thread, parts.catalog._vacuum, 0)
+    return await in_thread(
+        world.node.broker.threads.table, world.node.broker.pending_table.catalog._vacuum, 0
+    )
 
 
 def test_what_another_program_has_vacuumed_at_once_is_put_back_or_waits_alone(world: World) -> None:
     """Within seconds of its OPTIMIZE. Copies of what is due soon are here; the others are for the operator."""
     for name in ("one", "two"):
         world.attach(name, SOON_MS, 3 * DAY_MS)
-    lost = [e for e in world.node.broker.parts.hour_log.pending.live_entries() if "T" not in e.bucket]
+    lost = [e for e in world.node.broker.scheduling.hour_log.pending.live_entries() if "T" not in e.bucket]
     contents = {entry.path: world.store_bytes(entry.path) for entry in lost}
     table = delta(world)
     table.optimize.compact()

@@ -63,7 +63,7 @@ async def test_reserved_numbers_are_nobody_else_s_and_outlive_a_restart(world: W
     assert (first, second) == (4, 15)  # each behind the row that says so
     assert (await world.broker.send(batch(1))).first_seq == 21  # its topic is 20
     await world.restart()
-    assert world.broker.parts.ledger.reserved == {4: 10, 15: 5}
+    assert world.broker.attach_state.reserved == {4: 10, 15: 5}
     assert (await world.broker.send(batch(1))).first_seq == 22
     with pytest.raises(InvalidMessage):
         await world.broker.reserve(0)
@@ -79,7 +79,7 @@ async def test_rows_that_were_due_before_their_files_joined_are_not_late(world: 
     await world.broker.attach(bulk)
     await world.until(lambda: world.broker.lateness.released == 3, "all are released")
     assert world.broker.lateness.max_ms == 0
-    end_seq = world.broker.parts.reader.next_seq
+    end_seq = world.broker.log.reader.next_seq
     told = [row for part in world.broker.read_log(1, end_seq) for row in part.to_pylist()]
     released = [row for row in told if row["kind"] == Kind.RELEASE]
     assert {lateness_ms(row["due_ms"], row["accepted_ms"], row["store_ms"]) for row in released} == {0}

@@ -42,7 +42,7 @@ async def watch(world: World) -> None:
 
 
 def live_seqs(world: World) -> list[int]:
-    files = world.broker.parts.hour_log.pending.all()
+    files = world.broker.scheduling.hour_log.pending.all()
     found = [file.positions_between((0, 0), (1 << 62, 0))[1].tolist() for file in files]
     return sorted(seq for some in found for seq in some)
 
@@ -74,7 +74,7 @@ async def before_a_compaction(world: World, operate: Callable[[], None]) -> None
 
 async def within_an_attach(world: World, operate: Callable[[], None]) -> None:
     """Between the row in the log and the commit."""
-    catalog, commit = world.broker.parts.catalog, catalog_module.Catalog.commit
+    catalog, commit = world.broker.pending_table.catalog, catalog_module.Catalog.commit
 
     def commit_behind_them(*args: object) -> int:
         del catalog.commit
@@ -154,13 +154,13 @@ async def _life(world: RealWorld, operation: Operation, stage: Stage) -> None:
     # The table says what the log says, and what a day later is removed is nothing that lives.
     await world.send("b", [HOUR_MS])
     await world.compact()
-    catalog, parts = world.broker.parts.catalog, world.broker.parts
-    before = {entry.path for entry in parts.hour_log.pending.live_entries()}
+    catalog = world.broker.pending_table.catalog
+    before = {entry.path for entry in world.broker.scheduling.hour_log.pending.live_entries()}
     assert set(pa.table(DeltaTable(uri).get_add_actions())["path"].to_pylist()) == before
     assert seqs(DeltaTable(uri)) == live_seqs(world)
-    await asyncio.get_running_loop().run_in_executor(parts.table_thread, catalog._vacuum, 0)
+    await asyncio.get_running_loop().run_in_executor(world.broker.threads.table, catalog._vacuum, 0)
     assert {path for path in before if world.files.exists(f"pending/{path}")} == before
-    assert parts.table_status()["lost_files"] == 0
+    assert world.broker.pending_table.status()["lost_files"] == 0
     for delay_ms in (1, HOUR_MS, HOUR_MS, 28 * HOUR_MS, 50 * HOUR_MS, 10 * HOUR_MS):
         await world.advance(delay_ms)
         await world.consume()
@@ -244,7 +244,7 @@ async def _found_by_itself(world: RealWorld) -> None:
     await world.compact()
     await world.send("a", DELAYS)
     await world.compact()
-    uri, status = uri_of(world), world.broker.parts.table_status
+    uri, status = uri_of(world), world.broker.pending_table.status
     assert status()["foreign_commits"] == 0
     OPERATIONS["OPTIMIZE"](uri)
     await world.until(lambda: status()["foreign_commits"], "the duty has found the commit")
@@ -268,7 +268,7 @@ async def _lost(world: RealWorld) -> None:
     """No link either: on a file system that has none, or after `rm -r`."""
     keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS, 9 * HOUR_MS])
     await world.compact()
-    entry = min(world.broker.parts.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
+    entry = min(world.broker.scheduling.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
     copy = world.files.map_readonly(f"pending/{entry.path}").to_pybytes()
     live_files.remove(world.files, entry.path)
     world.clock.advance(6 * HOUR_MS)
@@ -277,20 +277,20 @@ async def _lost(world: RealWorld) -> None:
     async def came() -> list[str]:
         return [row.key for row in (await world.outcome()).rows]
 
-    released = world.broker.parts.scheduler.outcomes
+    released = world.broker.scheduling.scheduler.outcomes
     await world.until(
         lambda: released.cursor.local_index or released.cursor.tick_ms, "the second is released"
     )
-    await world.until(lambda: world.broker.parts.hour_log.pending.missing, "the first is missed")
+    await world.until(lambda: world.broker.scheduling.hour_log.pending.missing, "the first is missed")
     while await came() != [keys[1]]:
         await asyncio.sleep(0.01)
     assert world.failure is None
-    assert world.broker.parts.scheduler.settled_before_ms <= entry.min_due_ms
+    assert world.broker.scheduling.scheduler.settled_before_ms <= entry.min_due_ms
     await world.checkpoint()
     with pytest.raises(MissingFile, match="put this file back from a copy"):
         await asyncio.get_running_loop().run_in_executor(
-            world.broker.parts.reader_thread,
-            world.broker.parts.catalog.data.map_readonly,
+            world.broker.threads.reader,
+            world.broker.pending_table.catalog.data.map_readonly,
             f"pending/{entry.path}",
         )
     await world.broker.mover.rewrite()  # chooses among the others
@@ -316,14 +316,14 @@ def test_a_file_that_is_gone_holds_up_no_other(tmp_path: Path) -> None:
 async def _put_back(world: RealWorld) -> None:
     keys = await world.send("a", [HOUR_MS, 5 * HOUR_MS])
     await world.compact()
-    entry = min(world.broker.parts.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
+    entry = min(world.broker.scheduling.hour_log.pending.live_entries(), key=lambda entry: entry.min_due_ms)
     copy = world.files.map_readonly(f"pending/{entry.path}").to_pybytes()
     live_files.remove(world.files, entry.path)
     OPERATIONS["append-only"](uri_of(world))  # a commit, behind which all files are looked for
     await watch(world)
     assert (
-        world.broker.parts.table_status()["lost_files"],
-        world.broker.parts.table_status()["lost_rows"],
+        world.broker.pending_table.status()["lost_files"],
+        world.broker.pending_table.status()["lost_rows"],
     ) == (1, 1)
     world.clock.advance(2 * HOUR_MS)
     world.broker.ticker.wake()
@@ -331,7 +331,7 @@ async def _put_back(world: RealWorld) -> None:
     await watch(world)
     await world.settled()
     assert [row.key for row in (await world.outcome()).rows] == keys[:1]
-    assert world.broker.parts.table_status()["lost_files"] == 0
+    assert world.broker.pending_table.status()["lost_files"] == 0
     await world.stop()
 
 
@@ -424,8 +424,9 @@ async def _full(folder: Path, spare: int, fill: Callable[[Path, int], None]) -> 
         shutil.rmtree(filler)
         await watch(world)
         # What a failed try has written is gone: on a full disk each try would leave more.
-        parts = world.broker.parts
-        known = {entry.path for entry in parts.hour_log.pending.live_entries()} | parts.catalog._left.keys()
+        known = {
+            entry.path for entry in world.broker.scheduling.hour_log.pending.live_entries()
+        } | world.broker.pending_table.catalog._left.keys()
         pending = folder / "d" / "pending"
         assert {str(path.relative_to(pending)) for path in pending.glob("bucket=*/*")} <= known
         await world.compact()

@@ -51,7 +51,7 @@ async def visible(world: World) -> list[Any]:
 
 
 def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
-    reader = world.broker.parts.reader
+    reader = world.broker.log.reader
     return [row for rows in reader.rows(1, reader.next_seq, kinds) for row in rows.to_pylist()]
 
 
@@ -230,7 +230,7 @@ async def test_a_commit_that_is_refused_leaves_it_open(world: World) -> None:
 @on_node()
 async def test_commits_that_come_together_share_an_append_and_not_their_mistakes(world: World) -> None:
     first = await prepare(world, 4)
-    commits = world.broker.parts.writer.statistics.commits
+    commits = world.broker.log.writer.statistics.commits
 
     def delay_of(seq: int) -> dict[str, int]:
         if seq == first + 1:
@@ -247,7 +247,7 @@ async def test_commits_that_come_together_share_an_append_and_not_their_mistakes
     assert [str(outcome) for outcome in outcomes] == [
         "Outcome.COMMITTED", "not this one", "Outcome.COMMITTED", "Outcome.COMMITTED",
     ]  # fmt: skip
-    assert world.broker.parts.writer.statistics.commits == commits + 1
+    assert world.broker.log.writer.statistics.commits == commits + 1
     published = log(world, Kind.RELEASE, Kind.MOVED)
     assert [(row["unique_key"], row["source_seq"], row["kind"]) for row in published] == [
         ("A0", first, Kind.RELEASE), ("A2", first + 2, Kind.RELEASE), ("A3", first + 3, Kind.MOVED),
@@ -367,7 +367,7 @@ async def test_a_check_can_be_put_off(world: World) -> None:
 async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
     world: World, step_ms: int
 ) -> None:
-    first, clock = await prepare(world), world.broker.parts.clock
+    first, clock = await prepare(world), world.broker.clock
     world.clock.step_wall(step_ms)
     clock.now_ms()
     world.clock.advance(FIRST_MS - 1)
@@ -533,14 +533,14 @@ async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(wor
     await world.broker.send(batch(1))
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq == 1
+    assert world.broker.log.reader.first_seq == 1
     left = await left_after_a_cut(world)
     assert left.broker.transactions.open() == [(seq, 0)]
     await left.stop()
     assert await commit(world, seq) is Outcome.COMMITTED
     await world.checkpoint()
     await world.let_go()
-    assert world.broker.parts.reader.first_seq > seq
+    assert world.broker.log.reader.first_seq > seq
     assert await commit(world, seq) is Outcome.NOT_FOUND
 
 

@@ -94,11 +94,11 @@ def test_a_stranger_s_client_signs_or_brings_the_secret(node: RunningNode) -> No
     ids=["action", "no action", "log", "no ticket", "send", "release", "no path"],
 )
 def test_without_credentials_there_is_one_answer(node: RunningNode, call: Callable[[Any], Any]) -> None:
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     with flight.FlightClient(node.endpoint) as client, pytest.raises(flight.FlightServerError) as refusal:
         call(client)
     assert refusal.value.extra_info == b"unauthorized"
-    assert node.broker.parts.writer.next_seq == before
+    assert node.broker.log.writer.next_seq == before
 
 
 def exchanged(client: Any, path: bytes) -> None:
@@ -219,12 +219,12 @@ def test_a_batch_with_one_topic_that_is_another_s_is_refused_whole_and_the_strea
     node: RunningNode, shop: Timeball
 ) -> None:
     shop.send("orders", "1")
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     with pytest.raises(Forbidden, match="news"):
         shop.send("news", "2")
     with pytest.raises(Forbidden, match="news"):
         shop.send_many([{"topic": "orders", "body": "3"}, {"topic": "news", "body": "4"}])
-    assert node.broker.parts.writer.next_seq == before
+    assert node.broker.log.writer.next_seq == before
     assert shop.send("orders", "5").seq == before
 
 

@@ -164,7 +164,7 @@ def test_a_few_new_rows_are_answered_as_those_read_from_the_log_are(
     node.run(node.broker.send(sent))
     request = wire.Receive(topic="twice", group="memory", rows=10)
     few = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
-    monkeypatch.setattr(node.broker.parts.writer.newest, "values_of", lambda seqs: None)
+    monkeypatch.setattr(node.broker.log.writer.newest, "values_of", lambda seqs: None)
     request = wire.Receive(topic="twice", group="log", rows=10)
     read = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
     assert isinstance(few.rows, bytes) == (encoder_of(wire.RECEIVED_SCHEMA) is not None)
@@ -227,7 +227,7 @@ def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
         else:
             with pytest.raises(error):
                 node.run(verbs.acknowledge(served(node), ack, Reader()))
-    assert "theirs" not in [group.group_name for group in node.broker.parts.groups.all()]
+    assert "theirs" not in [group.group_name for group in node.broker.tables.groups.all()]
 
 
 def test_what_is_not_there_or_not_ours_is_said(node: RunningNode) -> None:

@@ -65,7 +65,7 @@ class Consumer:
 
     async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
         """The messages; waits for none unless told so. The topic is made before, as an operator would."""
-        if self.world.broker.parts.topics.find_topic(topic) is None:
+        if self.world.broker.tables.topics.find_topic(topic) is None:
             await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
         found = await self.responses(
             "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})

@@ -130,10 +130,10 @@ def test_who_does_not_say_waits_as_long_as_it_may(remaining_s: float | None, wai
 
 @with_consumer()
 async def test_a_group_is_made_by_its_first_call(consumer: Consumer) -> None:
-    assert consumer.world.broker.parts.groups.find_group(GROUP) is None
+    assert consumer.world.broker.tables.groups.find_group(GROUP) is None
     await consumer.world.broker.create_topic("orders", 1)
     await consumer.receive()
-    assert consumer.world.broker.parts.groups.find_group(GROUP) is not None
+    assert consumer.world.broker.tables.groups.find_group(GROUP) is not None
 
 
 @with_consumer()

@@ -77,7 +77,7 @@ class Life:
         self.suspended: dict[str, bool] = {}  # held, and whether this handing out is no attempt
 
     async def begin(self) -> None:
-        self.world.broker.parts.groups.update(
+        self.world.broker.tables.groups.update(
             SubscriptionGroup(GROUP, retry_max_times=ATTEMPTS_MAX - 1, group_retry_policy=POLICY)
         )
         for consumer in self.consumers:

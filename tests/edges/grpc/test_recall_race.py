@@ -64,7 +64,7 @@ class Race:
         """What the queues and the log hold now."""
         self.delivered = Counter(row["unique_key"] for row in rows(node))
         self.released_ms, self.cancelled = {}, set()
-        end = node.broker.parts.reader.next_seq
+        end = node.broker.log.reader.next_seq
         for batch in node.broker.read_log(1, end, [Kind.RELEASE, Kind.CANCEL]):
             for row in batch.select(["kind", "unique_key", "store_ms"]).to_pylist():
                 if row["kind"] == Kind.RELEASE:

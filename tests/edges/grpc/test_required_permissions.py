@@ -66,7 +66,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     accounts.write_text(ACCESS)
     accounts.chmod(0o600)
     with running_node(folder / "data", access_file=str(accounts)) as running:
-        running.broker.parts.topics.ensure("orders", 1)
+        running.broker.tables.topics.ensure("orders", 1)
         yield running
 
 
@@ -142,7 +142,7 @@ def test_a_heartbeat_makes_no_group_of_another_s(node: RunningNode) -> None:
         for group, expected in (("billing", d.Code.OK), ("secrets", d.Code.FORBIDDEN)):
             beat = s.HeartbeatRequest(group=d.Resource(name=group))
             assert wire.ask("Heartbeat", beat).status.code == expected
-    assert node.broker.parts.groups.find_group("secrets") is None
+    assert node.broker.tables.groups.find_group("secrets") is None
 
 
 def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:

@@ -57,7 +57,7 @@ def test_it_goes_on_where_the_log_says(
         options.own, {"value": b"5", "headers": LATER}, {"value": b"6", "partition": 2, "headers": LATER}
     )
     assert taken(made, 2).taken == 2
-    positions = node.broker.parts.source_positions.of("", options.name)
+    positions = node.broker.tables.source_positions.of("", options.name)
     assert positions == {0: 6, 1: 0, 2: 1, 3: 0}
     with Timeball(node.endpoint) as ball:
         assert ball.get(f"{options.name}-0-5").state == "waiting"
@@ -119,7 +119,7 @@ def test_what_timeball_refuses_is_a_dead_letter_and_holds_nothing_up(
     kafka.produce(options.own, *({"value": value, "headers": LATER} for value in (b"a", b"bad", b"c")))
     counts = taken(made, 3)
     assert (counts.taken, counts.dead) == (3, 1)
-    assert node.broker.parts.source_positions.of("", options.name)[0] == 3
+    assert node.broker.tables.source_positions.of("", options.name)[0] == 3
 
 
 def strict(admit: Callable[..., object]) -> Callable[..., object]:
@@ -152,7 +152,7 @@ def test_a_stop_while_timeball_is_full_passes_over_no_record(
         patch.setattr(node.broker.appender, "admit", full)
         one.run(stop)
     assert stop.is_set() and counts.taken == 0
-    assert node.broker.parts.source_positions.of("", options.name)[0] == 0
+    assert node.broker.tables.source_positions.of("", options.name)[0] == 0
     assert taken(made, 2).taken == 2
 
 

@@ -22,7 +22,7 @@ def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: 
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([delay_ms] * 3))
 
     async def update() -> None:
-        node.broker.parts.groups.update(
+        node.broker.tables.groups.update(
             SubscriptionGroup(group, retry_max_times=times_max, group_retry_policy=policy, **more)
         )
 
@@ -41,7 +41,7 @@ def shown(client: Client, name: str) -> Any:
 
 
 def dead(node: RunningNode, group: str) -> int:
-    topic = node.broker.parts.topics.find_topic(f"%DLQ%{group}")
+    topic = node.broker.tables.topics.find_topic(f"%DLQ%{group}")
     return 0 if topic is None else sum(queue.index.max_offset for queue in topic.queues)
 
 
@@ -259,7 +259,7 @@ def test_in_order_a_message_that_fails_holds_the_others_of_its_queue(
     make_group(node, "ordered", consume_message_orderly=True)
 
     async def one_queue() -> None:
-        node.broker.parts.topics.configure("ordered", TopicConfig(1, 1))
+        node.broker.tables.topics.configure("ordered", TopicConfig(1, 1))
 
     node.run(one_queue())
     with receiver_of(first_then(Reply(500))) as receiver:

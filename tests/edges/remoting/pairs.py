@@ -18,7 +18,7 @@ from timeball.edges.shared.sessions import EdgeContext, Sessions
 
 
 def context_of(broker: Broker) -> RemotingContext:
-    settings = dataclasses.replace(broker.parts.settings, advertise="10.0.0.1:10911")
+    settings = dataclasses.replace(broker.settings, advertise="10.0.0.1:10911")
     return EdgeContext(settings, broker, Sessions(EXPIRY_MS), 10911)
 
 

@@ -140,7 +140,7 @@ def test_who_may_send_sends(node: RunningNode, serialisation: int) -> None:
 def test_who_does_not_prove_it_does_nothing(
     node: RunningNode, serialisation: int, account: str, secret: str
 ) -> None:
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     with SignedWire.of(node, account, secret, serialisation) as wire:
         for code in sorted({int(code) for code in RequestCode if code < 1 << 15}):
             answer = wire.ask(
@@ -148,14 +148,14 @@ def test_who_does_not_prove_it_does_nothing(
             )
             assert answer.code == DENIED, (code, answer)
             assert "access key" in (answer.remark or "")
-    assert node.broker.parts.writer.next_seq == before
+    assert node.broker.log.writer.next_seq == before
 
 
 def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, other: SignedWire) -> None:
     """Every request the broker knows, about somebody else's topic and group."""
     remoting = node.node.edges.remoting
     assert remoting is not None
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     let_through = set()
     for code in [*sorted(remoting._dispatch._handlers), 10, 310, 320]:
         bodies: dict[int, Any] = {
@@ -185,7 +185,7 @@ def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, o
         RequestCode.END_TRANSACTION,  # of no half message that is open
         RequestCode.VIEW_MESSAGE_BY_ID,  # of no message that there is
     }
-    assert node.broker.parts.writer.next_seq == before
+    assert node.broker.log.writer.next_seq == before
     assert "orders_of_nobody" not in node.broker.topics()
 
 
@@ -206,16 +206,16 @@ def test_a_missing_name_is_no_way_around(shop: SignedWire) -> None:
 
 
 def test_one_way_requests_are_not_answered_and_not_done(node: RunningNode, shop: SignedWire) -> None:
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     shop.send(310, b"x", one_way=True, a="p", b="news", e=0, f=0, g=1, h=0, i="")
     assert sent(shop).code == ResponseCode.SUCCESS
-    kept = node.broker.read_log(before, node.broker.parts.writer.next_seq, [Kind.MESSAGE])
+    kept = node.broker.read_log(before, node.broker.log.writer.next_seq, [Kind.MESSAGE])
     assert sum(rows.num_rows for rows in kept) == 1  # what the broker notes of topics is no message
 
 
 def test_what_was_checked_is_what_is_done(node: RunningNode) -> None:
     """A header that two readers could read in two ways: a send for one, a harmless question for the other."""
-    before = node.broker.parts.writer.next_seq
+    before = node.broker.log.writer.next_seq
     header = encode(Command(105, opaque=7, ext={"topic": "TBW102", "b": "news", "a": "p"}))
     with SignedWire.of(node, "shop") as wire:
         # Signed as it is read at last; and in front of it a code that would make it a send for who looks no further.
@@ -230,7 +230,7 @@ def test_what_was_checked_is_what_is_done(node: RunningNode) -> None:
     with Wire.to(node) as wire:
         wire.send_bytes((4 + len(raw)).to_bytes(4, "big") + len(raw).to_bytes(4, "big") + raw)
         assert wire.answer_to(8).code != DENIED  # it is code 105 for everybody
-    assert node.broker.parts.writer.next_seq == before
+    assert node.broker.log.writer.next_seq == before
 
 
 # ---- what only the body, or a row, says ------------------------------------------------------------------------
@@ -244,11 +244,11 @@ def test_a_number_of_somebody_else_s_message_opens_nothing(
     view = RequestCode.VIEW_MESSAGE_BY_ID
     assert other.ask(view, offset=seq).code == DENIED
     assert b"private" in shop.ask_ok(view, offset=seq).body
-    node.broker.parts.groups.ensure("readers")
+    node.broker.tables.groups.ensure("readers")
     back = RequestCode.CONSUMER_SEND_MSG_BACK
     assert other.ask(back, offset=seq, group="readers", delayLevel=0, originTopic="news").code == DENIED
     assert shop.ask(back, offset=seq, group="readers", delayLevel=0).code == DENIED
-    node.broker.parts.groups.ensure("workers")
+    node.broker.tables.groups.ensure("workers")
     shop.ask_ok(back, offset=seq, group="workers", delayLevel=0)
 
 

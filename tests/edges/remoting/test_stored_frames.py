@@ -14,7 +14,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
 from timeball.edges.remoting import stored_frames as module
-from timeball.edges.remoting.codec.implementation import PYTHON, codec_of
+from timeball.edges.remoting.codec.implementation import PYTHON, Codec, codec_of
 from timeball.edges.remoting.codec.records import Host, encode_each
 from timeball.edges.remoting.stored_frames import StoredFrames
 from timeball.model.errors import Corrupt, OutOfRange
@@ -25,7 +25,7 @@ ANY = 1 << 30  # bytes of an answer that takes all
 
 def plain(world: World, seqs: list[int], host: Host) -> list[bytes]:
     """The reference, of the rows read by themselves."""
-    rows = world.broker.parts.reader.read_rows(np.array(seqs, dtype=np.int64))
+    rows = world.broker.log.reader.read_rows(np.array(seqs, dtype=np.int64))
     return encode_each(rows, store_host=host)
 
 
@@ -34,6 +34,10 @@ def fitting(records: list[bytes], bytes_max: int) -> tuple[int, bytes]:
     count = sum(end <= bytes_max for end in accumulate(map(len, records)))
     count = max(count, min(1, len(records)))
     return count, b"".join(records[:count])
+
+
+def frames_of(world: World, codec: Codec = PYTHON) -> StoredFrames:
+    return StoredFrames(codec, reader=world.broker.log.reader, reader_thread=world.broker.threads.reader)
 
 
 @pytest.mark.parametrize("codec", ["auto", "python"])
@@ -60,7 +64,7 @@ async def test_the_same_bytes(
     """Of neighbours and of every second and third row, while the log grows, for several hosts."""
     before, module.FRESH_ROWS = module.FRESH_ROWS, fresh_rows
     try:
-        source = StoredFrames(world.broker.parts, codec_of(codec))  # type: ignore[arg-type]
+        source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
         seqs: list[int] = []
         for rows in sends:
             accepted = await world.broker.send(batch(rows))
@@ -81,7 +85,7 @@ async def test_the_same_bytes(
 @on_node()
 async def test_what_waits_is_not_there(world: World, codec: str) -> None:
     later = await world.broker.send(batch(1, delay_ms=[60_000]))
-    source = StoredFrames(world.broker.parts, codec_of(codec))  # type: ignore[arg-type]
+    source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
     for seq in (later.first_seq, later.first_seq + 100):
         with pytest.raises(OutOfRange):
             source.get_now([seq], HERE, ANY)
@@ -93,7 +97,7 @@ async def test_what_waits_is_not_there(world: World, codec: str) -> None:
 async def test_the_old_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = (await world.broker.send(batch(3))).first_seq
     second = (await world.broker.send(batch(3))).first_seq
-    source = StoredFrames(world.broker.parts)
+    source = frames_of(world)
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
     assert source.get_now([first], HERE, ANY) is None
     assert await source.get([first], HERE, ANY) == source.get_now([first], HERE, ANY), "it is open now"
@@ -103,7 +107,7 @@ async def test_the_old_is_not_opened_on_the_loop(world: World, monkeypatch: pyte
 @on_node(queues_per_topic=1)
 async def test_a_large_frame_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     large = (await world.broker.send(batch(2, body=[b"x" * 600_000] * 2))).first_seq
-    source = StoredFrames(world.broker.parts)
+    source = frames_of(world)
     assert source.get_now([large], HERE, ANY) is None
     count, body = await source.get([large, large + 1], HERE, 700_000)
     assert (count, body) == (1, plain(world, [large], HERE)[0])
@@ -115,9 +119,9 @@ async def test_pulls_that_wait_for_one_stretch_wait_together(
 ) -> None:
     seqs = [(await world.broker.send(batch(2))).first_seq for _ in range(4)]
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
-    source = StoredFrames(world.broker.parts)
+    source = frames_of(world)
     gate = threading.Event()
-    world.broker.parts.reader_thread.submit(gate.wait)  # or it is at work before the last of them asks
+    world.broker.threads.reader.submit(gate.wait)  # or it is at work before the last of them asks
     waiting = [asyncio.ensure_future(source.get([seqs[0] + n, seqs[3] + n], HERE, ANY)) for n in (0, 1, 0)]
     await asyncio.sleep(0)
     assert len(source._opening) == 1
@@ -136,9 +140,9 @@ async def test_damage_further_on_is_told_to_those_who_ask_for_it(
     first = (await world.broker.send(batch(1))).first_seq
     second = (await world.broker.send(batch(1))).first_seq
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
-    segment = world.broker.parts.reader.segments.holding(second)
-    world.broker.parts.files.open(segment.name).write_at(segment.frame_position_of(second) + 300, b"rot")
-    source = StoredFrames(world.broker.parts)
+    segment = world.broker.log.reader.segments.holding(second)
+    world.broker.files.open(segment.name).write_at(segment.frame_position_of(second) + 300, b"rot")
+    source = frames_of(world)
     assert (await source.get([first], HERE, ANY))[0] == 1
     with pytest.raises(Corrupt, match="restore this file"):
         await source.get([second], HERE, ANY)
@@ -149,7 +153,7 @@ async def test_damage_further_on_is_told_to_those_who_ask_for_it(
 async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
-    source = StoredFrames(world.broker.parts, PYTHON)
+    source = frames_of(world, PYTHON)
     seqs = [(await world.broker.send(batch(1))).first_seq for _ in range(5)]
     assert (await source.get(seqs, HERE, ANY))[0] == 5
     assert len(source._frames) == 2
@@ -157,7 +161,7 @@ async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.M
 
 @on_node(queues_per_topic=1)
 async def test_the_frame_used_last_goes_with_its_segment(world: World) -> None:
-    source, segments = StoredFrames(world.broker.parts, PYTHON), world.broker.parts.reader.segments
+    source, segments = frames_of(world, PYTHON), world.broker.log.reader.segments
     seq = (await world.broker.send(batch(1))).first_seq
     expected = plain(world, [seq], HERE)
     for _ in range(2):

@@ -48,7 +48,7 @@ def test_what_is_due_in_files_is_brought_by_spark(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     stop = threading.Event()
-    dispatched = node.broker.parts.scheduler.external
+    dispatched = node.broker.scheduling.scheduler.external
 
     def is_leased() -> bool:
         return dispatched.is_leased(status(node)["now_ms"])
@@ -93,7 +93,7 @@ def test_once_brings_what_is_due_now_and_ends(
 
 def test_the_lease_is_held_while_it_is_needed(node: RunningNode) -> None:
     needed = threading.Event()
-    dispatched = node.broker.parts.scheduler.external
+    dispatched = node.broker.scheduling.scheduler.external
 
     def is_leased() -> bool:
         return dispatched.is_leased(status(node)["now_ms"])

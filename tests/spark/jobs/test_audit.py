@@ -178,7 +178,7 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
     node.run(node.broker.compact())
     send_levels(node, 18, 18)
     bulk(node, broker, 4, 10**9)
-    bulk_seq = node.broker.parts.hour_log.pending.live_entries()[-1].min_seq
+    bulk_seq = node.broker.scheduling.hour_log.pending.live_entries()[-1].min_seq
     tail = node.run(node.broker.send(batch(2, delay_ms=[10**8] * 2))).first_seq
 
     def move(seqs: list[int], delay_ms: int) -> None:
@@ -317,7 +317,7 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
         clock.advance(5 * SECOND_MS)
         node.broker.ticker.wake()
         async with asyncio.timeout(BOUND_S):
-            while node.broker.parts.scheduler.settled_before_ms <= clock.wall:
+            while node.broker.scheduling.scheduler.settled_before_ms <= clock.wall:
                 await asyncio.sleep(0.005)
 
 
@@ -325,7 +325,7 @@ def let_segments_go(node: RunningNode) -> int:
     """Do what the maintenance does by the minute; the first row that is kept."""
     node.run(node.node.maintenance.checkpoint())
     node.run(node.node.maintenance.apply_retention())
-    return node.broker.parts.reader.first_seq
+    return node.broker.log.reader.first_seq
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])

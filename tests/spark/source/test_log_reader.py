@@ -351,7 +351,7 @@ def test_what_was_there_at_the_start_of_a_run_that_ends(tmp_path: Path) -> None:
         groups.add()
         send(groups.one.endpoint, 5)
         end = source.latestOffset(start, ReadAllAvailable())
-        assert end["g1"] < groups.one.broker.parts.writer.next_seq and end["g2"] == 1, "the group came later"
+        assert end["g1"] < groups.one.broker.log.writer.next_seq and end["g2"] == 1, "the group came later"
         source.stop()
 
 

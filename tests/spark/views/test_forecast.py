@@ -87,7 +87,7 @@ def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:
 async def all_sent(node: RunningNode, instant_ms: int) -> None:
     node.broker.ticker.wake()
     async with asyncio.timeout(BOUND_S):
-        while node.broker.parts.scheduler.settled_before_ms <= instant_ms:
+        while node.broker.scheduling.scheduler.settled_before_ms <= instant_ms:
             await asyncio.sleep(0.005)
 
 

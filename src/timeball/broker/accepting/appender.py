@@ -23,14 +23,14 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.accepting import admission, durations, small_batch
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.small_batch import SendRuns, Sends
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.meta import Change
 from timeball.broker.registry.queue_offsets import FewPlaces
-from timeball.broker.registry.rates import TIMER_TOPIC
-from timeball.broker.registry.topics import Placement
+from timeball.broker.registry.rates import TIMER_TOPIC, Rates
+from timeball.broker.registry.topics import Placement, Topics
+from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
     EncodedRows,
     Pairs,
@@ -42,8 +42,10 @@ from timeball.log.row_encoder import (
     pairs_of,
     stored_size,
 )
+from timeball.log.writer import LogWriter
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.answers import SentState
+from timeball.model.config import Settings
 from timeball.model.message import (
     LOG_SCHEMA,
     SCHEDULE_TOPIC,
@@ -57,6 +59,7 @@ from timeball.model.message import (
     stored_sizes,
     with_seq,
 )
+from timeball.schedule.scheduler import Scheduling
 
 # Looked up once, because every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
@@ -156,11 +159,26 @@ class Appender:
     `tail_count` counts the scheduled messages in the log's tail.
     """
 
-    def __init__(self, parts: Components, policy: Policy, waiters: Waiters, tail_count: TailCount) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        waiters: Waiters,
+        tail_count: TailCount,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        topics: Topics,
+        scheduling: Scheduling,
+        rates: Rates,
+    ) -> None:
         # True for the hour log. It stores scheduled messages as they are, so they may take the fast paths.
-        self._compacts, self._host = parts.compacts, parts.settings.host
-        self._build = builder_of(parts.settings.codec)
-        self._parts, self._policy, self._waiters, self._tail_count = parts, policy, waiters, tail_count
+        self._compacts, self._host = scheduling.compacts, settings.host
+        self._build = builder_of(settings.codec)
+        self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
+        self._settings, self._clock, self._writer = settings, clock, writer
+        self._topics, self._scheduling = topics, scheduling
+        self._rates = rates
 
     def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept a batch as a whole or not at all. The order of calls is the order in the log."""
@@ -183,16 +201,15 @@ class Appender:
 
         The result is None if the batch must take another path, as rows or columns. Those paths also raise the refusals.
         """
-        parts = self._parts
         # The edge has checked texts and bodies. Topics, the writer's capacity and due times are still to be checked.
         topics = self._policy.destinations(runs.topics, caller)
         if topics is None:  # a first message creates its topic on the path for columns
             return None
-        now_ms = parts.clock.now_ms()
-        parts.writer.check_room()
+        now_ms = self._clock.now_ms()
+        self._writer.check_room()
         # Backlogs other than the hour log may refuse or change scheduled messages. These then take the path for
         # columns.
-        last_ms = now_ms + parts.settings.delay_ms_max if self._compacts else -1
+        last_ms = now_ms + self._settings.delay_ms_max if self._compacts else -1
         sends = runs.log_rows(topics, now_ms, last_ms, self._host)
         return None if sends is None else self._append_few(sends, now_ms)
 
@@ -201,12 +218,12 @@ class Appender:
 
         The result is None if the batch must take the path for columns, which also raises the refusals.
         """
-        parts, few = self._parts, small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
-        now_ms = parts.clock.now_ms()
-        delay_ms_max, may_wait = parts.settings.delay_ms_max, self._compacts
+        few = small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
+        now_ms = self._clock.now_ms()
+        delay_ms_max, may_wait = self._settings.delay_ms_max, self._compacts
         if few is None or not small_batch.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
             return None
-        parts.writer.check_room()
+        self._writer.check_room()
         topics = self._policy.destinations(set(map(_TOPIC_OF, few)), caller)
         if topics is None:  # as in `_send_runs`
             return None
@@ -214,16 +231,16 @@ class Appender:
 
     def _append_few(self, sends: small_batch.SmallBatch, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
         """Append rows with chosen queue offsets. The commit begins at once."""
-        parts, (rows, places, promised, scheduled_bytes) = self._parts, sends
+        rows, places, scheduled, scheduled_bytes = sends
         # No await between this line and the append: no other append may come between them.
-        first_seq = parts.writer.next_seq
+        first_seq = self._writer.next_seq
 
         def on_durable() -> None:
             if places is not None:
                 places.index(first_seq)
                 self._visible(places)
-            if promised:
-                waiting = numbered(rows, [first_seq + at for at in promised], promised)
+            if scheduled:
+                waiting = numbered(rows, [first_seq + at for at in scheduled], scheduled)
                 # Searching the bytes of all rows costs less than decoding one row. Hardly any message has a timer.
                 message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
                 lasting = durations.is_duration_small(waiting) if durations.TIMER_PREFIX in message else None
@@ -231,11 +248,11 @@ class Appender:
                     waiting, pairs_of(waiting), now_ms, scheduled_bytes, first_seq + rows.num_rows, lasting
                 )
 
-        _, durable = parts.writer.append(rows, on_durable=on_durable)
+        _, durable = self._writer.append(rows, on_durable=on_durable)
         # After the append, because it may refuse. Without an await, so that no other row gets these offsets.
         if places is not None:
             places.give_out()
-        parts.writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
+        self._writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
@@ -258,7 +275,7 @@ class Appender:
             self._policy.admit(codes_of(rows.column("topic"))[1], caller)
         rows = self.prepare(rows, now_ms, level)
         # After all steps that may append rows themselves, such as the creation of topics.
-        changed = change(self._parts.writer.next_seq, now_ms)
+        changed = change(self._writer.next_seq, now_ms)
         first_seq, written, durable = self.append(pa.concat_batches([rows, changed.rows]))
         changed.keep()  # after the append, because it may refuse
         return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
@@ -269,14 +286,14 @@ class Appender:
         Raises the errors of `admission.admit`.
         """
         # The clock is read once: all rows of a batch share their store time, and delays count from it.
-        parts, now_ms = self._parts, self._parts.clock.now_ms()
-        parts.writer.check_room()
+        now_ms = self._clock.now_ms()
+        self._writer.check_room()
         rows, level = admission.admit(
             admission.as_columns(batch),
             now_ms=now_ms,
-            delay_ms_max=parts.settings.delay_ms_max,
+            delay_ms_max=self._settings.delay_ms_max,
             host=self._host,
-            table=parts.levels.table,
+            table=self._scheduling.levels.table,
         )
         return rows, level, now_ms
 
@@ -286,12 +303,11 @@ class Appender:
         `level` is the second result of `admission.admit`. The topics of scheduled messages must exist (see
         `make_topics`). Raises OverLimit if a backlog is full.
         """
-        parts = self._parts
         # The schedule topic is created at the first use of a level, so other brokers do not have it.
         if level is not None:
-            parts.topics.ensure(SCHEDULE_TOPIC, parts.levels.table.queues)
+            self._topics.ensure(SCHEDULE_TOPIC, self._scheduling.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
-        return rows if self._compacts else admission.kept_by(parts.backlog, rows, now_ms)
+        return rows if self._compacts else admission.kept_by(self._scheduling.backlog, rows, now_ms)
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
         """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.
@@ -299,7 +315,7 @@ class Appender:
         The topic of a scheduled message exists from the moment it is accepted, so tools can show it.
         """
         for name in codes_of(rows.column("topic"))[1]:
-            self._parts.topics.ensure(name)
+            self._topics.ensure(name)
 
     def _accept(
         self, rows: pa.RecordBatch, level: Int64Array | None, now_ms: int
@@ -327,14 +343,14 @@ class Appender:
         if len(has_place):
             rows, placement = self._place(rows, has_place)
         # No await between this line and the append: no other append may come between them.
-        first_seq = self._parts.writer.next_seq
+        first_seq = self._writer.next_seq
 
         def on_durable() -> None:
             self._landed(rows, first_seq, has_place, placement, is_duration=is_duration)
             if then is not None:
                 then()
 
-        _, durable = self._parts.writer.append(rows, on_durable=on_durable)
+        _, durable = self._writer.append(rows, on_durable=on_durable)
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
@@ -342,20 +358,20 @@ class Appender:
 
         None may need an offset: scheduled messages with a due time, or cancels.
         """
-        rows, writer = self._build(values), self._parts.writer
+        rows, writer = self._build(values), self._writer
         first_seq = writer.next_seq
-        promised = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
+        scheduled = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
         stored_bytes = sum(
             stored_size(values[at][_TOPIC], values[at][_BODY] or b"", values[at][_PROPERTIES])
-            for at in promised
+            for at in scheduled
         )
 
         def on_durable() -> None:
-            if promised:
+            if scheduled:
                 now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
-                waiting = numbered(rows, [first_seq + at for at in promised], promised)
+                waiting = numbered(rows, [first_seq + at for at in scheduled], scheduled)
                 # All of them are leases, which are durations. Sends do not pass here.
-                lasting = np.ones(len(promised), np.bool_)
+                lasting = np.ones(len(scheduled), np.bool_)
                 self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq, lasting)
             if then is not None:
                 then()
@@ -367,12 +383,12 @@ class Appender:
         """Assign queue and offset to the rows at the positions `visible`: visible rows, and rows of a delay level."""
         # Usually all rows get an offset. Then two columns are replaced, and no row is copied.
         if len(visible) == rows.num_rows:
-            placement = self._parts.topics.place(rows)
+            placement = self._topics.place(rows)
             return _with_places(
                 rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
             ), placement
         # Only these rows: scheduled messages must not use up offsets of their topic.
-        placement = self._parts.topics.place(rows.take(pa.array(visible)))
+        placement = self._topics.place(rows.take(pa.array(visible)))
         # META rows have no queue
         queue_id = filled(rows.column("queue_id"), -1).to_numpy().copy()
         queue_offset = np.zeros(rows.num_rows, dtype=np.int64)
@@ -396,29 +412,29 @@ class Appender:
             placement.index(first_seq, first_seq + has_place)
             self._visible(placement)
         kinds = rows.column("kind").to_numpy()
-        promised = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
-        if promised.any():
-            self._promised(rows, first_seq, promised, is_duration=is_duration)
+        scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
+        if scheduled.any():
+            self._scheduled(rows, first_seq, scheduled, is_duration=is_duration)
 
     def _visible(self, places: Placement | FewPlaces) -> None:
         """Count rows that are in the queue indexes, and wake the consumers, which must find the rows there."""
-        places.count(self._parts.rates)
+        places.count(self._rates)
         self._waiters.wake_queues(places.queues())
 
-    def _promised(
-        self, rows: pa.RecordBatch, first_seq: int, promised: BoolArray, *, is_duration: bool
+    def _scheduled(
+        self, rows: pa.RecordBatch, first_seq: int, scheduled: BoolArray, *, is_duration: bool
     ) -> None:
         """Add the scheduled messages of a durable batch to the schedule."""
-        parts, scheduled_rows = self._parts, with_seq(rows, first_seq)
+        scheduled_rows = with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
         # A scheduled message with a queue offset waits for a delay level, and only in `levels`.
-        in_level = promised & np.asarray(rows.column("queue_offset").is_valid())
+        in_level = scheduled & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
             of_level = scheduled_rows.filter(pa.array(in_level))
-            parts.scheduler.add(parts.levels, of_level, pairs_of(of_level), now_ms)
-            promised = promised & ~in_level
-        if promised.any():
-            of_instant = scheduled_rows if promised.all() else scheduled_rows.filter(pa.array(promised))
+            self._scheduling.scheduler.add(self._scheduling.levels, of_level, pairs_of(of_level), now_ms)
+            scheduled = scheduled & ~in_level
+        if scheduled.any():
+            of_instant = scheduled_rows if scheduled.all() else scheduled_rows.filter(pa.array(scheduled))
             stored_bytes = int(stored_sizes(of_instant).sum())
             lasting = durations.is_duration(of_instant)
             if is_duration:
@@ -442,8 +458,8 @@ class Appender:
         duration. None means that there are none.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
-        self._parts.rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
-        self._parts.scheduler.add(self._parts.backlog, scheduled_rows, pairs, now_ms, lasting)
+        self._rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
+        self._scheduling.scheduler.add(self._scheduling.backlog, scheduled_rows, pairs, now_ms, lasting)
         if self._compacts:
             self._tail_count.add(next_seq, scheduled_rows.num_rows)
 

@@ -16,9 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.components import Components
+from timeball.broker.accepting.tracing import Tracing
+from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.queue_offsets import FewPlaces
+from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.topics import Placement, Topics, check_topic
+from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
     Build,
     EncodedRows,
@@ -30,17 +33,20 @@ from timeball.log.row_encoder import (
     read_batch,
     stored_size,
 )
+from timeball.log.writer import LogWriter
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
+from timeball.model.rows import release_row
 from timeball.schedule.columns import FEW, with_column
 from timeball.schedule.hour_log.pending import as_scheduled
 from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
 from timeball.schedule.level_cascade.timing_list import without_list
+from timeball.schedule.scheduler import Scheduler
 
 FEW_ROWS = 64  # for more rows, columns cost less
 FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
-_RELEASE = int(Kind.RELEASE)
 _BODY, _PROPERTIES, _DUE_MS, _STORE_MS = map(
     READ_SCHEMA.get_field_index, ("body", "properties", "due_ms", "store_ms")
 )
@@ -59,15 +65,24 @@ class Delivery:
 
     def __init__(
         self,
-        parts: Components,
         *,
         on_visible: Callable[[list[tuple[str, int]]], None],
         lateness: Lateness,
+        settings: Settings,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        topics: Topics,
+        lease_counts: LeaseCounts,
+        scheduler: Scheduler,
+        rates: Rates,
+        traces: Tracing | None,
     ) -> None:
         """Create the delivery. `on_visible` receives the queues that have new messages: topic and queue number."""
-        self._parts, self._scheduler = parts, parts.scheduler
-        self._on_visible, self._lateness, self._traces = on_visible, lateness, parts.traces
-        self._build = builder_of(parts.settings.codec)
+        self._clock, self._writer, self._topics = clock, writer, topics
+        self._lease_counts, self._scheduler = lease_counts, scheduler
+        self._rates = rates
+        self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
+        self._build = builder_of(settings.codec)
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for handed-out messages. The ticker calls this.
@@ -84,30 +99,29 @@ class Delivery:
     def _release_few(
         self, scheduled_rows: ReadRows, values: Sequence[ReadRow], now_ms: int
     ) -> asyncio.Future[int]:
-        parts, pairs = self._parts, pairs_of(scheduled_rows)
-        few, places = few_release_rows(values, parts.topics, now_ms, self._build)
-        first_seq = parts.writer.next_seq
+        pairs = pairs_of(scheduled_rows)
+        few, places = few_release_rows(values, self._topics, now_ms, self._build)
+        first_seq = self._writer.next_seq
         # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
         # that due time.
         begin_ms = np.array([max(row[_DUE_MS], row[_STORE_MS]) for row in values], dtype=np.int64)
-        durable = parts.writer.append(
+        durable = self._writer.append(
             few, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, places)
         )[1]
         places.give_out()  # without an await after the append, so that no other row gets these offsets
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        parts = self._parts
         # First, because the index and the rates count the properties that a consumer gets.
         scheduled_rows = without_lists(scheduled_rows)
         # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
-        placement = parts.topics.place(scheduled_rows)
+        placement = self._topics.place(scheduled_rows)
         rows = release_rows(
             scheduled_rows, now_ms=now_ms, queue_id=placement.queue_id, queue_offset=placement.queue_offset
         )
-        first_seq, pairs = parts.writer.next_seq, pairs_of(scheduled_rows)
+        first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
         begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
-        return parts.writer.append(
+        return self._writer.append(
             rows, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, placement)
         )[1]
 
@@ -117,16 +131,14 @@ class Delivery:
             self._move_frame(part, now_ms)
 
     def _move_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
-        first_seq, rows = self._parts.writer.next_seq, scheduled_rows.num_rows
+        first_seq, rows = self._writer.next_seq, scheduled_rows.num_rows
 
         def on_durable() -> None:
             row_seq = np.arange(first_seq, first_seq + rows)
             # Only when durable: until then the message counts as pending in its old row, where a restart would find it.
-            self._scheduler.rewritten(
-                int64(scheduled_rows.column("seq")), row_seq, self._parts.clock.now_ms()
-            )
+            self._scheduler.rewritten(int64(scheduled_rows.column("seq")), row_seq, self._clock.now_ms())
 
-        self._parts.writer.append(moved_rows(scheduled_rows, now_ms=now_ms), on_durable=on_durable)
+        self._writer.append(moved_rows(scheduled_rows, now_ms=now_ms), on_durable=on_durable)
 
     def _released(
         self,
@@ -138,14 +150,14 @@ class Delivery:
     ) -> None:
         seq = pairs[1]
         placement.index(first_seq)
-        placement.count(self._parts.rates, released=True)
-        now_ms = self._parts.clock.now_ms()
+        placement.count(self._rates, released=True)
+        now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
         self._scheduler.released(seq)
-        if self._parts.lease_counts.waiting_rows:
+        if self._lease_counts.waiting_rows:
             # Rows that come as values were never moved, so `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
-            self._parts.lease_counts.end(numbers)
+            self._lease_counts.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:
@@ -156,7 +168,7 @@ class Delivery:
 
     def lease_to_dispatcher(self, lease_ms: int) -> None:
         """Leave the messages in data files to a dispatcher for `lease_ms`, at most one hour. 0 ends the lease now."""
-        self._parts.scheduler.lease(self._parts.clock.now_ms(), lease_ms)
+        self._scheduler.lease(self._clock.now_ms(), lease_ms)
 
     async def release_brought(self, rows: pa.RecordBatch) -> Brought:
         """Release those of these rows that are pending. They are durable on return.
@@ -166,20 +178,19 @@ class Delivery:
         as those of attached files are. Raises OutOfRange if a row of the batch is not due yet. The dispatcher may bring
         it again later.
         """
-        parts = self._parts
         # Ordinary releases have the same limit: neither path may fill the memory faster than the disk writes.
-        while parts.scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
-            await parts.writer.flushed()
-        now_ms = parts.clock.now_ms()
+        while self._scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
+            await self._writer.flushed()
+        now_ms = self._clock.now_ms()
         last_ms = int(int64(rows.column("due_ms")).max())
         # Only the broker's clock counts: a dispatcher whose clock is ahead must not release early (G2).
         if last_ms > now_ms:
             raise OutOfRange(f"a row is due at {last_ms} and it is {now_ms} here: bring it then")
         for name in rows.column("topic").unique().to_pylist():
-            if parts.topics.find_topic(name) is None:
+            if self._topics.find_topic(name) is None:
                 check_topic(name)  # raises for an invalid name, so before any row is in flight
         # No await from here on: rows in flight must be in the log in the same order.
-        scheduled_rows = parts.scheduler.take_brought(as_scheduled(pa.Table.from_batches([rows])))
+        scheduled_rows = self._scheduler.take_brought(as_scheduled(pa.Table.from_batches([rows])))
         if scheduled_rows is None:
             return Brought(0, rows.num_rows)
         # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.
@@ -305,9 +316,11 @@ def few_release_rows(
             at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag, properties,
         )  # fmt: skip
         built.append(
-            (
-                _RELEASE, topic, queue_id, offset, tag, keys, unique_key, body, properties, born_ms, born_host, now_ms,
-                store_host, flag, sys_flag, reconsume_times, due_ms, store_ms, number, version, from_due_ms,
+            release_row(
+                topic=topic, queue_id=queue_id, queue_offset=offset, tag=tag, keys=keys, unique_key=unique_key,
+                body=body, properties=properties, born_ms=born_ms, born_host=born_host, store_ms=now_ms,
+                store_host=store_host, flag=flag, sys_flag=sys_flag, reconsume_times=reconsume_times, due_ms=due_ms,
+                accepted_ms=store_ms, source_seq=number, version_seq=version, from_due_ms=from_due_ms,
             )
         )  # fmt: skip
     return build(built), places

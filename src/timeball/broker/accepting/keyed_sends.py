@@ -25,16 +25,20 @@ from typing import Any
 import msgspec
 
 from timeball.broker.accepting.appender import Accepted, Appender, Sent
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.ingress import BATCH_ROWS_MAX, Batcher, Begun, Piece, answer, joined, refuse
+from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.policy import Policy
-from timeball.broker.registry.idempotency import KeyedSend, KeyUse, check_same, key_use
+from timeball.broker.registry.idempotency import IdempotencyKeys, KeyedSend, KeyUse, check_same, key_use
 from timeball.broker.registry.meta import Change
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import CommitLog
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS, SentState
+from timeball.model.config import Settings
 from timeball.model.errors import Conflict, InvalidMessage, OverLimit
 from timeball.model.message import build_rows, codes_of
 from timeball.model.rules import check_idempotency_key
+from timeball.schedule.outcomes import Outcomes
 
 # The rows of a repeated send are not read again: its edge returns only their numbers.
 _NOT_READ = build_rows(0)
@@ -55,8 +59,22 @@ class _Use(msgspec.Struct):
 class KeyedSends:
     """Sends with an idempotency key, from all edges. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender, policy: Policy, states_of: StatesOf) -> None:
-        self._parts, self._policy, self._send = parts, policy, parts.traced(appender.send_with)
+    def __init__(
+        self,
+        appender: Appender,
+        policy: Policy,
+        states_of: StatesOf,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        idempotency_keys: IdempotencyKeys,
+        outcomes: Outcomes,
+        traces: Tracing | None,
+    ) -> None:
+        self._policy, self._send = policy, traced(appender.send_with, traces)
+        self._settings, self._clock, self._log = settings, clock, log
+        self._idempotency_keys, self._outcomes = idempotency_keys, outcomes
         self._states_of = states_of
         self._under_way: dict[str, _Use] = {}
         self._answering: set[asyncio.Task[None]] = set()
@@ -105,9 +123,8 @@ class KeyedSends:
             raise
 
     def _known(self, use: KeyUse) -> KeyedSend | None:
-        parts = self._parts
-        after_ms = parts.clock.now_ms() - parts.settings.idempotency_ms
-        return parts.idempotency_keys.get(use.name, after_ms, parts.outcomes.moved.last_due_ms)
+        after_ms = self._clock.now_ms() - self._settings.idempotency_ms
+        return self._idempotency_keys.get(use.name, after_ms, self._outcomes.moved.last_due_ms)
 
     def _begin_task(self, work: Coroutine[Any, Any, None]) -> None:
         self._answering.add(task := asyncio.ensure_future(work))
@@ -146,10 +163,10 @@ class KeyedSends:
 
     async def _states(self, known: KeyedSend) -> list[SentState]:
         # The row of the key may be in the log, but not on disk yet.
-        await self._parts.writer.flushed()
+        await self._log.writer.flushed()
         numbers = range(known.first_seq, known.first_seq + known.rows)
         if known.last_due_ms == 0:  # none of the messages was scheduled
-            first_seq = self._parts.reader.first_seq
+            first_seq = self._log.reader.first_seq
             return [_VISIBLE if number >= first_seq else _EXPIRED for number in numbers]
         return await self._states_of(numbers)
 
@@ -169,7 +186,7 @@ class KeyedSends:
             for key in (use.key for use in uses):  # the rows of the uses are in this order in the batch
                 sends.append((key.name, key.sent(first_seq, store_ms)))
                 first_seq += key.rows
-            return self._parts.idempotency_keys.changed(sends)
+            return self._idempotency_keys.changed(sends)
 
         return self._send(joined(pieces), keys, pieces[0].caller)
 

@@ -13,8 +13,11 @@ import asyncio
 from functools import partial
 
 from timeball.broker.accepting.appender import Accepted, Appender
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.ingress import Piece, answer, refuse
+from timeball.broker.accepting.tracing import Tracing, traced
+from timeball.broker.registry.source_positions import SourcePositions
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
 from timeball.model.access import Caller
 from timeball.model.errors import Unavailable
 from timeball.model.message import build_rows
@@ -24,12 +27,21 @@ from timeball.model.wire import SourceStep
 class SourcedSends:
     """The sends of sources. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender) -> None:
-        self._parts, self._send = parts, parts.traced(appender.send_with)
+    def __init__(
+        self,
+        appender: Appender,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        source_positions: SourcePositions,
+        traces: Tracing | None,
+    ) -> None:
+        self._send = traced(appender.send_with, traces)
+        self._clock, self._writer, self._source_positions = clock, writer, source_positions
 
     def positions(self, source: str, caller: Caller) -> dict[int, int]:
         """Return the positions of the caller's source of this name, by partition."""
-        return self._parts.source_positions.of(caller.name, source)
+        return self._source_positions.of(caller.name, source)
 
     def put(self, piece: Piece, step: SourceStep) -> None:
         """Send a piece of SEND_COLUMNS, which may be empty, and move its source. Its edge receives the outcome later.
@@ -37,7 +49,7 @@ class SourcedSends:
         Raises Conflict, and the errors of a send.
         """
         caller = piece.caller
-        positions = self._parts.source_positions
+        positions = self._source_positions
         if piece.count:
             # The row of the position is in the same frame as the messages, so a crash cannot separate them.
             moved = positions.moved
@@ -46,10 +58,10 @@ class SourcedSends:
             )
         else:
             # Records may produce no message. The source still moves past them.
-            self._parts.writer.check_room()
+            self._writer.check_room()
             changed = positions.moved(caller.name, step)
-            store_ms, rows = self._parts.clock.now_ms(), build_rows(0)
-            first_seq, durable = self._parts.writer.append(changed.rows)
+            store_ms, rows = self._clock.now_ms(), build_rows(0)
+            first_seq, durable = self._writer.append(changed.rows)
             changed.keep()
             accepted = Accepted(first_seq, 0, store_ms, rows)
         piece.first_row = 0  # no other piece shares its batch

@@ -14,15 +14,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.retention import unread
 from timeball.broker.policy import Policy
 from timeball.broker.registry.expired import Expiry
 from timeball.broker.registry.groups import SubscriptionGroup
+from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import Topic, TopicConfig, altered_attributes, check_config
 from timeball.broker.registry.topics import FilterType
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
 from timeball.model.access import Caller, Verb
 from timeball.model.message import DLQ_PREFIX
 
@@ -59,13 +61,17 @@ class Administration:
 
     def __init__(
         self,
-        parts: Components,
         policy: Policy,
         waiters: Waiters,
         dead_letters: DeadLetters,
         count_pending: CountPending,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        tables: Tables,
     ) -> None:
-        self._parts, self._policy, self._waiters = parts, policy, waiters
+        self._policy, self._waiters = policy, waiters
+        self._clock, self._writer, self._tables = clock, writer, tables
         self._dead_letters, self._count_pending = dead_letters, count_pending
 
     # -- topics ------------------------------------------------------------------------------------------------
@@ -83,16 +89,16 @@ class Administration:
         self._policy.admit_managed([change.name for change in changes], caller)
         try:
             for change, config in zip(changes, configs, strict=True):
-                self._parts.topics.configure(
+                self._tables.topics.configure(
                     change.name, config, filter_type=change.filter_type, made_by=caller.name
                 )
         finally:
             # Also after a refusal, because the topics before it stay changed.
-            await self._parts.writer.flushed()
+            await self._writer.flushed()
 
     def _config(self, change: TopicChange, caller: Caller) -> TopicConfig:
         self._policy.check_managed(change.name, caller)
-        known = self._parts.topics.find_topic(change.name)
+        known = self._tables.topics.find_topic(change.name)
         attributes = altered_attributes(known.config.attributes if known else {}, change.attributes)
         config = msgspec.structs.replace(change.config, attributes=attributes)
         check_config(config)
@@ -101,19 +107,19 @@ class Administration:
     async def set_order(self, name: str, caller: Caller, *, order: bool) -> None:
         """Mark a topic as ordered or unordered. Does nothing if the topic does not exist."""
         self._policy.allow(caller, Verb.ADMIN)
-        topic = self._parts.topics.find_topic(name)
+        topic = self._tables.topics.find_topic(name)
         if topic is not None and topic.config.order != order:
-            self._parts.topics.configure(name, msgspec.structs.replace(topic.config, order=order))
-            await self._parts.writer.flushed()
+            self._tables.topics.configure(name, msgspec.structs.replace(topic.config, order=order))
+            await self._writer.flushed()
 
     async def delete_topic(self, name: str, caller: Caller) -> TopicRemoved | None:
         """Delete a topic, its messages and the offsets in it. Returns counts, or None if the topic does not exist."""
         self._policy.check_managed(name, caller)
         # Check first, because the count below is expensive.
-        if self._parts.topics.find_topic(name) is None:
+        if self._tables.topics.find_topic(name) is None:
             return None
         pending = await self._count_pending(name)
-        topic = self._parts.topics.find_topic(name)
+        topic = self._tables.topics.find_topic(name)
         if topic is None:  # another request deleted it during the count
             return None
         # `lost` are the messages that count as expired: unread ones and dead letters.
@@ -125,15 +131,15 @@ class Administration:
         # `lost` includes the dead letters, which are not unread messages.
         removed = TopicRemoved(sum(one.rows for one in lost) - letters, letters, pending)
         # A topic of the same name may be created again. Rows from this number on belong to the new one.
-        self._parts.topics.delete(name, self._parts.writer.next_seq)
-        self._parts.offsets.forget_topic(name)
+        self._tables.topics.delete(name, self._writer.next_seq)
+        self._tables.offsets.forget_topic(name)
         if lost:
-            self._parts.expired.add(lost, self._parts.clock.now_ms())
+            self._tables.expired.add(lost, self._clock.now_ms())
         if name.startswith(DLQ_PREFIX):
-            self._parts.resolved_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
-            self._parts.repeated_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
+            self._tables.resolved_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
+            self._tables.repeated_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
         self._waiters.wake([name])  # waiting consumers then learn that the topic is gone
-        await self._parts.writer.flushed()
+        await self._writer.flushed()
         if lost or pending:
             logger.warning(
                 "topic deleted topic=%s unread=%d dead_letters=%d pending=%s",
@@ -143,8 +149,8 @@ class Administration:
 
     def _unread(self, topic: Topic) -> list[Expiry]:
         """Count the messages of a topic that each group has not read."""
-        table, found = self._parts.offsets.table, list[Expiry]()
-        for group in self._parts.offsets.groups_of(topic.name):
+        table, found = self._tables.offsets.table, list[Expiry]()
+        for group in self._tables.offsets.groups_of(topic.name):
             if rows := unread(topic, table[group][topic.name]):
                 found.append(Expiry(group, topic.name, rows, {}))
         return found
@@ -159,17 +165,17 @@ class Administration:
         self._policy.allow(caller, Verb.ADMIN)
         try:
             for group in groups:
-                self._parts.groups.update(group)
+                self._tables.groups.update(group)
         finally:
             # Also after a refusal, because the groups before it stay changed.
-            await self._parts.writer.flushed()
+            await self._writer.flushed()
 
     async def delete_group(self, name: str, caller: Caller, *, with_offsets: bool) -> None:
         """Delete a group. As in RocketMQ, the next heartbeat of a member creates the group again."""
         self._policy.allow(caller, Verb.ADMIN)
-        self._parts.groups.remove(name)
+        self._tables.groups.remove(name)
         if with_offsets:
-            self._parts.offsets.forget_group(name)
+            self._tables.offsets.forget_group(name)
         # Offsets that stay do not make retention keep messages while the group is deleted.
-        self._parts.expired.note_deleted(name, keeps_offsets=bool(self._parts.offsets.topics_of(name)))
-        await self._parts.writer.flushed()
+        self._tables.expired.note_deleted(name, keeps_offsets=bool(self._tables.offsets.topics_of(name)))
+        await self._writer.flushed()

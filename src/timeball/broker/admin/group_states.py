@@ -6,14 +6,17 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.retry import dead_letter_topic
 from timeball.broker.consuming.subscriptions import Subscriptions
 from timeball.broker.policy import Policy
-from timeball.broker.registry.lease_counts import Counts, topic_of
+from timeball.broker.registry.expired import ExpiredMessages
+from timeball.broker.registry.groups import Groups
+from timeball.broker.registry.lease_counts import Counts, LeaseCounts, topic_of
+from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.topics import Topics
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import GroupPage, GroupState, TopicState
@@ -22,22 +25,22 @@ from timeball.model.errors import GroupNotFound, OutOfRange
 QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets control back
 
 
-def lags(parts: Components, groups: Iterable[str]) -> Counts:
+def lags(groups: Iterable[str], *, topics: Topics, offsets: Offsets) -> Counts:
     """Count the messages after the stored offsets of each of these groups, by group and topic."""
     found: Counts = {}
-    table, bounds_of = parts.offsets.table, dict[str, list[tuple[int, int]]]()
+    table, bounds_of = offsets.table, dict[str, list[tuple[int, int]]]()
     for group in groups:
-        for name, offsets in table.get(group, {}).items():
+        for name, stored in table.get(group, {}).items():
             # Read once per topic: thousands of groups may share a few topics.
             if (bounds := bounds_of.get(name)) is None:
-                topic = parts.topics.find_topic(name)
+                topic = topics.find_topic(name)
                 indexes = [] if topic is None else [queue.index for queue in topic.queues]
                 bounds_of[name] = bounds = [(index.min_offset, index.max_offset) for index in indexes]
             if bounds:  # otherwise the topic was deleted; its offsets go at the next save
                 # Offsets of queues that the topic no longer has are ignored. Messages that have expired are no lag.
                 found[group, name] = sum(
                     max(0, bounds[queue][1] - max(offset, bounds[queue][0]))
-                    for queue, offset in offsets.items()
+                    for queue, offset in stored.items()
                     if queue < len(bounds)
                 )
     return found
@@ -61,25 +64,32 @@ class GroupStates:
 
     def __init__(
         self,
-        parts: Components,
         policy: Policy,
         leases: Leases,
         dead_letters: DeadLetters,
         subscriptions: Subscriptions,
+        *,
+        topics: Topics,
+        offsets: Offsets,
+        groups: Groups,
+        expired: ExpiredMessages,
+        lease_counts: LeaseCounts,
     ) -> None:
-        self._parts, self._policy, self._leases, self._dead_letters = parts, policy, leases, dead_letters
+        self._policy, self._leases, self._dead_letters = policy, leases, dead_letters
+        self._topics, self._offsets, self._groups = topics, offsets, groups
+        self._expired, self._lease_counts = expired, lease_counts
         self._subscriptions = subscriptions
 
     async def lags(self) -> Counts:
         """Count the lag of all groups, by group and topic."""
         found: Counts = {}
-        async for groups in shares(self._parts.offsets.table):
-            found |= lags(self._parts, groups)
+        async for groups in shares(self._offsets.table):
+            found |= lags(groups, topics=self._topics, offsets=self._offsets)
         return found
 
     async def in_flight(self) -> Counts:
         """Count the messages that the members of all groups hold, by group and topic."""
-        found = self._parts.lease_counts.held()
+        found = self._lease_counts.held()
         # Shares are counted in queues, because a group may have many: those of all its topics.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
             add_in_flight(found, queues)
@@ -88,7 +98,7 @@ class GroupStates:
     def expired(self) -> tuple[Counts, dict[tuple[str], int]]:
         """Count the messages that expired unread, by group and topic, and the expired dead letters, by group."""
         unread, letters = Counts(), dict[tuple[str], int]()
-        for group, facts in self._parts.expired.groups().items():
+        for group, facts in self._expired.groups().items():
             for topic, one in facts.topics.items():
                 if topic == dead_letter_topic(group):
                     letters[(group,)] = one.rows
@@ -114,10 +124,10 @@ class GroupStates:
         if not 1 <= rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
         # First, because a deleted group that still holds messages is also listed.
-        parts, held, names = self._parts, await self.in_flight(), list[str]()
+        held, names = await self.in_flight(), list[str]()
         # Groups that were configured, have stored offsets, hold messages, or have lost messages.
-        known = parts.groups.names() | parts.offsets.table.keys() | {name for name, _ in held}
-        known |= parts.expired.groups().keys()
+        known = self._groups.names() | self._offsets.table.keys() | {name for name, _ in held}
+        known |= self._expired.groups().keys()
         async for some in shares(known if after is None else (name for name in known if name > after)):
             names += [name for name in some if self._policy.allows(caller, Verb.RECEIVE, group=name)]
         # One more than the page shows, to see whether there is a next page. Sorting all names would take too long in
@@ -134,11 +144,11 @@ class GroupStates:
                 topics_of[name].add(topic)
         found = list[GroupState]()
         async for some in shares(names):
-            behind = lags(self._parts, some)
+            behind = lags(some, topics=self._topics, offsets=self._offsets)
             for name, topic in behind:
                 topics_of[name].add(topic)
             for name in some:
-                expired = self._parts.expired.topics(name)
+                expired = self._expired.topics(name)
                 rows = {topic: one.rows for topic, one in expired.items() if topic != dead_letter_topic(name)}
                 states = [
                     TopicState(
@@ -146,21 +156,21 @@ class GroupStates:
                     )
                     for topic in sorted(topics_of[name] | rows.keys())
                 ]
-                if states or expired or self._parts.groups.find_group(name) is not None:
+                if states or expired or self._groups.find_group(name) is not None:
                     found.append(self._state(name, states))
         return found
 
     def _state(self, name: str, topics: list[TopicState]) -> GroupState:
         # None if the group was deleted but its offsets were kept.
-        config = self._parts.groups.find_group(name)
+        config = self._groups.find_group(name)
         # Dead letters do not count as messages of a topic that the group consumes.
-        letters = self._parts.expired.topics(name).get(dead_letter_topic(name))
+        letters = self._expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
             name,
             sum(topic.lag for topic in topics),
             sum(topic.in_flight for topic in topics),
             self._dead_letters.count(name),
-            1 + self._parts.groups.times_max(name),
+            1 + self._groups.times_max(name),
             config is not None and config.consume_message_orderly,
             config is None or config.consume_enable,
             topics,

@@ -10,13 +10,18 @@ here. The files are for people: no decision of the broker depends on them.
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Executor
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.policy import Policy
+from timeball.broker.registry.attach import AttachState
+from timeball.io.clock import SchedulerClock
+from timeball.io.files import Files
+from timeball.io.threads import in_thread
+from timeball.log.reader import LogReader
 from timeball.model.access import Caller, Verb
 
 logger = logging.getLogger(__name__)
@@ -61,29 +66,38 @@ class JobState(NamedTuple):
 class JobReports:
     """Reads the reports of jobs. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, policy: Policy) -> None:
-        self._parts, self._policy = parts, policy
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        files: Files,
+        clock: SchedulerClock,
+        reader: LogReader,
+        attach_state: AttachState,
+        reader_thread: Executor,
+    ) -> None:
+        self._policy = policy
+        self._files, self._clock, self._reader = files, clock, reader
+        self._attach_state, self._reader_thread = attach_state, reader_thread
 
     async def all(self, caller: Caller) -> tuple[list[Report], Report | None]:
         """Read the reports of the jobs, sorted by name, and of the last audit. Raises Forbidden."""
         # Errors in them may contain topics and URIs that not every account may see.
         self._policy.allow(caller, Verb.ADMIN)
-        return await in_thread(self._parts.reader_thread, self._read_all)
+        return await in_thread(self._reader_thread, self._read_all)
 
     async def states(self) -> list[JobState]:
         """Read the states of the jobs for metrics, sorted by name. Omits reports without the necessary figures."""
-        parts = self._parts
-        return await in_thread(parts.reader_thread, self._states, parts.reader.next_seq, parts.clock.now_ms())
+        return await in_thread(self._reader_thread, self._states, self._reader.next_seq, self._clock.now_ms())
 
     async def compaction_lag_ms(self) -> int:
         """Compute the age in ms of the oldest row that compaction has not read. 0 if there is none."""
-        parts = self._parts
         return await in_thread(
-            parts.reader_thread,
+            self._reader_thread,
             self._age_ms,
-            parts.ledger.watermark,
-            parts.reader.next_seq,
-            parts.clock.now_ms(),
+            self._attach_state.watermark,
+            self._reader.next_seq,
+            self._clock.now_ms(),
         )
 
     def _states(self, next_seq: int, now_ms: int) -> list[JobState]:
@@ -107,7 +121,7 @@ class JobReports:
 
     def _age_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
         """Compute the age in ms of the first row at or after `seq`. 0 if there is none."""
-        reader = self._parts.reader
+        reader = self._reader
         first = max(seq, reader.first_seq)
         # One frame at a time. Reserved numbers have no rows.
         for rows in reader.coalesced(first, next_seq, None, 1, ["store_ms"]) if first < next_seq else ():
@@ -116,7 +130,7 @@ class JobReports:
         return 0
 
     def _read_all(self) -> tuple[list[Report], Report | None]:
-        files = self._parts.files
+        files = self._files
         # Jobs replace a file through a temporary file with another suffix, which is skipped here.
         names = (
             [name for name in files.list_dir(STATUS) if name.endswith(".json")]
@@ -127,7 +141,7 @@ class JobReports:
         return [each for each in found if each is not None], self._read(AUDIT)
 
     def _read(self, name: str) -> Report | None:
-        files = self._parts.files
+        files = self._files
         try:
             # Another process may remove the file, or write any content into it.
             if not files.exists(name) or files.size(name) > FILE_BYTES_MAX:

@@ -12,12 +12,19 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.filters.compiler import SQL92, TAG, compile_filter
 from timeball.broker.policy import Policy
-from timeball.broker.registry.push_subscriptions import FilterKind, PushSubscription, secret_text
+from timeball.broker.registry.push_subscriptions import (
+    FilterKind,
+    PushSubscription,
+    PushSubscriptions,
+    secret_text,
+)
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
 from timeball.model.access import Caller, Verb
 from timeball.model.addresses import Allowed
+from timeball.model.config import Settings
 from timeball.model.errors import NotFound, RequestError
 
 EXPRESSION_TYPES: dict[FilterKind, str] = {"tag": TAG, "sql": SQL92}
@@ -34,9 +41,18 @@ class PushPut(NamedTuple):
 class PushChanges:
     """The operations on push subscriptions. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, policy: Policy) -> None:
-        self._parts, self._policy = parts, policy
-        self._kept, self._allowed = parts.push_subscriptions, Allowed.parse(parts.settings.push_allow)
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        push_subscriptions: PushSubscriptions,
+    ) -> None:
+        self._policy = policy
+        self._clock, self._writer = clock, writer
+        self._kept, self._allowed = push_subscriptions, Allowed.parse(settings.push_allow)
         self._watcher: Callable[[str], None] | None = None
 
     def watch(self, changed: Callable[[str], None]) -> None:
@@ -74,7 +90,7 @@ class PushChanges:
             # Otherwise a change of the URL would resume a subscription that an administrator has paused.
             wanted = msgspec.structs.replace(wanted, paused=known.paused, paused_by=known.paused_by)
         # the new secret, or None
-        made = self._kept.put(name, wanted, self._parts.clock.now_ms(), rotates=rotates)
+        made = self._kept.put(name, wanted, self._clock.now_ms(), rotates=rotates)
         await self._changed(name)
         return PushPut(wanted, known is None, None if made is None else secret_text(made))
 
@@ -100,7 +116,7 @@ class PushChanges:
         self, name: str, *, paused: bool, paused_by: Literal["operator", "receiver"]
     ) -> PushSubscription:
         changed = msgspec.structs.replace(self._kept.get(name), paused=paused, paused_by=paused_by)
-        self._kept.put(name, changed, self._parts.clock.now_ms())
+        self._kept.put(name, changed, self._clock.now_ms())
         await self._changed(name)
         return changed
 
@@ -108,7 +124,7 @@ class PushChanges:
         if self._watcher is not None:
             # The watcher reads the change from memory at once; the caller waits until it is durable.
             self._watcher(name)
-        await self._parts.writer.flushed()
+        await self._writer.flushed()
 
     def _check_same_filter(self, name: str, wanted: PushSubscription) -> None:
         """Raise RequestError if another subscription of this group and topic has a different filter."""

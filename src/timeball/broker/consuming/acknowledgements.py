@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.ingress import Batcher, Begun, settle
 from timeball.broker.consuming.lease_rows import (
     Versions,
@@ -28,8 +27,13 @@ from timeball.broker.consuming.lease_rows import (
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
 from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import CANCEL_REASON, encode_properties
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
 
 ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
 CALLS_PER_TURN = 4_096  # requests of one turn: the others wait for the next turn
@@ -41,8 +45,19 @@ _Asked = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
 class Acknowledgements:
     """Ends leases kept in the log. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender) -> None:
-        self._parts, self._appender = parts, appender
+    def __init__(
+        self,
+        appender: Appender,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        lease_counts: LeaseCounts,
+        scheduler: Scheduler,
+        outcomes: Outcomes,
+    ) -> None:
+        self._appender = appender
+        self._clock, self._writer, self._lease_counts = clock, writer, lease_counts
+        self._scheduler, self._outcomes = scheduler, outcomes
         self._batcher: Batcher[_Asked] = Batcher(
             self._begin, _answer, _refuse, rows_max=CALLS_PER_TURN, is_pipelined=False
         )
@@ -56,7 +71,7 @@ class Acknowledgements:
 
     def _begin(self, asked: list[_Asked]) -> Begun:
         receipts = asked[0][0] if len(asked) == 1 else [receipt for some, _ in asked for receipt in some]
-        versions = newest_versions(self._parts, receipts)
+        versions = newest_versions(receipts, outcomes=self._outcomes)
         valid, durable = self._end(receipts, versions)
         # The usual case needs no task, and no turn of the loop beyond the commit.
         if durable is not None and valid.all():
@@ -75,9 +90,9 @@ class Acknowledgements:
             part = receipts[begin : begin + ROWS_PER_APPEND]
             due_ms, version = (column[begin : begin + len(part)] for column in versions)
             # Decided by the newest version, between two awaits: a later release finds the scheduled message cancelled.
-            now_ms = self._parts.clock.now_ms()
-            won = valid[begin : begin + len(part)] = settle_leases(self._parts, due_ms, version)
-            count_ended(self._parts, part, won)
+            now_ms = self._clock.now_ms()
+            won = valid[begin : begin + len(part)] = settle_leases(due_ms, version, scheduler=self._scheduler)
+            count_ended(part, won, lease_counts=self._lease_counts)
             if won.any():
                 # No await since the decision: the CANCEL rows stand in the log before any later release.
                 durable = self._append(part, (due_ms, version), won, now_ms)
@@ -103,11 +118,16 @@ class Acknowledgements:
         if durable is not None:
             await durable  # the receipts that were valid are answered only when their rows are durable
         # The newest version is known only when the row that moved the scheduled message is durable.
-        await self._parts.writer.flushed()
-        left = np.flatnonzero(~valid & (newest_versions(self._parts, receipts)[1] != versions[1]))
+        await self._writer.flushed()
+        left = np.flatnonzero(~valid & (newest_versions(receipts, outcomes=self._outcomes)[1] != versions[1]))
         if len(left):
             try:
-                valid[left] = await decide(self._parts, [receipts[at] for at in left.tolist()], self._attempt)
+                valid[left] = await decide(
+                    [receipts[at] for at in left.tolist()],
+                    self._attempt,
+                    writer=self._writer,
+                    outcomes=self._outcomes,
+                )
             except (RequestError, OverLimit):
                 if not valid.any():
                     raise
@@ -115,7 +135,7 @@ class Acknowledgements:
         return valid
 
     async def _attempt(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:
-        valid, durable = self._end(receipts, newest_versions(self._parts, receipts))
+        valid, durable = self._end(receipts, newest_versions(receipts, outcomes=self._outcomes))
         if durable is not None:
             await durable
         return valid

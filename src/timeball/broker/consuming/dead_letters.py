@@ -17,6 +17,7 @@ groups also see it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor
 from itertools import islice
 from typing import Any
 
@@ -25,7 +26,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.redelivery_rows import (
     FIRST_POP_TIME,
@@ -38,10 +38,15 @@ from timeball.broker.registry.dead_letters import Position, Run, joined, left_of
 from timeball.broker.registry.expired import Expiry
 from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import Topic
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.answers import DeadLetterPage, DeadLetterRow, Resolved
+from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import (
     DLQ_PREFIX,
@@ -69,8 +74,20 @@ _COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", 
 class DeadLetters:
     """The operations on dead letters. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender, policy: Policy) -> None:
-        self._parts, self._appender, self._policy = parts, appender, policy
+    def __init__(
+        self,
+        appender: Appender,
+        policy: Policy,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        reader_thread: Executor,
+    ) -> None:
+        self._appender, self._policy = appender, policy
+        self._settings, self._clock, self._log = settings, clock, log
+        self._tables, self._reader_thread = tables, reader_thread
 
     def count(self, group: str) -> int:
         """Count the open dead letters of a group."""
@@ -137,9 +154,9 @@ class DeadLetters:
         # A delete needs no copies.
         if rows is None:
             change = self._resolved(group, topic, some)
-            self._parts.writer.append(change.rows)
+            self._log.writer.append(change.rows)
             change.keep()  # after the append, because it may refuse
-            await self._parts.writer.flushed()
+            await self._log.writer.flushed()
         else:
             copies = self._copies(group, rows.filter(pa.array(still)))
             _, durable = self._appender.send_with(copies, lambda *_: self._resolved(group, topic, some))
@@ -151,14 +168,14 @@ class DeadLetters:
         # Retention never restores a position, so spans before its bound need not be stored.
         kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
         in_queue = [(queue, offset) for queue, offset in some if offset >= kept_from[queue]]
-        change = self._parts.resolved_dead_letters.changed(group, in_queue, kept_from)
-        repeated = self._parts.repeated_dead_letters
+        change = self._tables.resolved_dead_letters.changed(group, in_queue, kept_from)
+        repeated = self._tables.repeated_dead_letters
         if all(repeated.find_seq(group, *position) is None for position in some):
             return change
         return together(change, repeated.changed({group: some}))
 
     def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
-        config = self._parts.groups.find_group(group)
+        config = self._tables.groups.find_group(group)
         in_order = config is not None and config.consume_message_orderly
         topics, texts = [], []  # a group may have dead letters from several topics
         for text, name in zip(
@@ -189,14 +206,14 @@ class DeadLetters:
         Durable on return. Dead letters that are too old, and the oldest ones beyond `kept_bytes`, are not repeated but
         counted and logged. Raises OverLimit if the disk is full.
         """
-        names = [topic.name for topic in self._parts.topics.all() if topic.name.startswith(DLQ_PREFIX)]
+        names = [topic.name for topic in self._tables.topics.all() if topic.name.startswith(DLQ_PREFIX)]
         async for some in shares(names):
             for name in some:
-                topic = self._parts.topics.find_topic(name)
+                topic = self._tables.topics.find_topic(name)
                 if topic is None:  # deleted while other topics were processed
                     continue
                 for chunk in self._chunks(topic, self._spans_before(topic, before_seq)):
-                    self._parts.writer.check_room()
+                    self._log.writer.check_room()
                     await self._repeat_some(topic, chunk)
 
     def _spans_before(self, topic: Topic, before_seq: int) -> list[tuple[int, int, int]]:
@@ -209,7 +226,7 @@ class DeadLetters:
             if begin >= index.min_offset:
                 end = min(end, index.first_at(before_seq, begin))
             # An earlier pass that was interrupted may have repeated some of them.
-            runs = self._parts.repeated_dead_letters.runs(group, queue)
+            runs = self._tables.repeated_dead_letters.runs(group, queue)
             done = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
             found += [(queue, *span) for span in left_of((begin, end), done)]
         return found
@@ -238,21 +255,21 @@ class DeadLetters:
             sizes: list[int] = index.read(begin, end - begin)["size"].tolist()
             return sizes
         # Estimated from the average of the run. Positions that were resolved meanwhile count as 0.
-        runs = self._parts.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
+        runs = self._tables.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
         of_run = {at: run.size_bytes // run.rows for run in runs for at in range(run.offset, run.end)}
         return [of_run.get(at, 0) for at in range(begin, end)]
 
     async def _repeat_some(self, topic: Topic, chunk: Sequence[Position]) -> None:
         """Repeat some dead letters, in one frame with the rows that state where they are."""
-        parts, group = self._parts, topic.name.removeprefix(DLQ_PREFIX)
+        group = topic.name.removeprefix(DLQ_PREFIX)
         chunk = [position for position in chunk if self._is_open(group, topic, position)]
         if not chunk:
             return
         rows = await self._read(topic, chunk)
         # Requests may have resolved some during the read. From here on there is no await before the append.
         is_left = np.array([self._is_open(group, topic, position) for position in chunk], dtype=np.bool_)
-        retention_ms = parts.settings.dead_letter_retention_ms
-        died_ms, now_ms = rows.column("store_ms").to_numpy(), parts.clock.now_ms()
+        retention_ms = self._settings.dead_letter_retention_ms
+        died_ms, now_ms = rows.column("store_ms").to_numpy(), self._clock.now_ms()
         # A retention of 0 keeps dead letters without a limit of age.
         is_kept = is_left & ((died_ms > now_ms - retention_ms) if retention_ms else True)
         sizes = stored_sizes(rows)
@@ -261,7 +278,7 @@ class DeadLetters:
         # not kept.
         if evicted is None:
             is_kept[:], evicted = False, []
-        runs = _runs(chunk, np.flatnonzero(is_kept).tolist(), parts.writer.next_seq, sizes, died_ms)
+        runs = _runs(chunk, np.flatnonzero(is_kept).tolist(), self._log.writer.next_seq, sizes, died_ms)
         expired = [chunk[at] for at in np.flatnonzero(is_left & ~is_kept).tolist()]
         lost = self._lost(group, topic, expired)
         # All previous runs of the chunk are replaced.
@@ -269,12 +286,14 @@ class DeadLetters:
         for name, queue, run in evicted:
             dropped.setdefault(name, []).extend((queue, at) for at in range(run.offset, run.end))
             lost.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
-        changes = [parts.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])]
+        changes = [
+            self._tables.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])
+        ]
         if lost:
-            changes.append(parts.expired.changed(lost, now_ms))
+            changes.append(self._tables.expired.changed(lost, now_ms))
         change = together(*changes)
         copies = [_as_repeated(rows.filter(pa.array(is_kept)))] if runs else []
-        _, durable = parts.writer.append(pa.concat_batches([*copies, change.rows]))
+        _, durable = self._log.writer.append(pa.concat_batches([*copies, change.rows]))
         change.keep()
         await durable  # only one chunk is in memory at a time
         log_expired(lost, dead=True)
@@ -283,7 +302,7 @@ class DeadLetters:
         self, group: str, chunk: Sequence[Position], size_bytes: int, died_ms: int
     ) -> list[tuple[str, int, Run]] | None:
         """List the runs to evict so that `size_bytes` more fit. None if those runs are newer than the chunk."""
-        bytes_max, repeated = self._parts.settings.kept_bytes, self._parts.repeated_dead_letters
+        bytes_max, repeated = self._settings.kept_bytes, self._tables.repeated_dead_letters
         over_bytes = repeated.size_bytes + size_bytes - bytes_max
         if not bytes_max or over_bytes <= 0:
             return []
@@ -304,7 +323,7 @@ class DeadLetters:
 
     def _lost(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
         """Count the dead letters that are not kept. One that is still in its queue is counted only once."""
-        counted_to, rows, new = self._parts.expired.counted_to(group, topic.name), 0, dict[int, int]()
+        counted_to, rows, new = self._tables.expired.counted_to(group, topic.name), 0, dict[int, int]()
         for queue, offset in expired:
             if offset < topic.queues[queue].index.min_offset:
                 rows += 1
@@ -316,13 +335,13 @@ class DeadLetters:
     def _check_known(self, group: str) -> None:
         """Raise GroupNotFound if a group never existed. Otherwise a typing error would look like an empty result."""
         # A deleted group may still have offsets.
-        if not self._parts.offsets.topics_of(group):
-            self._parts.groups.get(group)
+        if not self._tables.offsets.topics_of(group):
+            self._tables.groups.get(group)
 
     # -- positions ----------------------------------------------------------------------------------------------
 
     def _topic(self, group: str) -> Topic | None:
-        return self._parts.topics.find_topic(retry.dead_letter_topic(group))
+        return self._tables.topics.find_topic(retry.dead_letter_topic(group))
 
     def _open(self, group: str, topic: Topic, first: Position = (0, 0)) -> Iterator[tuple[int, int, int]]:
         """Yield (queue, begin, end) of open positions, beginning at `first`."""
@@ -330,12 +349,12 @@ class DeadLetters:
             index, low = topic.queues[number].index, first[1] if number == first[0] else 0
             # Below the queue's first offset only repeated dead letters are open. A resolved one is no longer in
             # `repeated_dead_letters`.
-            for run in self._parts.repeated_dead_letters.runs(group, number):
+            for run in self._tables.repeated_dead_letters.runs(group, number):
                 begin, end = max(low, run.offset), min(run.end, index.min_offset)
                 if begin < end:
                     yield number, begin, end
             begin = max(index.min_offset, low)
-            for span in self._parts.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
+            for span in self._tables.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
                 yield number, *span
 
     def _positions(self, group: str, topic: Topic, first: Position) -> Iterator[Position]:
@@ -350,15 +369,15 @@ class DeadLetters:
             return False
         index = topic.queues[queue].index
         if offset < index.min_offset:
-            return self._parts.repeated_dead_letters.find_seq(group, queue, offset) is not None
+            return self._tables.repeated_dead_letters.find_seq(group, queue, offset) is not None
         end = min(offset + 1, index.max_offset)
-        return any(True for _ in self._parts.resolved_dead_letters.open_spans(group, queue, offset, end))
+        return any(True for _ in self._tables.resolved_dead_letters.open_spans(group, queue, offset, end))
 
     async def _read(self, topic: Topic, positions: Sequence[Position]) -> pa.RecordBatch:
         """Read the rows at these positions, in READ_SCHEMA."""
         if not positions:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
-        group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._parts.repeated_dead_letters.find_seq
+        group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._tables.repeated_dead_letters.find_seq
         # Prefer the repeated row: retention may remove the row in the queue at any moment.
         # -1: the row is in the queue.
         seqs: Int64Array = np.array([find_seq(group, *at) or -1 for at in positions], dtype=np.int64)
@@ -367,7 +386,7 @@ class DeadLetters:
         for queue in set(queues[seqs < 0].tolist()):
             mine = (queues == queue) & (seqs < 0)
             seqs[mine] = topic.queues[queue].index.at(offsets[mine])["seq"]
-        return await in_thread(self._parts.reader_thread, self._parts.reader.read_rows, seqs)
+        return await in_thread(self._reader_thread, self._log.reader.read_rows, seqs)
 
 
 def _runs(

@@ -26,7 +26,6 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.waiters import Waiters, WaitQueue
 from timeball.broker.consuming import restart, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
@@ -47,15 +46,23 @@ from timeball.broker.consuming.subscriptions import ASKED_CHARACTERS_MAX, ASKED_
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.registry.groups import FIRST_LEVEL
+from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.offsets import Parked
-from timeball.broker.registry.rates import Stat, of_group
+from timeball.broker.registry.rates import Rates, Stat, of_group
+from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import Threads, in_thread
 from timeball.log.row_encoder import ReadRows
+from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange, TimeballError
 from timeball.model.message import READ_SCHEMA
+from timeball.schedule.scheduler import Scheduling
+from timeball.table.file_cache import FileCache
 
 logger = logging.getLogger(__name__)
 
@@ -76,21 +83,55 @@ class Consuming:
 
     def __init__(
         self,
-        parts: Components,
         appender: Appender,
         waiters: Waiters,
         policy: Policy,
         save_offsets: Callable[[], None],
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        lease_counts: LeaseCounts,
+        scheduling: Scheduling,
+        cache: FileCache | None,
+        threads: Threads,
+        rates: Rates,
+        on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._parts, self._waiters, self._policy = parts, waiters, policy
+        self._waiters, self._policy = waiters, policy
+        self._clock, self._log, self._tables, self._threads, self._rates = clock, log, tables, threads, rates
         self._save_offsets, self._loop = save_offsets, asyncio.get_running_loop()
         count = OpenCount()
-        kept = restart.pop_leases(parts.in_flight, parts.topics.find_topic, count, parts.clock.now_ms())
-        self.leases = Leases(parts.offsets, waiters, count, kept)
-        self._memory = MemoryLeases(parts, appender, waiters, self.leases)
-        self._log = LogLeases(parts, appender, self.leases)
+        kept = restart.pop_leases(tables.in_flight, tables.topics.find_topic, count, clock.now_ms())
+        self.leases = Leases(tables.offsets, waiters, count, kept)
+        self._memory = MemoryLeases(
+            appender,
+            waiters,
+            self.leases,
+            settings=settings,
+            clock=clock,
+            log=log,
+            tables=tables,
+            lease_counts=lease_counts,
+            reader_thread=threads.reader,
+            rates=rates,
+            on_failure=on_failure,
+        )
+        self._log_leases = LogLeases(
+            appender,
+            self.leases,
+            settings=settings,
+            clock=clock,
+            log=log,
+            tables=tables,
+            lease_counts=lease_counts,
+            scheduling=scheduling,
+            cache=cache,
+            threads=threads,
+        )
         self._turn = itertools.count()
-        self.subscriptions = Subscriptions(parts.clock.clock.monotonic_ns)
+        self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
         self._waiting = WaitQueue()
         # Cached, because every request needs one. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
@@ -100,13 +141,12 @@ class Consuming:
 
     async def restore(self) -> None:
         """After a crash, skip the positions that the scheduled messages in the log show as handed out."""
-        parts = self._parts
-        if not parts.offsets.table:
+        if not self._tables.offsets.table:
             return  # no group has an offset, so none has positions to skip, and the log need not be read
         # Saved with the offsets: where in the log those leases begin that the offsets do not reflect.
-        known = parts.offsets.parked
-        found = await in_thread(parts.reader_thread, restart.done_positions, parts.reader, known)
-        restart.skip_done(parts, self.leases, found)
+        known = self._tables.offsets.parked
+        found = await in_thread(self._threads.reader, restart.done_positions, self._log.reader, known)
+        restart.skip_done(self.leases, found, topics=self._tables.topics, offsets=self._tables.offsets)
 
     async def close(self) -> None:
         """Finish giving messages back for consumers that disconnected, and save the leases kept in memory."""
@@ -119,7 +159,7 @@ class Consuming:
 
     def parked(self) -> Parked:
         """Return the state of leases in the log that is saved with the offsets, for a start after a crash."""
-        return self._log.parked()
+        return self._log_leases.parked()
 
     # -- handing out -------------------------------------------------------------------------------------------
 
@@ -134,7 +174,7 @@ class Consuming:
 
     def _subscription(self, group: str, topic: str) -> Subscription:
         """Find or create the subscription for a request whose caller was checked by `join`."""
-        versions = (self._parts.topics.version, self._parts.groups.version)
+        versions = (self._tables.topics.version, self._tables.groups.version)
         if self._versions != versions or len(self._subscriptions) >= limits.POP_WINDOWS_MAX:
             self._subscriptions.clear()
             self._versions = versions
@@ -146,8 +186,8 @@ class Consuming:
                 check_topic(name)
             # ANONYMOUS, because the cache serves every caller: `join` checks the permissions of an account each time.
             config, main = self._policy.joined(group, ANONYMOUS), self._policy.readable(topic, ANONYMOUS)
-            times_max = self._parts.groups.times_max(group)
-            of_again = None if again == topic else self._parts.topics.find_topic(again)
+            times_max = self._tables.groups.times_max(group)
+            of_again = None if again == topic else self._tables.topics.find_topic(again)
             found = Subscription(config, main, times_max, again, dead, of_again)
             self._subscriptions[group, topic] = found
         return found
@@ -169,8 +209,8 @@ class Consuming:
         hand_out = self._hand_out_in_memory
         if request.in_log:
             if not self._has_secret:
-                self._parts.receipt_secret.get()
-                await self._parts.writer.flushed()  # a receipt must not outlive the secret that sealed it
+                self._tables.receipt_secret.get()
+                await self._log.writer.flushed()  # a receipt must not outlive the secret that sealed it
                 self._has_secret = True
             hand_out = self._hand_out_counted if request.in_order else self._hand_out_in_log
         while True:
@@ -186,13 +226,13 @@ class Consuming:
     def _begin(self, subscription: Subscription) -> None:
         """Store the ends of all queues as the offsets of a new group, unless it shall start at the first messages."""
         group, topic = subscription.group, subscription.topic
-        if group.consume_from_min_enable or self._parts.offsets.table.get(group.group_name, {}).get(
+        if group.consume_from_min_enable or self._tables.offsets.table.get(group.group_name, {}).get(
             topic.name
         ):
             return
         # All queues at once: a queue that the topic gets later contains only messages that the group must not miss.
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
-        self._parts.offsets.commit(group.group_name, topic.name, ends, ends)
+        self._tables.offsets.commit(group.group_name, topic.name, ends, ends)
 
     async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` until the group has rows to receive, filters aside. Return whether it has some.
@@ -234,7 +274,7 @@ class Consuming:
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, room = self._queues(request), self.leases.room
-        now_ms = self._parts.clock.now_ms()
+        now_ms = self._clock.now_ms()
         pop_ms = now_ms
         if request.in_order:
             # In order, positions are handed out again from here, so an old receipt must differ from the new one.
@@ -242,7 +282,7 @@ class Consuming:
         elif request.in_log:
             pop_ms = NO_RECEIPT  # the receipts name scheduled messages, not positions
         selection = Selection(
-            max(0, min(request.rows, room)), pop_ms, self._parts.clock.read_elapsed_ms + request.invisible_ms,
+            max(0, min(request.rows, room)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
         for queue in queues:
@@ -269,7 +309,7 @@ class Consuming:
             queues = self.leases.open(request.group, topic, ids, from_max=request.from_max and is_main)
             for queue in queues:
                 if queue.returned:
-                    queue.drop_before(self._parts.reader.first_seq)
+                    queue.drop_before(self._log.reader.first_seq)
             if by_priority and is_main:
                 found += reversed(queues)  # the last queue has the highest priority (rules.queue_of_priority)
                 continue
@@ -281,7 +321,13 @@ class Consuming:
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
         """Read the rows of a selection, and drop those positions from it that are not for this consumer."""
         seqs = [lease.seq for _, _, lease in selection.found]
-        rows, keep = await selected_rows(self._parts, request, seqs)
+        rows, keep = await selected_rows(
+            request,
+            seqs,
+            writer=self._log.writer,
+            reader=self._log.reader,
+            reader_thread=self._threads.reader,
+        )
         if keep is not None:
             self.leases.finish(selection.split_unwanted(keep))
         return rows
@@ -298,7 +344,7 @@ class Consuming:
             raise
         self.leases.store_all(selection.queues)
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
-        self._parts.rates.got(request.topic, request.group, rows.num_rows, size_bytes)
+        self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
         pop_ms, found = selection.pop_ms, selection.found
         receipts = [PositionReceipt(request.group, q.topic, q.queue_id, at, pop_ms) for q, at, _ in found]
         return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in found], selection.rest)
@@ -307,7 +353,7 @@ class Consuming:
         """Hand out in order. Messages that have used up their attempts go to the dead letters instead."""
         received = await self._hand_out_in_memory(request, selection)
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
-        late = times > self._parts.groups.times_max(request.group)
+        late = times > self._tables.groups.times_max(request.group)
         # The attempts are set in the answer's rows, because an in-order lease has no row in the log that counts them.
         rows = received.rows.set_column(
             _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
@@ -339,7 +385,7 @@ class Consuming:
             if not selection.found:
                 return Received(rows, [])
             main = self._subscription(request.group, request.topic)
-            durable, received = self._log.write(request, main, rows, selection)
+            durable, received = self._log_leases.write(request, main, rows, selection)
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
             self.leases.give_up(selection.found, selection.pop_ms)
             raise
@@ -350,7 +396,7 @@ class Consuming:
             self.not_seen(received.receipts)
             raise
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
-        self._parts.rates.got(request.topic, request.group, rows.num_rows, size_bytes)
+        self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
         return received
 
     # -- answers -------------------------------------------------------------------------------------------------
@@ -362,10 +408,10 @@ class Consuming:
     async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
         """End these leases, those in the log durably. Return False for an invalid receipt. Raise OutOfRange."""
         in_log = [one for one in receipts if isinstance(one, Receipt)]
-        settled = await self._log.acknowledge(in_log)
+        settled = await self._log_leases.acknowledge(in_log)
         for one, is_valid in zip(in_log, settled, strict=True):
             if is_valid:
-                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
+                self._rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
         # The verdicts of both kinds are merged into the order of `receipts`.
         verdicts = iter(settled)
         in_memory = iter(self._memory.acknowledge(_positions(receipts)))
@@ -378,7 +424,9 @@ class Consuming:
         for a message that has come back meanwhile, and False from some time after the end of its lease on.
         """
         return [
-            self._log.was_ended(one) if isinstance(one, Receipt) else self._memory.was_acknowledged(one)
+            self._log_leases.was_ended(one)
+            if isinstance(one, Receipt)
+            else self._memory.was_acknowledged(one)
             for one in receipts
         ]
 
@@ -393,7 +441,7 @@ class Consuming:
         """
         check_invisible(invisible_ms or 0, 0)
         if isinstance(receipt, Receipt):
-            return await self._log.change(Change(receipt, invisible_ms, counts))
+            return await self._log_leases.change(Change(receipt, invisible_ms, counts))
         return await self._memory.change(receipt, invisible_ms or 0)
 
     async def nack(
@@ -412,13 +460,13 @@ class Consuming:
         """
         check_invisible(delay_ms or 0, 0)
         if isinstance(receipt, Receipt):
-            return await self._log.change(Change(receipt, delay_ms, counts, reason, first))
+            return await self._log_leases.change(Change(receipt, delay_ms, counts, reason, first))
         return await self._memory.nack(receipt, delay_ms or 0, reason)
 
     async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
         """Move the message to the group's dead letters now. Return False if the receipt is not valid (any more)."""
         if isinstance(receipt, Receipt):
-            return await self._log.dead_letter(receipt, reason)
+            return await self._log_leases.dead_letter(receipt, reason)
         return await self._memory.dead_letter(receipt, reason)
 
     async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
@@ -440,8 +488,8 @@ class Consuming:
 
     async def _change_all(self, changes: Sequence[Change]) -> None:
         try:
-            await self._parts.writer.flushed()  # a scheduled message can be moved only when it is durable
-            await asyncio.gather(*map(self._log.change, changes))
+            await self._log.writer.flushed()  # a scheduled message can be moved only when it is durable
+            await asyncio.gather(*map(self._log_leases.change, changes))
         except TimeballError as error:
             # Their scheduled messages are unchanged, so the messages come back when their leases end.
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)

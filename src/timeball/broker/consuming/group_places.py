@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.leases import Leases
-from timeball.broker.registry.lease_counts import State, topic_of
+from timeball.broker.registry.lease_counts import LeaseCounts, State, topic_of
+from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.rates import shares
+from timeball.io.clock import SchedulerClock
 from timeball.model.answers import GroupPlace, MessagePlace
 from timeball.model.message import (
     DLQ_PREFIX,
@@ -89,15 +90,24 @@ class GroupPlaces:
     `may`: whether the caller may consume as a group.
     """
 
-    def __init__(self, parts: Components, leases: Leases, may: Callable[[str], bool]) -> None:
-        self._parts, self._leases, self._may = parts, leases, may
+    def __init__(
+        self,
+        leases: Leases,
+        may: Callable[[str], bool],
+        *,
+        clock: SchedulerClock,
+        offsets: Offsets,
+        lease_counts: LeaseCounts,
+    ) -> None:
+        self._leases, self._may = leases, may
+        self._clock, self._offsets, self._lease_counts = clock, offsets, lease_counts
 
     async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
         """Return the state of a visible message in each group. `copies` are its copies in the order of the log."""
         assert place.topic is not None
         # Each group's last copy decides, because it is the newest state of the message there.
         last = {copy.group: copy for copy in copies}
-        groups = {*last, *self._parts.offsets.groups_of(place.topic)}
+        groups = {*last, *self._offsets.groups_of(place.topic)}
         found = list[GroupPlace]()
         async for some in shares(sorted(groups)):
             for group in filter(self._may, some):
@@ -118,7 +128,7 @@ class GroupPlaces:
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
             # Moves keep the number of the scheduled message, which is the key of the lease.
             number = copy.seq if copy.kind == Kind.SCHEDULED else copy.source_seq
-            state = self._parts.lease_counts.state_of(number or 0)
+            state = self._lease_counts.state_of(number or 0)
             if state == State.HELD:
                 return GroupPlace(group, LEASED, copy.attempts, copy.due_ms)
             if state == State.NACKED:
@@ -139,13 +149,13 @@ class GroupPlaces:
             lease = queue.in_flight.get(offset)
             if lease is not None:
                 state = WAITING if offset in queue.nacked else LEASED
-                until_ms = self._parts.clock.as_wall(lease.deadline_ms)
+                until_ms = self._clock.as_wall(lease.deadline_ms)
                 return GroupPlace(group, state, attempts + 1 + lease.times, until_ms)
             is_open = offset >= queue.next_offset and offset not in queue.acked_ahead
             if is_open or (lease := queue.returned.get(offset)) is not None:
                 return GroupPlace(group, WAITING, attempts + (0 if lease is None else lease.times))
             return _passed(group, attempts)
-        stored = self._parts.offsets.find_offset(group, topic, queue_id)
+        stored = self._offsets.find_offset(group, topic, queue_id)
         if stored is None:
             return GroupPlace(group, WAITING, attempts) if attempts else None
         return GroupPlace(group, WAITING, attempts) if offset >= stored else _passed(group, attempts)

@@ -13,13 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.log.writer import LogWriter
 from timeball.model.errors import OverLimit, RequestError
 from timeball.model.message import Int64Array, Kind, LogRow, build_rows
 from timeball.model.rows import cancel_row
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
 
 Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a scheduled message in the schedule
 # Settles or moves those scheduled messages of these receipts that are pending, durably, and returns which they were.
@@ -27,33 +30,35 @@ Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a sch
 Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
-def newest_versions(parts: Components, receipts: Sequence[Receipt]) -> Versions:
+def newest_versions(receipts: Sequence[Receipt], *, outcomes: Outcomes) -> Versions:
     """Find the due times and versions that the schedule has for the scheduled messages of these receipts now."""
     # The receipt contains the due time of the first version, and stays valid when the lease gets another.
     due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
     number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
-    return parts.outcomes.moved.newest_of(due_ms, number)
+    return outcomes.moved.newest_of(due_ms, number)
 
 
-def count_ended(parts: Components, receipts: Sequence[Receipt], won: BoolArray) -> None:
+def count_ended(receipts: Sequence[Receipt], won: BoolArray, *, lease_counts: LeaseCounts) -> None:
     """Count those of these leases that were ended (`won`)."""
-    parts.lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
+    lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
 
 
-def settle_leases(parts: Components, due_ms: Int64Array, version: Int64Array) -> BoolArray:
+def settle_leases(due_ms: Int64Array, version: Int64Array, *, scheduler: Scheduler) -> BoolArray:
     """Cancel those of these scheduled messages that are pending, and return which they were."""
     # The usual case, without duplicates: a set costs less than numpy's `unique`, even for many receipts.
     if len(set(version.tolist())) == len(version):
-        return parts.scheduler.cancel(due_ms, version)
+        return scheduler.cancel(due_ms, version)
     won = np.zeros(len(version), dtype=np.bool_)
     first = np.unique(version, return_index=True)[
         1
     ]  # a receipt that occurs twice settles its scheduled message once
-    won[first] = parts.scheduler.cancel(due_ms[first], version[first])
+    won[first] = scheduler.cancel(due_ms[first], version[first])
     return won
 
 
-async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -> BoolArray:
+async def decide(
+    receipts: list[Receipt], attempt: Attempt, *, writer: LogWriter, outcomes: Outcomes
+) -> BoolArray:
     """Call `attempt` for these receipts, and again for those that another request moved meanwhile.
 
     Return which of them were settled. Errors of `attempt` (RequestError, OverLimit) are raised only while none was.
@@ -62,7 +67,7 @@ async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -
     left = np.arange(len(receipts))
     while len(left):
         some = [receipts[i] for i in left.tolist()]
-        version = newest_versions(parts, some)[1]
+        version = newest_versions(some, outcomes=outcomes)[1]
         try:
             valid[left] = await attempt(some, left.tolist())
         except (RequestError, OverLimit):
@@ -75,8 +80,8 @@ async def decide(parts: Components, receipts: list[Receipt], attempt: Attempt) -
         if not lost.any():
             break
         # The newest version is known only when the row that moved the scheduled message is durable.
-        await parts.writer.flushed()
-        left = left[lost & (newest_versions(parts, some)[1] != version)]
+        await writer.flushed()
+        left = left[lost & (newest_versions(some, outcomes=outcomes)[1] != version)]
     return valid
 
 

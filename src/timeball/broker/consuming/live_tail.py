@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming.pull import FilteredPull, candidates, decide
 from timeball.broker.filters import TAG, compile_filter
 from timeball.broker.filters.tags import Filter
 from timeball.broker.policy import Policy
-from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topics import Topic
+from timeball.io.threads import in_thread
+from timeball.log.reader import LogReader
 from timeball.model.access import Caller
 
 ROWS_MAX, BYTES_MAX = 256, 1024 * 1024  # limits of one read; a single message may be larger
@@ -34,8 +36,11 @@ _Read = asyncio.Future[tuple[bytes, Offsets]]
 class LiveTail:
     """Reads for all live tails. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, policy: Policy, waiters: Waiters) -> None:
-        self._parts, self._policy, self._waiters = parts, policy, waiters
+    def __init__(
+        self, policy: Policy, waiters: Waiters, *, reader: LogReader, reader_thread: Executor, rates: Rates
+    ) -> None:
+        self._policy, self._waiters = policy, waiters
+        self._reader, self._reader_thread, self._rates = reader, reader_thread, rates
         self._reading: dict[tuple[str, Offsets, str], _Read] = {}
         self.reads = 0  # number of reads so far
 
@@ -110,14 +115,14 @@ class LiveTail:
         # Encode in the reader thread: encoding 1 MiB of JSON on the loop takes as long as a hundred releases.
         def work() -> bytes:
             seqs = np.concatenate([self._decide(selection, wanted) for selection in found])
-            return encode(self._parts.reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else b""
+            return encode(self._reader.read_rows(np.sort(seqs)), offsets) if len(seqs) else b""
 
-        data = await in_thread(self._parts.reader_thread, work)
-        self._parts.rates.add(Stat.BROKER_GET_NUMS, "", sum(len(selection.seqs) for selection in found))
+        data = await in_thread(self._reader_thread, work)
+        self._rates.add(Stat.BROKER_GET_NUMS, "", sum(len(selection.seqs) for selection in found))
         return data, tuple(following)
 
     def _decide(self, selection: FilteredPull, wanted: Filter) -> np.typing.NDArray[np.int64]:
-        return decide(selection, self._parts.reader, wanted).seqs
+        return decide(selection, self._reader, wanted).seqs
 
     @staticmethod
     def _filter(topic: Topic, tags: str) -> Filter:

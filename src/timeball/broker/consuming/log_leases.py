@@ -27,7 +27,6 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.delivery import as_moves
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import lookup, redelivery_rows, retry
@@ -45,10 +44,15 @@ from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.registry import groups
-from timeball.broker.registry.lease_counts import topic_of
+from timeball.broker.registry.lease_counts import LeaseCounts, topic_of
 from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.tables import Tables
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import Threads, in_thread
 from timeball.log.row_encoder import ReadRows, pairs_of, read_batch
+from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange
 from timeball.model.message import (
     CANCEL_REASON,
@@ -58,6 +62,8 @@ from timeball.model.message import (
     encode_properties,
     int64,
 )
+from timeball.schedule.scheduler import Scheduling
+from timeball.table.file_cache import FileCache
 
 _TOPIC = LOG_SCHEMA.get_field_index("topic")
 
@@ -92,12 +98,35 @@ class GivenUp(NamedTuple):
 class LogLeases:
     """Writes and settles leases kept in the log. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, appender: Appender, leases: Leases) -> None:
-        self._parts, self._appender, self._leases = parts, appender, leases
-        self._compacts = parts.compacts
+    def __init__(
+        self,
+        appender: Appender,
+        leases: Leases,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        lease_counts: LeaseCounts,
+        scheduling: Scheduling,
+        cache: FileCache | None,
+        threads: Threads,
+    ) -> None:
+        self._appender, self._leases = appender, leases
+        self._settings, self._clock, self._log = settings, clock, log
+        self._tables, self._lease_counts = tables, lease_counts
+        self._scheduling, self._cache, self._threads = scheduling, cache, threads
+        self._compacts = scheduling.compacts
         # The first sequence number of each append that is not durable yet -> the queues of its positions.
         self._under_way: dict[int, list[QueueLeases]] = {}
-        self._acks = Acknowledgements(parts, appender)
+        self._acks = Acknowledgements(
+            appender,
+            clock=clock,
+            writer=log.writer,
+            lease_counts=lease_counts,
+            scheduler=scheduling.scheduler,
+            outcomes=scheduling.outcomes,
+        )
         self._changes: AsyncBatcher[Change, Receipt | None] = AsyncBatcher(self._change, MOVES_PER_TURN)
         self._dead: AsyncBatcher[GivenUp, bool] = AsyncBatcher(self._dead_letter, MOVES_PER_TURN)
 
@@ -111,16 +140,15 @@ class LogLeases:
         The positions are done once the scheduled messages are durable. If the log fails, they stay leased. Raise
         OverLimit.
         """
-        parts = self._parts
-        parts.writer.check_room()
-        now_ms = parts.clock.now_ms()
+        self._log.writer.check_room()
+        now_ms = self._clock.now_ms()
         due_ms = now_ms + request.invisible_ms
         # A few rows are made as values: in columns, one row costs as much as a hundred.
         is_few = rows.num_rows <= FEW_ROWS and self._compacts
         make: Callable[..., Any] = redelivery_rows.few_handed_out if is_few else redelivery_rows.handed_out
         scheduled_rows = make(
             rows if is_few else read_batch(rows), group=request.group, topic=request.topic, main=main,
-            now_ms=now_ms, due_ms=due_ms, host=parts.settings.host,
+            now_ms=now_ms, due_ms=due_ms, host=self._settings.host,
         )  # fmt: skip
         topics = (
             [row[_TOPIC] for row in scheduled_rows] if is_few else scheduled_rows.column("topic").to_pylist()
@@ -128,16 +156,16 @@ class LogLeases:
         for topic in set(topics):
             # Usually the subscription has already found the retry topic, so it exists.
             if main.again is None or topic != main.again_name:
-                parts.topics.ensure(topic, 1)
+                self._tables.topics.ensure(topic, 1)
         # Read right before the append, without an await between: the receipts contain these numbers.
-        first_seq, queues = parts.writer.next_seq, list({queue: None for queue, _, _ in selection.found})
+        first_seq, queues = self._log.writer.next_seq, list({queue: None for queue, _, _ in selection.found})
 
         def on_durable() -> None:
             del self._under_way[first_seq]
             for queue in queues:
                 queue.in_log = True
             numbers = np.arange(first_seq, first_seq + rows.num_rows)
-            parts.lease_counts.add(request.group, topic_of(request.group, request.topic), numbers)
+            self._lease_counts.add(request.group, topic_of(request.group, request.topic), numbers)
             self._leases.finish(selection.found)
 
         if is_few:
@@ -159,7 +187,7 @@ class LogLeases:
         live = self._leases.is_live
         under_way = [seq for seq, queues in self._under_way.items() if any(map(live, queues))]
         # These scheduled messages may become durable although the saved offsets do not count their positions as done.
-        return Parked(min([self._parts.writer.next_seq, *under_way]), self._leases.ahead())
+        return Parked(min([self._log.writer.next_seq, *under_way]), self._leases.ahead())
 
     # -- receipts ------------------------------------------------------------------------------------------------
 
@@ -171,8 +199,8 @@ class LogLeases:
 
     def was_ended(self, receipt: Receipt) -> bool:
         """Return whether this lease was ended by its consumer, as long as the schedule remembers it."""
-        due_ms, version = newest_versions(self._parts, [receipt])
-        return bool(self._parts.outcomes.was_cancelled(due_ms, version)[0])
+        due_ms, version = newest_versions([receipt], outcomes=self._scheduling.outcomes)
+        return bool(self._scheduling.outcomes.was_cancelled(due_ms, version)[0])
 
     async def change(self, change: Change) -> Receipt | None:
         """Change the end of a lease, durably. Return its receipt, or None if it is not valid (any more)."""
@@ -186,19 +214,29 @@ class LogLeases:
 
     async def _change(self, changes: list[Change]) -> list[Receipt | None]:
         receipts = [change.receipt for change in changes]
-        valid = await decide(self._parts, receipts, lambda _, at: self._renew([changes[i] for i in at]))
+        valid = await decide(
+            receipts,
+            lambda _, at: self._renew([changes[i] for i in at]),
+            writer=self._log.writer,
+            outcomes=self._scheduling.outcomes,
+        )
         return [receipt if won else None for receipt, won in zip(receipts, valid.tolist(), strict=True)]
 
     async def _dead_letter(self, asked: list[GivenUp]) -> list[bool]:
         receipts = [one.receipt for one in asked]
-        valid = await decide(self._parts, receipts, lambda _, at: self._give_up([asked[i] for i in at]))
+        valid = await decide(
+            receipts,
+            lambda _, at: self._give_up([asked[i] for i in at]),
+            writer=self._log.writer,
+            outcomes=self._scheduling.outcomes,
+        )
         return [bool(one) for one in valid]
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
         """Move the messages of these leases to their new due times, durably. Return which of them were pending."""
         rows, times, at = await self._read([change.receipt for change in changes])
         asked = [changes[i] for i in at.tolist()]
-        now_ms = self._parts.clock.now_ms()
+        now_ms = self._clock.now_ms()
         valid = np.zeros(len(changes), dtype=np.bool_)
         if not asked:
             return valid
@@ -223,7 +261,7 @@ class LogLeases:
         rows, times, at = await self._read([one.receipt for one in given_up])
         valid = np.zeros(len(given_up), dtype=np.bool_)
         if len(at):
-            now_ms, found = self._parts.clock.now_ms(), [given_up[i] for i in at.tolist()]
+            now_ms, found = self._clock.now_ms(), [given_up[i] for i in at.tolist()]
             asked = [one.receipt for one in found]
             # One more attempt: the message was handed out, even if its consumer gives up at once.
             topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
@@ -238,14 +276,14 @@ class LogLeases:
         """Append the messages again, with the due times in `fresh`, durably. Return which of them were pending."""
         prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
         from_ms = int64(before.column("due_ms"))
-        won = settle_leases(self._parts, from_ms, int64(before.column("seq")))
+        won = settle_leases(from_ms, int64(before.column("seq")), scheduler=self._scheduling.scheduler)
         if not won.any():
             return won
         chosen = pa.array(won)
         # Only those that were pending: the others are settled and must not be written again.
         rows = as_moves(prepared.filter(chosen), before.filter(chosen))
         # Read without an await before the append, whose rows get these numbers.
-        first_seq = self._parts.writer.next_seq
+        first_seq = self._log.writer.next_seq
         columns = int64(rows.column("due_ms")), int64(rows.column("source_seq")), from_ms[won]
         moves = [
             (due, number, first_seq + i, was)
@@ -255,8 +293,8 @@ class LogLeases:
 
         def on_durable() -> None:
             # Only now: until the row is durable, a crash would leave the scheduled message at its old due time.
-            self._parts.outcomes.moved.add(moves)
-            self._parts.lease_counts.change(numbers, nacked[won])
+            self._scheduling.outcomes.moved.add(moves)
+            self._lease_counts.change(numbers, nacked[won])
 
         # No await since the decision, because after it the append must not fail.
         await self._appender.append(rows, on_durable).durable
@@ -272,8 +310,8 @@ class LogLeases:
         versions = pairs_of(before)
         # Built before the decision too, and filtered after it.
         cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
-        won = settle_leases(self._parts, *versions)
-        count_ended(self._parts, receipts, won)
+        won = settle_leases(*versions, scheduler=self._scheduling.scheduler)
+        count_ended(receipts, won, lease_counts=self._lease_counts)
         if won.any():
             # No await since the decision, and one append: a scheduled message is never gone without the row that
             # replaces it.
@@ -288,16 +326,21 @@ class LogLeases:
         Return the rows that are found, the number of attempts of each message before this lease, and the indexes of
         their receipts. Raise OverLimit when the log accepts no more rows.
         """
-        parts = self._parts
-        parts.writer.check_room()
-        files = await lookup.local_files(parts, *(newest := newest_versions(parts, receipts)))
+        self._log.writer.check_room()
+        files = await lookup.local_files(
+            *(newest := newest_versions(receipts, outcomes=self._scheduling.outcomes)),
+            reader=self._log.reader,
+            hour_log=self._scheduling.hour_log,
+            cache=self._cache,
+            lookup_thread=self._threads.lookup,
+        )
 
         def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
-            rows, at = lookup.scheduled_rows(parts.reader, files, *newest)
-            return rows, lookup.times_before(parts.reader, rows), at
+            rows, at = lookup.scheduled_rows(self._log.reader, files, *newest)
+            return rows, lookup.times_before(self._log.reader, rows), at
 
         # Both reads in one step, because each change of threads costs time.
-        return await in_thread(parts.reader_thread, read)
+        return await in_thread(self._threads.reader, read)
 
     def _copies(
         self,
@@ -335,21 +378,21 @@ class LogLeases:
         now_ms: int,
     ) -> pa.RecordBatch:
         for topic in set(topics):
-            self._parts.topics.ensure(topic, 1)
+            self._tables.topics.ensure(topic, 1)
         return redelivery_rows.build(
             rows, kind=kind, topics=topics, properties=properties, times=times, due_ms=due_ms,
-            source_seq=source_seq, now_ms=now_ms, host=self._parts.settings.host,
+            source_seq=source_seq, now_ms=now_ms, host=self._settings.host,
         )  # fmt: skip
 
     def _topic_after(self, receipt: Receipt, times: int) -> str:
-        times_max = self._parts.groups.times_max(receipt.group)
+        times_max = self._tables.groups.times_max(receipt.group)
         again, dead = retry_topic(receipt.group, receipt.topic), retry.dead_letter_topic(receipt.group)
         return redelivery_rows.topics_after(again, dead, np.array([times]), times_max)[0]
 
     def _invisible_ms(self, change: Change, times: int) -> int:
         if change.invisible_ms is not None:
             return change.invisible_ms
-        group = self._parts.groups.find_group(change.receipt.group)
+        group = self._tables.groups.find_group(change.receipt.group)
         policy = group.group_retry_policy if group is not None else None
         # At least one attempt, even if the first one does not count.
         return groups.retry_delay_ms(policy, max(1, times), first=change.first)

@@ -10,17 +10,20 @@ and its receipt is not valid.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming.redelivery_rows import times_of
+from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.hour_log import pending
+from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.locations import KINDS, as_scheduled, moved_versions
 from timeball.table.data_file import DataFile
+from timeball.table.file_cache import FileCache
 
 _SCAN_ROWS = 65_536
 
@@ -46,16 +49,24 @@ def scheduled_rows(
     return pa.concat_batches([part for part, _ in found]), np.concatenate([at for _, at in found])
 
 
-async def local_files(parts: Components, due_ms: Int64Array, version: Int64Array) -> list[DataFile]:
+async def local_files(
+    due_ms: Int64Array,
+    version: Int64Array,
+    *,
+    reader: LogReader,
+    hour_log: HourLog,
+    cache: FileCache | None,
+    lookup_thread: Executor,
+) -> list[DataFile]:
     """Return all files of the table, after a download of those that may contain these versions (object store)."""
-    files = parts.hour_log.pending.all()
-    if parts.cache is None:
+    files = hour_log.pending.all()
+    if cache is None:
         return files
-    gone = np.flatnonzero(version < parts.reader.first_seq).tolist()
+    gone = np.flatnonzero(version < reader.first_seq).tolist()
     paths = {file.entry.path for at in gone for file in _holding(files, int(due_ms[at]), int(version[at]))}
     # Downloaded before, because the reader thread must not wait for an object store.
     if paths:
-        await in_thread(parts.lookup_thread, parts.cache.fetch_all, paths)
+        await in_thread(lookup_thread, cache.fetch_all, paths)
     return files
 
 

@@ -10,10 +10,10 @@ decision is made between two awaits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
@@ -21,8 +21,13 @@ from timeball.broker.consuming.redelivery import Redelivery
 from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import PositionReceipt
 from timeball.broker.consuming.selection import Selection
-from timeball.broker.registry.rates import Stat, of_group
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.broker.registry.rates import Rates, Stat, of_group
+from timeball.broker.registry.tables import Tables
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.config import Settings
 
 ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
 
@@ -30,11 +35,37 @@ ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
 class MemoryLeases:
     """Settles leases kept in memory. Belongs to the event loop, and `close` ends its task."""
 
-    def __init__(self, parts: Components, appender: Appender, waiters: Waiters, leases: Leases) -> None:
-        self._parts, self._waiters, self._leases = parts, waiters, leases
-        self.redelivery = Redelivery(parts, appender, waiters, leases)
+    def __init__(
+        self,
+        appender: Appender,
+        waiters: Waiters,
+        leases: Leases,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        lease_counts: LeaseCounts,
+        reader_thread: Executor,
+        rates: Rates,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._waiters, self._leases = waiters, leases
+        self._clock, self._log, self._tables, self._rates = clock, log, tables, rates
+        self.redelivery = Redelivery(
+            appender,
+            waiters,
+            leases,
+            settings=settings,
+            clock=clock,
+            log=log,
+            tables=tables,
+            lease_counts=lease_counts,
+            reader_thread=reader_thread,
+            on_failure=on_failure,
+        )
         # Receipts from before this time were given out before the last restart (`_ack_ahead`).
-        self._started_ms = parts.clock.now_ms()
+        self._started_ms = clock.now_ms()
         # The last receipts that were acknowledged, oldest first: a client that lost the answer sends them again.
         self._acknowledged: dict[PositionReceipt, None] = {}
         # Leases saved by the last stop end at the same time as they would have without the stop.
@@ -45,10 +76,10 @@ class MemoryLeases:
     async def close(self) -> None:
         """Save the leases in flight, so that their receipts stay valid after the next start."""
         await self.redelivery.close()
-        if self._parts.writer.failed is None:
+        if self._log.writer.failed is None:
             # Positions whose rows are still being written become done, and must not be saved as in flight.
-            await self._parts.writer.flushed()
-            restart.save(self._parts.in_flight, self._leases.all(), self._parts.clock.as_wall)
+            await self._log.writer.flushed()
+            restart.save(self._tables.in_flight, self._leases.all(), self._clock.as_wall)
 
     def hold(self, selection: Selection) -> None:
         """Make the positions of a selection come back at its deadline."""
@@ -69,7 +100,7 @@ class MemoryLeases:
             verdicts.append(found is not None or self._ack_ahead(receipt))
             if verdicts[-1]:
                 self._acknowledged[receipt] = None
-                self._parts.rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
+                self._rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
         self._leases.store_all(was_full)
         while len(self._acknowledged) > ACKNOWLEDGED_MAX:
             del self._acknowledged[next(iter(self._acknowledged))]
@@ -90,8 +121,8 @@ class MemoryLeases:
         if found is None:
             return None
         queue, lease = found
-        now_ms = self._parts.clock.now_ms()
-        lease.deadline_ms = self._parts.clock.elapsed_ms() + invisible_ms
+        now_ms = self._clock.now_ms()
+        lease.deadline_ms = self._clock.elapsed_ms() + invisible_ms
         queue.held_again(receipt.offset)
         if not lease.in_order:
             # Always a different number, otherwise the old receipt would still be valid.
@@ -113,7 +144,7 @@ class MemoryLeases:
         found = None if changed is None else self._lease_of(changed)
         if found is not None:
             queue, lease = found
-            queue.nack(receipt.offset, self._parts.clock.now_ms())
+            queue.nack(receipt.offset, self._clock.now_ms())
             lease.nack_reason = reason_text(reason)
         return changed
 
@@ -144,8 +175,8 @@ class MemoryLeases:
 
     def _ack_ahead(self, receipt: PositionReceipt) -> bool:
         """Accept a receipt from before a crash, so that a consumer need not process the message again."""
-        topic = self._parts.topics.find_topic(receipt.topic)
-        stored = self._parts.offsets.find_offset(receipt.group, receipt.topic, receipt.queue_id)
+        topic = self._tables.topics.find_topic(receipt.topic)
+        stored = self._tables.offsets.find_offset(receipt.group, receipt.topic, receipt.queue_id)
         if topic is None or stored is None or not 0 <= receipt.pop_ms < self._started_ms:
             return False
         (queue,) = self._leases.open(receipt.group, topic, [receipt.queue_id], from_max=False)

@@ -13,19 +13,24 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Lease, Leases, OpenCount, QueueLeases
-from timeball.broker.registry.lease_counts import topic_of
+from timeball.broker.registry.lease_counts import LeaseCounts, topic_of
+from timeball.broker.registry.tables import Tables
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, TimeballError
 from timeball.model.message import Kind
 from timeball.schedule.ticker import CLOCK_LOOK_MS
@@ -112,8 +117,24 @@ class Redelivery:
     The task starts with the first deadline, and `close` ends it.
     """
 
-    def __init__(self, parts: Components, appender: Appender, waiters: Waiters, leases: Leases) -> None:
-        self._parts, self._appender, self._waiters, self._leases = parts, appender, waiters, leases
+    def __init__(
+        self,
+        appender: Appender,
+        waiters: Waiters,
+        leases: Leases,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        lease_counts: LeaseCounts,
+        reader_thread: Executor,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._appender, self._waiters, self._leases = appender, waiters, leases
+        self._settings, self._clock, self._log = settings, clock, log
+        self._tables, self._lease_counts = tables, lease_counts
+        self._reader_thread, self._on_failure = reader_thread, on_failure
         self._deadlines = Deadlines(leases.count)
         self._wake = asyncio.Event()
         self._too_wide: set[QueueLeases] = set()
@@ -162,7 +183,7 @@ class Redelivery:
     async def _run(self) -> None:
         while not self._closing:
             self._wake.clear()
-            now_ms = self._parts.clock.elapsed_ms()
+            now_ms = self._clock.elapsed_ms()
             jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
             # As scheduled messages, these positions are done, so the group's stored offset can move on.
             jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
@@ -208,7 +229,7 @@ class Redelivery:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._parts.on_failure(error)  # without the task, no lease would end any more
+            self._on_failure(error)  # without the task, no lease would end any more
 
     # -- writing -----------------------------------------------------------------------------------------------
 
@@ -238,30 +259,29 @@ class Redelivery:
         lease = one.lease
         lease.pop_ms = one.pop_ms
         # Not at once, because the reason of the failure, for example a full disk, seldom ends within a millisecond.
-        lease.deadline_ms = max(lease.deadline_ms, self._parts.clock.elapsed_ms() + AGAIN_MS)
+        lease.deadline_ms = max(lease.deadline_ms, self._clock.elapsed_ms() + AGAIN_MS)
         self.expect(queue, [one.offset], lease.pop_ms, lease.deadline_ms)
 
     async def _write_part(self, queue: QueueLeases, part: list[_Voided], *, later: bool, dead: bool) -> None:
-        parts = self._parts
         # Retention may have removed rows, and leases are forgotten when the group's offset was changed.
         kept = [
             one
             for one in part
-            if one.lease.seq >= parts.reader.first_seq and queue.in_flight.get(one.offset) is one.lease
+            if one.lease.seq >= self._log.reader.first_seq and queue.in_flight.get(one.offset) is one.lease
         ]
         rows, kept = await self._read(queue, kept)
         if not kept:
             return
-        parts.writer.check_room()
-        now_ms = parts.clock.now_ms()
+        self._log.writer.check_room()
+        now_ms = self._clock.now_ms()
         times = redelivery_rows.times_after(rows)
         # -1: any number of attempts is too many, so all messages go to the dead letters.
-        times_max = -1 if dead else parts.groups.times_max(queue.group)
+        times_max = -1 if dead else self._tables.groups.times_max(queue.group)
         again = redelivery_rows.retry_topic(queue.group, queue.topic)
         topics = redelivery_rows.topics_after(again, retry.dead_letter_topic(queue.group), times, times_max)
         for name in set(topics):
-            parts.topics.ensure(name, 1)
-        due_ms = np.array([parts.clock.as_wall(one.lease.deadline_ms) for one in kept], dtype=np.int64)
+            self._tables.topics.ensure(name, 1)
+        due_ms = np.array([self._clock.as_wall(one.lease.deadline_ms) for one in kept], dtype=np.int64)
         batch = redelivery_rows.build(
             rows,
             kind=Kind.SCHEDULED if later else Kind.MESSAGE,
@@ -271,23 +291,23 @@ class Redelivery:
             due_ms=due_ms if later else None,
             source_seq=rows.column("seq") if later else None,
             now_ms=now_ms,
-            host=parts.settings.host,
+            host=self._settings.host,
         )
 
         def on_durable() -> None:
             if later:  # the consumer still holds these messages
                 numbers = np.arange(appended.first_seq, appended.first_seq + len(kept))
-                parts.lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
+                self._lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
 
         appended = self._appender.append(self._appender.prepare(batch, now_ms), on_durable)
         await appended.durable
 
     async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
         """Read the rows of these positions. Return the rows, and their positions without those in damaged frames."""
-        reader = self._parts.reader
+        reader = self._log.reader
         seqs = np.array([one.lease.seq for one in voided], dtype=np.int64)
         try:
-            return await in_thread(self._parts.reader_thread, reader.read_rows, seqs), voided
+            return await in_thread(self._reader_thread, reader.read_rows, seqs), voided
         except Corrupt as error:
             if len(voided) == 1:
                 logger.error(
@@ -299,7 +319,7 @@ class Redelivery:
                     seqs[0],
                     error,
                 )
-                return await in_thread(self._parts.reader_thread, reader.read_rows, seqs[:0]), []
+                return await in_thread(self._reader_thread, reader.read_rows, seqs[:0]), []
         # A read fails as a whole, so it is halved until the damaged rows are separated from the others.
         middle = len(voided) // 2
         halves = [await self._read(queue, half) for half in (voided[:middle], voided[middle:])]

@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.leases import Key, Lease, Leases, OpenCount, QueueLeases
 from timeball.broker.registry.leases import SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaTable
-from timeball.broker.registry.offsets import Parked
+from timeball.broker.registry.offsets import Offsets, Parked
 from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topics
 from timeball.log.reader import LogReader
 from timeball.model.message import ORIGIN_GROUP, Kind, decode_properties
 
@@ -65,15 +65,15 @@ def _add(found: Positions, handed_out: pa.RecordBatch, texts: pa.Array) -> None:
             found[(group, topic, queue_id)].add(offset)
 
 
-def skip_done(parts: Components, leases: Leases, found: Positions) -> None:
+def skip_done(leases: Leases, found: Positions, *, topics: Topics, offsets: Offsets) -> None:
     """Make the groups skip these positions."""
-    for (group, name, queue_id), offsets in found.items():
-        topic = parts.topics.find_topic(name)
+    for (group, name, queue_id), positions in found.items():
+        topic = topics.find_topic(name)
         # A group without an offset was deleted, and a new group of the same name starts from the beginning.
-        known = parts.offsets.find_offset(group, name, queue_id) is not None
+        known = offsets.find_offset(group, name, queue_id) is not None
         if topic is not None and known and queue_id < len(topic.queues):
             # Through the leases and not as stored offsets, because earlier positions may still be open.
-            leases.skip_done(group, topic, queue_id, offsets)
+            leases.skip_done(group, topic, queue_id, positions)
 
 
 # ---- an orderly stop -----------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.registry.expired import Expiry
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import Topic
+from timeball.io.clock import SchedulerClock
 from timeball.log.queue_index import QueueIndex
 from timeball.log.segment import Segment
+from timeball.model.config import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +44,8 @@ _NO_ROW = 1 << 62  # a number beyond all rows
 class Retention:
     """Decides about unread messages. Belongs to the event loop."""
 
-    def __init__(self, parts: Components) -> None:
-        self._parts = parts
+    def __init__(self, *, settings: Settings, clock: SchedulerClock, tables: Tables) -> None:
+        self._settings, self._clock, self._tables = settings, clock, tables
         self._told: tuple[str, str, int] | None = (
             None  # the group, topic and segment of the last log line, so that it is not repeated
         )
@@ -71,29 +73,29 @@ class Retention:
         These are the messages in rows before `before_seq`. Does not wait for the sync of the counts.
         """
         found = list[Expiry]()
-        table, ends = self._parts.offsets.table, dict[tuple[str, int], tuple[int, int]]()
+        table, ends = self._tables.offsets.table, dict[tuple[str, int], tuple[int, int]]()
         async for groups in shares(table):
             for group in groups:
                 for name, offsets in table.get(group, {}).items():
-                    topic = self._parts.topics.find_topic(name)
+                    topic = self._tables.topics.find_topic(name)
                     if topic is not None:
                         found += self._expiry(group, topic, offsets, before_seq, ends)
         # Most passes remove no unread messages, and write no row.
         if found:
-            self._parts.expired.add(found, self._parts.clock.now_ms())
+            self._tables.expired.add(found, self._clock.now_ms())
             log_expired(found)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _bytes_max(self) -> int | None:
         """Compute the bytes of segments that may be kept for unread messages. None: no limit."""
-        bytes_max = self._parts.settings.kept_bytes
-        return max(0, bytes_max - self._parts.repeated_dead_letters.size_bytes) if bytes_max else None
+        bytes_max = self._settings.kept_bytes
+        return max(0, bytes_max - self._tables.repeated_dead_letters.size_bytes) if bytes_max else None
 
     def _forced(self, old: Sequence[Segment], bytes_max: int | None) -> int:
         """Count the segments that go regardless of their content. With `bytes_max` None, only their age decides."""
-        settings = self._parts.settings
-        stale_ms = self._parts.clock.now_ms() - settings.unread_retention_ms
+        settings = self._settings
+        stale_ms = self._clock.now_ms() - settings.unread_retention_ms
         count = next((at for at, one in enumerate(old) if one.newest_append_ms > stale_ms), len(old))
         left_bytes = sum(segment.end for segment in old[count:])
         # Remove the oldest segments until the rest fits.
@@ -105,14 +107,14 @@ class Retention:
     async def _oldest_unread(self, from_seq: int, to_seq: int) -> _Unread | None:
         """Find the oldest row in [from_seq, to_seq) that a group has not read."""
         found: _Unread | None = None
-        table = self._parts.offsets.table
+        table = self._tables.offsets.table
         async for groups in shares(table):
             for group in groups:
                 # A deleted group's offsets stay in case it is created again, but keep no messages until then.
                 if self._is_deleted(group):
                     continue
                 for name, offsets in list(table.get(group, {}).items()):
-                    topic = self._parts.topics.find_topic(name)
+                    topic = self._tables.topics.find_topic(name)
                     seq = _NO_ROW if topic is None else _first_unread(topic, offsets, from_seq)
                     if seq < to_seq and (found is None or seq < found.seq):
                         found = _Unread(seq, group, name)
@@ -120,7 +122,7 @@ class Retention:
 
     def _is_deleted(self, group: str) -> bool:
         # A deleted group may have been created again.
-        return self._parts.expired.is_deleted(group) and self._parts.groups.find_group(group) is None
+        return self._tables.expired.is_deleted(group) and self._tables.groups.find_group(group) is None
 
     def _expiry(
         self,
@@ -131,7 +133,7 @@ class Retention:
         ends: dict[tuple[str, int], tuple[int, int]],
     ) -> list[Expiry]:
         """Count the messages of a topic that a group loses. `ends` caches the offset ranges before the row by queue."""
-        counted_to, rows, new = self._parts.expired.counted_to(group, topic.name), 0, dict[int, int]()
+        counted_to, rows, new = self._tables.expired.counted_to(group, topic.name), 0, dict[int, int]()
         for queue, offset in offsets.items():
             # Offsets of queues that the topic no longer has stay stored.
             if queue >= len(topic.queues):

@@ -8,11 +8,11 @@ forever.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Executor
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.consuming.leases import NO_RECEIPT, Found, QueueLeases
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, is_of
 from timeball.broker.consuming.requests import ReceiveRequest
@@ -20,6 +20,7 @@ from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
 from timeball.log.reader import LogReader
 from timeball.log.row_encoder import NumberedRows, ReadRows
+from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import READ_SCHEMA, Int64Array
@@ -153,11 +154,11 @@ _TOPIC = READ_SCHEMA.get_field_index("topic")
 
 
 async def selected_rows(
-    parts: Components, request: ReceiveRequest, seqs: list[int]
+    request: ReceiveRequest, seqs: list[int], *, writer: LogWriter, reader: LogReader, reader_thread: Executor
 ) -> tuple[ReadRows, BoolArray | None]:
     """Read those of these rows that are for this consumer. Also return a mask of them, or None for all."""
     # Rows that have just become visible are still in memory, and a read of the log would be the largest cost.
-    values = parts.writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
+    values = writer.newest.values_of(seqs) if len(seqs) <= FEW_ROWS else None
     if (
         values is not None
         and request.wanted.matches_all
@@ -166,7 +167,7 @@ async def selected_rows(
         return NumberedRows(values), None
     # A filter needs whole rows, and rows of a shared retry topic may be for another group.
     rows, keep = await asyncio.get_running_loop().run_in_executor(
-        parts.reader_thread, _read, parts.reader, request, np.array(seqs, dtype=np.int64)
+        reader_thread, _read, reader, request, np.array(seqs, dtype=np.int64)
     )
     return (rows, None) if keep.all() else (rows.filter(pa.array(keep)), keep)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from timeball.broker.accepting.components import Components, Tracing
+from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Received, ReceiveRequest
 
@@ -17,10 +17,9 @@ from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Rece
 class TracedConsuming(Consuming):
     """The operations of consumers, recorded in the broker's traces."""
 
-    def __init__(self, parts: Components, *others: Any) -> None:
-        super().__init__(parts, *others)
-        assert parts.traces is not None, "without traces the engine is Consuming"
-        self._traces: Tracing = parts.traces
+    def __init__(self, *args: Any, traces: Tracing, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._traces = traces
 
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None

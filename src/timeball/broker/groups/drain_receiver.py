@@ -9,20 +9,32 @@ from __future__ import annotations
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components
 from timeball.broker.policy import Policy
-from timeball.broker.registry.drains import AdoptedFacts
+from timeball.broker.registry.drains import AdoptedFacts, Drains
 from timeball.broker.revoking.drain_rows import adopted_rows, decode_sent
 from timeball.broker.revoking.group_questions import AdoptHere
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import LogWriter
 from timeball.model.access import Caller, Verb
+from timeball.model.config import Settings
 from timeball.model.errors import Conflict, OutOfRange
 
 
 class Adoption:
     """Adopts transfers from other groups. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, policy: Policy, appender: Appender) -> None:
-        self._parts, self._policy, self._appender = parts, policy, appender
+    def __init__(
+        self,
+        policy: Policy,
+        appender: Appender,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        drains: Drains,
+    ) -> None:
+        self._policy, self._appender = policy, appender
+        self._settings, self._clock, self._writer, self._drains = settings, clock, writer, drains
 
     async def adopt(self, question: AdoptHere, caller: Caller) -> None:
         """Adopt a transfer. It is durable on return. Transfer 0 only checks whether this group would accept a drain.
@@ -30,30 +42,28 @@ class Adoption:
         Raises Forbidden, Conflict, OutOfRange, InvalidMessage and OverLimit. In these cases no row of the transfer is
         adopted.
         """
-        parts = self._parts
         self._policy.allow(caller, Verb.ADMIN)
-        known = parts.drains.adopted(question.source)
+        known = self._drains.adopted(question.source)
         if known is not None and question.since_ms < known.since_ms:
             raise OutOfRange(f"an older drain of group {question.source} than the last one")
         if not question.transfer:
             # Not checked for a real transfer: its messages have ended in the sending group, so this group must take
             # them.
-            if (out := parts.drains.out) is not None:
+            if (out := self._drains.out) is not None:
                 raise Conflict(
-                    f"group {parts.settings.group} is drained itself, to {out.heir}: name that one"
+                    f"group {self._settings.group} is drained itself, to {out.heir}: name that one"
                 )
             return
         if known is not None and question.since_ms == known.since_ms and question.transfer <= known.transfer:
-            await parts.writer.flushed()  # the first copy of this transfer may not be durable yet
+            await self._writer.flushed()  # the first copy of this transfer may not be durable yet
             return
         self._append(question, 0 if known is None else known.rows)
-        await parts.writer.flushed()
+        await self._writer.flushed()
 
     def _append(self, question: AdoptHere, rows_before: int) -> None:
-        parts = self._parts
-        parts.writer.check_room()
-        now_ms = parts.clock.now_ms()
-        scheduled_rows = adopted_rows(decode_sent(question.rows), now_ms=now_ms, host=parts.settings.host)
+        self._writer.check_room()
+        now_ms = self._clock.now_ms()
+        scheduled_rows = adopted_rows(decode_sent(question.rows), now_ms=now_ms, host=self._settings.host)
         self._appender.make_topics(
             scheduled_rows
         )  # the topics' own META rows must precede the rows that use them
@@ -61,7 +71,7 @@ class Adoption:
         facts = AdoptedFacts(
             since_ms=question.since_ms, transfer=question.transfer, rows=rows_before + rows.num_rows
         )
-        change = parts.drains.adopting(question.source, facts)
+        change = self._drains.adopting(question.source, facts)
         # No await between the check in `adopt` and the append. Otherwise two copies of a transfer that arrive at the
         # same time would both be adopted.
         self._appender.append(pa.concat_batches([rows, change.rows]))

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,21 +29,26 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.gate import Gate
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.pending.listing import Shown
 from timeball.broker.pending.log_tail import Logged, LogTail, TopicCodes
 from timeball.broker.pending.pages import LAST, Position
-from timeball.broker.pending.snapshot import Snapshot, opened, taken
+from timeball.broker.pending.snapshot import Snapshot, Snapshots
 from timeball.broker.pending.table_walk import Filed, TableWalk
 from timeball.broker.policy import Policy
 from timeball.broker.registry.drains import DrainFacts
+from timeball.broker.registry.tables import Tables
 from timeball.broker.revoking.drain_rows import encode_sent, handed_rows
 from timeball.broker.revoking.group_questions import AdoptHere, GroupAnswer, OtherGroups
 from timeball.broker.tables.table_changes import TableChanges
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
 from timeball.log.row_encoder import pairs_of
+from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.config import Settings
 from timeball.model.errors import (
     Conflict,
     InvalidMessage,
@@ -60,6 +66,7 @@ from timeball.schedule.columns import with_column
 from timeball.schedule.delay_levels.levels import restored
 from timeball.schedule.hour_log.pending import as_scheduled as scheduled_of_table
 from timeball.schedule.locations import as_scheduled
+from timeball.schedule.scheduler import Scheduling
 
 logger = logging.getLogger(__name__)
 
@@ -87,17 +94,29 @@ class Draining:
 
     def __init__(
         self,
-        parts: Components,
         policy: Policy,
         mover: TableChanges,
+        snapshots: Snapshots,
         others: OtherGroups,
         account: Callable[[str], Caller],
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        scheduling: Scheduling,
+        background: Executor,
+        gate: Gate,
+        pending_messages: Callable[[], int],
     ) -> None:
         """Create the duty. `account` finds the caller by name, for requests to the heir. It raises Unauthorized."""
-        self._parts, self._policy, self._mover, self._others = parts, policy, mover, others
-        self._account, self._group = account, parts.settings.group
+        self._policy, self._mover, self._snapshots, self._others = policy, mover, snapshots, others
+        self._clock, self._log, self._tables = clock, log, tables
+        self._scheduling, self._background, self._gate = scheduling, background, gate
+        self._pending_messages = pending_messages
+        self._account, self._group = account, settings.group
         self._codes = TopicCodes()
-        self._tail = LogTail(parts.reader, self._codes)
+        self._tail = LogTail(log.reader, self._codes)
         self._rows_at_once = ROWS_FIRST
         self._one = asyncio.Lock()  # held during a look, so that there is one transfer at a time
         self._is_done = False  # True if the last look found nothing to hand over
@@ -111,19 +130,19 @@ class Draining:
 
         Raises Forbidden, NotFound, InvalidMessage, Conflict, and Unavailable while the heir does not answer.
         """
-        parts, facts = self._parts, self._parts.drains.out
+        facts = self._tables.drains.out
         self._policy.allow(caller, Verb.ADMIN)
         if facts is not None and (facts.heir, facts.account) == (heir, caller.name):
             return self._told(facts)  # a repeated request: the row is in the log already
         self._check(heir)
         # Its start time identifies a drain, so a later drain to another heir needs another time.
-        since_ms = facts.since_ms if facts is not None and facts.heir == heir else parts.clock.now_ms()
+        since_ms = facts.since_ms if facts is not None and facts.heir == heir else self._clock.now_ms()
         if facts is not None and since_ms <= facts.since_ms and facts.heir != heir:
             since_ms = facts.since_ms + 1  # the clock was set back
         # Ask before any change here: a group that accepts nothing and has no heir would be useless.
         answer = await self._others.ask(heir, AdoptHere(source=self._group, since_ms=since_ms), caller)
         _raise_refusal(answer, heir)
-        now = parts.drains.out
+        now = self._tables.drains.out
         if now is not None and now.heir == heir:
             # The previous account may have been deleted.
             wanted = msgspec.structs.replace(now, account=caller.name)
@@ -133,16 +152,16 @@ class Draining:
             raise Conflict(f"group {self._group} hands over to {now.heir if now else 'none'}; ask again")
         if dry_run:
             return self._told(wanted)
-        parts.writer.check_room()
-        parts.drains.put(wanted)
+        self._log.writer.check_room()
+        self._tables.drains.put(wanted)
         # Close before the row is durable: messages accepted between the two would also have to be handed over.
         self._close()
-        await parts.writer.flushed()
+        await self._log.writer.flushed()
         return self._told(wanted)
 
     def check_numbers(self) -> None:
         """Raise Conflict if messages may have gone to the heir, where they have other numbers."""
-        if (facts := self._parts.drains.out) is not None:
+        if (facts := self._tables.drains.out) is not None:
             raise Conflict(
                 f"group {self._group} is drained to {facts.heir}, where its messages have other numbers: name them by "
                 "id or key"
@@ -153,31 +172,31 @@ class Draining:
             raise InvalidMessage(f"group {heir} cannot be its own heir")
         if heir not in (names := self._others.names()):
             raise NotFound(f"no group {heir!r} in this cluster; there are {', '.join(names) or 'no others'}")
-        facts = self._parts.drains.out
+        facts = self._tables.drains.out
         if facts is not None and facts.heir != heir and facts.rows:
             raise Conflict(f"group {facts.heir} has not confirmed a transfer yet: drain to it until it has")
         # Held messages have no due time that the heir could use.
-        held = [name for name, each in self._parts.campaigns.all().items() if each.held_from_ms is not None]
+        held = [name for name, each in self._tables.campaigns.all().items() if each.held_from_ms is not None]
         if held:
             raise Conflict(f"campaign {held[0]} is held: resume or cancel it first")
 
     def _close(self) -> None:
         """Refuse new messages if this group is drained."""
-        if (facts := self._parts.drains.out) is not None:
+        if (facts := self._tables.drains.out) is not None:
             self._policy.close(f"group {self._group} is drained to {facts.heir}: send to another group")
             self._is_done = False
 
     def _told(self, facts: DrainFacts) -> Drained:
         return Drained(
             group=self._group, heir=facts.heir, since_ms=facts.since_ms, moved=facts.moved_rows,
-            moving=facts.rows, waiting=self._parts.waiting_messages, is_done=self._is_done, problem=self._problem,
+            moving=facts.rows, waiting=self._pending_messages(), is_done=self._is_done, problem=self._problem,
         )  # fmt: skip
 
     # -- the duty ------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
         """Hand over all messages that are pending now, if this group is drained. A periodic duty of maintenance.py."""
-        if self._parts.drains.out is None:
+        if self._tables.drains.out is None:
             return
         try:
             async with self._one:
@@ -192,17 +211,16 @@ class Draining:
 
     async def _sweep(self) -> int:
         """Hand over the messages that are pending now. Returns their number."""
-        parts = self._parts
         await self._send_again()
         # Compact a long tail first: files are read row group by row group, but the tail is read whole for each page.
-        while parts.compacts and self._mover.tail_count.rows > PAGE_ROWS and self._is_compactor:
+        while self._scheduling.compacts and self._mover.tail_count.rows > PAGE_ROWS and self._is_compactor:
             if await self._mover.compact() is None:
                 break
-        low, moved = (parts.clock.now_ms() + MARGIN_MS, 0), 0
+        low, moved = (self._clock.now_ms() + MARGIN_MS, 0), 0
         while low < LAST:
-            async with taken(parts, self._mover.lock) as snapshot:
+            async with self._snapshots.taken() as snapshot:
                 try:
-                    page = await in_thread(parts.background, self._page, snapshot, low)
+                    page = await in_thread(self._background, self._page, snapshot, low)
                     for found, read in (
                         (page.logged, self._read_log),
                         (page.filed, partial(_read_table, page.walk)),
@@ -213,16 +231,16 @@ class Draining:
                     continue
             low = page.upto
         if moved:  # if nothing moved, the next look reuses the tail that was read
-            await in_thread(parts.background, self._tail.forget)
+            await in_thread(self._background, self._tail.forget)
         return moved
 
     @property
     def _is_compactor(self) -> bool:
-        return self._parts.clock.elapsed_ms() >= self._mover.outside_compactor_until_ms
+        return self._clock.elapsed_ms() >= self._mover.outside_compactor_until_ms
 
     def _page(self, snapshot: Snapshot, low: Position) -> _Page:
         keep = Shown(self._codes, None, lambda topic: True)
-        walk = TableWalk(snapshot, partial(opened, self._parts), self._codes, None)
+        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         logged, logged_upto = self._tail.after(snapshot, low, LAST, PAGE_ROWS)
         filed, filed_upto = walk.after(low, LAST, PAGE_ROWS, keep)
         # The page ends at the nearer of both ends: after it, rows of the other source would overtake.
@@ -236,7 +254,7 @@ class Draining:
         at = moved = 0
         while at < len(found):
             part = found.part(slice(at, at + self._rows_at_once))
-            rows = await in_thread(self._parts.background, read, part)
+            rows = await in_thread(self._background, read, part)
             for transfer in _transfers(rows):
                 moved += await self._hand_over(transfer)
             at += len(part)
@@ -247,65 +265,64 @@ class Draining:
 
     def _read_log(self, found: Logged | Filed) -> pa.RecordBatch:
         assert isinstance(found, Logged)
-        parts = []
+        batches = []
         for is_level in (False, True):
             part = found.part(found.is_level == is_level)
             if len(part):
-                rows = self._parts.reader.read_rows(part.row_seq)
-                parts.append(as_scheduled(_without_level(restored(rows)) if is_level else rows))
-        return pa.concat_batches(parts)
+                rows = self._log.reader.read_rows(part.row_seq)
+                batches.append(as_scheduled(_without_level(restored(rows)) if is_level else rows))
+        return pa.concat_batches(batches)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
         """End those messages that are still pending, in favour of the heir.
 
         Returns their number when the heir has them.
         """
-        parts = self._parts
-        async with parts.revoking.passing():  # a resume changes due times
-            parts.writer.check_room()
-            now_ms = parts.clock.now_ms()
+        async with self._gate.passing():  # a resume changes due times
+            self._log.writer.check_room()
+            now_ms = self._clock.now_ms()
             due_ms = int64(scheduled_rows.column("due_ms"))
             scheduled_rows = scheduled_rows.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
             # As for a cancel, this call decides the race with releases, cancels and moves. From here on nothing may
             # refuse or wait until the rows are appended.
-            waited = parts.scheduler.cancel(*pairs_of(scheduled_rows))
+            waited = self._scheduling.scheduler.cancel(*pairs_of(scheduled_rows))
             if not waited.any():
                 return 0
             # Read here, because a command may have named another heir during the read.
-            facts = parts.drains.out
+            facts = self._tables.drains.out
             assert facts is not None and not facts.rows, "the one before is confirmed"
             rows = handed_rows(scheduled_rows.filter(pa.array(waited)), facts.heir, now_ms)
             begun = msgspec.structs.replace(
-                facts, transfer=facts.transfer + 1, first_seq=parts.writer.next_seq, rows=rows.num_rows,
+                facts, transfer=facts.transfer + 1, first_seq=self._log.writer.next_seq, rows=rows.num_rows,
                 at_ms=now_ms,
             )  # fmt: skip
-            change = parts.drains.changed(begun)
-            _, durable = parts.writer.append(pa.concat_batches([rows, change.rows]))
+            change = self._tables.drains.changed(begun)
+            _, durable = self._log.writer.append(pa.concat_batches([rows, change.rows]))
             change.keep()
         # Send the rows only when they are durable: the next leader of this group must find that these messages have
         # ended here.
         await durable
-        await parts.writer.synced()
+        await self._log.writer.synced()
         await self._send(rows)
         return len(rows)
 
     async def _send_again(self) -> None:
         """Send the transfer that was not confirmed, if there is one."""
-        facts = self._parts.drains.out
+        facts = self._tables.drains.out
         if facts is not None and facts.rows:
-            await self._parts.writer.flushed()
-            rows = await in_thread(self._parts.background, self._read_handed, facts)
+            await self._log.writer.flushed()
+            rows = await in_thread(self._background, self._read_handed, facts)
             await self._send(rows)
 
     def _read_handed(self, facts: DrainFacts) -> pa.RecordBatch:
-        found = list(self._parts.reader.rows(facts.first_seq, facts.first_seq + facts.rows))
+        found = list(self._log.reader.rows(facts.first_seq, facts.first_seq + facts.rows))
         rows = pa.concat_batches(found).select(LOG_SCHEMA.names)
         assert rows.num_rows == facts.rows and (rows.column("kind").to_numpy() == Kind.CANCEL).all()
         return rows
 
     async def _send(self, rows: pa.RecordBatch) -> None:
         """Send the current transfer, and record that the heir has it."""
-        parts, facts = self._parts, self._parts.drains.out
+        facts = self._tables.drains.out
         assert facts is not None and facts.rows == rows.num_rows
         question = AdoptHere(
             source=self._group, since_ms=facts.since_ms, transfer=facts.transfer, rows=encode_sent(rows)
@@ -313,10 +330,10 @@ class Draining:
         caller = self._account(facts.account) if facts.account else ANONYMOUS
         answer = await self._others.ask(facts.heir, question, caller, ADOPT_S)
         _raise_refusal(answer, facts.heir)
-        facts = parts.drains.out
+        facts = self._tables.drains.out
         assert facts is not None
         # A crash before this row is durable only sends the transfer again.
-        parts.drains.put(
+        self._tables.drains.put(
             msgspec.structs.replace(
                 facts, moved_rows=facts.moved_rows + facts.rows, first_seq=0, rows=0, at_ms=0
             )

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.broker.accepting.components import Components
 from timeball.broker.groups.drain_receiver import Adoption
 from timeball.broker.groups.draining import LOOK_MS, Draining
 from timeball.broker.policy import queues_to_read
@@ -68,14 +67,19 @@ ROUTE_S = 1.0
 class GroupedBroker(Broker):
     """A broker that combines the answers of all groups of a cluster. Belongs to the event loop."""
 
-    def __init__(
-        self, parts: Components, *, others: OtherGroups, account: Callable[[str], Caller], **found: Any
-    ) -> None:
+    def __init__(self, *, others: OtherGroups, account: Callable[[str], Caller], **components: Any) -> None:
         """Create the broker. `account` finds the caller by name, for later work in its name. It raises Unauthorized."""
-        super().__init__(parts, **found)
-        self.group, self.others = parts.settings.group, others
-        self.draining = Draining(parts, self.policy, self.mover, others, account)
-        self.adoption = Adoption(parts, self.policy, self.appender)
+        super().__init__(**components)
+        self.group, self.others = self.settings.group, others
+        self.draining = Draining(
+            self.policy, self.mover, self.snapshots, others, account, settings=self.settings, clock=self.clock,
+            log=self.log, tables=self.tables, scheduling=self.scheduling, background=self.threads.background,
+            gate=self.gate, pending_messages=lambda: self.pending_messages,
+        )  # fmt: skip
+        self.adoption = Adoption(
+            self.policy, self.appender, settings=self.settings, clock=self.clock, writer=self.log.writer,
+            drains=self.tables.drains,
+        )  # fmt: skip
         # Run by maintenance.py in addition to its own duties.
         self.duties = [(LOOK_MS, self.draining.look)]
 
@@ -153,12 +157,12 @@ class GroupedBroker(Broker):
                 raise Unavailable(
                     "a group of the cluster did not answer; recall the message again in a moment"
                 )
-            if verdict.verdict not in SETTLED and self.parts.settings.recall_answers != "rocketmq":
+            if verdict.verdict not in SETTLED and self.settings.recall_answers != "rocketmq":
                 raise RecallRefused(verdict.verdict, verdict.at_ms, f"too late, it is {verdict.verdict}")
         return named.unique_key
 
     async def _recall(self, topic: str, handle: str, group: str, caller: Caller) -> str:
-        if group == self.parts.settings.broker_name or group not in self.others.names():
+        if group == self.settings.broker_name or group not in self.others.names():
             return await super().recall(topic, handle, caller)
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         answer = await self.others.ask(group, RecallHere(topic=topic, handle=handle), caller)
@@ -247,7 +251,7 @@ class GroupedBroker(Broker):
 
     def _handed(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
         """Change the verdict of messages that were handed over to `handed`, or to `unavailable` while they move."""
-        drains, found = self.parts.drains, []
+        drains, found = self.tables.drains, []
         for each in verdicts:
             if drains.was_handed(each.verdict, each.at_ms):
                 word = UNAVAILABLE if drains.is_moving(each.at_ms) else HANDED
@@ -258,7 +262,7 @@ class GroupedBroker(Broker):
 
     def _handed_places(self, places: list[MessagePlace]) -> list[MessagePlace]:
         """Change the state of messages that were handed over to `handed`. Raises Unavailable while one moves."""
-        drains, found = self.parts.drains, []
+        drains, found = self.tables.drains, []
         for each in places:
             if drains.was_handed(each.state, each.at_ms):
                 if drains.is_moving(each.at_ms):
@@ -304,14 +308,14 @@ class GroupedBroker(Broker):
     def _route(self, question: RouteHere, caller: Caller) -> GroupRoute | None:
         verb = Verb.LOOK if question.consumer_group is None else Verb.RECEIVE
         self.policy.allow(caller, verb, topic=question.topic, group=question.consumer_group)
-        topic = self.parts.topics.find_topic(question.topic)
+        topic = self.tables.topics.find_topic(question.topic)
         if topic is None:
             return None
         in_order = False
         if question.consumer_group is not None:
-            in_order = self.parts.groups.ensure(question.consumer_group).consume_message_orderly
+            in_order = self.tables.groups.ensure(question.consumer_group).consume_message_orderly
         message_type = topic.config.attributes.get(MESSAGE_TYPE, "")
-        name = self.parts.settings.broker_name
+        name = self.settings.broker_name
         return GroupRoute(
             name, queues_to_read(topic), self.policy.queues_to_write(topic), message_type, in_order
         )

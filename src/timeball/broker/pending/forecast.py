@@ -12,22 +12,26 @@ a paused campaign are not due and not counted.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.pending.log_tail import Codes, TopicCodes, scan
 from timeball.broker.pending.pages import Counted, Unit
-from timeball.broker.pending.snapshot import Snapshot, is_shown, opened, taken
+from timeball.broker.pending.snapshot import Snapshot, Snapshots, is_shown
 from timeball.broker.policy import Policy
 from timeball.broker.tables.memory import give_back
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import OutOfRange, OverLimit
 from timeball.model.message import Int64Array
+from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 
 UNITS: dict[Unit, int] = {
@@ -67,8 +71,17 @@ class _Count:
 class Forecast:
     """Counts of the messages that are due. Belongs to the event loop. The background thread reads log and table."""
 
-    def __init__(self, parts: Components, policy: Policy, attaching: asyncio.Lock) -> None:
-        self._parts, self._policy, self._attaching = parts, policy, attaching
+    def __init__(
+        self,
+        policy: Policy,
+        snapshots: Snapshots,
+        *,
+        clock: SchedulerClock,
+        reader: LogReader,
+        background: Executor,
+    ) -> None:
+        self._policy, self._snapshots = policy, snapshots
+        self._clock, self._reader, self._background = clock, reader, background
         self._codes = TopicCodes()
         self._counts: list[_Count] = []
         self._counting = asyncio.Lock()
@@ -90,7 +103,7 @@ class Forecast:
         """
         self._policy.allow(caller, Verb.LOOK, topic=topic)
         width_ms = UNITS[by]
-        from_ms = self._parts.clock.now_ms() if from_ms is None else from_ms
+        from_ms = self._clock.now_ms() if from_ms is None else from_ms
         from_ms -= from_ms % width_ms
         to_ms = from_ms + _DEFAULT_BUCKETS[by] * width_ms if to_ms is None else to_ms
         to_ms += -to_ms % width_ms
@@ -120,10 +133,12 @@ class Forecast:
             # The windows of dashboards begin now, so the next one ends later than this one.
             to_ms += max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
             begun_s = self._loop.time()
-            async with taken(self._parts, self._attaching) as snapshot:
+            async with self._snapshots.taken() as snapshot:
                 window = Window(from_ms, to_ms, width_ms)
-                counting = Counting(self._parts, snapshot, self._codes, window)
-                pairs, due = await in_thread(self._parts.background, counting.run)
+                counting = Counting(
+                    snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
+                )
+                pairs, due = await in_thread(self._background, counting.run)
             self.counts += 1
             now_s = self._loop.time()
             # Measured from the end of the count, so that a slow count is not repeated at once.
@@ -173,8 +188,17 @@ class Window:
 class Counting:
     """One count over the log and the table of a snapshot. Belongs to the background thread."""
 
-    def __init__(self, parts: Components, snapshot: Snapshot, codes: TopicCodes, window: Window) -> None:
-        self._parts, self._snapshot, self._codes, self._window = parts, snapshot, codes, window
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        codes: TopicCodes,
+        window: Window,
+        *,
+        reader: LogReader,
+        open_file: Callable[[FileEntry], DataFile],
+    ) -> None:
+        self._snapshot, self._codes, self._window = snapshot, codes, window
+        self._reader, self._open_file = reader, open_file
         self._pairs: list[Int64Array] = []
         self._due: list[Int64Array] = []
         self._size = 0
@@ -183,12 +207,12 @@ class Counting:
 
     def run(self) -> tuple[Int64Array, Int64Array]:
         """Return pairs of topic and bucket, ascending, and the number of messages due in each. Raise OverLimit."""
-        self._count_log(self._parts.reader)
+        self._count_log(self._reader)
         window = self._window
         for entry in self._snapshot.entries:
             # Other files have no pending scheduled message in the window.
             if self._snapshot.first_ms(entry) < window.to_ms and entry.max_due_ms >= window.from_ms:
-                self._count_file(opened(self._parts, entry))
+                self._count_file(self._open_file(entry))
         # Decoded data counts as the broker's memory until the allocators return it to the system.
         found = self._joined()
         give_back()

@@ -17,20 +17,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.pending.log_tail import Codes, Logged, LogTail, TopicCodes
 from timeball.broker.pending.pages import Page, Waiting, Wanted
-from timeball.broker.pending.snapshot import Snapshot, is_shown, opened, taken
+from timeball.broker.pending.snapshot import Snapshot, Snapshots, is_shown
 from timeball.broker.pending.table_walk import TableWalk
 from timeball.broker.policy import Policy
+from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import Candidate, Names, pairs, read
+from timeball.io.threads import Threads, in_thread
+from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
 from timeball.schedule.delay_levels.levels import restored
+from timeball.schedule.scheduler import Scheduling
+from timeball.table.key_index import TableKeys
 
 LOOK_ROWS = 65_536  # rows of the log examined for one page
 KEPT_S = 60.0  # how long the sorted scheduled messages of the log are kept after a page
@@ -44,11 +48,23 @@ Ranges = tuple[Int64Array, Int64Array, list[str]]
 class Listing:
     """Pages of pending messages. Belongs to the event loop. Reads of log and table run in the background thread."""
 
-    def __init__(self, look_ups: LookUps, policy: Policy, attaching: asyncio.Lock) -> None:
-        self._look_ups, self._parts = look_ups, (parts := look_ups.parts)
-        self._policy, self._attaching = policy, attaching
+    def __init__(
+        self,
+        look_ups: LookUps,
+        policy: Policy,
+        snapshots: Snapshots,
+        *,
+        reader: LogReader,
+        campaigns: Campaigns,
+        scheduling: Scheduling,
+        file_keys: TableKeys,
+        threads: Threads,
+    ) -> None:
+        self._look_ups, self._policy, self._snapshots = look_ups, policy, snapshots
+        self._reader, self._campaigns, self._scheduling = reader, campaigns, scheduling
+        self._file_keys, self._threads = file_keys, threads
         self._codes = TopicCodes()
-        self._tail = LogTail(parts.reader, self._codes)
+        self._tail = LogTail(reader, self._codes)
         self._forgetting: asyncio.TimerHandle | None = None
 
     async def page(self, wanted: Wanted, caller: Caller = ANONYMOUS) -> Page:
@@ -73,11 +89,11 @@ class Listing:
 
     async def _by_position(self, wanted: Wanted, caller: Caller) -> Page:
         may = partial(self._policy.allows, caller, Verb.LOOK)
-        background = self._parts.background
+        background = self._threads.background
         try:
             # The second attempt has a new snapshot, taken after retention has removed the rows.
             for _ in range(2):
-                async with taken(self._parts, self._attaching) as snapshot:
+                async with self._snapshots.taken() as snapshot:
                     try:
                         return await in_thread(background, self._page, snapshot, wanted, may, self._ranges())
                     except OutOfRange:
@@ -91,7 +107,7 @@ class Listing:
 
     def _page(self, snapshot: Snapshot, wanted: Wanted, may: Callable[..., bool], ranges: Ranges) -> Page:
         keep = Shown(self._codes, wanted.topic, may)
-        walk = TableWalk(snapshot, partial(opened, self._parts), self._codes, wanted.topic)
+        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, wanted.topic)
         logged, logged_upto = self._tail.after(snapshot, wanted.low, wanted.high, LOOK_ROWS)
         logged = logged.part(keep(logged.topic))
         filed, filed_upto = walk.after(wanted.low, wanted.high, wanted.rows, keep)
@@ -122,7 +138,7 @@ class Listing:
             part = logged.part(logged.is_level == is_level)
             if not len(part):
                 continue
-            rows = self._parts.reader.read_rows(part.row_seq)
+            rows = self._reader.read_rows(part.row_seq)
             rows = restored(rows) if is_level else rows
             # A row that writes a scheduled message again contains its number.
             number = pc.if_else(
@@ -137,7 +153,7 @@ class Listing:
     def _ranges(self) -> Ranges:
         found = sorted(
             (first_seq, first_seq + rows, name)
-            for name, facts in self._parts.campaigns.all().items()
+            for name, facts in self._campaigns.all().items()
             for first_seq, rows in facts.ranges
         )
         first = np.array([one[0] for one in found], np.int64)
@@ -148,14 +164,13 @@ class Listing:
             self._forgetting.cancel()
         loop = asyncio.get_running_loop()
         self._forgetting = loop.call_later(
-            KEPT_S, lambda: loop.run_in_executor(self._parts.background, self._tail.forget)
+            KEPT_S, lambda: loop.run_in_executor(self._threads.background, self._tail.forget)
         )
 
     # -- by key --------------------------------------------------------------------------------------------------
 
     async def _with_key(self, wanted: Wanted, key: str, caller: Caller) -> Page:
         """Return a page of pending messages with this key, found by the key index."""
-        parts = self._parts
         # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=wanted.topic, may=self._policy.visible(caller))
         found = await self._look_ups.look_up(names)
@@ -169,17 +184,16 @@ class Listing:
             key=lambda c: (c.due_ms, c.seq),
         )
         # After the lookup, on the event loop: a release on its way to the disk has no row in the log yet.
-        waits = parts.outcomes.waits(*pairs(candidates)).tolist() if candidates else []
+        waits = self._scheduling.outcomes.waits(*pairs(candidates)).tolist() if candidates else []
         candidates = [c for c, does in zip(candidates, waits, strict=True) if does]
         chosen = candidates[: wanted.rows]
-        messages = await in_thread(parts.file_thread, self._read_candidates, chosen, self._ranges())
+        messages = await in_thread(self._threads.files, self._read_candidates, chosen, self._ranges())
         # The lookup is complete, so more candidates are the only reason for another page.
         is_last = len(candidates) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
     def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
-        parts = self._parts
-        rows = read(parts.reader, parts.file_keys, parts.hour_log.pending.live, chosen)
+        rows = read(self._reader, self._file_keys, self._scheduling.hour_log.pending.live, chosen)
         # A scheduled message whose row has left log and table since then is settled, and left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         names = _campaigns(np.array([c.number for c in chosen], np.int64), ranges)

@@ -20,12 +20,16 @@ from functools import cached_property
 
 import numpy as np
 
-from timeball.broker.accepting.components import Components
+from timeball.broker.registry.attach import AttachState
+from timeball.io.clock import SchedulerClock
+from timeball.log.reader import LogReader
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array
 from timeball.schedule.backlog import Bools
 from timeball.schedule.outcomes import Holds, Settled
+from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
+from timeball.table.pending_table import PendingTable
 
 
 @dataclass(frozen=True)
@@ -66,30 +70,45 @@ class Snapshot:
         return max(entry.min_due_ms, self.settled.before_ms)
 
 
-@asynccontextmanager
-async def taken(parts: Components, attaching: asyncio.Lock) -> AsyncIterator[Snapshot]:
-    """Yield a snapshot of the pending scheduled messages. Its files are kept until the end of the block (event loop).
+class Snapshots:
+    """Takes snapshots of the pending scheduled messages. Belongs to the event loop."""
 
-    `attaching` is locked during each change of the pending table, because in between some scheduled messages are in
-    neither place.
-    """
-    async with attaching:
-        settled, entries = parts.scheduler.settled(), parts.hour_log.pending.live_entries()
-        needed = parts.scheduler.needed_seq()
-        first = [parts.ledger.watermark] if parts.compacts else []
-        first += [] if needed is None else [needed]
-        to_seq = parts.reader.next_seq
-        snapshot = Snapshot(
-            parts.clock.now_ms(), min([*first, to_seq]), parts.ledger.watermark, to_seq,
-            settled, parts.outcomes.holds, entries,
-        )  # fmt: skip
-    with parts.catalog.keeping(entry.path for entry in entries):
-        yield snapshot
+    def __init__(
+        self,
+        attaching: asyncio.Lock,
+        *,
+        clock: SchedulerClock,
+        reader: LogReader,
+        attach_state: AttachState,
+        scheduling: Scheduling,
+        pending_table: PendingTable,
+    ) -> None:
+        """Create the source of snapshots. `attaching` is locked during each change of the pending table."""
+        self._attaching, self._clock, self._reader = attaching, clock, reader
+        self._attach_state, self._scheduling, self._pending_table = attach_state, scheduling, pending_table
 
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[Snapshot]:
+        """Yield a snapshot. Its files are kept until the end of the block."""
+        scheduling = self._scheduling
+        # During a change of the table, some scheduled messages are in neither place.
+        async with self._attaching:
+            watermark = self._attach_state.watermark
+            settled, entries = scheduling.scheduler.settled(), scheduling.hour_log.pending.live_entries()
+            needed = scheduling.scheduler.needed_seq()
+            first = [watermark] if scheduling.compacts else []
+            first += [] if needed is None else [needed]
+            to_seq = self._reader.next_seq
+            snapshot = Snapshot(
+                self._clock.now_ms(), min([*first, to_seq]), watermark, to_seq, settled, scheduling.outcomes.holds,
+                entries,
+            )  # fmt: skip
+        with self._pending_table.catalog.keeping(entry.path for entry in entries):
+            yield snapshot
 
-def opened(parts: Components, entry: FileEntry) -> DataFile:
-    """Open a file of the table for the background thread, separate from the files of the reader thread."""
-    return DataFile(parts.data_files, entry)
+    def open_file(self, entry: FileEntry) -> DataFile:
+        """Open a file of the table for the background thread, separate from the files of the reader thread."""
+        return DataFile(self._pending_table.data_files, entry)
 
 
 def is_shown(topic: str, asked: str | None) -> bool:

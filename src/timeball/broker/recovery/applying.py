@@ -24,11 +24,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery.replayed import Replayed, kinds_in
 from timeball.broker.registry.attach import AttachState
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.queue_entries import COLUMNS
+from timeball.broker.registry.tables import Tables
 from timeball.broker.transacting.transactions import Half, load
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import Checkpoint

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from timeball.broker.accepting.components import Tables
 from timeball.broker.recovery.applying import Applying
+from timeball.broker.registry.tables import Tables
 from timeball.log import checkpoint as cp
 from timeball.log.checkpoint import last_snapshot
 from timeball.log.reader import LogReader

@@ -29,13 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components
-from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import CANCELLED, Candidate, Found, Names, pairs
+from timeball.io.clock import SchedulerClock
 from timeball.model.message import CANCELLED_BY, LogRow, encode_properties
 from timeball.model.rows import cancel_row
 from timeball.model.wire import Verdict
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
 
 # Settles those of these scheduled messages that are pending, durably, and returns a verdict for each, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
@@ -47,7 +50,7 @@ async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
     Raise OutOfRange or InvalidMessage for invalid names.
     """
     names.check()
-    async with look_ups.parts.revoking.passing():
+    async with look_ups.gate.passing():
         return await _settle(look_ups, names, act)
 
 
@@ -68,26 +71,37 @@ async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
 
 
 async def cancel(
-    parts: Components, appender: Appender, candidates: list[Candidate], *, by: str = ""
+    appender: Appender,
+    candidates: list[Candidate],
+    *,
+    by: str = "",
+    clock: SchedulerClock,
+    lease_counts: LeaseCounts,
+    scheduler: Scheduler,
+    rates: Rates,
 ) -> dict[int, Verdict]:
     """Cancel these scheduled messages, durably (an Act). `by`: the account that requests it, which the rows name."""
-    now_ms = parts.clock.now_ms()
-    chosen = [c for c, was in zip(candidates, stop_waiting(parts, candidates).tolist(), strict=True) if was]
+    now_ms = clock.now_ms()
+    chosen = [
+        c
+        for c, was in zip(candidates, stop_waiting(candidates, scheduler=scheduler).tolist(), strict=True)
+        if was
+    ]
     if chosen:
         # An operator may name a retry topic, so some of the scheduled messages may stand for leases.
-        parts.lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
+        lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
         await appender.append_few(cancel_rows(chosen, now_ms, by))
-        parts.rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
+        rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
 
 
-def stop_waiting(parts: Components, candidates: Sequence[Candidate]) -> npt.NDArray[np.bool_]:
+def stop_waiting(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
     """Cancel those of these that are pending, and return which they were.
 
     The caller must append their rows without an await before.
     """
-    return parts.scheduler.cancel(*pairs(candidates))
+    return scheduler.cancel(*pairs(candidates))
 
 
 def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
@@ -155,8 +169,7 @@ async def look_again(
     if not lost:
         return {}
     # It was settled since the lookup, or its release is on its way to the disk. After the flush, the row is there.
-    parts = look_ups.parts
-    await parts.writer.flushed()
+    await look_ups.writer.flushed()
     found = await look_ups.look_up(Names(seqs=[c.number for c in lost]), thorough=True)
     become, left = {c.number: c for c in found.candidates}, {}
     for was in lost:
@@ -166,14 +179,14 @@ async def look_again(
         elif now is not None and (now.seq, now.at_seq) != (was.seq, was.at_seq):
             left[was.number] = now  # moved, or retention removed the row from which its body was to be read
         else:
-            told[was.number] = _faded(parts, was)
+            told[was.number] = _faded(look_ups.outcomes, was)
     return left
 
 
-def _faded(parts: Components, candidate: Candidate) -> Verdict:
+def _faded(outcomes: Outcomes, candidate: Candidate) -> Verdict:
     """Return the verdict of a scheduled message that is not pending, and whose end is in no row of the log.
 
     The schedule remembers a cancel until the due time.
     """
-    was_cancelled = bool(parts.outcomes.was_cancelled(*pairs([candidate]))[0])
+    was_cancelled = bool(outcomes.was_cancelled(*pairs([candidate]))[0])
     return Verdict("", CANCELLED if was_cancelled else "expired", candidate.number)

@@ -13,16 +13,22 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import Candidate, Names, is_on_its_way_back
+from timeball.io.threads import Threads, in_thread
+from timeball.log.key_index import KeyIndex
+from timeball.log.reader import LogReader
+from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
 from timeball.model.wire import Content, MessagePlace, Verdict
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.scheduler import Scheduling
+from timeball.table.key_index import TableKeys
 
 WAITING = "waiting"
 
@@ -47,26 +53,45 @@ class _Logged:
 
 
 async def find_message(
-    look_ups: LookUps, names: Names, may_read: MayRead, groups: GroupPlaces
+    look_ups: LookUps,
+    names: Names,
+    may_read: MayRead,
+    groups: GroupPlaces,
+    *,
+    log: CommitLog,
+    scheduling: Scheduling,
+    file_keys: TableKeys,
+    threads: Threads,
 ) -> list[MessagePlace]:
     """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id."""
-    parts, topics = look_ups.parts, dict[int, str]()
+    topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
 
     async def look(named: list[Candidate]) -> dict[int, Verdict]:
         # Files may contain scheduled messages whose end is no longer in the log, so the schedule decides which are
         # pending.
-        waits = parts.outcomes.waits(*scheduled_lookup.pairs(named)).tolist()
+        waits = scheduling.outcomes.waits(*scheduled_lookup.pairs(named)).tolist()
         candidates = [c for c, does in zip(named, waits, strict=True) if does]
         topics.update({c.number: c.topic for c in candidates})
         # The state may be seen with fewer permissions than the content.
         shown = [c for c in candidates if may_read(c.topic)]
-        contents.update(await in_thread(parts.file_thread, _contents, parts, shown))
+        contents.update(
+            await in_thread(
+                threads.files,
+                _contents,
+                shown,
+                reader=log.reader,
+                hour_log=scheduling.hour_log,
+                file_keys=file_keys,
+            )
+        )
         return {c.number: Verdict("", WAITING, c.number, due_ms=c.due_ms) for c in candidates}
 
     verdicts = await settle(look_ups, names, look)
     # After the verdicts, so that messages released since then are found here.
-    logged = await in_thread(parts.reader_thread, _logged, parts, names, may_read)
+    logged = await in_thread(
+        threads.reader, _logged, names, may_read, reader=log.reader, key_index=log.key_index
+    )
     copies = by_message(logged.copies, logged.visible)
     places = {
         one.seq: msgspec.structs.replace(one, groups=await groups.of(one, copies[one.seq]))
@@ -88,22 +113,24 @@ async def find_message(
     return [places[number] for number in sorted(places, reverse=True)]
 
 
-def _contents(parts: Components, candidates: list[Candidate]) -> dict[int, Content]:
+def _contents(
+    candidates: list[Candidate], *, reader: LogReader, hour_log: HourLog, file_keys: TableKeys
+) -> dict[int, Content]:
     """Return the content of these scheduled messages, as far as log or table still contain it (file thread)."""
     if not candidates:
         return {}
     numbers = {c.seq: c.number for c in candidates}
     # Listed here, so that no listed file is removed before it is read: this thread removes the files, or they are
     # kept for a day after they have left the table.
-    live = parts.hour_log.pending.live
-    rows = scheduled_lookup.read(parts.reader, parts.file_keys, live, candidates).to_pylist()
+    live = hour_log.pending.live
+    rows = scheduled_lookup.read(reader, file_keys, live, candidates).to_pylist()
     return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
 
 
-def _logged(parts: Components, names: Names, may_read: MayRead) -> _Logged:
+def _logged(names: Names, may_read: MayRead, *, reader: LogReader, key_index: KeyIndex) -> _Logged:
     """Read the rows of the log with these ids, and sort them by kind (reader thread)."""
     found, hashes = _Logged(), hash_text(pa.array(names.ids, pa.string()))
-    rows = parts.reader.read_rows(parts.key_index.find_rows(hashes))
+    rows = reader.read_rows(key_index.find_rows(hashes))
     bodies = rows.column("body")
     for at, row in enumerate(rows.select(_COLUMNS).to_pylist()):
         # The index contains hashes, and another id may have the same hash.

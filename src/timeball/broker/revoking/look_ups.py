@@ -8,25 +8,47 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
+from timeball.broker.accepting.gate import Gate
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.revoking.scheduled_lookup import COLUMNS, SETTLING, Found, Names, Search
+from timeball.io.threads import in_thread
+from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
+from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.errors import Corrupt, NotFound, OutOfRange, TimeballError
 from timeball.model.message import Kind
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.outcomes import Outcomes
+from timeball.table.key_index import TableKeys
 
 
 class LookUps:
     """The lookups of one broker. Belongs to the event loop."""
 
-    def __init__(self, parts: Components) -> None:
-        self.parts = parts
+    def __init__(
+        self,
+        *,
+        gate: Gate,
+        writer: LogWriter,
+        reader: LogReader,
+        key_index: KeyIndex,
+        hour_log: HourLog,
+        outcomes: Outcomes,
+        file_keys: TableKeys,
+        lookup_thread: Executor,
+    ) -> None:
+        # For the operations that use a lookup: they pass the gate, and flush before they look again (cancel.py).
+        self.gate, self.writer, self.outcomes = gate, writer, outcomes
+        self._reader, self._key_index, self._hour_log = reader, key_index, hour_log
+        self._file_keys = file_keys
+        self._lookup_thread = lookup_thread
         self._batcher: AsyncBatcher[Names, Search] = AsyncBatcher(
             self._search_together, limits.CANCELS_PER_REQUEST_MAX
         )
@@ -39,7 +61,7 @@ class LookUps:
         search = await self._batcher.put(names, rows=len(names.subjects))
         missing = search.missing(names, thorough=thorough)
         if missing:
-            search.add_rows(await asyncio.to_thread(scan, self.parts.reader, missing))
+            search.add_rows(await asyncio.to_thread(scan, self._reader, missing))
         return search.result(names)
 
     async def _search_together(self, callers: Sequence[Names]) -> list[Search | TimeballError]:
@@ -54,23 +76,22 @@ class LookUps:
 
     async def _search(self, callers: Sequence[Names]) -> Search:
         """Search log and files, again if retention has removed some of either meanwhile."""
-        parts = self.parts
         while True:
-            first_seq, live = parts.reader.first_seq, parts.hour_log.pending.live
+            first_seq, live = self._reader.first_seq, self._hour_log.pending.live
             search = Search(
-                parts.reader, parts.key_index, parts.file_keys, live, parts.outcomes.moved, callers
+                self._reader, self._key_index, self._file_keys, live, self.outcomes.moved, callers
             )
             try:
                 # In one step, because the change to another thread and back costs as much as the search.
-                await in_thread(parts.lookup_thread, search.search)
+                await in_thread(self._lookup_thread, search.search)
             except NotFound:
-                if parts.hour_log.pending.live is live:
+                if self._hour_log.pending.live is live:
                     raise  # a file of the table is missing
             except OutOfRange:
-                if parts.reader.first_seq == first_seq:
+                if self._reader.first_seq == first_seq:
                     raise
             else:
-                if parts.reader.first_seq == first_seq:
+                if self._reader.first_seq == first_seq:
                     return search
 
 

@@ -20,14 +20,18 @@ from __future__ import annotations
 
 import base64
 import binascii
-from functools import partial
+from concurrent.futures import Executor
 from typing import NamedTuple
 
-from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
-from timeball.broker.revoking.cancel import cancel, settle
+from timeball.broker.registry.drains import Drains
+from timeball.broker.registry.topics import Topics
+from timeball.broker.revoking.cancel import Act, settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import CANCELLED, Names
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.log.reader import LogReader
+from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, NotFound
 from timeball.model.wire import HANDED, Verdict
 
@@ -84,59 +88,73 @@ class RecallRefused(Exception):
         self.verdict, self.at_ms, self.sentence = verdict, at_ms, sentence
 
 
-async def recall(look_ups: LookUps, appender: Appender, topic: str, handle_text: str, by: str = "") -> str:
-    """Take back the message that a handle names, and return its id. `by`: the account that requests it.
+async def recall(
+    look_ups: LookUps,
+    act: Act,
+    topic: str,
+    handle_text: str,
+    *,
+    settings: Settings,
+    clock: SchedulerClock,
+    reader: LogReader,
+    topics: Topics,
+    drains: Drains,
+    reader_thread: Executor,
+) -> str:
+    """Take back the message that a handle names, and return its id. `act`: `cancel`, for the account that requests it.
 
     Raise NotFound for an unknown topic, InvalidMessage for a bad handle or one of another topic or broker, and
     RecallRefused.
     """
-    parts = look_ups.parts
-    if parts.topics.find_topic(topic) is None:
+    if topics.find_topic(topic) is None:
         raise NotFound(f"topic[{topic}] not exist")
     handle = decode_handle(handle_text)
     if handle.topic != topic:
         raise InvalidMessage("recall handle is of another topic")
-    if handle.broker_name != parts.settings.broker_name:
+    if handle.broker_name != settings.broker_name:
         raise InvalidMessage("recall handle is of another broker")
-    if parts.settings.recall_answers == "rocketmq":
-        await _as_rocketmq(look_ups, appender, handle, by)
+    if settings.recall_answers == "rocketmq":
+        await _as_rocketmq(look_ups, act, handle, clock=clock, drains=drains)
         return handle.unique_key
     # An id may belong to several messages, if its producer used it twice. All of them must be settled.
-    for verdict in await _cancel(look_ups, appender, handle, by):
+    for verdict in await _cancel(look_ups, act, handle):
         # An earlier cancel counts as success, because a recall that is repeated after a lost answer must succeed.
-        if verdict.verdict not in SETTLED or _is_handed(parts, verdict):
-            raise await _refusal(parts, handle, verdict)
+        if verdict.verdict not in SETTLED or _is_handed(verdict, drains=drains):
+            raise await _refusal(handle, verdict, reader=reader, drains=drains, reader_thread=reader_thread)
     return handle.unique_key
 
 
-async def _cancel(look_ups: LookUps, appender: Appender, handle: Handle, by: str) -> list[Verdict]:
+async def _cancel(look_ups: LookUps, act: Act, handle: Handle) -> list[Verdict]:
     # With the topic, because producers of other topics may use the same id.
     names = Names(ids=[handle.unique_key], topic=handle.topic)
-    return await settle(look_ups, names, partial(cancel, look_ups.parts, appender, by=by))
+    return await settle(look_ups, names, act)
 
 
-async def _as_rocketmq(look_ups: LookUps, appender: Appender, handle: Handle, by: str) -> None:
+async def _as_rocketmq(
+    look_ups: LookUps, act: Act, handle: Handle, *, clock: SchedulerClock, drains: Drains
+) -> None:
     """Succeed for each handle whose due time is ahead, as RocketMQ does."""
-    parts = look_ups.parts
-    if handle.timestamp_ms <= parts.clock.now_ms():
+    if handle.timestamp_ms <= clock.now_ms():
         raise RecallRefused("released", None, f"too late, the instant {handle.timestamp_ms} has passed")
-    if any(_is_handed(parts, verdict) for verdict in await _cancel(look_ups, appender, handle, by)):
+    if any(_is_handed(verdict, drains=drains) for verdict in await _cancel(look_ups, act, handle)):
         raise RecallRefused(HANDED, None, HANDED_OVER)
 
 
-def _is_handed(parts: Components, verdict: Verdict) -> bool:
-    return parts.drains.was_handed(verdict.verdict, verdict.at_ms)
+def _is_handed(verdict: Verdict, *, drains: Drains) -> bool:
+    return drains.was_handed(verdict.verdict, verdict.at_ms)
 
 
-async def _refusal(parts: Components, handle: Handle, verdict: Verdict) -> RecallRefused:
+async def _refusal(
+    handle: Handle, verdict: Verdict, *, reader: LogReader, drains: Drains, reader_thread: Executor
+) -> RecallRefused:
     if verdict.verdict == "released":
         return RecallRefused(
             "released", verdict.at_ms, f"too late, the message was delivered at {verdict.at_ms}"
         )
-    if _is_handed(parts, verdict):
+    if _is_handed(verdict, drains=drains):
         return RecallRefused(HANDED, verdict.at_ms, HANDED_OVER)
     # If the message is older than the log, the broker cannot claim that it did not exist.
-    kept_from_ms = await in_thread(parts.reader_thread, _kept_from_ms, parts)
+    kept_from_ms = await in_thread(reader_thread, _kept_from_ms, reader=reader)
     if verdict.verdict == "expired" or handle.timestamp_ms <= kept_from_ms:
         return RecallRefused(
             "expired",
@@ -146,11 +164,11 @@ async def _refusal(parts: Components, handle: Handle, verdict: Verdict) -> Recal
     return RecallRefused("not_found", None, "no such message waits here")
 
 
-def _kept_from_ms(parts: Components) -> int:
+def _kept_from_ms(*, reader: LogReader) -> int:
     """Return the store time of the log's oldest row, or 0 while retention has removed nothing (reader thread)."""
-    first_seq = parts.reader.first_seq
+    first_seq = reader.first_seq
     # Sequence numbers begin at 1, so the log is complete.
     if first_seq == 1:
         return 0
-    _, rows = next(parts.reader.frames(first_seq, first_seq + 1))
+    _, rows = next(reader.frames(first_seq, first_seq + 1))
     return int(rows.column("store_ms")[0].as_py())

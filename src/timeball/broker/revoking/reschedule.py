@@ -17,46 +17,80 @@ messages are moved in several frames. A call that fails in between has moved the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.delivery import as_moves, in_frames
 from timeball.broker.consuming.retry import SPENT
-from timeball.broker.registry.rates import Stat
+from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle, stop_waiting
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import Candidate, Names
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
 from timeball.model.wire import Verdict
 from timeball.schedule.delay_levels.levels import REAL_QUEUE
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler, Scheduling
+from timeball.table.key_index import TableKeys
 
 REASON = "rescheduled"
 ROWS_AT_ONCE = 64  # bodies in memory: at most 256 MiB
 
 
 async def reschedule(
-    look_ups: LookUps, appender: Appender, names: Names, *, due_ms: int | None, delay_ms: int | None
+    look_ups: LookUps,
+    appender: Appender,
+    names: Names,
+    *,
+    due_ms: int | None,
+    delay_ms: int | None,
+    settings: Settings,
+    clock: SchedulerClock,
+    log: CommitLog,
+    scheduling: Scheduling,
+    file_keys: TableKeys,
+    file_thread: Executor,
+    rates: Rates,
 ) -> list[Verdict]:
     """Move the pending messages with these names to a due time, or to a delay from now. Return their verdicts.
 
     Raise InvalidDelay, RequestError, and the errors of a send.
     """
-    parts = look_ups.parts
-    instant_ms = _instant_ms(parts, due_ms, delay_ms)
+    instant_ms = _instant_ms(due_ms, delay_ms, settings=settings, clock=clock)
     return await settle(
-        look_ups, names, partial(_move, parts, appender, instant_ms, is_duration=delay_ms is not None)
+        look_ups,
+        names,
+        partial(
+            _move,
+            appender,
+            instant_ms,
+            is_duration=delay_ms is not None,
+            settings=settings,
+            clock=clock,
+            log=log,
+            scheduling=scheduling,
+            file_keys=file_keys,
+            file_thread=file_thread,
+            rates=rates,
+        ),
     )
 
 
-def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> int:
-    now_ms, delay_ms_max = parts.clock.now_ms(), parts.settings.delay_ms_max
+def _instant_ms(
+    due_ms: int | None, delay_ms: int | None, *, settings: Settings, clock: SchedulerClock
+) -> int:
+    now_ms, delay_ms_max = clock.now_ms(), settings.delay_ms_max
     if (due_ms is None) == (delay_ms is None):
         raise RequestError("reschedule: give one of due_ms and delay_ms")
     # The delay is checked before the sum, because the sum might be a due time that has passed.
@@ -72,7 +106,18 @@ def _instant_ms(parts: Components, due_ms: int | None, delay_ms: int | None) -> 
 
 
 async def _move(
-    parts: Components, appender: Appender, due_ms: int, candidates: list[Candidate], *, is_duration: bool
+    appender: Appender,
+    due_ms: int,
+    candidates: list[Candidate],
+    *,
+    is_duration: bool,
+    settings: Settings,
+    clock: SchedulerClock,
+    log: CommitLog,
+    scheduling: Scheduling,
+    file_keys: TableKeys,
+    file_thread: Executor,
+    rates: Rates,
 ) -> dict[int, Verdict]:
     told: dict[int, Verdict] = {}
     for at in range(0, len(candidates), ROWS_AT_ONCE):
@@ -80,54 +125,61 @@ async def _move(
         chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
         # Read before the decision, because reading may fail or wait, and nothing after the decision may.
         rows = await in_thread(
-            parts.file_thread, scheduled_lookup.read,
-            parts.reader, parts.file_keys, parts.hour_log.pending.live, list(chunk.values()),
+            file_thread, scheduled_lookup.read,
+            log.reader, file_keys, scheduling.hour_log.pending.live, list(chunk.values()),
         )  # fmt: skip
         for frame in in_frames(rows) if rows.num_rows else ():
             told |= await _move_frame(
-                parts, appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()],
+                appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()],
                 is_duration=is_duration,
+                settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
+                outcomes=scheduling.outcomes, rates=rates,
             )  # fmt: skip
     return told
 
 
 async def _move_frame(
-    parts: Components,
     appender: Appender,
     due_ms: int,
     rows: pa.RecordBatch,
     candidates: list[Candidate],
     *,
     is_duration: bool,
+    settings: Settings,
+    clock: SchedulerClock,
+    writer: LogWriter,
+    scheduler: Scheduler,
+    outcomes: Outcomes,
+    rates: Rates,
 ) -> dict[int, Verdict]:
-    parts.writer.check_room()
-    now_ms = parts.clock.now_ms()
+    writer.check_room()
+    now_ms = clock.now_ms()
     due_ms = max(
         due_ms, now_ms
     )  # a due time in the past means now, so that the release does not count as late
     scheduled_rows = moved_scheduled_rows(
-        rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=parts.settings.host
+        rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host
     )
     # Topics may have been deleted since the send.
     appender.make_topics(scheduled_rows)
     scheduled_rows = appender.prepare(scheduled_rows, now_ms)
     # The race is decided here, on the event loop: a scheduled message that is being released meanwhile is no longer
     # pending.
-    waited = stop_waiting(parts, candidates)
+    waited = stop_waiting(candidates, scheduler=scheduler)
     chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
     if not chosen:
         return {}
     # After `stop_waiting` the append must not fail or wait, so every check that may refuse runs before it.
-    first_seq = parts.writer.next_seq
+    first_seq = writer.next_seq
     # The row of a move is the scheduled message's new version.
     moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
     mask = pa.array(waited)
     appended = appender.append(
-        as_moves(scheduled_rows.filter(mask), rows.filter(mask)), lambda: parts.outcomes.moved.add(moves),
+        as_moves(scheduled_rows.filter(mask), rows.filter(mask)), lambda: outcomes.moved.add(moves),
         is_duration=is_duration,
     )  # fmt: skip
     await appended.durable
-    parts.rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))
+    rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))
     return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
 
 

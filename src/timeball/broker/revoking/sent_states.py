@@ -37,7 +37,7 @@ async def sent_states(
 async def _states(
     look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]]
 ) -> list[SentState]:
-    outcomes, names = look_ups.parts.outcomes, Names(seqs=numbers)
+    outcomes, names = look_ups.outcomes, Names(seqs=numbers)
     # Before the verdicts, because the verdict of a settled message does not contain its due time.
     due_ms = {c.number: c.due_ms for c in (await look_ups.look_up(names)).candidates}
 

@@ -13,11 +13,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 
-from timeball.broker.accepting.components import Components, in_thread
-from timeball.broker.tables.table_changes import TableChanges
+from timeball.broker.tables.table_changes import TableChanges, soon_ms
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, Unavailable
+from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.scheduler import Scheduler
 from timeball.table.attachment import FileEntry
 from timeball.table.file_cache import THREADS, FileCache
 
@@ -29,8 +34,20 @@ LOOK_MS = 5_000
 class StoredTable:
     """The periodic duty. Belongs to the event loop."""
 
-    def __init__(self, parts: Components, cache: FileCache, mover: TableChanges) -> None:
-        self._parts, self._cache, self._mover = parts, cache, mover
+    def __init__(
+        self,
+        cache: FileCache,
+        mover: TableChanges,
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        scheduler: Scheduler,
+        hour_log: HourLog,
+        table_thread: Executor,
+    ) -> None:
+        self._cache, self._mover = cache, mover
+        self._settings, self._clock, self._scheduler = settings, clock, scheduler
+        self._hour_log, self._table_thread = hour_log, table_thread
         self._unreadable: set[str] = set()  # files that were logged already
 
     async def look(self) -> None:
@@ -48,12 +65,13 @@ class StoredTable:
         self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due)
 
     async def _follow(self) -> None:
-        await in_thread(self._parts.table_thread, self._cache.probe)
+        await in_thread(self._table_thread, self._cache.probe)
         await self._mover.catch_up()
 
     def _due_soon(self) -> list[FileEntry]:
-        parts = self._parts
-        return parts.hour_log.pending.due_between(parts.scheduler.settled_before_ms, parts.soon_ms())
+        return self._hour_log.pending.due_between(
+            self._scheduler.settled_before_ms, soon_ms(self._clock, self._settings)
+        )
 
     async def _fetch(self, due: Sequence[FileEntry]) -> None:
         missing = [entry.path for entry in due if not self._cache.is_local(entry.path)]
@@ -75,8 +93,8 @@ class StoredTable:
 
     def look_again(self) -> None:
         """Let the schedule open files that have become local."""
-        self._parts.hour_log.look_again()
-        self._parts.scheduler.on_earlier()
+        self._hour_log.look_again()
+        self._scheduler.on_earlier()
 
     def _note_unreadable(self, path: str, error: BaseException) -> None:
         # The broker continues, because messages of other files are due too. The messages of this file wait until an

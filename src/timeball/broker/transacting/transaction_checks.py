@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.transacting.transactions import Half, Transactions
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
+from timeball.log.reader import LogReader
 from timeball.model.errors import Corrupt, OutOfRange, OverLimit, RequestError
 
 logger = logging.getLogger(__name__)
@@ -43,8 +47,18 @@ class Asker(Protocol):
 class TransactionChecks:
     """Asks producers through the edges. `run` asks until it is cancelled."""
 
-    def __init__(self, parts: Components, transactions: Transactions) -> None:
-        self._parts, self._transactions = parts, transactions
+    def __init__(
+        self,
+        transactions: Transactions,
+        *,
+        clock: SchedulerClock,
+        reader: LogReader,
+        reader_thread: Executor,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._transactions = transactions
+        self._clock, self._reader, self._reader_thread = clock, reader, reader_thread
+        self._on_failure = on_failure
         self.askers: list[Asker] = []
 
     async def run(self) -> None:
@@ -57,12 +71,12 @@ class TransactionChecks:
                 logger.warning("transactions not checked, trying again later reason=%s", error)
             except Exception as error:
                 # No caller awaits this task, so an unexpected error must stop the broker.
-                self._parts.on_failure(error)
+                self._on_failure(error)
                 return
 
     async def ask_due(self) -> None:
         """Ask about all half messages that are due, or roll them back."""
-        now_ms, size_bytes = self._parts.clock.elapsed_ms(), 0
+        now_ms, size_bytes = self._clock.elapsed_ms(), 0
         given_up = []
         for _ in range(CHECKS_PER_LOOK):
             half = self._transactions.take_due(now_ms)
@@ -85,10 +99,9 @@ class TransactionChecks:
         """Ask one producer of the half message, if any is connected. Returns the bytes pushed."""
         if not any(asker.has_producer(half) for asker in self.askers):
             return 0
-        parts = self._parts
         try:
             row = await in_thread(
-                parts.reader_thread, parts.reader.read_rows, np.array([half.seq], dtype=np.int64)
+                self._reader_thread, self._reader.read_rows, np.array([half.seq], dtype=np.int64)
             )
         except OutOfRange:
             return 0  # it has ended meanwhile, and retention has removed it

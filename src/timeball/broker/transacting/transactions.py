@@ -22,17 +22,21 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.broker.accepting.ingress import AsyncBatcher
+from timeball.io.clock import SchedulerClock
+from timeball.io.threads import in_thread
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
+from timeball.log.writer import LogWriter
 from timeball.model import limits
+from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange, OverLimit, TimeballError
 from timeball.model.key_hash import hash_text
 from timeball.model.message import (
@@ -108,15 +112,29 @@ class Transactions:
     `publish` sends a batch, in which each row takes the place of the half message at the same position.
     """
 
-    def __init__(self, parts: Components, publish: Publish, halves: Iterable[Half] = ()) -> None:
-        self._parts, self._publish = parts, publish
+    def __init__(
+        self,
+        publish: Publish,
+        halves: Iterable[Half] = (),
+        *,
+        settings: Settings,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        reader: LogReader,
+        key_index: KeyIndex,
+        reader_thread: Executor,
+    ) -> None:
+        self._publish = publish
+        self._settings, self._clock, self._writer = settings, clock, writer
+        self._reader, self._key_index = reader, key_index
+        self._reader_thread = reader_thread
         # Invariant: a half message is in `_open` until the row that ends it is durable. It is in `_ending` while its
         # end is under way.
         self._open = {half.seq: half for half in halves}
         # A store time in the future means that the clock was set back since. The time of such a half message starts
         # now.
         for half in self._open.values():
-            half.count_from(min(half.store_ms, parts.clock.now_ms()))
+            half.count_from(min(half.store_ms, clock.now_ms()))
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
         heapq.heapify(self._due)
         self._ending: dict[int, asyncio.Future[Outcome]] = {}
@@ -136,15 +154,15 @@ class Transactions:
         # Each open half message takes memory, and keeps its segment of the log from retention.
         if len(self._open) + self._preparing + rows.num_rows > limits.HALVES_OPEN_MAX:
             raise OverLimit(f"{limits.HALVES_OPEN_MAX} transactions are open; end some first")
-        first_seq = self._parts.writer.next_seq
-        appended = self._parts.writer.append(rows, on_durable=lambda: self._opened(with_seq(rows, first_seq)))
+        first_seq = self._writer.next_seq
+        appended = self._writer.append(rows, on_durable=lambda: self._opened(with_seq(rows, first_seq)))
         # Counted until durable, so that concurrent sends cannot exceed the limit together.
         self._preparing += rows.num_rows
         return appended
 
     def _opened(self, rows: pa.RecordBatch) -> None:
         self._preparing -= rows.num_rows
-        later_ms = self._parts.clock.elapsed_ms() - self._parts.clock.now_ms()
+        later_ms = self._clock.elapsed_ms() - self._clock.now_ms()
         for half in _halves(rows):
             half.count_from(half.store_ms + later_ms)
             self._open[half.seq] = half
@@ -194,8 +212,7 @@ class Transactions:
         if ending is not None:
             return await asyncio.shield(ending)
         if half is None:
-            parts = self._parts
-            return await in_thread(parts.reader_thread, _look_up, parts.reader, parts.key_index, seq, group)
+            return await in_thread(self._reader_thread, _look_up, self._reader, self._key_index, seq, group)
         if commit:
             return await self._begin(half, self._commits.put((half, delay)))
         # A rollback reads no body, so a batch would gain nothing.
@@ -209,7 +226,7 @@ class Transactions:
 
     async def _commit(self, commits: list[tuple[Half, Delay]]) -> list[Outcome | TimeballError]:
         seqs = np.array([half.seq for half, _ in commits], dtype=np.int64)
-        rows = await in_thread(self._parts.reader_thread, self._parts.reader.read_rows, seqs)
+        rows = await in_thread(self._reader_thread, self._reader.read_rows, seqs)
         outcomes: list[Outcome | TimeballError] = []
         delays: list[Mapping[str, int]] = []
         for text, (_, delay) in zip(rows.column("properties").to_pylist(), commits, strict=True):
@@ -235,11 +252,11 @@ class Transactions:
             queue_id=-1,
             unique_key=half.unique_key,
             body=why.encode() or None,
-            store_ms=self._parts.clock.now_ms(),
+            store_ms=self._clock.now_ms(),
             accepted_ms=half.store_ms,
             source_seq=half.seq,
         )
-        _, durable = self._parts.writer.append(row, on_durable=lambda: self.ended([half.seq]))
+        _, durable = self._writer.append(row, on_durable=lambda: self.ended([half.seq]))
         await durable
         return Outcome.ROLLED_BACK
 
@@ -268,7 +285,7 @@ class Transactions:
         """Return the reason why this half message is not asked about any more. None if it still is."""
         if half.checks >= limits.TRANSACTION_CHECKS_MAX:
             return f"its producer was asked {half.checks} times"
-        if now_ms - half.begun_ms > max(self._parts.settings.retention_ms, LIFE_MS_MIN):
+        if now_ms - half.begun_ms > max(self._settings.retention_ms, LIFE_MS_MIN):
             return "it is older than the retention time"
         return None
 

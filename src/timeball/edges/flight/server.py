@@ -63,7 +63,7 @@ class FlightEdge:
         `security` decides who may connect, and has the TLS certificate.
         """
         self._broker, self._served = broker, verbs.Served.by(broker, status or broker.status)
-        self._security, self._clock = security, broker.parts.clock.clock
+        self._security, self._clock = security, broker.clock.clock
         self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
         self._budget = MemoryQuota(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
         self._reads = Reads(self._served, self._check_open)
@@ -88,15 +88,13 @@ class FlightEdge:
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
-        self._server = Server(
-            self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"), broker.parts.settings.codec
-        )
+        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"), broker.settings.codec)
         self._watch: asyncio.Task[None] | None = None
         self.port = -1
 
     async def start(self) -> None:
         """Listen. Raises SetupError when the address cannot be used."""
-        settings = self._broker.parts.settings
+        settings = self._broker.settings
         self.port = await self._server.start(settings.host, settings.port, self._security.tls, "--port")
         self._watch = asyncio.create_task(self._server.watch())
 
@@ -188,7 +186,7 @@ class FlightEdge:
     def _choose(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, Columns]:
         """Choose the taker of a DoExchange's batches, and its columns, by the path. Raises NotFound and Forbidden."""
         if path == SEND_PATH:
-            return self._sends, partial(SendColumns, codec=self._broker.parts.settings.codec)
+            return self._sends, partial(SendColumns, codec=self._broker.settings.codec)
         if path == SOURCE_PATH:
             return self._sourced, SourceColumns
         if path == RELEASE_PATH:

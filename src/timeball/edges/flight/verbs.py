@@ -52,7 +52,7 @@ class Served(NamedTuple):
     @classmethod
     def by(cls, broker: Broker, status: Status) -> Served:
         """Bundle a broker with its status."""
-        return cls(broker, status, ReceiptHandles(broker.parts.receipt_secret.get))
+        return cls(broker, status, ReceiptHandles(broker.tables.receipt_secret.get))
 
 
 async def perform(served: Served, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
@@ -183,7 +183,7 @@ async def receive(
     `on_wait` is called before the wait for messages.
     """
     broker = served.broker
-    policy, parts = broker.policy, broker.parts
+    policy = broker.policy
     # The filter is checked before the wait for a topic, so that a wrong one is refused at once.
     _wanted(filters, request, None)
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
@@ -202,7 +202,7 @@ async def receive(
             request.topic,
             rows=request.rows,
             invisible_ms=request.invisible_ms,
-            wanted=_wanted(filters, request, parts.topics.find_topic(request.topic)),
+            wanted=_wanted(filters, request, broker.tables.topics.find_topic(request.topic)),
             in_order=group.consume_message_orderly,
             in_log=True,
         ),

@@ -42,15 +42,15 @@ class GrpcEdge:
     """Builds the handlers, starts and stops the server. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, security: Security = OPEN) -> None:
-        self._settings, self._tls = broker.parts.settings, security.tls
+        self._settings, self._tls = broker.settings, security.tls
         sessions: Sessions[str, Client] = Sessions(EXPIRY_MS)
-        self.context = context = EdgeContext(broker.parts.settings, broker, sessions)
+        self.context = context = EdgeContext(broker.settings, broker, sessions)
         consuming, handles, response_buffer = (
             Consuming(),
-            ReceiptHandles(broker.parts.receipt_secret.get),
+            ReceiptHandles(broker.tables.receipt_secret.get),
             MemoryQuota(UNREAD_BYTES_MAX),
         )
-        self._renewals = Renewals(broker.consuming, context.sessions, broker.parts.clock.elapsed_ms)
+        self._renewals = Renewals(broker.consuming, context.sessions, broker.clock.elapsed_ms)
         rooms = [
             Routes(context).handlers,
             Sends(context).handlers,
@@ -60,7 +60,7 @@ class GrpcEdge:
             Receipts(context, handles, self._renewals).handlers,
             Pulls(context, consuming, response_buffer).handlers,
         ]
-        clock, policy = broker.parts.clock.clock, broker.policy
+        clock, policy = broker.clock.clock, broker.policy
 
         def admit(call: Call) -> None:
             call.caller = security.caller(call.headers, clock.wall_ms())

@@ -65,9 +65,9 @@ class HttpEdge:
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security = OPEN) -> None:
         self._settings, self._security, self._clock = (
-            broker.parts.settings,
+            broker.settings,
             security,
-            broker.parts.clock.clock,
+            broker.clock.clock,
         )
         self.room, self.port = Room(), self._settings.http_port
         self._pages = ForeignPages(

@@ -50,7 +50,7 @@ class PushEdge:
 
     def __init__(self, broker: Broker, figures: dict[str, PushFigures]) -> None:
         self._broker, self._figures = broker, figures
-        self._allowed = Allowed.parse(broker.parts.settings.push_allow)
+        self._allowed = Allowed.parse(broker.settings.push_allow)
         self._workers: dict[str, Worker] = {}  # by subscription
         self._ending: set[asyncio.Task[None]] = set()  # the ends of workers that were replaced
         self._bytes_held, self._filters = MemoryQuota(BYTES_MAX, limits.POP_BYTES_MAX), FiltersKept()
@@ -62,7 +62,7 @@ class PushEdge:
     async def start(self) -> None:
         """Begin to deliver."""
         self._broker.push.watch(self._exchange)
-        for name in self._broker.parts.push_subscriptions.all():
+        for name in self._broker.tables.push_subscriptions.all():
             self._exchange(name)
 
     async def close(self) -> None:
@@ -94,11 +94,11 @@ class PushEdge:
             task = asyncio.create_task(before.end(None))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-        subscription = self._broker.parts.push_subscriptions.find(name)
+        subscription = self._broker.tables.push_subscriptions.find(name)
         if subscription is None:
             self._figures.pop(name, None)
             return
-        figures = self._figures.setdefault(name, PushFigures(self._broker.parts.clock.clock))
+        figures = self._figures.setdefault(name, PushFigures(self._broker.clock.clock))
         figures.failures, figures.is_held, figures.last_failure = 0, False, ""
         if not subscription.paused:
             self._starting[name] = asyncio.create_task(self._start(name, subscription, figures))

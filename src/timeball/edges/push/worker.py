@@ -65,7 +65,7 @@ class Worker:
     ) -> None:
         self._name, self._subscription, self._broker = name, subscription, broker
         self._receiver, self._figures, self._bytes_held = receiver, figures, bytes_held
-        self._filters, self._clock = filters, broker.parts.clock.clock
+        self._filters, self._clock = filters, broker.clock.clock
         self._pace = Pace(self._clock, subscription.in_flight_max, subscription.rate_per_s)
         self._changed = asyncio.Event()
         self._requests: set[asyncio.Task[None]] = set()  # requests under way
@@ -197,7 +197,7 @@ class Worker:
     async def _post(self, delivery: Delivery) -> Answer:
         now_ms = self._clock.wall_ms()
         try:
-            secrets = self._broker.parts.push_subscriptions.secrets(self._name, now_ms)
+            secrets = self._broker.tables.push_subscriptions.secrets(self._name, now_ms)
             return await self._receiver.post(delivery.body, signed(delivery, secrets, now_ms), now_ms)
         except Exception as error:  # of any kind: the message is settled like other failures
             logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
@@ -232,7 +232,7 @@ class Worker:
             logger.warning("push paused by its receiver subscription=%s", self._name)
             await self._broker.push.pause(self._name, ANONYMOUS, by="receiver")
         else:
-            group = self._broker.parts.groups.find_group(self._subscription.group)
+            group = self._broker.tables.groups.find_group(self._subscription.group)
             policy = group.group_retry_policy if group is not None else None
             # The group's delay is the minimum: a receiver that requests a second would use up all attempts within a
             # minute.

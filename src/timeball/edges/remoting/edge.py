@@ -55,7 +55,7 @@ class RemotingEdge:
     """Builds the handlers and listens on both ports. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, security: Security = OPEN) -> None:
-        settings = broker.parts.settings
+        settings = broker.settings
         self._settings, self._security = settings, security
         sessions: Sessions[Connection, Member] = Sessions(EXPIRY_MS)
         self.context = context = EdgeContext(settings, broker, sessions)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
+from concurrent.futures import Executor
 from typing import NamedTuple
 
-from timeball.broker.accepting.components import Components, in_thread
 from timeball.edges.remoting.codec.implementation import PYTHON, Codec, StoredFrame
 from timeball.edges.remoting.codec.records import Host
+from timeball.io.threads import in_thread
 from timeball.log.queue_entry import EntryArray
-from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, Place
+from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, LogReader, Place
 from timeball.log.segment import Segment
 from timeball.model.errors import Corrupt, OutOfRange
 
@@ -38,12 +39,13 @@ class _Closed(NamedTuple):
 class StoredFrames:
     """Opened frames of the log. Belongs to the event loop. Only `_open_from` runs in the reader thread."""
 
-    def __init__(self, parts: Components, codec: Codec = PYTHON) -> None:
-        self._parts, self._codec = parts, codec
-        self._frames: FrameCache[StoredFrame] = FrameCache(parts.reader.segments, CACHE_FRAMES_MAX)
+    def __init__(self, codec: Codec = PYTHON, *, reader: LogReader, reader_thread: Executor) -> None:
+        self._codec = codec
+        self._reader, self._reader_thread = reader, reader_thread
+        self._frames: FrameCache[StoredFrame] = FrameCache(reader.segments, CACHE_FRAMES_MAX)
         self._opening: dict[Place, asyncio.Future[Opened]] = {}
         self._last: StoredFrame | None = None  # the last used, mostly also by the next pull
-        parts.reader.segments.on_drop.append(self._forget_last)
+        reader.segments.on_drop.append(self._forget_last)
 
     def _forget_last(self, _: list[Segment]) -> None:
         self._last = None
@@ -103,7 +105,7 @@ class StoredFrames:
         last = self._last
         if last is not None and last.first_seq <= seq < last.end_seq:
             return last
-        reader = self._parts.reader
+        reader = self._reader
         segment = reader.segments.holding(seq)
         position = segment.frame_position_of(seq)
         place = segment.ordinal, position
@@ -123,7 +125,7 @@ class StoredFrames:
         place = closed.segment.ordinal, closed.position
         opening = self._opening.get(place)
         if opening is None:
-            opening = in_thread(self._parts.reader_thread, self._open_from, closed)
+            opening = in_thread(self._reader_thread, self._open_from, closed)
             self._opening[place] = opening
             opening.add_done_callback(lambda _: self._opening.pop(place))
         # Shielded: if one pull is cancelled because its client disconnects, the others still need the frame.
@@ -141,7 +143,7 @@ class StoredFrames:
             frame = self._frames.get(place)
             if frame is None:
                 try:
-                    frame = self._parts.reader.open_frame(segment, position, self._codec.open_frame)[1]
+                    frame = self._reader.open_frame(segment, position, self._codec.open_frame)[1]
                 except Corrupt:
                     if opened:
                         break  # a pull that asks for the corrupt frame gets the error

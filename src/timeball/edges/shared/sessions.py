@@ -265,7 +265,7 @@ class EdgeContext(Generic[K, S]):
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 # Without it, silent clients would stay forever, and no log line would show why.
-                self.broker.parts.on_failure(error)
+                self.broker.on_failure(error)
 
         task = asyncio.create_task(watch)
         task.add_done_callback(ended)
@@ -273,7 +273,7 @@ class EdgeContext(Generic[K, S]):
 
     def monotonic_ms(self) -> int:
         """Return the time for measuring a client's silence. A change of the wall clock does not affect it."""
-        return self.broker.parts.clock.clock.monotonic_ns() // 1_000_000
+        return self.broker.clock.clock.monotonic_ns() // 1_000_000
 
 
 @lru_cache(16)

@@ -17,7 +17,7 @@ from timeball.edges.shared.error_codes import Refused
 @on_node()
 async def test_a_topic_of_a_type_takes_that_type_alone(world: World) -> None:
     for name, kind in itertools.product(["NORMAL", "FIFO", "DELAY", "TRANSACTION"], ALL):
-        topic = world.broker.parts.topics.configure(
+        topic = world.broker.tables.topics.configure(
             name, TopicConfig(1, 1, attributes={"message.type": name})
         )
         assert accepted_types(topic) == [MessageType.Value(name)]
@@ -34,7 +34,7 @@ def test_any_other_topic_takes_all(value: str | None) -> None:
     @on_node()
     async def check(world: World) -> None:
         attributes = {"message.type": value} if value else {}
-        topic = world.broker.parts.topics.configure("t", TopicConfig(1, 1, attributes=attributes))
+        topic = world.broker.tables.topics.configure("t", TopicConfig(1, 1, attributes=attributes))
         assert accepted_types(topic) == ALL
         for kind in ALL:
             check_type(topic, "t", kind)

@@ -111,8 +111,7 @@ async def test_a_topic_that_is_deleted_ends_those_who_wait_for_it(consumer: Cons
     await fill(consumer, 1)
     waiting = asyncio.create_task(consumer.responses("PullMessage", pull(1, wait_ms=20_000)))
     await consumer.world.until(lambda: consumer.world.broker.waiters._count, "it waits")
-    parts = consumer.world.broker.parts
-    parts.topics.delete(TOPIC, parts.writer.next_seq)
+    consumer.world.broker.tables.topics.delete(TOPIC, consumer.world.broker.log.writer.next_seq)
     consumer.world.broker.waiters.wake({TOPIC})
     (only,) = await waiting
     assert only.status.code == Code.TOPIC_NOT_FOUND

@@ -83,9 +83,9 @@ def test_what_is_no_handle_of_ours(node: RunningNode, wire: Wire, clock: ManualC
 def test_a_topic_that_is_for_no_delayed_messages(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
     entry = delayed(wire, clock)
     for name in ("NORMAL", "FIFO", "TRANSACTION"):
-        node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": name}))
+        node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": name}))
         assert recall(wire, entry.recall_handle)[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
-    node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": "MIXED"}))
+    node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": "MIXED"}))
     assert recall(wire, entry.recall_handle)[0] == Code.OK
 
 

@@ -62,7 +62,7 @@ async def test_the_same_handle_twice_in_a_call_is_acknowledged_once(consumer: Co
     await consumer.send()
     (message,) = await consumer.receive()
     assert codes(await consumer.ack(message, message)) == (OK, [OK, OK])
-    rates = consumer.world.broker.parts.rates
+    rates = consumer.world.broker.rates
     assert rates.total(Stat.GROUP_ACK_NUMS, of_group(TOPIC, GROUP)) == 1
 
 
@@ -138,7 +138,7 @@ def test_what_a_push_consumer_fails_waits_as_the_policy_says(ms: int, waits_ms: 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         policy = RetryPolicy(customized_retry_policy=CustomizedRetry([7_000]))
-        consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
+        consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
         settings = consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER)
         settle(consumer.edge.context.sessions, consumer.name, settings, consumer.edge.context.monotonic_ms())
         await consumer.send()
@@ -192,7 +192,7 @@ async def test_durations_that_are_none_are_refused(consumer: Consumer) -> None:
 
 @with_consumer()
 async def test_the_last_attempt_is_followed_by_the_dead_letters(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
     await consumer.send(unique_key=["id-1"])
     for attempt in (1, 2, 3):
         (message,) = await consumer.receive()
@@ -219,7 +219,7 @@ async def test_a_consumer_may_give_a_message_up(consumer: Consumer) -> None:
 
 @with_consumer()
 async def test_in_order_a_handle_does_the_same(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(3, queues=1, unique_key=["a", "b", "c"])
     (first,) = await consumer.receive(batch_size=1)
     assert await consumer.receive() == []  # not before the first is done with

@@ -93,7 +93,7 @@ async def test_any_queue_is_read_whichever_is_named(consumer: Consumer) -> None:
 
 @with_consumer()
 async def test_a_push_consumer_in_order_keeps_to_its_queue(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(3, queues=2, queue_id=[0, 1, 1], unique_key=["a", "b", "c"])
     assert ids(await consumer.receive(queue_id=1, auto_renew=True, invisible_ms=None)) == ["b", "c"]
     assert ids(await consumer.receive(queue_id=0, auto_renew=True, invisible_ms=None)) == ["a"]
@@ -101,7 +101,7 @@ async def test_a_push_consumer_in_order_keeps_to_its_queue(consumer: Consumer) -
 
 @with_consumer()
 async def test_two_consumers_in_order_never_have_the_same_queue_at_once(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     other = Consumer(consumer.world, consumer.edge, "client-2")
     await consumer.send(6, queues=1, unique_key=list("abcdef"))
     seen: list[str] = []
@@ -115,7 +115,7 @@ async def test_two_consumers_in_order_never_have_the_same_queue_at_once(consumer
 
 @with_consumer()
 async def test_in_order_an_attempt_that_got_no_answer_is_given_the_same_again(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(2, queues=1, unique_key=["a", "b"])
     assert ids(await consumer.receive(attempt_id="one")) == ["a", "b"]
     assert await consumer.receive(attempt_id="two") == []
@@ -146,7 +146,7 @@ async def test_a_namespace_is_part_of_the_names(consumer: Consumer) -> None:
     request.group.resource_namespace = request.message_queue.topic.resource_namespace = "shop"
     found = await consumer.responses("ReceiveMessage", request)
     assert found[1].message.topic == d.Resource(resource_namespace="shop", name="orders")
-    assert consumer.world.broker.parts.groups.find_group("shop%g") is not None
+    assert consumer.world.broker.tables.groups.find_group("shop%g") is not None
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------
@@ -213,9 +213,8 @@ async def test_a_client_without_a_name_is_refused(consumer: Consumer) -> None:
 
 @with_consumer()
 async def test_who_may_not_consume_is_told_so(consumer: Consumer) -> None:
-    parts = consumer.world.broker.parts
-    parts.groups.update(SubscriptionGroup("off", consume_enable=False))
-    parts.topics.configure("written", TopicConfig(1, 1, perm=WRITE))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup("off", consume_enable=False))
+    consumer.world.broker.tables.topics.configure("written", TopicConfig(1, 1, perm=WRITE))
     assert await consumer.refused(receive_request("off", TOPIC)) == Code.FORBIDDEN
     assert await consumer.refused(receive_request(GROUP, "written")) == Code.FORBIDDEN
 
@@ -239,7 +238,7 @@ async def test_what_a_client_has_not_got_is_given_back_at_once(consumer: Consume
     await responses.aclose()
     await consumer.world.until(
         lambda: (
-            consumer.world.broker.parts.topics.find_topic("%RETRY%g_orders").queues[0].index.max_offset == 3
+            consumer.world.broker.tables.topics.find_topic("%RETRY%g_orders").queues[0].index.max_offset == 3
         ),
         "they are back",
     )
@@ -250,7 +249,7 @@ async def test_what_a_client_has_not_got_is_given_back_at_once(consumer: Consume
 
 @with_consumer()
 async def test_in_order_it_is_the_same_message_that_comes_again(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(2, queues=1, unique_key=["a", "b"])
     responses: Any = consumer.edge.dispatch.stream("ReceiveMessage", consumer.call(), changed())
     await anext(responses)
@@ -374,7 +373,7 @@ def test_one_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
         stuck = deaf.headers(headers=fields(f"/{SERVICE_NAME}/ReceiveMessage", x_mq_client_id="deaf"))
         deaf.data(stuck, message(receive_request(GROUP, TOPIC).SerializeToString()))
         eventually(
-            lambda: node.broker.parts.topics.find_topic("%RETRY%g_orders"), "it has been handed something"
+            lambda: node.broker.tables.topics.find_topic("%RETRY%g_orders"), "it has been handed something"
         )
         for _ in range(3):
             fill(node, 5)
@@ -429,7 +428,7 @@ async def test_all_is_received_once_by_many(consumer: Consumer) -> None:
 
 @with_consumer()
 async def test_a_new_group_begins_at_the_end_if_its_operator_wants_that(consumer: Consumer) -> None:
-    groups = consumer.world.broker.parts.groups
+    groups = consumer.world.broker.tables.groups
     groups.update(SubscriptionGroup("late", consume_from_min_enable=False))
     await consumer.send(3)
     assert len(await consumer.receive("early")) == 3
@@ -449,7 +448,7 @@ async def test_the_highest_priority_is_received_first(consumer: Consumer) -> Non
     broker = consumer.world.broker
     config = TopicConfig(attributes={"message.type": "PRIORITY"})
     await broker.create_topic(TOPIC, 4)
-    broker.parts.topics.configure(TOPIC, config)
+    broker.tables.topics.configure(TOPIC, config)
     for priority in (0, 3, 1, 9, 0, 2):
         system = d.SystemProperties(
             message_id=f"{priority}", message_type=d.MessageType.PRIORITY, priority=priority

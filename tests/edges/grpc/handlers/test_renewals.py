@@ -119,7 +119,7 @@ async def test_who_has_not_made_itself_known_has_a_minute(consumer: Consumer) ->
 @with_consumer()
 async def test_what_a_client_had_when_it_went_comes_again_by_its_groups_policy(consumer: Consumer) -> None:
     policy = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 3_000]))
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
     consumer.connect()
     await consumer.send(2)
     first, second = await push(consumer)
@@ -137,7 +137,7 @@ async def test_what_a_client_had_when_it_went_comes_again_by_its_groups_policy(c
 
 @with_consumer()
 async def test_in_order_the_next_consumer_has_it_at_once(consumer: Consumer) -> None:
-    consumer.world.broker.parts.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
+    consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     consumer.connect()
     await consumer.send(2, queues=1, unique_key=["a", "b"])
     await push(consumer, queue_id=0, batch_size=1)

@@ -38,7 +38,7 @@ def assignment(topic: str, group: str = "g") -> s.QueryAssignmentRequest:
 
 def configure(node: RunningNode, name: str, config: TopicConfig) -> None:
     async def change() -> None:
-        node.broker.parts.topics.configure(name, config)
+        node.broker.tables.topics.configure(name, config)
 
     node.run(change())
 
@@ -85,7 +85,7 @@ def test_consumers_read_from_any_queue_and_in_order_from_each(node: RunningNode,
         return [each.message_queue.id for each in found]
 
     async def in_order() -> None:
-        node.broker.parts.groups.update(SubscriptionGroup("line", consume_message_orderly=True))
+        node.broker.tables.groups.update(SubscriptionGroup("line", consume_message_orderly=True))
 
     node.run(in_order())
     assert queues("g") == [-1]
@@ -105,7 +105,7 @@ def test_names_are_checked(wire: Wire) -> None:
 
 
 def context_of(world: World) -> GrpcContext:
-    return EdgeContext(world.broker.parts.settings, world.broker, Sessions(0), 8081)
+    return EdgeContext(world.broker.settings, world.broker, Sessions(0), 8081)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ async def test_a_route_has_the_queues_of_every_group_that_has_the_topic(
     assert await places(one, assignment("orders")) == [("g1", -1, OWN), ("g2", -1, "g2.example")]
     line = SubscriptionGroup("line", consume_message_orderly=True)
     for world in (one, two):
-        world.broker.parts.groups.update(line)
+        world.broker.tables.groups.update(line)
     assert await places(one, assignment("orders", "line")) == [("g1", 0, OWN), *there]
     neighbours.silent.add("g2")
     assert await places(one, route("orders")) == [("g1", 0, OWN)], "until it answers again"
@@ -183,7 +183,7 @@ async def test_a_topic_of_another_group_alone_has_its_route_there(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     config = TopicConfig(1, 1, attributes={"message.type": "DELAY"})
-    two.broker.parts.topics.configure("orders", config)
+    two.broker.tables.topics.configure("orders", config)
     request = route("orders")
     (queue,) = (await Routes(context_of(one)).handlers["QueryRoute"](Call({}), request)).message_queues
     assert queue.broker.name == "g2" and list(queue.accept_message_types) == [d.MessageType.DELAY]

@@ -66,7 +66,7 @@ def test_messages_of_one_call_go_round_the_queues_and_are_answered_in_order(
 
 def test_delayed_messages_of_one_call_are_taken_together(node: RunningNode, wire: Wire) -> None:
     """RocketMQ 5.5.0 answers two of them by INTERNAL_SERVER_ERROR."""
-    due_ms = node.broker.parts.clock.now_ms() + 3_600_000
+    due_ms = node.broker.clock.now_ms() + 3_600_000
     one, other = sent(wire, message(b"1", due_ms=due_ms), message(b"2", due_ms=due_ms + 1))
     assert one.recall_handle and other.recall_handle and one.recall_handle != other.recall_handle
     with Timeball(node.endpoint) as ball:
@@ -97,7 +97,7 @@ def test_a_message_group_has_one_queue_whoever_sends(node: RunningNode) -> None:
 
 
 def test_a_group_stays_within_the_queues_that_are_written_to(node: RunningNode, wire: Wire) -> None:
-    node.broker.parts.topics.configure("orders", TopicConfig(8, 2))
+    node.broker.tables.topics.configure("orders", TopicConfig(8, 2))
     for n in range(30):
         sent(wire, message(message_type=Type.FIFO, message_group=f"g{n}"))
     assert {row["queue_id"] for row in rows(node)} == {0, 1}
@@ -293,9 +293,9 @@ def test_no_topic_is_made_for_a_message_that_is_refused(node: RunningNode, wire:
 
 def test_a_topics_permissions_count_from_the_next_message_on(node: RunningNode, wire: Wire) -> None:
     sent(wire, message())
-    node.broker.parts.topics.configure("orders", TopicConfig(perm=4))
+    node.broker.tables.topics.configure("orders", TopicConfig(perm=4))
     assert refused(wire, message())[0] == Code.FORBIDDEN
-    node.broker.parts.topics.configure("orders", TopicConfig(perm=6))
+    node.broker.tables.topics.configure("orders", TopicConfig(perm=6))
     sent(wire, message())
 
 
@@ -311,7 +311,7 @@ OF_TYPE: dict[int, dict[str, Any]] = {
 def test_a_topic_takes_messages_of_its_type(tmp_path: Path, name: str) -> None:
     attributes = {"message.type": name} if name else {}
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
-        node.broker.parts.topics.configure("orders", TopicConfig(attributes=attributes))
+        node.broker.tables.topics.configure("orders", TopicConfig(attributes=attributes))
         for kind, fields in OF_TYPE.items():
             given = message(**{"message_type": kind, **fields})
             if name in ("MIXED", "UNSPECIFIED", "", Type.Name(kind)):
@@ -324,13 +324,13 @@ def test_a_topic_takes_messages_of_its_type(tmp_path: Path, name: str) -> None:
 
 def test_types_need_not_be_checked(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", check_message_types=False) as node, Wire.to(node) as wire:
-        node.broker.parts.topics.configure("orders", TopicConfig(attributes={"message.type": "NORMAL"}))
+        node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": "NORMAL"}))
         for kind, fields in OF_TYPE.items():
             sent(wire, message(**{"message_type": kind, **fields}))
 
 
 def test_a_client_that_says_no_type_gets_the_one_of_its_fields(node: RunningNode, wire: Wire) -> None:
-    node.broker.parts.topics.configure("fifo", TopicConfig(attributes={"message.type": "FIFO"}))
+    node.broker.tables.topics.configure("fifo", TopicConfig(attributes={"message.type": "FIFO"}))
     sent(wire, message(topic="fifo", message_type=0, message_group="g"))
     assert refused(wire, message(topic="fifo", message_type=0))[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
 

@@ -189,7 +189,7 @@ async def _asked_deaf(node: RunningNode) -> None:
     [room] = [one for one in node.broker.transaction_checks.askers if isinstance(one, Transactions)]
     found = node.broker.transactions.find_half(seq)
     assert found is not None and room.has_producer(found)
-    row = node.broker.parts.reader.read_rows(np.array([seq], dtype=np.int64))
+    row = node.broker.log.reader.read_rows(np.array([seq], dtype=np.int64))
     # Without a pause, so that the stream's own task cannot take any of it.
     taken = [room.ask(found, row) for _ in range(COMMANDS_WAITING_MAX + 1)]
     assert all(taken[:-1]) and taken[-1] == 0

@@ -19,7 +19,7 @@ def planned(node: RunningNode, name: str, client: Client | None = None, rows: in
     async def plan(first_seq: int | None) -> None:
         await node.broker.change_campaign(name, "plan", rows=rows)
         if first_seq is not None:
-            campaigns = node.broker.parts.campaigns
+            campaigns = node.broker.tables.campaigns
             attached = {"state": "running", "last_due_ms": FAR_MS, "ranges": [(first_seq, rows)]}
             campaigns.put(name, msgspec.structs.replace(campaigns.get(name), **attached))
 

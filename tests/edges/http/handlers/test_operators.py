@@ -52,7 +52,7 @@ def test_a_node_of_a_cluster_shows_all_groups(client: Client, node: RunningNode)
 
 
 def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(type(node.broker.parts.writer), "no_room", True)
+    monkeypatch.setattr(type(node.broker.log.writer), "no_room", True)
     answer = client.ask("GET", "/health/ready")
     assert (answer.status, answer.value["code"]) == (503, "unavailable")
     assert "disk full" in answer.value["detail"]

@@ -87,7 +87,7 @@ def test_a_topic_that_is_to_come_is_waited_for(node: RunningNode, client: Client
     assert "to-come" not in {one["topic"] for one in client.ask("GET", "/v1/topics").value["topics"]}
     with client_of(node) as other, ThreadPoolExecutor(1) as threads:
         polling = threads.submit(other.receive, "to-come", "early", wait="60s")
-        eventually(lambda: node.broker.parts.groups.find_group("early") is not None, "the poll has come")
+        eventually(lambda: node.broker.tables.groups.find_group("early") is not None, "the poll has come")
         client.send("to-come", {"body": "first"})
         (got,) = polling.result().value["messages"]
     assert got["body"] == "first"
@@ -129,7 +129,7 @@ def test_a_new_group_begins_where_it_says(node: RunningNode, client: Client) -> 
 
     assert bodies("latest", start="latest") == []
     assert sorted(bodies("earliest", start="earliest")) == sorted(bodies("default")) == ["first", "second"]
-    assert bodies("tomorrow", start=str(node.broker.parts.clock.now_ms() + 86_400_000)) == []
+    assert bodies("tomorrow", start=str(node.broker.clock.now_ms() + 86_400_000)) == []
     assert len(bodies("long-ago", start="2001-01-01T00:00:00Z")) == 2
     client.send("begun", {"body": "third"})
     for group in ("latest", "tomorrow"):  # it is not new any more

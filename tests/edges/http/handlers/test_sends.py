@@ -57,14 +57,14 @@ def test_bodies_come_back_as_they_were(client: Client) -> None:
 
 @pytest.mark.parametrize("after", ["30m", "PT30M", "1800s", "PT0.5H"])
 def test_a_delay_is_read_in_each_form(client: Client, node: RunningNode, after: object) -> None:
-    before_ms = node.broker.parts.clock.now_ms()
+    before_ms = node.broker.clock.now_ms()
     sent = client.send("later", {"body": "x", "after": after})
     assert sent.status == 201, sent
-    assert before_ms + 1_800_000 <= sent.value["due_ms"] <= node.broker.parts.clock.now_ms() + 1_800_000
+    assert before_ms + 1_800_000 <= sent.value["due_ms"] <= node.broker.clock.now_ms() + 1_800_000
 
 
 def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode) -> None:
-    past_ms = node.broker.parts.clock.now_ms() - DAY_MS
+    past_ms = node.broker.clock.now_ms() - DAY_MS
     sent = client.send("overdue", {"body": "x", "at": past_ms})
     assert sent.value["due_ms"] == past_ms and sent.value["past_ms"] >= DAY_MS
     (got,) = client.receive("overdue", wait="30s").value["messages"]
@@ -72,7 +72,7 @@ def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode
 
 
 def test_columns_say_how_many_rows_were_due_in_the_past(client: Client, node: RunningNode) -> None:
-    now_ms = node.broker.parts.clock.now_ms()
+    now_ms = node.broker.clock.now_ms()
     due_ms = pa.array([now_ms - DAY_MS, now_ms - HOUR_MS, now_ms + DAY_MS], pa.uint64())
     rows = pa.RecordBatch.from_arrays([pa.array([b"a", b"b", b"c"]), due_ms], names=["body", "due_ms"])
     arrow = {"content_type": "application/vnd.apache.arrow.stream"}

@@ -115,7 +115,7 @@ def test_the_first_heartbeat_makes_the_group_and_its_retry_topic(node: RunningNo
     wire.ask_ok(BEAT, java())
     (queues,) = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g"))["queueDatas"]
     assert queues["readQueueNums"] == queues["writeQueueNums"] == 1
-    assert node.node.broker.parts.groups.get("g") == SubscriptionGroup("g")
+    assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
 def test_nobody_is_in_an_unknown_group(wire: Wire) -> None:
@@ -156,7 +156,7 @@ def test_a_broadcast_group_is_left_alone(node: RunningNode, wire: Wire) -> None:
 
 
 def test_a_group_may_be_configured_to_be_left_alone(node: RunningNode, wire: Wire) -> None:
-    node.node.broker.parts.groups.update(SubscriptionGroup("g", notify_consumer_ids_changed_enable=False))
+    node.node.broker.tables.groups.update(SubscriptionGroup("g", notify_consumer_ids_changed_enable=False))
     wire.ask_ok(BEAT, java())
     wire.ask_ok(BEAT, java())
     assert wire.pushed == []
@@ -208,7 +208,7 @@ def test_a_heartbeat_that_makes_no_sense_changes_nothing(node: RunningNode, wire
     answer = wire.ask(BEAT, body)
     assert answer.code in (ResponseCode.INVALID_PARAMETER, ResponseCode.MESSAGE_ILLEGAL)
     assert node.node.edges.remoting.context.sessions._groups == {}
-    assert node.node.broker.parts.groups.all() == []
+    assert node.node.broker.tables.groups.all() == []
     wire.ask_ok(BEAT, java())
 
 

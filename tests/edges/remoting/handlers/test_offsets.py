@@ -85,7 +85,7 @@ def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: W
 def test_what_retention_has_let_go_is_no_beginning(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     assert found(wire, setZeroIfNotFound=True) == "0"
-    index = node.broker.parts.topics.get("orders").queues[0].index
+    index = node.broker.tables.topics.get("orders").queues[0].index
 
     async def remove() -> None:
         index.min_offset = 1

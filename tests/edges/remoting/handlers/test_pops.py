@@ -249,7 +249,7 @@ async def test_filters_are_those_of_the_request(world: World) -> None:
 async def test_what_cannot_be_is_refused_with_rocketmqs_codes(world: World) -> None:
     async with room_of(world) as room:
         await room.send()
-        world.broker.parts.groups.update(SubscriptionGroup("off", consume_enable=False))
+        world.broker.tables.groups.update(SubscriptionGroup("off", consume_enable=False))
         for code, ext in [
             (ResponseCode.INVALID_PARAMETER, {"maxMsgNums": 33}),
             (ResponseCode.INVALID_PARAMETER, {"maxMsgNums": 0}),

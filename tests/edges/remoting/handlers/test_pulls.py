@@ -249,7 +249,7 @@ def test_a_pull_waits_for_a_release(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     opaque = suspended(wire, 1)
     eventually(lambda: waiting(node) == 1, "the pull waits")
-    due_ms = node.broker.parts.clock.now_ms() + 50
+    due_ms = node.broker.clock.now_ms() + 50
     with Wire.to(node) as other:
         sent(other, b"later", properties={"TIMER_DELIVER_MS": str(due_ms)})
     [message] = messages(wire.answer_to(opaque))

@@ -33,8 +33,8 @@ class Rig:
     def __init__(self, world: World) -> None:
         self.clock = world.clock
         self.broker = world.broker
-        self.broker.parts.topics.ensure("orders", 2)
-        self.broker.parts.groups.ensure("g")
+        self.broker.tables.topics.ensure("orders", 2)
+        self.broker.tables.groups.ensure("g")
         self.context = context_of(self.broker)
         self.locks = Locks(self.context)
         self.beats = HeartBeats(self.context, self.locks)
@@ -86,7 +86,7 @@ async def test_a_queue_has_one_holder_until_it_is_given_back(world: World) -> No
 @on_node()
 async def test_groups_do_not_lock_each_other_out(world: World) -> None:
     rig = Rig(world)
-    world.broker.parts.groups.ensure("h")
+    world.broker.tables.groups.ensure("h")
     await rig.connect("a", "b")
     assert await rig.lock("a", 0) == await rig.lock("b", 0, group="h") == [0]
     assert rig.locks.holder("h", "orders", 0) == "b"

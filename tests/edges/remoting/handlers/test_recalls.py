@@ -18,7 +18,7 @@ HOUR_MS = 3_600_000
 
 
 def scheduled(node: RunningNode, wire: Wire, ahead_ms: int = HOUR_MS, **more: object) -> str:
-    due_ms = node.broker.parts.clock.now_ms() + ahead_ms
+    due_ms = node.broker.clock.now_ms() + ahead_ms
     answer = sent(wire, properties={"TIMER_DELIVER_MS": str(due_ms)}, **more)
     assert answer.code == 0, answer.remark
     return answer.ext["recallHandle"]

@@ -58,7 +58,7 @@ async def retried(world: World, count: int) -> list[dict[str, Any]]:
 
 
 def room(world: World, group: SubscriptionGroup | None = None, orderly: bool = False) -> Retries:
-    world.broker.parts.groups.update(group or SubscriptionGroup("readers"))
+    world.broker.tables.groups.update(group or SubscriptionGroup("readers"))
     return Retries(context_of(world.broker), lambda name: orderly)
 
 
@@ -187,10 +187,10 @@ async def test_many_at_once_share_a_commit_and_not_their_mistakes(world: World) 
     retries = room(world)
     hidden = (await world.broker.send(batch(1, delay_ms=[1_000]))).first_seq
     seqs = [hidden, *[await send(world, body=[b"%d" % number]) for number in range(3)]]
-    commits = world.broker.parts.writer.statistics.commits
+    commits = world.broker.log.writer.statistics.commits
     codes = await together(retries, *[(seq, "readers") for seq in seqs])
     assert codes == [ResponseCode.SYSTEM_ERROR, 0, 0, 0]
-    assert world.broker.parts.writer.statistics.commits == commits + 1
+    assert world.broker.log.writer.statistics.commits == commits + 1
     assert [row["body"] for row in await read(world, "%DLQ%readers")] == [b"0", b"1", b"2"]
 
 
@@ -214,7 +214,7 @@ async def test_one_that_spoils_the_commit_is_found(world: World) -> None:
 @on_node()
 async def test_one_whose_topic_cannot_be_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     retries, seq = room(world), await send(world)
-    world.broker.parts.groups.update(SubscriptionGroup("others"))
+    world.broker.tables.groups.update(SubscriptionGroup("others"))
     assert await together(retries, (seq, "readers")) == [0]
     monkeypatch.setattr(limits, "TOPICS_MAX", 1)
     assert await together(retries, (seq, "others"), (seq, "readers")) == [ResponseCode.SYSTEM_BUSY, 0]

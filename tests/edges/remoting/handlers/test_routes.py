@@ -61,7 +61,7 @@ def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
     node: RunningNode, wire: Wire, name: str, auto_create: bool
 ) -> None:
     """A producer asks for at most 4 queues of a topic that it makes; here it relies on the route instead."""
-    object.__setattr__(node.broker.parts.settings, "auto_create_topics", auto_create)
+    object.__setattr__(node.broker.settings, "auto_create_topics", auto_create)
     [told] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
     for queue_id in range(told["writeQueueNums"]):
         assert sent(wire, topic=name, e=queue_id).ext["queueId"] == str(queue_id)

@@ -124,7 +124,7 @@ def test_a_bad_send_is_told_why_and_harms_nobody(
     assert (answer.code, bool(answer.remark)) == (code, True)
     assert wire.answer_to(before).code == wire.answer_to(after).code == 0
     assert len(rows(node)) == 2
-    assert {topic.name for topic in node.broker.parts.topics.all()} <= {"orders", "SCHEDULE_TOPIC_XXXX"}
+    assert {topic.name for topic in node.broker.tables.topics.all()} <= {"orders", "SCHEDULE_TOPIC_XXXX"}
 
 
 def test_a_body_that_is_too_large(wire: Wire) -> None:
@@ -135,7 +135,7 @@ def test_a_body_that_is_too_large(wire: Wire) -> None:
 
 
 def test_no_topics_are_made_when_that_is_not_allowed(node: RunningNode, wire: Wire) -> None:
-    object.__setattr__(node.broker.parts.settings, "auto_create_topics", False)
+    object.__setattr__(node.broker.settings, "auto_create_topics", False)
     assert sent(wire).code == ResponseCode.TOPIC_NOT_EXIST
 
 
@@ -208,7 +208,7 @@ def test_a_batch_that_is_none(wire: Wire, body: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["TIMER_DELIVER_MS", "__STARTDELIVERTIME"])
 def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, wire: Wire, name: str) -> None:
-    due_ms = node.broker.parts.clock.now_ms() + 3_600_000
+    due_ms = node.broker.clock.now_ms() + 3_600_000
     answer = sent(wire, properties={name: str(due_ms)})
     assert answer.code == 0
     assert answer.ext["recallHandle"]
@@ -222,7 +222,7 @@ def test_a_time_of_day_waits_for_its_next_instant(
     node: RunningNode, wire: Wire, hours: int, zone: str
 ) -> None:
     clock_there = timezone(timedelta(hours=hours))  # the broker's own is UTC
-    wall = datetime.fromtimestamp(node.broker.parts.clock.now_ms() // 1000 + 3_600, clock_there)
+    wall = datetime.fromtimestamp(node.broker.clock.now_ms() // 1000 + 3_600, clock_there)
     text = f"{wall:%H:%M:%S}{zone}"
     assert sent(wire, properties={"TIMING": text}).ext["recallHandle"]
     [scheduled_row] = [r for b in node.broker.read_log(1, 1 << 60) for r in b.to_pylist() if r["due_ms"]]

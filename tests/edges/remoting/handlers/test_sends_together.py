@@ -94,7 +94,7 @@ def test_a_topic_that_is_closed_meanwhile_leaves_nobody_waiting(node: RunningNod
 
     def accept(real: Any, batch: SendBatch) -> Any:
         if len(batch) > 1:
-            node.broker.parts.topics.configure("orders", TopicConfig(perm=READ))
+            node.broker.tables.topics.configure("orders", TopicConfig(perm=READ))
             raise InvalidMessage("together")
         return real(batch)
 

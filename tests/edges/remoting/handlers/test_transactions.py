@@ -49,7 +49,7 @@ async def end(room: Transactions, seq: int, how: int, group: str = "payers") -> 
 
 async def bodies(world: World) -> list[bytes]:
     """Of everything that is visible."""
-    shown = world.broker.read_log(1, world.broker.parts.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
+    shown = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
     return [body for rows in shown for body in rows.column("body").to_pylist()]
 
 
@@ -117,7 +117,7 @@ async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str
     await world.until(lambda: sum(high for _, high in world.broker.queues("orders").values()), "the release")
     assert await bodies(world) == [b"body"]
     read = world.broker.read_log(
-        1, world.broker.parts.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE]
+        1, world.broker.log.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE]
     )
     half, moved, release = (row for rows in read for row in rows.to_pylist())
     assert (half["seq"], moved["source_seq"]) == (seq, seq)

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator
 
 import pyarrow as pa
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.pull import FilteredPull
 from timeball.broker.filters import Filter
@@ -45,6 +44,7 @@ from timeball.edges.grpc.codec.messages_out import messages
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.shared_limits import MemoryQuota
+from timeball.io.threads import in_thread
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import OutOfRange
@@ -56,7 +56,7 @@ class Pulls:
     """Serves PullMessage and the calls about offsets. Belongs to the event loop."""
 
     def __init__(self, context: GrpcContext, consuming: Consuming, response_buffer: MemoryQuota) -> None:
-        self._context, self._broker, self._parts = context, context.broker, context.broker.parts
+        self._context, self._broker = context, context.broker
         self._consuming, self._response_buffer = consuming, response_buffer
         self.handlers: Handlers = {
             "PullMessage": self._pull,
@@ -105,13 +105,13 @@ class Pulls:
         until_s = loop.time() + wait_s
         while True:
             # Looked up after each wait, because the topic may have been deleted meanwhile.
-            queue = self._parts.topics.get(topic).queues[queue_id]
+            queue = self._broker.tables.topics.get(topic).queues[queue_id]
             while at < queue.index.max_offset:
                 chosen = pull.candidates(
                     queue.index, max(at, queue.index.min_offset), request.batch_size, wanted,
                     bytes_max=limits.POP_BYTES_MAX,
                 )  # fmt: skip
-                rows = await in_thread(self._parts.reader_thread, self._read, chosen, wanted)
+                rows = await in_thread(self._broker.threads.reader, self._read, chosen, wanted)
                 at = chosen.next_offset
                 if rows is not None:
                     return rows, at
@@ -121,8 +121,8 @@ class Pulls:
 
     def _read(self, chosen: FilteredPull, wanted: Filter) -> pa.RecordBatch | None:
         """Return the rows that match the filter, if any (reader thread)."""
-        chosen = pull.decide(chosen, self._parts.reader, wanted)
-        return self._parts.reader.read_rows(chosen.seqs) if len(chosen.seqs) else None
+        chosen = pull.decide(chosen, self._broker.log.reader, wanted)
+        return self._broker.log.reader.read_rows(chosen.seqs) if len(chosen.seqs) else None
 
     async def _update(self, call: Call, request: UpdateOffsetRequest) -> UpdateOffsetResponse:
         group = self._broker.policy.joined(group_name(request.group), call.caller)
@@ -158,9 +158,9 @@ class Pulls:
                 )
             instant_ms = at.seconds * 1_000 + at.nanos // 1_000_000
             offset = await in_thread(
-                self._parts.reader_thread,
+                self._broker.threads.reader,
                 pull.offset_at,
-                self._parts.reader,
+                self._broker.log.reader,
                 queue.index,
                 instant_ms,
             )

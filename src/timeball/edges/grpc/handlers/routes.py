@@ -104,7 +104,7 @@ class Routes:
             routes = await broker.routes(name, caller, group)
             others = [place for each, route in routes.items() if (place := _there(broker, each, route))]
             is_silent = None in routes.values()
-        topic = broker.parts.topics.find_topic(name)
+        topic = broker.tables.topics.find_topic(name)
         if topic is None and others:
             return others
         if topic is None and not broker.policy.is_auto_created(name):
@@ -123,7 +123,7 @@ class Routes:
             write = 0 if context.broker.policy.closed else write
         else:
             read, write = queues_to_read(topic), context.broker.policy.queues_to_write(topic)
-        in_order = group is not None and context.broker.parts.groups.ensure(group).consume_message_orderly
+        in_order = group is not None and context.broker.tables.groups.ensure(group).consume_message_orderly
         at = Broker(name=context.settings.broker_name, id=0, endpoints=told_endpoints(context, dialled))
         return _Place(at, read, write, accepted_types(topic), in_order)
 

@@ -76,8 +76,8 @@ class Sends:
     """Serves SendMessage and RecallMessage. Belongs to the event loop."""
 
     def __init__(self, context: GrpcContext) -> None:
-        self._context, self._broker, self._parts = context, context.broker, context.broker.parts
-        self._topics, decode = self._parts.topics, decoder_of(self._parts.settings.codec)
+        self._context, self._broker = context, context.broker
+        self._topics, decode = self._broker.tables.topics, decoder_of(self._broker.settings.codec)
         # By namespace and name, for this version of the topics. Cached because every message needs one.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._version = -1
@@ -104,7 +104,7 @@ class Sends:
         to = self._destination((topic.resource_namespace, topic.name))
         kinds = [type_of(message.system_properties) for message in messages]
         self._check(messages, set(kinds), to)
-        now_ms, delay_ms_max = self._parts.clock.now_ms(), self._parts.settings.delay_ms_max
+        now_ms, delay_ms_max = self._broker.clock.now_ms(), self._broker.settings.delay_ms_max
         rows = [
             row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
             for message, kind in zip(messages, kinds, strict=True)
@@ -114,11 +114,11 @@ class Sends:
     def _plain_row(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
         """Return destination and row of a message that was decoded as a plain send. Raises Refused."""
         to = self._destination(request.topic)
-        now_ms = self._parts.clock.now_ms() if request.needs_now else 0  # clocks cost as much as the row
+        now_ms = self._broker.clock.now_ms() if request.needs_now else 0  # clocks cost as much as the row
         if request.kind not in to.types:
             check_type(to.topic, to.name, request.kind)
         if request.due_ms is not None:
-            check_instant(request.due_ms, now_ms, self._parts.settings.delay_ms_max)
+            check_instant(request.due_ms, now_ms, self._broker.settings.delay_ms_max)
         return to, [request.row(to.name, now_ms, call.peer)]
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:

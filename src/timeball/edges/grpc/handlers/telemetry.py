@@ -128,7 +128,7 @@ class Telemetry:
         check_settings(self._context.broker.policy, call.caller, settings)
         group = None
         if settings.HasField("subscription"):
-            group = self._context.broker.parts.groups.ensure(group_name(settings.subscription.group))
+            group = self._context.broker.tables.groups.ensure(group_name(settings.subscription.group))
             self._hear(settings)
         completed = answered(settings, group, check_types=self._context.settings.check_message_types)
         return settle(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
@@ -144,7 +144,7 @@ class Telemetry:
         if client.is_consumer and request.HasField("group"):
             group = group_name(request.group)
             self._context.broker.policy.allow(call.caller, Verb.RECEIVE, group=group)
-            self._context.broker.parts.groups.ensure(group)
+            self._context.broker.tables.groups.ensure(group)
             self._hear(client.settings)
         return HeartbeatResponse(status=OK)
 

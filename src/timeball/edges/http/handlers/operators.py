@@ -51,7 +51,7 @@ class Operators:
         found = []
         async for names in shares(sorted(self._broker.topics(call.caller))):
             for topic in filter(
-                None, map(self._broker.parts.topics.find_topic, names)
+                None, map(self._broker.tables.topics.find_topic, names)
             ):  # None if the topic was deleted meanwhile
                 ranges = self._broker.queues(topic.name, call.caller).values()
                 rows = sum(end - begin for begin, end in ranges)
@@ -89,7 +89,7 @@ class Operators:
         return Answer(status, Leads(figures.group, figures.leader, figures.role))
 
     async def _ready(self, call: Call) -> Answer:
-        writer = self._broker.parts.writer
+        writer = self._broker.log.writer
         if writer.failed is not None:
             raise Unavailable("the log has stopped: see the broker's log")
         if writer.no_room:

@@ -44,7 +44,7 @@ class Receives:
     """Serves receives, acknowledgements, and leases that are given back or extended. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
-        self._broker, self._handles = broker, ReceiptHandles(broker.parts.receipt_secret.get)
+        self._broker, self._handles = broker, ReceiptHandles(broker.tables.receipt_secret.get)
         self._filters = FiltersKept()
         self.paths: Paths = {
             f"{_TOPIC}/receive": {"POST": self._receive},
@@ -107,7 +107,7 @@ class Receives:
             if not await self._broker.waiters.wait(request.topic, wait_ms / 1_000):
                 return Received(NO_ROWS, [])
             wait_ms = max(0, round(1_000 * (deadline_s - loop.time())))
-        topic = self._broker.parts.topics.find_topic(request.topic)
+        topic = self._broker.tables.topics.find_topic(request.topic)
         wanted = self._wanted(query, request.topic, topic)
         return await self._broker.consuming.receive(replace(request, wanted=wanted), wait_ms)
 

@@ -69,7 +69,7 @@ class Sends:
     """Serves sends. An Edge of broker/accepting/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
-        self._broker, self._is_durable = broker, broker.parts.settings.durability == "sync"
+        self._broker, self._is_durable = broker, broker.settings.durability == "sync"
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": self._send}}
 
     async def _send(self, call: Call) -> Answer:
@@ -98,7 +98,7 @@ class Sends:
         # Messages become columns if the broker must still decide: on a topic to create, once nothing else is wrong, or
         # on a repeated send, which has the same columns.
         is_decided = known is not None and key is None
-        now_ms = self._broker.parts.clock.now_ms() if is_decided else None
+        now_ms = self._broker.clock.now_ms() if is_decided else None
         ids = _FRESH if key is None else _Derived(call.caller.name, topic, key)
         if is_event:
             sending = send_codec.cloud_event(topic, call.headers, data, ids, now_ms)

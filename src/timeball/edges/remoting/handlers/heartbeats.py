@@ -153,7 +153,7 @@ class HeartBeats:
 
     def _note_filled(self, name: str) -> None:
         """Note which queues of newly subscribed topics have messages. See offsets.py."""
-        group, topics = self._context.sessions.group(name), self._context.broker.parts.topics
+        group, topics = self._context.sessions.group(name), self._context.broker.tables.topics
         if group is None or group.filled.keys() == group.subscriptions.keys():
             return
         noted = {}
@@ -206,7 +206,7 @@ class HeartBeats:
         for name in changed:
             group, config = (
                 self._context.sessions.group(name),
-                self._context.broker.parts.groups.find_group(name),
+                self._context.broker.tables.groups.find_group(name),
             )
             if group is None or group.how.message_model == BROADCASTING:
                 continue

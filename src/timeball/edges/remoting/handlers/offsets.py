@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.registry.topics import Queue
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.shared.error_codes import Refused
+from timeball.io.threads import in_thread
 from timeball.model import limits
 from timeball.model.errors import GroupNotFound
 from timeball.model.message import RETRY_PREFIX
@@ -57,7 +57,7 @@ class Offsets:
         }
 
     def _queue(self, fields: _Queue) -> Queue:
-        topic = self._broker.parts.topics.find_topic(fields.topic)
+        topic = self._broker.tables.topics.find_topic(fields.topic)
         if topic is None:
             raise Refused(
                 ResponseCode.TOPIC_NOT_EXIST, f"topic[{fields.topic}] not exist, apply first please!"
@@ -81,7 +81,7 @@ class Offsets:
 
     def _begins_at_zero(self, fields: _Query) -> bool:
         """Return whether a group without an offset has to begin with the queue's very first message."""
-        topic, wish = self._broker.parts.topics.find_topic(fields.topic), fields.set_zero_if_not_found
+        topic, wish = self._broker.tables.topics.find_topic(fields.topic), fields.set_zero_if_not_found
         if topic is None or not 0 <= fields.queue_id < len(topic.queues) or wish is False:
             return False
         if topic.queues[fields.queue_id].index.min_offset:
@@ -101,7 +101,7 @@ class Offsets:
                 "heartbeat, pull or POP makes it, and so does mqadmin updateSubGroup"
             )
         queue = self._queue(fields)
-        self._broker.parts.offsets.commit(
+        self._broker.tables.offsets.commit(
             fields.consumer_group,
             fields.topic,
             {fields.queue_id: fields.commit_offset},
@@ -117,14 +117,19 @@ class Offsets:
 
     async def _search(self, call: Call) -> Reply:
         fields = call.fields(_Search)
-        index, parts = self._queue(fields).index, self._broker.parts
+        index = self._queue(fields).index
         upper = fields.boundary_type.upper() == "UPPER"
         offset = await in_thread(
-            parts.reader_thread, pull.offset_at, parts.reader, index, fields.timestamp, upper
+            self._broker.threads.reader,
+            pull.offset_at,
+            self._broker.log.reader,
+            index,
+            fields.timestamp,
+            upper,
         )
         return call.answer(ext={"offset": str(offset)})
 
     async def _earliest(self, call: Call) -> Reply:
-        index, parts = self._queue(call.fields(_Queue)).index, self._broker.parts
-        found = await in_thread(parts.reader_thread, pull.earliest_ms, parts.reader, index)
+        index = self._queue(call.fields(_Queue)).index
+        found = await in_thread(self._broker.threads.reader, pull.earliest_ms, self._broker.log.reader, index)
         return call.answer(ext={"timestamp": str(found)})

@@ -96,7 +96,7 @@ class Pops:
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._codec = codec
         self._context = context
-        self._broker, self._parts = context.broker, context.broker.parts
+        self._broker = context.broker
         self._filters = FiltersKept()
         self.handlers: Handlers = {
             RequestCode.POP_MESSAGE: self._pop,
@@ -200,7 +200,7 @@ class Pops:
     async def _change_invisible(self, call: Call) -> Reply:
         fields = call.fields(_ChangeInvisible)
         receipt, old = self._receipt(fields)
-        now_ms = self._parts.clock.now_ms()
+        now_ms = self._broker.clock.now_ms()
         new = await self._broker.consuming.change_invisible_time(receipt, fields.invisible_time)
         if not isinstance(new, PositionReceipt):
             return _not_valid(call, receipt)
@@ -217,7 +217,7 @@ class Pops:
         )
 
     def _receipt(self, fields: _Ack) -> tuple[PositionReceipt, CheckPoint]:
-        topic = self._parts.topics.get(fields.topic)
+        topic = self._broker.tables.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise illegal_queue(ResponseCode.MESSAGE_ILLEGAL, fields.queue_id, topic)
         point = check_points.parse(fields.extra_info)

@@ -25,7 +25,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FiltersKept
@@ -46,6 +45,7 @@ from timeball.edges.remoting.connection import CALLS_MAX, Connection
 from timeball.edges.remoting.stored_frames import Messages, StoredFrames
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import BROADCASTING
+from timeball.io.threads import in_thread
 from timeball.log.queue_index import QueueIndex
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
@@ -96,9 +96,14 @@ class Pulls:
     def __init__(self, context: RemotingContext, codec: Codec = PYTHON) -> None:
         self._context = context
         self._broker, self._sessions = context.broker, context.sessions
-        parts = context.broker.parts
-        self._topics, self._groups, self._rates = parts.topics, parts.groups, parts.rates
-        self._stored = StoredFrames(context.broker.parts, codec)
+        self._topics, self._groups, self._rates = (
+            context.broker.tables.topics,
+            context.broker.tables.groups,
+            context.broker.rates,
+        )
+        self._stored = StoredFrames(
+            codec, reader=context.broker.log.reader, reader_thread=context.broker.threads.reader
+        )
         self._filters = FiltersKept()
         self._grants: dict[bytes, _Grant] = {}
         self._granted_at = -1  # the versions of all that the grants depend on, added up
@@ -207,7 +212,7 @@ class Pulls:
         if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
             queue = self._topics.get(fields.topic).queues[fields.queue_id]
             try:
-                self._broker.parts.offsets.commit(
+                self._broker.tables.offsets.commit(
                     fields.consumer_group,
                     fields.topic,
                     {fields.queue_id: fields.commit_offset},
@@ -219,12 +224,14 @@ class Pulls:
                 pass
 
     async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
-        host, parts = store_host(self._context, call.connection), self._broker.parts
+        host = store_host(self._context, call.connection)
         if wanted.matches_all:
             messages = await self._stored.get(_next_rows(fields, queue.index), host, _bytes(fields))
             return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
         chosen = pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
-        chosen = await in_thread(parts.reader_thread, pull.decide, chosen, parts.reader, wanted)
+        chosen = await in_thread(
+            self._broker.threads.reader, pull.decide, chosen, self._broker.log.reader, wanted
+        )
         messages = await self._stored.get(chosen.seqs.tolist(), host, _bytes(fields))
         count = messages[0]
         next_offset = chosen.next_offset if count == len(chosen.seqs) else int(chosen.offsets[count])

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.components import in_thread
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, store_host
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.records import encode_stored
 from timeball.edges.remoting.codec.sends import Int64
 from timeball.edges.shared.error_codes import Refused
+from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model.access import Verb
 from timeball.model.errors import OutOfRange
@@ -80,25 +80,27 @@ class Queries:
 
     async def _query(self, call: Call) -> Reply:
         fields = call.fields(_Query)
-        parts = self._context.broker.parts
-        rows = await in_thread(parts.reader_thread, self._find, fields)
+        rows = await in_thread(self._context.broker.threads.reader, self._find, fields)
         if rows is None:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, "can not find message, maybe time range not correct")
         body = encode_stored(rows, store_host=store_host(self._context, call.connection))
         ext = {
-            "indexLastUpdateTimestamp": str(parts.clock.now_ms()),
-            "indexLastUpdatePhyoffset": str(parts.reader.next_seq),
+            "indexLastUpdateTimestamp": str(self._context.broker.clock.now_ms()),
+            "indexLastUpdatePhyoffset": str(self._context.broker.log.reader.next_seq),
         }
         return call.answer(ext=ext, body=body)
 
     def _find(self, fields: _Query) -> pa.RecordBatch | None:
         """Return the newest matching rows in the log's order, or None if there are none (reader thread)."""
-        parts = self._context.broker.parts
-        seqs = parts.key_index.find_rows(hash_text(pa.array([fields.key], pa.string())))[-CANDIDATES_MAX:]
+        seqs = self._context.broker.log.key_index.find_rows(hash_text(pa.array([fields.key], pa.string())))[
+            -CANDIDATES_MAX:
+        ]
         rows_max = max(1, min(fields.max_num, ROWS_MAX))
         visible, waiting = _Newest(rows_max), _Newest(rows_max)
         for end in range(len(seqs), 0, -OPENED_AT_ONCE):
-            found = _matching(parts.reader.read_rows(seqs[max(0, end - OPENED_AT_ONCE) : end]), fields)
+            found = _matching(
+                self._context.broker.log.reader.read_rows(seqs[max(0, end - OPENED_AT_ONCE) : end]), fields
+            )
             visible.add(found.filter(pa.array(np.isin(found.column("kind").to_numpy(), VISIBLE))))
             waiting.add(found.filter(_waits(found)))
             if visible.is_full:
@@ -112,8 +114,9 @@ class Queries:
 
 async def stored_message(context: RemotingContext, call: Call, seq: int) -> bytes:
     """Return the message with this sequence number in RocketMQ's stored form. Raises Refused, Forbidden."""
-    parts = context.broker.parts
-    rows = await in_thread(parts.reader_thread, _read, parts.reader, np.array([seq], dtype=np.int64))
+    rows = await in_thread(
+        context.broker.threads.reader, _read, context.broker.log.reader, np.array([seq], dtype=np.int64)
+    )
     if rows is None:
         raise Refused(ResponseCode.SYSTEM_ERROR, f"can not find message by the offset, {seq}")
     context.broker.policy.allow(call.caller, Verb.RECEIVE, topic=rows.column("topic")[0].as_py())

@@ -132,11 +132,11 @@ class Locks:
         return wanted
 
     def _exists(self, group: str, queue: MessageQueue) -> bool:
-        if self._context.broker.parts.groups.find_group(group) is None:
+        if self._context.broker.tables.groups.find_group(group) is None:
             return False
         if queue.broker_name not in ("", self._context.broker_name):
             return False
-        topic = self._context.broker.parts.topics.find_topic(queue.topic)
+        topic = self._context.broker.tables.topics.find_topic(queue.topic)
         return topic is not None and 0 <= queue.queue_id < len(topic.queues)
 
     def _of(self, group: str) -> dict[Place, _Lock]:
@@ -162,9 +162,8 @@ class Assignments:
     def _query_assignment(self, call: Call) -> Reply:
         asked = call.body(_Assignment)
         self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=asked.topic, group=asked.consumer_group)
-        parts = self._broker.parts
-        topic = parts.topics.find_topic(asked.topic)
-        mode = parts.request_modes.get(asked.topic, asked.consumer_group)
+        topic = self._broker.tables.topics.find_topic(asked.topic)
+        mode = self._broker.tables.request_modes.get(asked.topic, asked.consumer_group)
         queue_ids: list[int] | None = None
         if topic is not None and asked.message_model == "BROADCASTING":
             queue_ids = list(range(topic.read_queues))
@@ -197,8 +196,8 @@ class Assignments:
         mode = call.body(RequestMode)
         if mode.topic.startswith(RETRY_PREFIX):
             raise Refused(ResponseCode.NO_PERMISSION, "retry topic is not allowed to set mode")
-        self._broker.parts.request_modes.set(mode)
-        await self._broker.parts.writer.flushed()
+        self._broker.tables.request_modes.set(mode)
+        await self._broker.log.writer.flushed()
         return call.answer()
 
 

@@ -89,7 +89,7 @@ class Replies:
             "unitMode": bool(fields.unit_mode),
             "bornHost": call.connection.name,
             "storeHost": address(self._context, call.connection),
-            "storeTimestamp": self._context.broker.parts.clock.now_ms(),
+            "storeTimestamp": self._context.broker.clock.now_ms(),
         }
         return {name: text(value) for name, value in named.items() if value is not None}
 

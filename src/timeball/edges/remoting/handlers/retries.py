@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import retry
 from timeball.broker.registry.groups import times_max
@@ -25,6 +24,7 @@ from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Int32
 from timeball.edges.remoting.codec.records import Host, offset_msg_id
 from timeball.edges.shared.error_codes import Refused
+from timeball.io.threads import in_thread
 from timeball.model import limits
 from timeball.model.access import Verb
 from timeball.model.errors import OutOfRange, TimeballError
@@ -105,7 +105,7 @@ class Retries:
     def _count(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
         for topic, each in zip(rows.column("topic").to_pylist(), returned, strict=True):
             key = of_group(topic, each.asked.group)
-            self._context.broker.parts.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
+            self._context.broker.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
 
     def redirect(
         self,
@@ -136,19 +136,24 @@ class Retries:
 
     def _group(self, name: str, version: int, of_client: int | None) -> tuple[int, int]:
         """Return a group's number of retry queues, and its maximum number of attempts. Raises GroupNotFound."""
-        config = self._context.broker.parts.groups.get(name)
+        config = self._context.broker.tables.groups.get(name)
         given = of_client if version >= HAS_TIMES_MAX_VERSION else None
         return config.retry_queue_nums, times_max(config.retry_max_times, given)
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
         """Read the rows with these numbers, one for each. Raises Refused if one of them is missing."""
-        parts = self._context.broker.parts
-        outside = [seq for seq in seqs if not parts.reader.first_seq <= seq < parts.reader.next_seq]
+        outside = [
+            seq
+            for seq in seqs
+            if not self._context.broker.log.reader.first_seq <= seq < self._context.broker.log.reader.next_seq
+        ]
         if outside:
             raise _not_found(outside[0])
         try:
             wanted = np.array(seqs, dtype=np.int64)
-            return await in_thread(parts.reader_thread, parts.reader.read_rows, wanted)
+            return await in_thread(
+                self._context.broker.threads.reader, self._context.broker.log.reader.read_rows, wanted
+            )
         except OutOfRange as error:  # a reserved number, or a segment that retention has deleted since
             raise _not_found(seqs[0]) from error
 

@@ -45,17 +45,17 @@ class Routes:
             "brokerDatas": [self._broker(call.connection)],
             "filterServerTable": {},
         }
-        known = self._context.broker.parts.topics.find_topic(topic)
+        known = self._context.broker.tables.topics.find_topic(topic)
         if known is not None and known.config.order:
             route["orderTopicConf"] = order_conf(known, self._context.broker_name)
         return call.answer_json(route)
 
     def _queues(self, topic: str) -> dict[str, object]:
-        context, settings = self._context, self._context.broker.parts.settings
+        context, settings = self._context, self._context.broker.settings
         read = write = settings.queues_per_topic
         perm, sys_flag = READ | WRITE, 0
         known, standing = (
-            context.broker.parts.topics.find_topic(topic),
+            context.broker.tables.topics.find_topic(topic),
             context.broker.policy.system_topic_queues(topic),
         )
         if known is not None:
@@ -104,5 +104,5 @@ class Routes:
 
     def _topics(self, call: Call) -> Reply:
         context = self._context
-        names = {topic.name for topic in context.broker.parts.topics.all()}
+        names = {topic.name for topic in context.broker.tables.topics.all()}
         return call.answer_json({"topicList": sorted(names | {context.cluster_name, context.broker_name})})

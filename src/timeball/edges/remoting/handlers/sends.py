@@ -88,7 +88,7 @@ class Sends:
     def __init__(self, context: RemotingContext, retries: Retries, codec: Codec = PYTHON) -> None:
         self._context, self._retries, self._codec = context, retries, codec
         self._broker, self._policy = context.broker, context.broker.policy
-        settings, self._clock = context.broker.parts.settings, context.broker.parts.clock
+        settings, self._clock = context.broker.settings, context.broker.clock
         self._broker_name = context.broker_name
         keys = UniqueKeys(b"", os.getpid(), self._clock.now_ms())
         self._user_names = settings.delay_names
@@ -141,7 +141,7 @@ class Sends:
         counts = _NO_PRIORITY.isdisjoint(properties) and not fields.topic.startswith(RETRY_PREFIX)
         if not (counts and priority.isascii() and priority.isdigit() and len(priority) <= INT32_DIGITS):
             return queue_id
-        topic = self._broker.parts.topics.get(fields.topic)
+        topic = self._broker.tables.topics.get(fields.topic)
         return rules.queue_of_priority(int(priority), max(1, topic.write_queues))
 
     def put_run(self, connection: Connection, run: SendRun) -> None:
@@ -225,7 +225,7 @@ class Sends:
         topic = self._policy.destination(fields.topic, caller)
         if topic is None:
             self._policy.admit([fields.topic], caller, fields.default_queues)
-            topic = self._broker.parts.topics.get(fields.topic)
+            topic = self._broker.tables.topics.get(fields.topic)
         return max(topic.read_queues, topic.write_queues)
 
     async def _recall(self, call: Call) -> Reply:

@@ -65,7 +65,7 @@ class Transactions:
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
         self._core = context.broker.transactions
-        self._user_names = context.broker.parts.settings.delay_names
+        self._user_names = context.broker.settings.delay_names
         context.broker.transaction_checks.askers.append(self)
         self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
 
@@ -96,10 +96,13 @@ class Transactions:
         return call.answer()
 
     def _delay(self, properties: dict[str, str]) -> dict[str, int]:
-        parts = self._context.broker.parts
-        settings = parts.settings
+        settings = self._context.broker.settings
         level, due_ms = delays.plan(
-            properties, parts.clock.now_ms(), settings.delay_ms_max, settings.timing_zone, self._user_names
+            properties,
+            self._context.broker.clock.now_ms(),
+            settings.delay_ms_max,
+            settings.timing_zone,
+            self._user_names,
         )
         if level:
             return {"delay_level": level}

@@ -29,7 +29,7 @@ JAVA_BODY = {
 
 def test_a_group_is_as_it_was_configured(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
-    group = node.node.broker.parts.groups.get("g")
+    group = node.node.broker.tables.groups.get("g")
     assert group == SubscriptionGroup(
         "g",
         consume_broadcast_enable=False,
@@ -47,7 +47,7 @@ def test_what_is_null_or_absent_is_the_default(node: RunningNode, wire: Wire) ->
     wire.ask_ok(
         UPDATE, {"groupName": "g", "attributes": None, "retryMaxTimes": None, "groupRetryPolicy": None}
     )
-    assert node.node.broker.parts.groups.get("g") == SubscriptionGroup("g")
+    assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
 def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
@@ -70,7 +70,7 @@ def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
 )
 def test_a_configuration_that_makes_no_sense_is_refused(node: RunningNode, wire: Wire, body: Any) -> None:
     assert wire.ask(UPDATE, body).code == ResponseCode.INVALID_PARAMETER
-    assert node.node.broker.parts.groups.all() == []
+    assert node.node.broker.tables.groups.all() == []
 
 
 def test_an_unknown_group_has_no_configuration(wire: Wire) -> None:
@@ -82,9 +82,9 @@ def test_a_deleted_group_is_gone_with_its_offsets_if_so_wished(
     node: RunningNode, wire: Wire, clean: bool, left: dict[int, int]
 ) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
-    node.node.broker.parts.offsets.commit("g", "orders", {0: 0}, {0: 0})
+    node.node.broker.tables.offsets.commit("g", "orders", {0: 0}, {0: 0})
     wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
-    assert node.node.broker.parts.groups.find_group("g") is None
+    assert node.node.broker.tables.groups.find_group("g") is None
     assert node.node.broker.offsets("g", "orders") == left
     wire.ask_ok(DELETE, groupName="g", cleanOffset=clean)
 
@@ -98,7 +98,7 @@ CLONE = RequestCode.CLONE_GROUP_OFFSET
 def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
     groups = [JAVA_BODY, {"groupName": "h", "attributes": None, "retryMaxTimes": "7"}]
     wire.ask_ok(UPDATE_LIST, {"groupConfigList": groups})
-    found = node.node.broker.parts.groups
+    found = node.node.broker.tables.groups
     assert [found.get(name).retry_max_times for name in "gh"] == [3, 7]
     assert len(rows_of(node.node.broker, "group/")) == 2, "saved before the answer"
 
@@ -107,7 +107,7 @@ def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
 def test_none_of_many_is_made_when_one_is_wrong(node: RunningNode, wire: Wire, wrong: dict[str, Any]) -> None:
     answer = wire.ask(UPDATE_LIST, {"groupConfigList": [JAVA_BODY, wrong]})
     assert answer.code == ResponseCode.INVALID_PARAMETER
-    assert node.node.broker.parts.groups.find_group("g") is None
+    assert node.node.broker.tables.groups.find_group("g") is None
 
 
 def test_a_group_gets_the_offsets_of_another(node: RunningNode, wire: Wire) -> None:
@@ -188,7 +188,7 @@ def test_all_producers(node: RunningNode, client: Wire) -> None:
     data = json_body(client.ask_ok(RequestCode.GET_ALL_PRODUCER_INFO))["data"]
     (one,) = data["p"]
     assert (one["clientId"], one["language"]) == ("c1", "JAVA")
-    assert 0 <= node.node.broker.parts.clock.now_ms() - one["lastUpdateTimestamp"] < 60_000
+    assert 0 <= node.node.broker.clock.now_ms() - one["lastUpdateTimestamp"] < 60_000
 
 
 def test_a_language_nobody_knows_is_another(node: RunningNode, client: Wire) -> None:
@@ -199,7 +199,7 @@ def test_a_language_nobody_knows_is_another(node: RunningNode, client: Wire) -> 
 
 
 def test_who_reads_a_topic_is_who_subscribes_now_or_has_read_before(node: RunningNode, client: Wire) -> None:
-    node.node.broker.parts.offsets.commit("before", "orders", {0: 0}, {0: 0})
+    node.node.broker.tables.offsets.commit("before", "orders", {0: 0}, {0: 0})
     found = json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="orders"))
     assert found == {"groupList": ["before", "g"]}
     assert json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="x")) == {"groupList": []}

@@ -43,7 +43,7 @@ async def test_a_topics_queues_with_the_time_of_their_last_message(world: World)
     world.clock.advance(5_000)
     await send(world, "orders", 0, 1)
     answer = await pair.ask(progress, STATS, topic="orders")
-    now_ms = world.broker.parts.clock.now_ms()
+    now_ms = world.broker.clock.now_ms()
     assert answer.code == 0
     assert entries(answer.body) == {
         ("orders", 0): {"minOffset": 0, "maxOffset": 3, "lastUpdateTimestamp": now_ms},
@@ -58,7 +58,7 @@ async def test_a_groups_progress_in_all_that_it_reads(world: World) -> None:
     pair, context = await Pair.made(), context_of(world.broker)
     progress = Progress(context).handlers
     await send(world, "orders", 0, 3)
-    sent_ms = world.broker.parts.clock.now_ms()
+    sent_ms = world.broker.clock.now_ms()
     await send(world, "bills", 1, 2)
     await world.broker.commit_offsets("g", "orders", {0: 2})
     read_before = entries((await pair.ask(progress, CONSUMED, consumerGroup="g")).body)
@@ -83,9 +83,9 @@ async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
     progress = Progress(context).handlers
     await send(world, "orders", 0, 3)
     for group, offset in (("g", 2), ("h", 0)):
-        world.broker.parts.groups.ensure(group)
+        world.broker.tables.groups.ensure(group)
         await world.broker.commit_offsets(group, "orders", {0: offset})
-    world.broker.parts.groups.ensure("idle")
+    world.broker.tables.groups.ensure("idle")
     body = (await pair.ask(progress, RequestCode.GET_BROKER_CONSUME_STATS, isOrder="false")).body
     assert entries(body).keys() == {("orders", 0), ("orders", 1)}
     assert b'"totalDiff":4,' in body and b'"brokerAddr":"10.0.0.1:10911"' in body
@@ -96,20 +96,19 @@ async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
 @on_node()
 async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> None:
     await send(world, "orders", 0, 3)
-    index = world.broker.parts.topics.get("orders").queues[0].index
-    index.hide(world.broker.parts.reader.next_seq)
-    reader = world.broker.parts.reader
+    index = world.broker.tables.topics.get("orders").queues[0].index
+    index.hide(world.broker.log.reader.next_seq)
+    reader = world.broker.log.reader
     assert store_times(reader, [(index, 0), (index, 3), (index, -1)]) == [0, 0, 0]
 
 
 @on_node()
 async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
     pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
-    parts = world.broker.parts
     stored = []
     for _ in range(3):
         await send(world, "orders", 0, 1)
-        stored.append(parts.clock.now_ms())
+        stored.append(world.broker.clock.now_ms())
         world.clock.advance(1_000)
 
     async def spans() -> list[dict[str, Any]]:
@@ -119,7 +118,7 @@ async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
         return found
 
     first, empty = await spans()
-    now_ms = parts.clock.now_ms()
+    now_ms = world.broker.clock.now_ms()
     ends = {"minTimeStamp": stored[0], "maxTimeStamp": stored[2]}
     assert first == ends | {"consumeTimeStamp": stored[0], "delayTime": now_ms - stored[0]}
     assert set(empty.values()) == {0}

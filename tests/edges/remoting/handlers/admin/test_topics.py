@@ -196,13 +196,13 @@ def test_a_topic_becomes_an_ordered_one_and_a_plain_one_again(node: RunningNode,
     assert "orderTopicConf" not in route
     assert route["queueDatas"][0]["topicSysFlag"] == 2
     wire.ask_ok(PUT, **ORDERS, value="timeball:3")
-    assert node.node.broker.parts.topics.get("orders").config == TopicConfig(4, 3, order=True, sys_flag=2)
+    assert node.node.broker.tables.topics.get("orders").config == TopicConfig(4, 3, order=True, sys_flag=2)
     assert json_body(wire.ask_ok(ROUTE, topic="orders"))["orderTopicConf"] == "timeball:3"
     assert wire.ask_ok(GET, **ORDERS).ext == {"value": "timeball:3"}
     assert json_body(wire.ask_ok(LIST, namespace=ORDER_NAMESPACE)) == {"table": {"orders": "timeball:3"}}
     wire.ask_ok(DELETE_VALUE, **ORDERS)
     assert wire.ask(GET, **ORDERS).code == ResponseCode.QUERY_NOT_FOUND
-    assert not node.node.broker.parts.topics.get("orders").config.order
+    assert not node.node.broker.tables.topics.get("orders").config.order
 
 
 def test_what_is_not_there_is_not_found_and_need_not_be_deleted(wire: Wire) -> None:

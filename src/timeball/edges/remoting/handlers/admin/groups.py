@@ -65,7 +65,7 @@ class GroupAdmin:
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._broker, self._sessions = context, context.broker, context.sessions
-        self._groups = context.broker.parts.groups
+        self._groups = context.broker.tables.groups
         self.handlers: Handlers = {
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._update,
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST: self._update_list,
@@ -120,7 +120,7 @@ class GroupAdmin:
     async def _clone_offsets(self, call: Call) -> Reply:
         """Copy a group's offsets to another group, for one topic or for all topics that it reads."""
         said = call.fields(_Clone)
-        offsets, topics = self._broker.parts.offsets, self._broker.parts.topics
+        offsets, topics = self._broker.tables.offsets, self._broker.tables.topics
         group = self._sessions.group(said.src_group)
         for topic in [said.topic] if said.topic else offsets.topics_of(said.src_group):
             if topics.find_topic(topic) is None:
@@ -157,7 +157,7 @@ class GroupAdmin:
         return call.answer_json({"connectionSet": _connections(members)})
 
     def _all_producers(self, call: Call) -> Reply:
-        now_ms, wall_ms = self._context.monotonic_ms(), self._broker.parts.clock.now_ms()
+        now_ms, wall_ms = self._context.monotonic_ms(), self._broker.clock.now_ms()
         return call.answer_json(
             {
                 "data": {
@@ -178,12 +178,12 @@ class GroupAdmin:
 
     def _groups_of_topic(self, call: Call) -> Reply:
         topic = call.fields(_Topic).topic
-        stored = self._broker.parts.offsets.groups_of(topic)
+        stored = self._broker.tables.offsets.groups_of(topic)
         return call.answer_json({"groupList": sorted({*stored, *self._sessions.groups_on(topic)})})
 
     def _topics_of_group(self, call: Call) -> Reply:
         group = call.fields(_Group).group
-        return call.answer_json({"topicList": sorted(self._broker.parts.offsets.topics_of(group))})
+        return call.answer_json({"topicList": sorted(self._broker.tables.offsets.topics_of(group))})
 
     def _subscription(self, call: Call) -> Reply:
         asked = call.fields(_GroupAndTopic)

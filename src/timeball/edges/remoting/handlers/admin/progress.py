@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.registry.rates import Stat, of_group
 from timeball.broker.registry.topics import Topic
 from timeball.edges.remoting.calls import (
@@ -34,6 +33,7 @@ from timeball.edges.remoting.codec.frame import Command, text
 from timeball.edges.remoting.connection import Member
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import Group
+from timeball.io.threads import in_thread
 from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.model.access import Caller
@@ -104,7 +104,7 @@ class Progress:
         tps = 0.0
         names = [name for name in asked.topic_list.split(";") if name]
         for name in names or ([asked.topic] if asked.topic else self._topics_of(asked.consumer_group)):
-            topic = self._broker.parts.topics.find_topic(name)
+            topic = self._broker.tables.topics.find_topic(name)
             if topic is not None:
                 entries += await self._progress(asked.consumer_group, topic, call.caller)
                 tps += self._per_second(Stat.GROUP_GET_NUMS, of_group(name, asked.consumer_group))
@@ -114,10 +114,10 @@ class Progress:
         """Serve GET_BROKER_CONSUME_STATS: the progress of every group, by topic."""
         found: list[msgspec.Raw] = []
         behind = 0
-        for group in self._broker.parts.groups.all():
+        for group in self._broker.tables.groups.all():
             stats = []
             for name in self._topics_of(group.group_name):
-                topic = self._broker.parts.topics.find_topic(name)
+                topic = self._broker.tables.topics.find_topic(name)
                 entries = [] if topic is None else await self._progress(group.group_name, topic, call.caller)
                 behind += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
                 tps = self._per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
@@ -139,7 +139,7 @@ class Progress:
         asked = call.fields(_Span)
         topic = self._topic(asked.topic)
         stored = self._broker.offsets(asked.group, topic.name, call.caller)
-        now_ms = self._broker.parts.clock.now_ms()
+        now_ms = self._broker.clock.now_ms()
         spans = []
         for at, queue in enumerate(topic.queues[: topic.write_queues]):
             index, offset = queue.index, stored.get(at, 0)
@@ -220,13 +220,13 @@ class Progress:
     # -- shared --------------------------------------------------------------------------------------------------
 
     def _topic(self, name: str) -> Topic:
-        topic = self._broker.parts.topics.find_topic(name)
+        topic = self._broker.tables.topics.find_topic(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
         return topic
 
     def _per_second(self, stat: str, key: str) -> float:
-        rates = self._broker.parts.rates
+        rates = self._broker.rates
         found = rates.rate(stat, key, rates.minute, self._context.monotonic_ms())
         return 0.0 if found is None else found.per_second
 
@@ -234,7 +234,7 @@ class Progress:
         """Return the topics that the group reads now, or has read before."""
         reads = self._context.sessions.group(group)
         now = list(reads.subscriptions) if reads is not None else []
-        return sorted({*now, *self._broker.parts.offsets.topics_of(group)})
+        return sorted({*now, *self._broker.tables.offsets.topics_of(group)})
 
     async def _progress(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
         stored = self._broker.offsets(group, topic.name, caller)
@@ -259,8 +259,7 @@ class Progress:
         ]
 
     async def _store_times(self, wanted: Wanted) -> list[int]:
-        parts = self._broker.parts
-        return await in_thread(parts.reader_thread, store_times, parts.reader, wanted)
+        return await in_thread(self._broker.threads.reader, store_times, self._broker.log.reader, wanted)
 
     def _queue(self, topic: str, queue: int) -> dict[str, Any]:
         return {"brokerName": self._context.broker_name, "queueId": queue, "topic": topic}

@@ -15,12 +15,12 @@ from dataclasses import fields
 import msgspec
 
 from timeball import __version__
-from timeball.broker.accepting.components import in_thread
 from timeball.broker.registry.rates import STATS, Rate, Stat, Window
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, data_version
 from timeball.edges.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import text
 from timeball.edges.shared.error_codes import Refused
+from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
@@ -69,7 +69,7 @@ class Runtime:
 
     def sample(self) -> None:
         """Note the numbers of rows, and pass the time to the counters of rates. Called about once a second."""
-        rows, day = self._broker.parts.writer.statistics.rows, self._now_ms() // limits.DAY_MS
+        rows, day = self._broker.log.writer.statistics.rows, self._now_ms() // limits.DAY_MS
         gets = self._gets()
         if day > self._day:
             self._put_yesterday_morning, self._put_at_midnight = self._put_at_midnight, rows
@@ -77,23 +77,22 @@ class Runtime:
             self._day = day
         now_ms = self._context.monotonic_ms()
         self._samples.append((now_ms, rows, gets))
-        self._broker.parts.rates.sample(now_ms)
+        self._broker.rates.sample(now_ms)
 
     def _gets(self) -> int:
-        return self._broker.parts.rates.total(Stat.BROKER_GET_NUMS)
+        return self._broker.rates.total(Stat.BROKER_GET_NUMS)
 
     def _now_ms(self) -> int:
-        return self._broker.parts.clock.now_ms()
+        return self._broker.clock.now_ms()
 
     async def _info(self, call: Call) -> Reply:
-        parts = self._broker.parts
-        earliest_ms = await in_thread(parts.reader_thread, first_store_ms, parts.reader)
+        earliest_ms = await in_thread(self._broker.threads.reader, first_store_ms, self._broker.log.reader)
         return call.answer_json({"table": self._table(earliest_ms or self._now_ms())})
 
     def _table(self, earliest_ms: int) -> dict[str, str]:
         """Return RocketMQ's BrokerRuntimeInfo."""
-        parts, now_ms = self._broker.parts, self._now_ms()
-        written, segments = parts.writer.statistics, parts.reader.segments
+        now_ms = self._now_ms()
+        written, segments = self._broker.log.writer.statistics, self._broker.log.reader.segments
         put_tps, get_tps = self._tps(1, written.rows), self._tps(2, self._gets())
         found: dict[str, object] = dict.fromkeys(_NOTHING_OF_THE_KIND, 0)
         found |= {
@@ -126,8 +125,8 @@ class Runtime:
             "timerEnqueueTps": 0.0,
             "timerDequeueTps": 0.0,
         }
-        offsets = parts.levels.offsets()
-        for level in range(1, len(parts.levels.table) + 1):
+        offsets = self._broker.scheduling.levels.offsets()
+        for level in range(1, len(self._broker.scheduling.levels.table) + 1):
             offset, end = offsets.get(level, (0, 0))
             found[f"scheduleMessageOffset_{level}"] = f"{offset},{end}"
         return {name: str(value) for name, value in sorted(found.items())}
@@ -149,7 +148,7 @@ class Runtime:
 
     def _view(self, call: Call) -> Reply:
         asked = call.fields(_View)
-        rates = self._broker.parts.rates
+        rates = self._broker.rates
         return call.answer_json(
             {
                 "statsMinute": self._words(asked, rates.minute),
@@ -175,10 +174,10 @@ class Runtime:
             if key != self._context.cluster_name:
                 return None
             key = ""
-        return self._broker.parts.rates.rate(stat, key, window, self._context.monotonic_ms())
+        return self._broker.rates.rate(stat, key, window, self._context.monotonic_ms())
 
     def _config(self, call: Call) -> Reply:
-        settings, context = self._broker.parts.settings, self._context
+        settings, context = self._broker.settings, self._context
         named = {
             "brokerName": context.broker_name,
             "brokerClusterName": context.cluster_name,
@@ -204,7 +203,7 @@ class Runtime:
         )
 
     def _delay_offsets(self, call: Call) -> Reply:
-        levels = self._broker.parts.levels
+        levels = self._broker.scheduling.levels
         offsets = dict.fromkeys(range(1, len(levels.table) + 1), (0, 0)) | levels.offsets()
         return call.answer_json(
             {

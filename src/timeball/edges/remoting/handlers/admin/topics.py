@@ -97,7 +97,7 @@ class TopicAdmin:
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._administration = context, context.broker.administration
-        self._topics = context.broker.parts.topics
+        self._topics = context.broker.tables.topics
         self.handlers: Handlers = {
             RequestCode.UPDATE_AND_CREATE_TOPIC: self._update,
             RequestCode.UPDATE_AND_CREATE_TOPIC_LIST: self._update_list,

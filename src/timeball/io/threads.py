@@ -1,0 +1,31 @@
+"""The threads of a broker for blocking calls, and a call in one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """One thread for each kind of blocking work, so that slow work delays no other kind."""
+
+    reader: Executor  # reads log and files for releases and consumers
+    lookup: Executor  # finds scheduled messages in log and files
+    background: Executor  # compaction and rewriting, which may take seconds
+    table: Executor  # changes the Delta log; the same as `reader`, except for an object store
+    # Reads data files that a request needs. For an object store it is `lookup`, because releases must not wait for the
+    # store, else `reader`.
+    files: Executor
+
+
+def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
+    """Run a blocking call in one of the broker's threads."""
+    return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
