@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.broker.on_node import batch
 from tests.broker.registry.state_rows import StateRows
@@ -38,6 +38,9 @@ def test_content_is_the_messages_and_not_their_layout() -> None:
 
 
 @given(STEPS)
+@example(
+    [("use", "a", 0), ("start", "a", 0), ("use", "b", 0), ("use", "a", 5), ("use", "b", 5), ("drop", "a", 0)]
+)  # a key from before a start stayed when a later one had two entries
 def test_the_newest_keys_count_before_and_after_a_start(steps: list[tuple[str, str, int]]) -> None:
     log, model, now_ms = StateRows(), dict[str, KeyedSend](), 1_000
     keys, moved = log.opened(IdempotencyKeys), dict[int, int]()

@@ -126,9 +126,9 @@ class IdempotencyKeys:
 
     def __init__(self, meta: MetaLog) -> None:
         self._kept = MetaTable(meta, "once", KeyedSend)
-        # A heap of (last_ms, name): the keys that expire next. A cache of `_kept` that may contain entries of deleted
-        # keys.
-        self._ends: list[tuple[int, str]] = []
+        # A heap of (last_ms, name): the keys that expire next. It has an entry for each known key, and maybe entries of
+        # deleted keys and of earlier uses. None after a start, until the first `drop` builds it from `_kept`.
+        self._ends: list[tuple[int, str]] | None = None
 
     def __len__(self) -> int:
         """Return the number of known keys, including expired ones that are not deleted yet."""
@@ -155,7 +155,7 @@ class IdempotencyKeys:
         def keep_ends() -> None:
             keep()
             for name, send in added.items():
-                if send is not None:
+                if send is not None and self._ends is not None:
                     heappush(self._ends, (send.last_ms, name))
 
         return Change(rows, keep_ends)
@@ -165,14 +165,14 @@ class IdempotencyKeys:
 
         One call deletes at most DROPPED_AT_ONCE_MAX keys.
         """
-        values = self._kept.values
-        # The heap is empty after a start, and after a flood of keys most of its entries are of deleted keys.
-        if len(self._ends) < len(values) or len(self._ends) > 2 * len(values) + STALE_MAX:
-            self._ends = [(send.last_ms, name) for name, send in values.items()]
-            heapify(self._ends)
+        values, ends = self._kept.values, self._ends
+        # After a flood of keys, most entries of the heap are of deleted keys.
+        if ends is None or len(ends) > 2 * len(values) + STALE_MAX:
+            ends = self._ends = [(send.last_ms, name) for name, send in values.items()]
+            heapify(ends)
         expired: list[str] = []
-        while self._ends and self._ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
-            end_ms, name = heappop(self._ends)
+        while ends and ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
+            end_ms, name = heappop(ends)
             send = values.get(name)
             # The key was deleted, or has been used by a newer send with another entry.
             if send is None or send.last_ms > end_ms:
@@ -180,7 +180,7 @@ class IdempotencyKeys:
             moved_to_ms = last_due_ms(send.first_seq, send.rows)
             # Its message was rescheduled, so the key is checked again after the new due time.
             if moved_to_ms > before_ms:
-                heappush(self._ends, (moved_to_ms, name))
+                heappush(ends, (moved_to_ms, name))
             else:
                 expired.append(name)
         self._kept.put((name, None) for name in dict.fromkeys(expired))
