@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from benchmarks.stored_message import StoredMessage
 from benchmarks.versus.__main__ import main
 from benchmarks.versus.delays import wrong
+from benchmarks.versus.delivery import Account, body_of
 from benchmarks.versus.page_cache import FREE_BYTES, STEP_BYTES, PageCache
-from benchmarks.versus.table import BUSY, SMALL, Figures, page
+from benchmarks.versus.rounds import in_turn
+from benchmarks.versus.table import BUSY, SMALL, ConsumerPeer, Figures, page
 from benchmarks.versus.work import Row, Sample
 
 from timeball.edges.remoting.codec.records import NO_HOST
@@ -99,3 +103,41 @@ def test_memory_is_put_to_use_until_little_is_free(tmp_path: Path) -> None:
     assert [cache.fill() for _ in range(3)] == [2 * STEP_BYTES, 0, STEP_BYTES]
     assert (tmp_path / "page-cache").stat().st_blocks == 0, "nothing of it is on the disk"
     cache.close()
+
+
+def test_the_table_at_the_consumer_marks_brokers_that_are_not_durable() -> None:
+    found, steady = figures(), Row("steady 2,000/s", "msg/s")
+    redis, nats = ConsumerPeer("Redis", "Redis, always", True), ConsumerPeer("NATS", "NATS, 2 minutes", False)
+    for value in (1_900.0, 2_000.0, 2_100.0):
+        found.at_consumer.add(redis, steady, Sample(value, 2.0, 12.0, 94.04))
+    found.at_consumer.add(nats, steady, Sample(math.nan, failures=3))
+    _, _, first, second = found.at_consumer.table()
+    assert first == "| steady 2,000/s | Redis | yes | 2,000 msg/s | 2 / 12 | 94 | 0 |"
+    assert second == "| steady 2,000/s | NATS | **no** | not reached |  |  | 3 |"
+    text = page(found)
+    assert "## At the consumer" in text and "- Redis, always\n- NATS, 2 minutes\n" in text
+    assert found.as_dict()["at_consumer"]["rows"][0]["name"] == "steady 2,000/s"  # type: ignore[index, call-overload]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "seen_ms", "failures"),
+    [
+        ([0, 1, 2], [10, 11, 12], 0),
+        ([0, 1], [10, 11], 1),
+        ([0, 1, 1, 2], [10, 11, 11, 12], 1),
+        ([0, 1, 2], [9, 11, 12], 1),
+    ],
+)
+def test_an_early_a_missing_and_a_doubled_message_are_failures(
+    numbers: list[int], seen_ms: list[int], failures: int
+) -> None:
+    due_ms = np.array([10 + number for number in numbers])
+    assert Account(np.array(numbers), due_ms, np.array(seen_ms)).failures(3) == failures
+
+
+def test_a_body_names_the_message_and_its_due_time() -> None:
+    assert body_of(7, 1_800_000_000_000).startswith(b"7 1800000000000 ") and len(body_of(7, 1)) == 128
+
+
+def test_the_order_of_the_brokers_is_swapped_in_each_round() -> None:
+    assert [in_turn("ab", number) for number in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]

@@ -15,6 +15,7 @@ from tests.interop.environments import Missing
 
 import benchmarks.versus as package
 from benchmarks.versus import machine
+from benchmarks.versus.delivery import GROUP_NAME
 from benchmarks.versus.load import Generator
 from benchmarks.versus.page_cache import PageCache
 from benchmarks.versus.rounds import GROUPS, WORK, run, say, working_folder
@@ -40,7 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(figures.as_dict()))
     else:
-        print("\n".join(figures.table()))
+        tables = [*([figures.table()] if figures.rows else []), figures.at_consumer.table()]
+        print("\n\n".join("\n".join(table) for table in tables))
     if options.page:
         Path(options.page).write_text(page(figures), "utf-8")
         say(f"written: {options.page}")
@@ -60,10 +62,10 @@ def _measure(options: argparse.Namespace) -> Figures:
             machine.is_busy(before), (before, before), f"Not measured: {' '.join(not_measured.split())}",
         )  # fmt: skip
         try:
-            run(figures, bench, folder, options.flush, work)
+            run(figures, bench, folder, options.flush, work, delivers=GROUP_NAME in options.rows)
         except BaseException:
-            if figures.rows:
-                say("measured so far:\n" + "\n".join(figures.table()))
+            if figures.rows or figures.at_consumer.rows:
+                say("measured so far:\n" + "\n".join(figures.table() + figures.at_consumer.table()))
             raise
         finally:
             if page_cache is not None:

@@ -165,6 +165,22 @@ WORK = [
     )
     for rate in RATES
 ]
+WORK.append(
+    Work(
+        "steady",
+        (
+            Row(f"steady {RATES[0]:,}/s, RocketMQ's timer with a precision of 100 ms: sent", "msg/s"),
+            Row(
+                f"steady {RATES[0]:,}/s, RocketMQ with a precision of 100 ms: lateness in the queue, most",
+                "ms",
+                "lower",
+            ),
+        ),
+        partial(steady, RATES[0]),
+        fresh=True,
+        timer_precision_ms=100,
+    )
+)
 WORK += [
     Work("burst", (Row("burst at one instant: all visible after", "s", "lower"),), burst),
     Work(

@@ -17,6 +17,8 @@ from timeball import __version__
 
 Flush = Literal["sync", "async"]
 REMOTING, GRPC, NAME_SERVER = "remoting", "grpc", "name server"
+HTTP, FLIGHT = "http", "flight"
+DELIVERY = "delivery"  # the wire of another broker's client in delayed_queues.py
 
 
 class Peer(ABC):
@@ -90,7 +92,10 @@ class TimeballPeer(Peer):
         """See Peer."""
         self._server = Server(self.data, "--durability", self._flush)
         server = self._server
-        self.addresses = {REMOTING: server.remoting, GRPC: server.grpc, NAME_SERVER: server.name_server}
+        self.addresses = {
+            REMOTING: server.remoting, GRPC: server.grpc, NAME_SERVER: server.name_server, HTTP: server.http,
+            FLIGHT: server.endpoint,
+        }  # fmt: skip
 
     def stop(self) -> None:
         """See Peer."""

@@ -39,7 +39,9 @@ class RocketMQ(Peer):
 
     name = "RocketMQ"
 
-    def __init__(self, folder: Path, flush: Flush, *, proxy: bool = False) -> None:
+    def __init__(
+        self, folder: Path, flush: Flush, *, proxy: bool = False, timer_precision_ms: int = 1_000
+    ) -> None:
         super().__init__(folder)
         self._proxy = proxy
         self._command = rocketmq(*HEAP)
@@ -47,7 +49,10 @@ class RocketMQ(Peer):
         self._ports = _free_ports()
         disk = FLUSHES[flush]
         mode = ", in its proxy in local mode" if proxy else ""
-        self.settings = f"RocketMQ {VERSION}{mode}, `flushDiskType={disk}`, `{' '.join(HEAP)}`"
+        precision = f"`timerPrecisionMs={timer_precision_ms}`"
+        self.settings = (
+            f"RocketMQ {VERSION}{mode}, `flushDiskType={disk}`, {precision}, heap `{' '.join(HEAP)}`"
+        )
         name_server, broker, grpc, proxied = self._ports
         self._write("namesrv.conf", {"listenPort": name_server})
         self._write(
@@ -56,6 +61,7 @@ class RocketMQ(Peer):
                 "brokerClusterName": "DefaultCluster", "brokerName": "broker-a", "brokerId": 0, "brokerIP1": HOST,
                 "namesrvAddr": f"{HOST}:{name_server}", "listenPort": broker, "flushDiskType": disk,
                 "storePathRootDir": self.data, "storePathCommitLog": self.data / "commitlog",
+                "timerPrecisionMs": timer_precision_ms,
             },
         )  # fmt: skip
         proxy_settings = {

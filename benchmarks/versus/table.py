@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import isnan
 from statistics import median
 
 from benchmarks.report import brief
@@ -28,7 +29,79 @@ both brokers are running and warm. Each cell is the median of {rounds}.
 - The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process. Waiting
   means that the messages are pending.
 - Before each measurement, free memory is filled with page cache, as on a machine that has been in use for a while."""
+AT_CONSUMER = """\
+## At the consumer
+
+Here lateness is the time at which a consumer holds the message, minus its due time. The consumer leases each message
+and acknowledges it. Producer and consumer are processes of their own, written on sockets (over Flight: the Python
+client), and share the machine with the broker. Each broker runs alone, and the order changes in each round. A broker
+that is not durable acknowledges a message before the disk has it. beanstalkd delays by whole seconds."""
 SMALL = "**A small run: the figures mean nothing.**"
+
+
+@dataclass(frozen=True)
+class ConsumerPeer:
+    """A broker in the table of deliveries: how it was started, and whether an answer means that the disk has it."""
+
+    name: str
+    settings: str
+    durable: bool
+
+
+@dataclass
+class ConsumerFigures:
+    """The samples of deliveries to a consumer. Ratios compare with the column `base`."""
+
+    peers: list[ConsumerPeer] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)  # by row and peer
+
+    def add(self, peer: ConsumerPeer, row: Row, sample: Sample) -> None:
+        """Keep one measurement."""
+        if peer not in self.peers:
+            self.peers.append(peer)
+        if row not in self.rows:
+            self.rows.append(row)
+        self.samples.setdefault((row.name, peer.name), []).append(sample)
+
+    def cell(self, row: Row, peer: ConsumerPeer) -> Sample | None:
+        """Return the medians of a row, and the sum of its failures."""
+        return _medians(self.samples.get((row.name, peer.name), []))
+
+    def table(self) -> list[str]:
+        """Return the Markdown table: a line for each work and broker."""
+        head = [
+            "at the consumer", "broker", "durable", "", "lateness p50 / p99 ms", "CPU us/msg", "failed",
+        ]  # fmt: skip
+        lines = [_line(head), _line(["---", "---", "---", *["---:"] * 4])]
+        for row in self.rows:
+            for peer in self.peers:
+                cell = self.cell(row, peer)
+                if cell is None:
+                    continue
+                cpu = "" if cell.cpu_us is None else brief(round(cell.cpu_us, 1))
+                value = "not reached" if isnan(cell.value) else f"{brief(cell.value)} {row.unit}"
+                durable = "yes" if peer.durable else "**no**"
+                lines.append(
+                    _line([row.name, peer.name, durable, value, _latencies(cell), cpu, str(cell.failures)])
+                )
+        return lines
+
+    def as_dict(self) -> dict[str, object]:
+        """For --json."""
+        return {
+            "peers": [asdict(peer) for peer in self.peers],
+            "rows": [
+                {
+                    **asdict(row),
+                    "samples": {
+                        peer.name: [asdict(sample) for sample in self.samples.get((row.name, peer.name), [])]
+                        for peer in self.peers
+                    },
+                }
+                for row in self.rows
+            ],
+        }
 
 
 @dataclass
@@ -46,6 +119,7 @@ class Figures:
     peers: dict[str, list[str]] = field(default_factory=dict)  # name -> how it was started, in each way
     rows: list[Row] = field(default_factory=list)
     samples: dict[tuple[str, str], list[Sample]] = field(default_factory=dict)  # by row and peer
+    at_consumer: ConsumerFigures = field(default_factory=ConsumerFigures)
 
     def name_peer(self, peer: str, settings: str) -> None:
         """Give a peer its column, and say how it was started; ours is named last."""
@@ -62,16 +136,7 @@ class Figures:
 
     def cell(self, row: Row, peer: str) -> Sample | None:
         """Return the medians of a row, and the sum of its failures; None where the peer cannot do it."""
-        samples = self.samples.get((row.name, peer))
-        if not samples:
-            return None
-        return Sample(
-            median(sample.value for sample in samples),
-            _median([sample.p50_ms for sample in samples]),
-            _median([sample.p99_ms for sample in samples]),
-            _median([sample.cpu_us for sample in samples]),
-            sum(sample.failures for sample in samples),
-        )
+        return _medians(self.samples.get((row.name, peer), []))
 
     def ratio(self, row: Row, other: str) -> float | None:
         """Return ours divided by the other's."""
@@ -107,7 +172,7 @@ class Figures:
             "small": self.small, "waiting": self.waiting, "busy": self.busy, "load_averages": self.load_averages,
             "not_measured": self.not_measured,
         }  # fmt: skip
-        return {"benchmark": "versus", **said, "rows": rows}
+        return {"benchmark": "versus", **said, "rows": rows, "at_consumer": self.at_consumer.as_dict()}
 
     def table(self) -> list[str]:
         """Return the Markdown table."""
@@ -141,10 +206,16 @@ def page(figures: Figures) -> str:
     ]
     parts += [SMALL] if figures.small else []
     parts += [BUSY] if figures.busy else []
-    parts.append("\n".join(figures.table()))
+    if figures.rows:
+        parts.append("\n".join(figures.table()))
+    if figures.at_consumer.rows:
+        parts.append(AT_CONSUMER)
+        parts.append("\n".join(figures.at_consumer.table()))
     failures = figures.failures()
     parts.append("Requests that failed: " + ("; ".join(failures) if failures else "none") + ".")
-    parts.append("\n".join(f"- {setting}" for settings in figures.peers.values() for setting in settings))
+    settings = [setting for settings in figures.peers.values() for setting in settings]
+    settings += [peer.settings for peer in figures.at_consumer.peers if peer.settings not in settings]
+    parts.append("\n".join(f"- {setting}" for setting in settings))
     machine = "; ".join(f"{name}: {value}" for name, value in figures.machine.items())
     parts.append(f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.")
     parts.append(figures.not_measured)
@@ -153,6 +224,18 @@ def page(figures: Figures) -> str:
 
 def _line(words: Sequence[str]) -> str:
     return "| " + " | ".join(words) + " |"
+
+
+def _medians(samples: Sequence[Sample]) -> Sample | None:
+    if not samples:
+        return None
+    return Sample(
+        median(sample.value for sample in samples),
+        _median([sample.p50_ms for sample in samples]),
+        _median([sample.p99_ms for sample in samples]),
+        _median([sample.cpu_us for sample in samples]),
+        sum(sample.failures for sample in samples),
+    )
 
 
 def _median(values: Sequence[float | None]) -> float | None:

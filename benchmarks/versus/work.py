@@ -54,7 +54,7 @@ class Work:
     """One thing that each peer does in turn. `measure` returns a sample for each row, in their order.
 
     `group`: what --rows calls it. `fresh`: each measurement gets a broker of its own, started for it; other work
-    shares a pair of warm ones.
+    shares a pair of warm ones. `timer_precision_ms` other than the default needs a fresh one.
     """
 
     group: str
@@ -62,6 +62,7 @@ class Work:
     measure: Callable[[Peer, Bench], Sequence[Sample]]
     wire: str = REMOTING
     fresh: bool = False
+    timer_precision_ms: int = 1_000  # RocketMQ's timerPrecisionMs
 
 
 def measured(peer: Peer, load: Callable[[], Outcome]) -> Sample:

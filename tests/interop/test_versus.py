@@ -18,7 +18,9 @@ import psutil
 import pytest
 from benchmarks.harness import wait_until
 from benchmarks.remoting import pull_request, send_request
+from benchmarks.versus import delivery
 from benchmarks.versus.load import Generator
+from benchmarks.versus.work import Bench
 from tests.interop.environments import Missing
 from tests.interop.stock_clients import command
 
@@ -77,6 +79,22 @@ def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
     assert "the figures mean nothing" in page.read_text()
     assert processes_in(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["versus.md"]
+
+
+@pytest.mark.parametrize("start", delivery.STARTS, ids=lambda start: start.name)
+def test_each_broker_delivers_to_a_consumer(start: delivery.Start, tmp_path: Path) -> None:
+    try:
+        peer = start.make(tmp_path, "sync")
+        peer.start()
+    except Missing as error:
+        pytest.skip(str(error))
+    try:
+        sample = delivery.steady(start.client, peer, Bench(None, small=True, waiting=0))  # type: ignore[arg-type]
+    finally:
+        peer.stop()
+    assert sample.failures == 0 and sample.value > 0
+    assert sample.p50_ms is not None and sample.p99_ms is not None and 0 <= sample.p50_ms <= sample.p99_ms
+    assert processes_in(tmp_path) == []
 
 
 @contextmanager
