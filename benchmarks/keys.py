@@ -88,7 +88,9 @@ def _fill(report: Report, server: Server, rows: int, task_rows: int) -> None:
                     "due_ms": pa.array(due),
                 }
             )
-            shaped = scheduled_columns.with_unique_keys(scheduled_columns.normalise(table, status.now_ms))
+            shaped = scheduled_columns.with_unique_keys(
+                scheduled_columns.to_table_columns(table, status.now_ms)
+            )
             first_seq = broker.reserve(count)
             files += store.put_rows(scheduled_columns.numbered(shaped, first_seq), status.now_ms)
             ranges.append((first_seq, count))

@@ -17,7 +17,7 @@ from tests.node_fixture import running_node
 from timeball.log import checkpoint, queue_file
 from timeball.log import format as fmt
 from timeball.model import errors
-from timeball.model.key_hash import KeyRun, hash_one
+from timeball.model.key_hash import KeyRun, hash_string
 from timeball.model.message import Kind
 from timeball.schedule.mapped_log import checksums_of
 from timeball.schedule.timer_wheel import timer_log
@@ -79,10 +79,10 @@ def test_the_key_run_that_is_shown_can_be_read() -> None:
     text = page("docs/formats/key-run.md")
     run = KeyRun(pa.py_buffer(bytes_of(text)))
     told = {word: int(value, 16) for word, value in re.findall(r"^\| `(\S+)` \| `(\w{16})` \|", text, re.M)}
-    assert told == {word: hash_one(word) for word in ("A17", "order-17", "anna")}
+    assert told == {word: hash_string(word) for word in ("A17", "order-17", "anna")}
     for value in told.values():
         assert run.find_numbers(np.array([value], np.uint64)).tolist() == [0]
-    assert hash_one("") == 0
+    assert hash_string("") == 0
 
 
 def test_the_checkpoint_that_is_shown_is_whole() -> None:

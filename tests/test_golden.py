@@ -34,7 +34,7 @@ from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.model.errors import Corrupt
 from timeball.model.key_hash import KeyRun, hash_keys
 from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
-from timeball.node.inspect.folder import FolderDump, FrameFound
+from timeball.node.inspect.folder import FolderDump, InspectedFrame
 from timeball.table import attachment as att
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -386,7 +386,7 @@ def test_every_kind_and_every_column_stands_in_the_log() -> None:
 # ---- and read as ever ------------------------------------------------------------------------------------
 
 
-def read_log(name: str) -> list[FrameFound]:
+def read_log(name: str) -> list[InspectedFrame]:
     """As a folder with this one segment, and the checkpoint that belongs to it."""
     files = CrashFiles()
     files.make_dir(FOLDER)
@@ -397,8 +397,8 @@ def read_log(name: str) -> list[FrameFound]:
     [segment] = folder.segments
     assert (segment.first_seq, segment.created_ms) == (100, ACCEPTED_MS - 1)
     found = list(folder.walk(segment))
-    assert all(isinstance(each, FrameFound) for each in found), found
-    return [each for each in found if isinstance(each, FrameFound)]
+    assert all(isinstance(each, InspectedFrame) for each in found), found
+    return [each for each in found if isinstance(each, InspectedFrame)]
 
 
 @pytest.mark.parametrize("name", LOGS)

@@ -15,7 +15,7 @@ from typing import IO, Any
 import msgspec
 from examples.time_limits import limit_s
 
-from timeball.cli.spark import no_child_left_behind
+from timeball.cli.spark import kill_children_on_failure
 from timeball.model.config import StrategyName
 from timeball.model.errors import SetupError
 
@@ -108,7 +108,7 @@ class Broker:
 @contextmanager
 def broker_in(data: Path, strategy: StrategyName = "hour_log") -> Iterator[Broker]:
     """A broker for the length of a block."""
-    with no_child_left_behind():  # Ctrl-C while the process is made: nobody has a handle on it yet
+    with kill_children_on_failure():  # Ctrl-C while the process is made: nobody has a handle on it yet
         broker = Broker(data, strategy)
     try:
         broker.await_ready()

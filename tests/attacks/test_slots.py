@@ -105,7 +105,7 @@ def _connections(place: str, first_bytes: bytes) -> Attack:
 
 def _schema(*columns: tuple[str, pa.DataType]) -> bytes:
     descriptor = pa.flight.FlightDescriptor.for_path(b"send").serialize()
-    head = protobuf.data_parts(arrow_ipc.schema_header(pa.schema(columns)))
+    head = protobuf.encode_data(arrow_ipc.schema_header(pa.schema(columns)))
     return framed(bytes([0x0A, len(descriptor)]) + descriptor, *head)
 
 

@@ -70,7 +70,7 @@ async def released(
     world = World(CrashFiles(), ManualClock(wall=NOW_MS))
     with pytest.MonkeyPatch.context() as patch:
         if not by_rows:
-            patch.setattr(delivery, "few_values", lambda scheduled_rows: None)
+            patch.setattr(delivery, "values_if_few", lambda scheduled_rows: None)
         await world.start()
         try:
             broker = world.broker
@@ -97,7 +97,7 @@ async def released(
 
 @settings(max_examples=30)
 @given(SCHEDULED_ROWS)
-def test_both_ways_write_the_same(values: list[dict[str, Any]]) -> None:
+def test_rows_and_columns_are_written_alike(values: list[dict[str, Any]]) -> None:
     scheduled_rows = scheduled_of(values)
     by_rows, by_columns = (run(released(scheduled_rows, by_rows=way)) for way in (True, False))
     assert by_rows == by_columns
@@ -119,7 +119,7 @@ PLAIN = dict.fromkeys(VALUES) | {
 }  # fmt: skip
 
 
-def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison."""
     scheduled_rows = scheduled_of([dict(PLAIN)])
     assert run(released(scheduled_rows, by_rows=True)) == run(released(scheduled_rows, by_rows=False))
@@ -127,18 +127,22 @@ def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert run(released(scheduled_rows, by_rows=True)) != run(released(scheduled_rows, by_rows=False))
 
 
-def test_many_large_and_listed_ones_go_the_way_of_columns() -> None:
+def test_many_large_or_listed_messages_are_released_as_columns() -> None:
     most = delivery.FEW_ROWS
     large = {"body": bytes(limits.REQUEST_BYTES_MAX // 64)}
     listed = {"properties": encode_properties({TIMING_LIST: "7,9"})}
     few = scheduled_of([dict(PLAIN) for _ in range(most)])
-    assert delivery.few_values(few) == delivery.few_values(as_numbered(few)) == as_numbered(few).values
+    assert delivery.values_if_few(few) == delivery.values_if_few(as_numbered(few)) == as_numbered(few).values
     for some in ([dict(PLAIN)] * (most + 1), [PLAIN | large], [PLAIN | listed]):
         scheduled_rows = scheduled_of(some)
-        assert delivery.few_values(scheduled_rows) is delivery.few_values(as_numbered(scheduled_rows)) is None
+        assert (
+            delivery.values_if_few(scheduled_rows)
+            is delivery.values_if_few(as_numbered(scheduled_rows))
+            is None
+        )
 
 
-def test_an_early_one_is_refused_by_both() -> None:
+def test_an_early_release_is_refused_as_values_and_as_columns() -> None:
     for by_rows in (True, False):
         with pytest.raises(AssertionError, match="never be kept before its instant"):
             run(released(scheduled_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))

@@ -91,7 +91,7 @@ async def test_offsets_are_saved_when_they_have_changed(world: World) -> None:
 
 
 @on_node()
-async def test_a_stop_saves_everything(world: World) -> None:
+async def test_a_stop_saves_offsets_and_a_checkpoint(world: World) -> None:
     await world.send("a", [None, FAR_MS])
     await world.consume()
     await world.stop()
@@ -104,11 +104,11 @@ async def test_a_stop_saves_everything(world: World) -> None:
 
 
 @on_node()
-async def test_a_full_disk_is_no_reason_not_to_stop(world: World) -> None:
+async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
     await world.send("a", [None, FAR_MS])
     await world.consume()
     full(world)
-    world.broker.log.writer.next_segment.room_error = OverLimit("full")
+    world.broker.log.writer.next_segment.disk_full_error = OverLimit("full")
     await world.stop()
     world.files.heal()
     await world.start()
@@ -162,7 +162,7 @@ async def repeated(world: World, *errors: BaseException) -> int:
 
 
 @on_node()
-async def test_a_full_disk_is_tried_again(world: World) -> None:
+async def test_a_duty_refused_by_a_full_disk_is_tried_again(world: World) -> None:
     assert await repeated(world, OverLimit("full"), OverLimit("full")) == 4
     assert world.failure is None
 
@@ -211,9 +211,9 @@ async def test_whoever_holds_the_lease_moves_the_tail(world: World) -> None:
 
 
 @on_node()
-async def test_a_lease_ends_within_the_hour(world: World) -> None:
+async def test_a_compactor_lease_ends_within_an_hour(world: World) -> None:
     world.broker.compactor_lease(1 << 60)
-    assert world.broker.mover.outside_compactor_until_ms == world.clock.wall + HOUR_MS
+    assert world.broker.mover.external_compactor_until_ms == world.clock.wall + HOUR_MS
 
 
 # ---- letting go ---------------------------------------------------------------------------------------------
@@ -269,7 +269,7 @@ async def test_a_log_that_no_segment_fills_is_let_go_by_age(world: World) -> Non
 
 
 @on_node(retention_ms=HOUR_MS)
-async def test_a_log_that_is_not_written_to_goes_too(world: World) -> None:
+async def test_an_unused_log_is_removed_by_age(world: World) -> None:
     await world.send("a", [None] * 10)
     await world.checkpoint()
     world.clock.advance(HOUR_MS)
@@ -391,21 +391,21 @@ async def test_files_that_have_left_the_table_go_with_the_log(world: World) -> N
 
 
 @on_node()
-async def test_the_log_is_made_ready_for_what_is_loaded_and_for_nothing_else(
+async def test_log_space_is_prepared_only_for_loaded_messages(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "ROOM_BYTES_MIN", 200_000)
+    monkeypatch.setattr(maintenance, "BURST_BYTES_MIN", 200_000)
     assert world.node is not None
     duties, segments = world.node.maintenance, world.broker.log.reader.segments
     warm = world.broker.log.writer.next_segment._warm
     await world.send("a", [FAR_MS] * 10, 30_000)
-    await duties.make_room()
+    await duties.prepare_log_space()
     assert not warm and not duties._is_burst, "it is due in a long time"
     await world.send("a", [2 * SECOND_MS] * 8, 30_000)
-    await duties.make_room()
+    await duties.prepare_log_space()
     warm = world.broker.log.writer.next_segment._warm
     assert warm[segments.last.name] >= segments.last.end + 8 * 30_000 and duties._is_burst
     await world.advance(3 * SECOND_MS)
     await world.settled()
-    await duties.make_room()
+    await duties.prepare_log_space()
     assert not duties._is_burst, "all of it has been released"

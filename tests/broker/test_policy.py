@@ -94,7 +94,7 @@ async def test_a_topic_has_a_name_that_stock_clients_know(world: World, name: st
 
 
 @on_node()
-async def test_what_has_changed_is_seen_at_once(world: World) -> None:
+async def test_topic_changes_take_effect_at_once(world: World) -> None:
     """The answers are remembered, for as long as no topic changes."""
     policy, topics = world.broker.policy, world.broker.tables.topics
     await world.broker.send(batch(1))
@@ -175,7 +175,7 @@ async def test_queues_that_nobody_may_use_are_not_counted(world: World) -> None:
 
 
 @on_node()
-async def test_a_copy_that_comes_back_asks_nobody(world: World) -> None:
+async def test_a_returned_copy_needs_no_permission(world: World) -> None:
     """A message that was handed out is not lost because its group's retry topic was closed meanwhile."""
     world.broker.tables.topics.configure("%RETRY%g", TopicConfig(1, 1, perm=READ))
     await world.broker.send_again(batch(1, topic=["%RETRY%g"]))
@@ -202,7 +202,7 @@ def test_no_edge_asks_by_itself() -> None:
 @pytest.mark.parametrize(
     "line", ["if not topic.perm & READ:", "if not group.consume_enable:", "if forbidden(name):"]
 )
-def test_that_test_sees_an_edge_that_does(line: str) -> None:
+def test_the_pattern_finds_an_edge_that_checks_permissions(line: str) -> None:
     assert ASKS.search(line)
 
 

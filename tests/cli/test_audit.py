@@ -34,7 +34,7 @@ def test_a_balance_is_two_lines() -> None:
     assert list(describe(report(True, {}))) == [EQUATION, "it balances"]
 
 
-def test_groups_are_told_apart_and_added_up() -> None:
+def test_counts_of_groups_are_shown_separately_and_added_up() -> None:
     lost = {"lost": [{"seq": 7}]}
     both = add_up({"g1": report(True, {}), "g2": report(False, lost)})
     assert not both.ok and both.accepted == 10_000 and both.scope is None

@@ -23,7 +23,7 @@ def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
         assert ball.get(receipt.id).due_ms == receipt.due_ms
 
 
-def test_what_cannot_be_is_a_fault_of_the_set_up(tmp_path: Path) -> None:
+def test_impossible_folders_are_set_up_errors(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for arguments, word in [
         (["backup", str(tmp_path / "to"), "--data", str(tmp_path / "none")], "no such folder"),

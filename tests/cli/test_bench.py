@@ -55,7 +55,7 @@ def test_one_that_takes_an_hour_is_run_by_its_name_only(monkeypatch: pytest.Monk
         return made
 
     monkeypatch.setattr(
-        bench, "_load", lambda: {"short": fake("short"), "long": fake("long", ONLY_BY_NAME=True)}
+        bench, "_import_benchmarks", lambda: {"short": fake("short"), "long": fake("long", ONLY_BY_NAME=True)}
     )
     bench.bench(None, bench.Size.SMALL, listing=False, as_json=False)
     bench.bench(["long"], bench.Size.SMALL, listing=False, as_json=False)
@@ -74,11 +74,11 @@ def test_without_a_checkout_it_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     """The installed package has none."""
     monkeypatch.setattr(package, "__file__", str(tmp_path / "site-packages" / "timeball" / "__init__.py"))
     with pytest.raises(SetupError, match="checkout"):
-        bench._load()
+        bench._import_benchmarks()
 
 
 def test_what_is_not_measured_is_the_paragraph_that_says_so() -> None:
     """On one line."""
-    assert {name: bench._not_measured(module)[:20] for name, module in bench._load().items()}["burst"]
-    burst = bench._not_measured(bench._load()["burst"])
+    assert {name: bench._limits(module)[:20] for name, module in bench._import_benchmarks().items()}["burst"]
+    burst = bench._limits(bench._import_benchmarks()["burst"])
     assert burst.startswith("consumers (none is pulling)") and "\n" not in burst

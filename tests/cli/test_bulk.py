@@ -12,7 +12,15 @@ from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
 
 from timeball import Timeball
-from timeball.cli.bulk import Format, campaign_id, describe, document, format_of, place, source_of
+from timeball.cli.bulk import (
+    Format,
+    absolute_uri,
+    build_source,
+    campaign_id,
+    choose_format,
+    describe,
+    document,
+)
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.limits import DAY_MS
 
@@ -72,24 +80,24 @@ def test_a_dry_run_and_a_repeat_say_so() -> None:
 
 
 def test_the_format_is_told_by_the_name(tmp_path: Path) -> None:
-    assert format_of(["/a/b.parquet", "/c.csv"], None) is Format.PARQUET
-    assert format_of(["/a/*.CSV.gz"], None) is Format.CSV
-    assert format_of(["/a/b.txt"], Format.JSON) is Format.JSON
+    assert choose_format(["/a/b.parquet", "/c.csv"], None) is Format.PARQUET
+    assert choose_format(["/a/*.CSV.gz"], None) is Format.CSV
+    assert choose_format(["/a/b.txt"], Format.JSON) is Format.JSON
     (tmp_path / "part-0.jsonl").write_text("{}")
-    assert format_of([str(tmp_path)], None) is Format.JSON
+    assert choose_format([str(tmp_path)], None) is Format.JSON
     for places, wanted in (([], None), (["/a/b.txt"], None), (["/a.csv"], Format.JDBC)):
         with pytest.raises(RequestError):
-            format_of(places, wanted)
+            choose_format(places, wanted)
 
 
 def test_a_place_is_absolute_or_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.csv").touch()
-    assert place("a.csv") == str(tmp_path / "a.csv")
-    assert place("*.csv") == str(tmp_path / "*.csv")
-    assert place("s3://bucket/a.csv") == "s3://bucket/a.csv"
+    assert absolute_uri("a.csv") == str(tmp_path / "a.csv")
+    assert absolute_uri("*.csv") == str(tmp_path / "*.csv")
+    assert absolute_uri("s3://bucket/a.csv") == "s3://bucket/a.csv"
     with pytest.raises(NotFound, match=r"b\.csv: no such file"):
-        place("b.csv")
+        absolute_uri("b.csv")
 
 
 def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> None:
@@ -99,7 +107,7 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
     def id_of(
         *files: str, format_: Format = Format.CSV, options: tuple[str, ...] = (), **meaning: str
     ) -> str:
-        return campaign_id(source_of(files or [str(file)], format_, options), meaning)
+        return campaign_id(build_source(files or [str(file)], format_, options), meaning)
 
     first = id_of()
     assert first == id_of()
@@ -128,7 +136,7 @@ def test_the_same_files_and_options_are_the_same_campaign(tmp_path: Path) -> Non
         (["s3://b/a.csv", "--topic", "t", "--conf", "=1"], "--conf =1: write NAME=VALUE"),
     ],
 )
-def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
     refused = run_here("bulk", *arguments, "--endpoint", NOWHERE, "--master", "spark://127.0.0.1:1")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr

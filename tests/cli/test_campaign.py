@@ -24,7 +24,7 @@ def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
             assert done.returncode == 0, done.stderr
             return done.stdout
 
-        assert say("list") == "no campaigns yet: timeball bulk makes them\n"
+        assert say("list") == "no campaigns yet: create one with timeball bulk\n"
         assert say("list", "--json") == ""
         attach(campaign_of(node), 20)
         assert say("list").startswith("spring  running  20 messages, of ")
@@ -35,9 +35,9 @@ def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
         ]
         assert shown[2].startswith("next at ")
         assert say("pause", "spring") == "spring: paused, 20 messages are held\n"
-        assert say("pause", "spring") == "spring: was paused before, 20 messages are held\n"
+        assert say("pause", "spring") == "spring: was already paused, 20 messages are held\n"
         forecast = run_here("forecast", "--endpoint", node.endpoint).stdout
-        assert "20 more are held by paused campaigns, and are not in it: spring" in forecast
+        assert "20 more are held by paused campaigns, and are not counted: spring" in forecast
         assert json.loads(say("list", "--json"))["state"] == "paused"
         assert "20 messages wait again, each " in say("resume", "spring", "--shift")
         assert say("resume", "spring") == "spring: nothing is held\n"

@@ -75,7 +75,7 @@ def nodes_of(document: dict[str, object]) -> list[str]:
     return [replica.partition("/")[0] for replica in replicas]
 
 
-def test_a_life_of_a_cluster(cluster: Cluster) -> None:
+def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
     planned = command(cluster, "init", "--nodes", "a,b,c", "--dry-run")
     assert planned["dry_run"] and cluster.view().record is None
     assert nodes_of(command(cluster, "init", "--nodes", "a,b,c")) == ["a", "b", "c"]

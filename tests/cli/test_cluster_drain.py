@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cli.in_process import run_here
 
-from timeball.cli.cluster import _sentence
+from timeball.cli.cluster import _drain_sentence
 from timeball.model.wire import Drained
 
 
@@ -16,7 +16,7 @@ def test_a_broker_that_is_in_no_cluster_is_not_drained(endpoint: str) -> None:
 
 def test_the_outcome_is_a_sentence() -> None:
     done = Drained(group="g2", heir="g1", since_ms=1, moved=12_000, moving=0, waiting=3, is_done=True)
-    assert _sentence(done, dry_run=False) == (
+    assert _drain_sentence(done, dry_run=False) == (
         "group g2 is drained to g1: 12,000 messages handed over; 3 stay, due within a minute or for its consumers"
     )
-    assert _sentence(done, dry_run=True) == "group g2 would hand over to g1: 3 messages wait"
+    assert _drain_sentence(done, dry_run=True) == "group g2 would hand over to g1: 3 messages wait"

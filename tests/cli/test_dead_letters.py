@@ -24,7 +24,7 @@ def listed(endpoint: str, group: str, *more: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
-def test_they_are_listed_page_by_page(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_letters_are_listed_page_by_page(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timeball.cli.dead_letters.PAGE_ROWS", 2)
     with Timeball(endpoint) as ball:
         give_up(ball, "listers", [b"a", b"b", b"\xff", b"d", b"x" * 200])
@@ -54,6 +54,6 @@ def test_those_named_are_sent_again_and_the_others_deleted(endpoint: str) -> Non
 
 
 @pytest.mark.parametrize("which", [[], ["0.1", "--all"]])
-def test_it_must_be_said_which(endpoint: str, which: list[str]) -> None:
+def test_resend_without_exactly_one_of_names_and_all_is_refused(endpoint: str, which: list[str]) -> None:
     refused = run_here("dead-letters", "resend", "again", *which, "--endpoint", endpoint)
     assert refused.returncode == 2 and "--all" in refused.stderr

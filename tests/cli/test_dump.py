@@ -75,7 +75,7 @@ def test_the_summary_adds_up_and_nothing_is_changed(data: Path) -> None:
     assert state(data) == before
 
 
-def test_people_see_the_same(data: Path) -> None:
+def test_the_text_summary_counts_rows_queues_and_damage(data: Path) -> None:
     ended = run_here("dump", "--data", str(data))
     assert ended.returncode == 0
     assert "5 message, 1 meta, 2 scheduled, 1 cancel" in ended.stdout
@@ -147,7 +147,7 @@ def test_a_scheduled_message_that_was_written_again_is_named_in_each_of_its_rows
     assert all("MOVED" in line and f"source_seq {promised.seq}" in line for line in shown)
 
 
-def test_beside_a_running_broker(tmp_path: Path) -> None:
+def test_a_dump_beside_a_running_broker_changes_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     with serving(folder) as endpoint, Timeball(endpoint) as ball:
         for n in range(3):
@@ -224,6 +224,6 @@ def test_a_newer_format_is_refused(copy: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_makes_no_sense_is_refused_by_name(data: Path, options: list[str], named: str) -> None:
+def test_contradictory_options_are_refused_and_named(data: Path, options: list[str], named: str) -> None:
     refused = run_here("dump", "--data", str(data), *options)
     assert refused.returncode == 2 and named in refused.stderr

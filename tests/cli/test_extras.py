@@ -3,7 +3,7 @@
 import pytest
 
 from timeball.cli.exit_codes import ExitCode, explain
-from timeball.cli.options import SPARK, is_of_others, not_installed
+from timeball.cli.options import SPARK, is_third_party, not_installed
 
 
 def test_the_extra_is_named_as_pip_wants_it() -> None:
@@ -26,5 +26,5 @@ def test_the_extra_is_named_as_pip_wants_it() -> None:
 )
 def test_a_module_of_ours_or_of_python_is_no_package_to_install(name: str | None, others: bool) -> None:
     error = ModuleNotFoundError(f"No module named {name!r}", name=name)
-    assert is_of_others(error) is others
+    assert is_third_party(error) is others
     assert explain(error)[1] == (ExitCode.SETUP if others else ExitCode.FAULT)

@@ -7,7 +7,7 @@ from tests.cli.in_process import run_here
 from timeball import Timeball
 
 
-def test_each_state_is_told(endpoint: str) -> None:
+def test_each_state_of_a_message_has_a_line(endpoint: str) -> None:
     with Timeball(endpoint) as ball:
         waiting = ball.send("got", "x", after="1h").id
         visible = ball.send("got", "y").id

@@ -37,6 +37,6 @@ def test_a_property_that_exactly_once_rests_on_is_refused(
     assert code == 4 and "acks cannot be chosen" in error
 
 
-def test_the_topic_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bridge_without_a_topic_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     code, error = said(capsys)
     assert code == 2 and "--in" in error

@@ -134,7 +134,7 @@ def test_a_stack_trace_is_shown_to_who_asks_for_it() -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
-def test_what_cannot_be_is_refused_by_name_with_code_2(command: list[str], named: str) -> None:
+def test_a_usage_error_names_the_option_and_exits_with_2(command: list[str], named: str) -> None:
     """Before anything is connected to or written."""
     ended = run_here(*command)
     assert ended.returncode == 2

@@ -76,7 +76,7 @@ def test_a_scheduled_message_comes_when_it_is_due_and_not_before(endpoint: str) 
     assert message["lateness_ms"] >= 0  # type: ignore[operator]
 
 
-def test_an_instant_that_has_passed_is_due_now(endpoint: str) -> None:
+def test_a_due_time_in_the_past_is_due_now(endpoint: str) -> None:
     """What --at names is absolute."""
     [receipt] = _json("schedule", "past", "x", "--at", "2020-01-01T00:00:00Z", "--endpoint", endpoint)
     assert receipt["due_ms"] == 1_577_836_800_000
@@ -87,7 +87,7 @@ def test_an_instant_that_has_passed_is_due_now(endpoint: str) -> None:
     assert len(messages) == 2 and all(one["lateness_ms"] < HOUR_MS for one in messages)  # type: ignore[operator]
 
 
-def test_people_are_told_the_instant_and_pipes_only_the_id(endpoint: str) -> None:
+def test_the_due_time_is_on_stderr_and_only_the_id_on_stdout(endpoint: str) -> None:
     """So that `timeball schedule … | xargs timeball cancel` works."""
     ended = run_here("schedule", "told", "x", "--after", "1h", "--endpoint", endpoint)
     assert len(ended.stdout.split()) == 1

@@ -26,7 +26,7 @@ def test_every_setting_has_an_option() -> None:
     assert set(parameters) == names | {"settings_file", "other"}
 
 
-def test_what_nobody_chose_is_the_default() -> None:
+def test_settings_without_a_choice_have_their_defaults() -> None:
     """None stands for: not chosen."""
     assert build_settings(None, {"port": None}) == Settings()
 
@@ -72,7 +72,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     "name", [field.name for field in fields(Settings) if isinstance(field.default, bool)]
 )
 @pytest.mark.parametrize("value", [True, False])
-def test_a_switch_can_be_turned_either_way(name: str, value: bool) -> None:
+def test_a_boolean_option_can_be_switched_on_and_off(name: str, value: bool) -> None:
     """As typed on a command line, not as a function is called."""
     found: list[Settings] = []
     app = typer.Typer()
@@ -86,7 +86,7 @@ def test_a_switch_can_be_turned_either_way(name: str, value: bool) -> None:
 NOWHERE = "grpc://127.0.0.1:1"  # a port that nothing may listen on
 
 
-def test_nobody_there_says_where_and_what_to_do() -> None:
+def test_an_unreachable_broker_is_named_with_advice() -> None:
     """With the endpoint that was tried."""
     with (
         pytest.raises(Unavailable, match=rf"{NOWHERE}: start one with 'timeball up'"),

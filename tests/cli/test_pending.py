@@ -10,7 +10,7 @@ from tests.node_fixture import running_node
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
-from timeball.cli.pending import BARS_MAX, Unit, Waiting, count_waiting
+from timeball.cli.pending import BARS_MAX, PendingCounts, Unit, count_waiting
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 
@@ -94,7 +94,7 @@ def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
 )
 def test_auto_takes_the_finest_unit_that_fits(span_hours: int, unit: Unit) -> None:
     """Never more bars than a screen has lines."""
-    found = Waiting(now_ms=0, hours=dict.fromkeys(range(1, span_hours), 1))
+    found = PendingCounts(now_ms=0, hours=dict.fromkeys(range(1, span_hours), 1))
     chosen = found.by(Unit.AUTO)
     assert chosen == found.by(unit)
     assert len(chosen) <= BARS_MAX

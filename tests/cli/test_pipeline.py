@@ -44,7 +44,7 @@ def test_options_are_sorted_by_job_and_the_last_of_a_name_counts() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "compact", "compact.a", "compact=1", "a=1", ".a=1", "compact.=1"])
-def test_another_shape_is_refused_and_quoted(text: str) -> None:
+def test_a_job_option_of_another_form_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(RequestError, match=rf"--option {text}: "):
         parse_job_options(BOTH, [text])
 
@@ -60,7 +60,7 @@ def test_another_shape_is_refused_and_quoted(text: str) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
     """A master that cannot be reached is never asked."""
     options = ["--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE]
     refused = run_here("pipeline", "run", *arguments, *options)

@@ -14,7 +14,7 @@ from tests.node_fixture import eventually, running_node
 from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
-from timeball.cli.replay import agree, beginning, describe_plan, instant, print_report
+from timeball.cli.replay import confirm, describe_plan, find_start_ms, print_report, show_time
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
 
@@ -38,36 +38,42 @@ PLAN = ReplayPlan(
 )
 
 
-def test_the_beginning_is_an_instant_or_a_distance() -> None:
-    assert (beginning(1_000, 5_000, None), beginning(1_000, None, 30), beginning(1_000, 0, None)) == (
+def test_a_replay_starts_at_a_time_or_after_a_shift() -> None:
+    assert (
+        find_start_ms(1_000, 5_000, None),
+        find_start_ms(1_000, None, 30),
+        find_start_ms(1_000, 0, None),
+    ) == (
         5_000,
         1_030,
         0,
     )
     for given in ((None, None), (5_000, 30)):
         with pytest.raises(InvalidDelay, match="exactly one of --at"):
-            beginning(1_000, *given)
+            find_start_ms(1_000, *given)
 
 
-def test_nothing_happens_without_a_yes(monkeypatch: pytest.MonkeyPatch) -> None:
-    agree(PLAN, late=False, yes=True)
+def test_a_replay_without_confirmation_schedules_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    confirm(PLAN, late=False, yes=True)
     with pytest.raises(RequestError, match="add --yes, or --dry-run"):
-        agree(PLAN, late=False, yes=False)  # no terminal to ask on
+        confirm(PLAN, late=False, yes=False)  # no terminal to ask on
 
 
 def test_what_would_go_out_at_once_is_refused_unless_that_is_wanted() -> None:
     some_late = msgspec.structs.replace(PLAN, overdue=4_999)
     with pytest.raises(RequestError, match="4,999 of 5,000 messages would be due before now"):
-        agree(some_late, late=False, yes=True)
-    agree(some_late, late=True, yes=True)
+        confirm(some_late, late=False, yes=True)
+    confirm(some_late, late=True, yes=True)
 
 
 def test_a_plan_is_a_curve_its_topics_and_a_span() -> None:
     *curve, topics, span, width = describe_plan(PLAN)
-    assert [line.split()[0] for line in curve] == [instant(NOON_MS), instant(NOON_MS + 60_000)]
+    assert [line.split()[0] for line in curve] == [show_time(NOON_MS), show_time(NOON_MS + 60_000)]
     assert [line.split()[-1] for line in curve] == ["4,000", "1,000"]
     assert topics == "from orders 4,900, news 100"
-    assert span == (f"5,000 messages, 1 MiB of bodies, due {instant(NOON_MS)} to {instant(NOON_MS + 60_500)}")
+    assert span == (
+        f"5,000 messages, 1 MiB of bodies, due {show_time(NOON_MS)} to {show_time(NOON_MS + 60_500)}"
+    )
     assert width == "each bar is 1m"
     assert (
         list(describe_plan(msgspec.structs.replace(PLAN, overdue=7)))[-1]
@@ -79,8 +85,8 @@ def test_a_plan_is_a_curve_its_topics_and_a_span() -> None:
     assert list(describe_plan(nothing)) == ["nothing passed in this window"]
 
 
-def test_an_instant_names_its_fraction_only_when_there_is_one() -> None:
-    assert (instant(0), instant(1_500)) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:01.500Z")
+def test_a_time_shows_milliseconds_only_if_they_are_not_0() -> None:
+    assert (show_time(0), show_time(1_500)) == ("1970-01-01T00:00:00Z", "1970-01-01T00:00:01.500Z")
 
 
 def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +112,7 @@ def test_what_was_done_before_is_told_so(capsys: pytest.CaptureFixture[str]) -> 
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_is_refused_without_waiting_for_spark(arguments: list[str], named: str) -> None:
+def test_impossible_arguments_are_refused_before_spark_starts(arguments: list[str], named: str) -> None:
     refused = run_here("replay", *arguments, "--master", "spark://127.0.0.1:1", "--endpoint", NOWHERE)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert named in refused.stderr

@@ -23,7 +23,7 @@ def test_a_message_comes_sooner_and_then_it_is_too_late(endpoint: str) -> None:
     assert (late.returncode, late.stdout[: len(message_id) + 10]) == (1, f"{message_id}: too late")
 
 
-def test_a_key_moves_all_that_carry_it_to_an_instant(endpoint: str) -> None:
+def test_a_key_moves_all_messages_with_it_to_a_due_time(endpoint: str) -> None:
     for _ in range(3):
         _schedule(endpoint, "--after", "1h", "--keys", "order-77", "--keys", "anna")
     at = "2030-01-31T09:00:00+01:00"

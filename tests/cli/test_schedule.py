@@ -11,13 +11,13 @@ from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
 from timeball import Timeball
-from timeball.cli.send import timing
+from timeball.cli.send import parse_due
 from timeball.model.errors import RequestError
 
 DAY_MS = 86_400_000
 
 
-def test_the_receipt_says_what_was_agreed(endpoint: str) -> None:
+def test_a_receipt_has_the_due_time(endpoint: str) -> None:
     ended = run_here("schedule", "agreed", "x", "--after", "1h30m", "--json", "--endpoint", endpoint)
     assert (ended.returncode, ended.stderr) == (0, "")
     receipt = json.loads(ended.stdout)
@@ -28,12 +28,12 @@ def test_the_receipt_says_what_was_agreed(endpoint: str) -> None:
 @pytest.mark.parametrize(
     "at", ["2035-01-31T09:00:00+01:00", "2035-01-31T08:00:00Z", "2035-01-31 08:00:00.000Z", "2053843200000"]
 )
-def test_one_instant_can_be_written_in_many_ways(endpoint: str, at: str) -> None:
+def test_one_due_time_can_be_written_in_many_forms(endpoint: str, at: str) -> None:
     ended = run_here("schedule", "instants", "x", "--at", at, "--json", "--endpoint", endpoint)
     assert json.loads(ended.stdout)["due_ms"] == 2_053_843_200_000
 
 
-def test_all_that_a_message_carries_comes_out_at_its_instant(endpoint: str) -> None:
+def test_a_scheduled_message_is_released_with_all_its_fields(endpoint: str) -> None:
     """The body from stdin, byte for byte."""
     carried = [
         "--tag",
@@ -56,8 +56,8 @@ def test_all_that_a_message_carries_comes_out_at_its_instant(endpoint: str) -> N
     assert (message.keys, message.properties) == (["order-17", "anna"], {"a": "1", "b": "x=y"})
 
 
-def test_every_line_of_a_file_waits(endpoint: str, tmp_path: Path) -> None:
-    """With the same timing and key, by which all of them are taken back."""
+def test_every_line_of_a_file_is_scheduled(endpoint: str, tmp_path: Path) -> None:
+    """With the same due time and key, by which all of them are taken back."""
     file = tmp_path / "lines.txt"
     file.write_text("one\ntwo\nthree")
     options = ["--after", "7d", "--keys", "lines-7d", "--endpoint", endpoint]
@@ -86,7 +86,7 @@ def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path:
         (["--after", "1s", "--at", "2035-01-01T00:00:00Z"], "exactly one of --after"),
         (["--after", "30"], "--after 30: add a unit"),
         (["--after", "soon"], "--after 'soon'"),
-        (["--after", "tomorrow"], "or an instant with --at"),
+        (["--after", "tomorrow"], "or a time with --at"),
         (["--at", "soon"], "--at 'soon'"),
         (["--at", "2035-01-01T00:00:00"], "time zone"),
         (["--after", "1s", "--property", "eu"], "--property 'eu'"),
@@ -95,7 +95,7 @@ def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_refused_by_name(endpoint: str, options: list[str], named: str) -> None:
+def test_an_impossible_option_is_refused_and_named(endpoint: str, options: list[str], named: str) -> None:
     """In one sentence, and nothing is scheduled."""
     refused = run_here("schedule", "refused", *options, "--endpoint", endpoint)
     assert (refused.returncode, refused.stdout) == (2, "")
@@ -104,13 +104,13 @@ def test_what_cannot_be_is_refused_by_name(endpoint: str, options: list[str], na
         assert "refused" not in ball.topics()
 
 
-def test_what_is_advised_is_taken() -> None:
+def test_the_advised_forms_of_a_duration_are_accepted() -> None:
     """`--after tomorrow` was told to write 500, and `--after 500` to add a unit."""
     with pytest.raises(RequestError) as refused:
-        timing("tomorrow", None)
+        parse_due("tomorrow", None)
     advised = re.findall(r"\b\d\w*", str(refused.value))
     assert len(advised) == 4
-    assert all(timing(each, None)["delay_ms"] for each in advised)
+    assert all(parse_due(each, None)["delay_ms"] for each in advised)
 
 
 @pytest.mark.parametrize("command", ["schedule", "send"])

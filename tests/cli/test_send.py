@@ -49,7 +49,7 @@ def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], name
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
-def test_an_endpoint_that_is_none_is_refused() -> None:
+def test_an_invalid_endpoint_is_refused() -> None:
     """With the form that is wanted."""
     ended = run_here("send", "t", "x", "--endpoint", "localhost:7400")
     assert ended.returncode == 2

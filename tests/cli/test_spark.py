@@ -44,7 +44,7 @@ def test_without_pyspark_it_says_what_to_install() -> None:
 def test_what_children_write_goes_to_the_file_and_becomes_the_reason(tmp_path: Path) -> None:
     """The last line of it is usually why Java did not start."""
     log = tmp_path / "spark.log"
-    with pytest.raises(SetupError, match=r"no start \(out of memory\)"), door._children_write_to(log):
+    with pytest.raises(SetupError, match=r"no start \(out of memory\)"), door._redirected_stderr(log):
         subprocess.run(["sh", "-c", "echo hello >&2; echo out of memory >&2"], check=True)
         raise SetupError("no start")
     assert log.read_text() == "hello\nout of memory\n"
@@ -52,7 +52,7 @@ def test_what_children_write_goes_to_the_file_and_becomes_the_reason(tmp_path: P
 
 def test_our_own_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     """After the block a child writes on the terminal again."""
-    with door._children_write_to(None):
+    with door._redirected_stderr(None):
         subprocess.run(["sh", "-c", "echo hidden >&2"], check=True)
     subprocess.run(["sh", "-c", "echo shown >&2"], check=True)
     assert capfd.readouterr().err == "shown\n"
@@ -62,7 +62,7 @@ def test_an_interrupt_ends_what_was_started_and_nothing_else() -> None:
     """With its children; a process from before the block goes on."""
     with subprocess.Popen(["sleep", "600"]) as other:
         try:
-            with pytest.raises(KeyboardInterrupt), door.no_child_left_behind():
+            with pytest.raises(KeyboardInterrupt), door.kill_children_on_failure():
                 java = subprocess.Popen(["sh", "-c", "sleep 600 & wait"])
                 raise KeyboardInterrupt
             # Its own child may have been ended a moment earlier, and the shell have gone by itself: both will do.

@@ -100,7 +100,7 @@ def test_no_broker_is_told_with_its_address() -> None:
     assert "no broker answers at grpc://127.0.0.1:1" in done.stderr
 
 
-def test_values_as_json_has_them() -> None:
+def test_values_are_converted_for_json() -> None:
     moment = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
     given = [
         b"text",

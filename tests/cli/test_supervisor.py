@@ -14,7 +14,7 @@ from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.ports import free_ports
 
 from timeball.cli.exit_codes import ExitCode
-from timeball.cli.supervisor import PORTS, PORTS_APART, command_of, group_names, options_of
+from timeball.cli.supervisor import PORTS, PORTS_APART, build_command, build_options, parse_group_names
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 
@@ -24,7 +24,7 @@ SETTINGS = replace(
 
 
 def test_a_group_has_a_name_a_folder_and_ports_of_its_own() -> None:
-    first, second = (options_of(SETTINGS, group, index) for index, group in enumerate(["g1", "g2"]))
+    first, second = (build_options(SETTINGS, group, index) for index, group in enumerate(["g1", "g2"]))
     assert (first["node"], first["data"]) == ("a.g1", "d/g1")
     assert (second["node"], second["data"], second["group"]) == ("a.g2", "d/g2", "g2")
     assert first["port"] == str(SETTINGS.port)
@@ -35,7 +35,7 @@ def test_a_group_has_a_name_a_folder_and_ports_of_its_own() -> None:
 
 
 def test_an_edge_that_is_left_out_stays_out() -> None:
-    options = options_of(replace(SETTINGS, grpc_port=-1), "g2", 1)
+    options = build_options(replace(SETTINGS, grpc_port=-1), "g2", 1)
     assert options["grpc_port"] == "-1"
 
 
@@ -44,23 +44,25 @@ def test_an_edge_that_is_left_out_stays_out() -> None:
     [("", ""), ("host", "host"), ("host:10911", "host:11011"), ("::1", "::1"), ("[::1]:9", "[::1]:109")],
 )
 def test_the_address_for_clients_moves_with_its_port(given: str, second: str) -> None:
-    assert options_of(replace(SETTINGS, advertise=given), "g2", 1)["advertise"] == second
+    assert build_options(replace(SETTINGS, advertise=given), "g2", 1)["advertise"] == second
 
 
 def test_ports_beyond_the_last_are_refused() -> None:
     with pytest.raises(SetupError, match=r"g2 would listen on 65\d+"):
-        options_of(replace(SETTINGS, port=65_500), "g2", 1)
+        build_options(replace(SETTINGS, port=65_500), "g2", 1)
 
 
 def test_the_options_of_a_group_come_last() -> None:
-    command = command_of(["timeball", "serve", "--group", "g1,g2"], {"group": "g2", "name_server_port": "-1"})
+    command = build_command(
+        ["timeball", "serve", "--group", "g1,g2"], {"group": "g2", "name_server_port": "-1"}
+    )
     assert command == ["timeball", "serve", "--group", "g1,g2", "--group", "g2", "--name-server-port", "-1"]
 
 
 @pytest.mark.parametrize("names", ["g1,", "g1,g1", ",g1"])
 def test_each_group_is_named_once(names: str) -> None:
     with pytest.raises(SetupError, match="name each group once"):
-        group_names(replace(SETTINGS, group=names))
+        parse_group_names(replace(SETTINGS, group=names))
 
 
 @pytest.mark.xdist_group("etcd")

@@ -17,7 +17,7 @@ def test_each_verdict_has_a_sentence() -> None:
     assert SENTENCES.keys() == set(said)
     assert len({sentence(Verdict("x", verdict, 1, 0, 5)) for verdict in said}) == len(said)
     assert sentence(Verdict("x", "rescheduled", 1, 0, 5)).endswith("due 1970-01-01T00:00:00.005Z")
-    assert sentence(Verdict("x", "released", 1, None)).endswith("released at an unknown instant")
+    assert sentence(Verdict("x", "released", 1, None)).endswith("released at an unknown time")
 
 
 def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,9 +27,9 @@ def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.
         Verdict("c", "cancelled", 3, 5),
     ]
     with pytest.raises(typer.Exit) as left:
-        report(verdicts, fine={"cancelled"}, as_json=True)
+        report(verdicts, success_verdicts={"cancelled"}, as_json=True)
     assert left.value.exit_code == ExitCode.CHECK_FAILED
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["verdict"] for line in lines] == ["cancelled", "expired", "cancelled"]
-    report(verdicts, fine={"cancelled", "expired"}, as_json=False)
+    report(verdicts, success_verdicts={"cancelled", "expired"}, as_json=False)
     assert capsys.readouterr().out.splitlines()[0] == "a: cancelled"

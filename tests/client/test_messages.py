@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from timeball import Timeball
-from timeball.client.messages import Member, _parts, view
+from timeball.client.messages import Member, _chunks, view
 from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
 
 
@@ -60,8 +60,8 @@ def test_what_is_not_there_is_none_or_empty() -> None:
 
 def test_many_receipts_are_split() -> None:
     receipts = [str(n) for n in range(7)]
-    assert _parts(receipts, 3) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
-    assert _parts([], 3) == []
+    assert _chunks(receipts, 3) == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
+    assert _chunks([], 3) == []
 
 
 def test_each_answer_has_its_verdict(ball: Timeball) -> None:

@@ -39,7 +39,7 @@ def single(body: object = b"x", **fields: object) -> dict[str, object]:
     return batch.to_pylist()[0]  # type: ignore[no-any-return]
 
 
-def test_one_message() -> None:
+def test_a_single_message_becomes_a_batch_of_one_row() -> None:
     row = single("héllo", tag="a", keys=["k1", "k2"], properties={"x": "1", "y": ""})
     assert row["body"] == "héllo".encode()
     assert row["keys"] == "k1 k2" and row["tag"] == "a"
@@ -139,10 +139,10 @@ def test_seconds_beyond_64_bits_of_milliseconds_are_refused() -> None:
         due_column(pa.array([5, 2**62], pa.timestamp("s", "UTC")))
 
 
-def test_dicts_refused() -> None:
-    with pytest.raises(InvalidDelay, match="two instants"):
+def test_dicts_with_invalid_values_are_refused() -> None:
+    with pytest.raises(InvalidDelay, match="two due times"):
         from_dicts([{"body": "a", "after": "1s", "at": 2**40}])
-    with pytest.raises(InvalidDelay, match="two instants"):
+    with pytest.raises(InvalidDelay, match="two due times"):
         from_dicts([{"body": "a", "after": "1s", "delay_ms": 5}])
     with pytest.raises(InvalidMessage, match="column 'queue_id'"):
         from_dicts([{"body": "a", "queue_id": 1}, {"body": "a", "queue_id": "x"}])
@@ -201,12 +201,12 @@ def test_timestamp_columns_need_a_zone() -> None:
         (pa.array([1], pa.duration("ns")), [1]),
     ],
 )
-def test_delay_columns(column: pa.Array, ms: list[int | None]) -> None:
+def test_durations_are_converted_to_milliseconds(column: pa.Array, ms: list[int | None]) -> None:
     assert delay_column(column).to_pylist() == ms
 
 
 @pytest.mark.parametrize("column", [pa.array(["5m"]), pa.array([5]), pa.array([0.29])])
-def test_delay_columns_refused(column: pa.Array) -> None:
+def test_a_delay_column_of_another_type_is_refused(column: pa.Array) -> None:
     with pytest.raises(InvalidDelay, match="column 'after'"):
         delay_column(column)
 
@@ -273,14 +273,14 @@ def test_bulk_and_single_ids_are_one_sequence(counts: list[int]) -> None:
     source = Identifiers()
     ids: list[str] = []
     for count in counts:
-        ids += [source.next_id(), *source.take_many(count).to_pylist()]
+        ids += [source.next_id(), *source.next_ids(count).to_pylist()]
     assert ids == sorted(set(ids))
     assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
     assert [int(one[24:], 16) for one in ids] == list(range(len(ids)))
 
 
 def test_bulk_arrays_are_sound() -> None:
-    ids = Identifiers().take_many(100_000)
+    ids = Identifiers().next_ids(100_000)
     ids.validate(full=True)
     assert ids.null_count == 0 and len(ids.unique()) == 100_000
 
@@ -293,7 +293,7 @@ def test_a_used_up_counter_begins_a_new_identity() -> None:
     source = Identifiers()
     source._next = COUNTER_END - 2
     last = source.next_id()
-    rest = source.take_many(3).to_pylist()
+    rest = source.next_ids(3).to_pylist()
     assert last.endswith("fffffffe") and rest[0].endswith("00000000")
     assert {one[:24] for one in rest} != {last[:24]}
 
@@ -305,9 +305,9 @@ def test_threads_share_a_source() -> None:
     assert len({one for part in parts for one in part}) == 4_000
 
 
-def test_too_many_at_once() -> None:
+def test_more_ids_than_an_array_has_are_refused() -> None:
     with pytest.raises(ValueError, match="at most"):
-        Identifiers().take_many(ROWS_MAX + 1)
+        Identifiers().next_ids(ROWS_MAX + 1)
 
 
 def test_a_forked_child_makes_other_ids() -> None:

@@ -16,7 +16,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from timeball import AsyncTimeball, Timeball
 from timeball.client.calls import NotNow
 from timeball.client.exchange import Lost
-from timeball.client.sender import Receipt, outcome
+from timeball.client.sender import Receipt, wait_for_ack
 from timeball.model.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
 from timeball.model.wire import SendAck
 
@@ -43,7 +43,7 @@ def test_many_rows_are_all_there(ball: Timeball) -> None:
     assert kept.column("unique_key").to_pylist() == summary.ids.to_pylist()
 
 
-def test_nothing_is_nothing(ball: Timeball) -> None:
+def test_a_send_of_no_rows_has_an_empty_summary(ball: Timeball) -> None:
     summary = ball.send_many([], topic="many")
     assert (summary.rows, summary.ranges, len(summary.ids)) == (0, [], 0)
 
@@ -170,7 +170,7 @@ def test_nobody_there_is_unavailable() -> None:
 def test_an_answer_that_does_not_come_is_lost_not_refused() -> None:
     never: Future[SendAck] = Future()
     with pytest.raises(Lost, match="may or may not have been accepted"):
-        outcome(never, 1, "grpc://somewhere")
+        wait_for_ack(never, 1, "grpc://somewhere")
 
 
 def test_a_send_that_is_repeated_by_its_id_is_one(data: Path) -> None:

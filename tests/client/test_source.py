@@ -51,7 +51,7 @@ def test_a_source_goes_on_where_it_stands(calls: Calls, ball: Timeball) -> None:
     assert kept(ball, "goes-on") == [b"a", b"b", b"c"]
 
 
-def test_a_refusal_is_the_batchs(calls: Calls) -> None:
+def test_after_a_refused_batch_the_source_continues(calls: Calls) -> None:
     source = Source(calls, "refused")
     with pytest.raises(InvalidMessage, match="topic"):
         source.send(rows("no topic!", b"a"), {0: 0}, {0: 1})

@@ -40,7 +40,9 @@ def test_a_receipt_tells_the_truth(ball: Timeball) -> None:
         ({"body": bytes(5 * 1024 * 1024)}, InvalidMessage),
     ],
 )
-def test_what_send_refuses(ball: Timeball, fields: dict[str, object], error: type[Exception] | None) -> None:
+def test_send_refuses_invalid_fields(
+    ball: Timeball, fields: dict[str, object], error: type[Exception] | None
+) -> None:
     given = {"topic": "t", "body": b"x", **fields}
     if error is None:
         assert ball.send(**given).due_ms  # type: ignore[arg-type]

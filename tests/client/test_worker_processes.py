@@ -25,7 +25,7 @@ def test_they_end_in_order_when_stopped_and_start_once() -> None:
 def test_one_that_cannot_start_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker, "PAUSE_S", 0.0)
+    monkeypatch.setattr(worker, "REPLACE_PAUSE_S", 0.0)
     processes = Processes(1, Broken)
     with caplog.at_level(logging.ERROR):
         processes.start()

@@ -6,7 +6,7 @@ tests alone: they must see the doubled messages.
 
 from __future__ import annotations
 
-from timeball.broker.groups.drain_receiver import Adoption
+from timeball.broker.groups.drain_receiver import DrainReceiver
 from timeball.broker.registry.drains import Drains
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.cli.main import main
@@ -14,14 +14,14 @@ from timeball.model.access import Caller
 from timeball.model.errors import Unavailable
 
 if __name__ == "__main__":
-    adopt, heard = Adoption.adopt, set[int]()
+    adopt, heard = DrainReceiver.adopt, set[int]()
 
-    async def forget(self: Adoption, question: AdoptHere, caller: Caller) -> None:
+    async def forget(self: DrainReceiver, question: AdoptHere, caller: Caller) -> None:
         await adopt(self, question, caller)
         if question.transfer and question.transfer not in heard:
             heard.add(question.transfer)
             raise Unavailable("forgotten")
 
-    Adoption.adopt = forget  # type: ignore[method-assign]
+    DrainReceiver.adopt = forget  # type: ignore[method-assign]
     Drains.adopted = lambda self, source: None  # type: ignore[method-assign]
     main()

@@ -270,7 +270,7 @@ class Simulation:
         """Append rows at a leader, as the log's writer does: a commit never spans segments."""
         assert node.state
         log, epoch, begin = node.state.log, node.state.epoch, None
-        ordinal, position, seq = log.ordinal, log.place, max(log.seq, 1)
+        ordinal, position, seq = log.ordinal, log.next_byte, max(log.seq, 1)
         if not ordinal or position + len(rows) * FRAME_BYTES > SEGMENT_BYTES:
             ordinal, position = ordinal + 1, ALIGN
             header = f"{ordinal} of epoch {epoch}".encode().ljust(ALIGN, b"\0")
@@ -586,7 +586,7 @@ def broken(fault: str) -> Iterator[None]:
         with mock.patch.object(election, "has_majority", lambda state: True):
             yield
     elif fault == "acknowledges_alone":
-        with mock.patch.object(leading, "reached", lambda state, replicas: state.log.end):
+        with mock.patch.object(leading, "find_quorum_position", lambda state, replicas: state.log.end):
             yield
     elif fault == "serves_before_epoch":
         with mock.patch.object(leading, "is_of_own_epoch", lambda lead, position: True):

@@ -169,7 +169,7 @@ def wait_moved(groups: Groups, rows: int) -> int:
     return found
 
 
-def test_an_heir_that_takes_over_twice_is_noticed(tmp_path: Path) -> None:
+def test_a_drain_target_that_adopts_messages_twice_is_noticed(tmp_path: Path) -> None:
     with two_groups(tmp_path, "tests.cluster.forgetful") as groups:
         ids = send(groups, 10, "x")
         end_drain(start_drain(groups))

@@ -187,7 +187,7 @@ def test_a_lease_outlives_the_death_of_a_member(tmp_path: Path) -> None:
         election, clock = Election(etcd.endpoints), SystemClock()
         coordinator = election.coordinator("a")
         held = HeldLease(coordinator, clock, Node("a"), TTL_MS)
-        await held.beat()
+        await held.renew_or_grant()
         first = held.lease
         running = asyncio.create_task(held.run())
         for member in (await asyncio.to_thread(etcd.leader), etcd.members[0]):
@@ -213,7 +213,7 @@ async def renewed_since(held: HeldLease, boot_ms: int) -> bool:
 # ---- certificates and users ---------------------------------------------------------------------------------
 
 
-def test_certificates_and_users(tmp_path: Path) -> None:
+def test_only_the_right_certificate_and_user_reach_etcd(tmp_path: Path) -> None:
     need_etcd()
     tls = certificate(tmp_path / "tls")
     stranger = certificate(tmp_path / "stranger")

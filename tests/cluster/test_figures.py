@@ -7,7 +7,7 @@ from tests.cluster.etcd_cluster import need_etcd
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("etcd")
-def test_figures_are_measured() -> None:
+def test_all_figures_of_etcd_are_measured() -> None:
     need_etcd()
     lines = figures.measure(1)
     assert [line.partition(":")[0] for line in lines] == [

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("steps", [1, 7, 1_000])
-def test_what_is_applied_in_steps_is_what_waits(folder: Path, steps: int) -> None:
+def test_caches_applied_in_steps_have_all_pending_messages(folder: Path, steps: int) -> None:
     (folder / "checkpoint").unlink(missing_ok=True)
     files = RealFiles(folder)
     log = ReplicaLog(files, "a", "g1", 1 << 20)

@@ -98,7 +98,7 @@ class Asked:
             await asyncio.sleep(0.01)
 
 
-def test_it_waits_for_a_leader() -> None:
+def test_a_request_waits_for_a_leader() -> None:
     async def scenario() -> None:
         known = Asked()
         async with leader() as there, gateway(known) as ports:

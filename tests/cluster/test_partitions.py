@@ -206,7 +206,7 @@ def test_cuts_lose_nothing(tmp_path: Path, seed: int) -> None:
     assert len(acknowledged) > 50
 
 
-def test_a_cut_is_one(tmp_path: Path) -> None:
+def test_a_leader_cut_off_from_its_followers_acknowledges_nothing(tmp_path: Path) -> None:
     """The control: a leader that no follower hears acknowledges nothing, and another one leads."""
     need_etcd()
     with network() as net, running_cluster(tmp_path, net=net, **{"lease-ttl-ms": LEASE_TTL}) as cluster:

@@ -279,7 +279,7 @@ def test_a_message_that_would_make_a_batch_too_long_is_written_behind_a_sync() -
 # ---- hand-over --------------------------------------------------------------------------------------------------
 
 
-def test_only_the_heir_stands_at_once_after_a_hand_over() -> None:
+def test_only_the_named_replica_becomes_a_candidate_at_once_after_a_hand_over() -> None:
     handed, older = Record(2, "c/1", SET), Record(1, "a/1", SET)
     state = steps(follower(), on.Seen(1, older, "a"), on.Tick(5_000), on.Seen(2, handed, None))[0]
     assert state.role is Role.FOLLOWER

@@ -103,13 +103,13 @@ def test_nothing_is_read_from_the_end_on() -> None:
 
 def test_a_segment_that_is_begun_again_stays_as_it_is() -> None:
     log, written = full(CrashFiles(), commits=1)
-    begin, ordinal, position = log.room_for(SEGMENT_BYTES, written.end.seq, 5, 1)
+    begin, ordinal, position = log.place_commit(SEGMENT_BYTES, written.end.seq, 5, 1)
     assert begin is not None and (ordinal, position) == (2, fmt.ALIGN)
     log.begin_segment(begin)
     log.begin_segment(msgspec.structs.replace(begin, header=bytes(64)))
     assert log.log() == Log(log.ends(), 2, fmt.ALIGN, written.end.seq)
     # Empty, so the next writer begins it again for the others, with its header.
-    assert log.room_for(100, written.end.seq, 6, 3)[0] == msgspec.structs.replace(begin, epoch=3)
+    assert log.place_commit(100, written.end.seq, 6, 3)[0] == msgspec.structs.replace(begin, epoch=3)
 
 
 # ---- a power cut at any call ----------------------------------------------------------------------------------

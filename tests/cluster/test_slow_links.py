@@ -70,13 +70,13 @@ def unanswered(address: tuple[str, int]) -> int:
     return DATAGRAMS - len(answered - {b"last"})
 
 
-def test_a_network_that_is_not_slow_loses_nothing() -> None:
+def test_a_fast_network_loses_no_datagram() -> None:
     with network("a") as net:
         _, lost = exchanges(net)
     assert lost == 0 and net.frames == {}
 
 
-def test_a_slow_network_is_one() -> None:
+def test_a_slow_network_delays_and_loses_datagrams() -> None:
     """The control: each round trip takes two holds, and some datagrams do not come back."""
     with network("a", Slow(HOLD_MS, LOSS, seed=1)) as net:
         took_ms, lost = exchanges(net)

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.effects import Propose, Send
-from timeball.cluster.protocol.leading import QUICK_MS, clocks_off_ms
+from timeball.cluster.protocol.leading import QUICK_MS, clock_deviations_ms
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Ping, Pong
 from timeball.cluster.protocol.positions import BEGINNING, Position
@@ -30,13 +30,13 @@ def leader(**ahead_ms: int) -> Replica:
     return state
 
 
-def follower(off_ms: int) -> Replica:
+def follower(deviation_ms: int) -> Replica:
     """b has been told by its leader that its clock is off by so much."""
     state = Replica(
         Rules("b/1"), Role.FOLLOWER, promised=3, revision=7, record=RECORD, now_ms=NOW_MS, wall_ms=WALL_MS,
         source=Source("a", matched=True),
     )  # fmt: skip
-    told, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, off_ms)))
+    told, _ = step(state, on.Received("a", Ping(3, WALL_MS, NOW_MS, 0, deviation_ms)))
     return told
 
 
@@ -46,7 +46,7 @@ def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:
 
 
 @pytest.mark.parametrize(
-    ("ahead_ms", "off_ms"),
+    ("ahead_ms", "deviation_ms"),
     [
         ({"b": 600, "c": 10}, {"b": 590, "c": 0}),
         ({"b": -3_000, "c": 0}, {"b": 3_000, "c": 0}),
@@ -56,22 +56,22 @@ def stands(state: Replica, event: on.Event) -> tuple[Replica, bool]:
     ],
 )
 def test_a_leader_tells_each_how_far_it_is_off_the_majority(
-    ahead_ms: dict[str, int], off_ms: dict[str, int]
+    ahead_ms: dict[str, int], deviation_ms: dict[str, int]
 ) -> None:
     state = leader(**ahead_ms)
-    assert clocks_off_ms(state) == off_ms
+    assert clock_deviations_ms(state) == deviation_ms
     _, effects = step(state, on.Tick(NOW_MS + 50, WALL_MS + 50))
     told = {
-        effect.node: effect.message.off_ms
+        effect.node: effect.message.deviation_ms
         for effect in effects
         if isinstance(effect, Send) and isinstance(effect.message, Ping)
     }
-    assert told == {"b": 0, "c": 0} | off_ms
+    assert told == {"b": 0, "c": 0} | deviation_ms
 
 
 def test_a_slow_answer_tells_nothing_of_a_clock() -> None:
     state, _ = step(leader(c=0), on.Received("b", Pong(3, WALL_MS + 9_000, NOW_MS - QUICK_MS - 1)))
-    assert state.lead is not None and state.lead.peers["b"].ahead_ms is None
+    assert state.lead is not None and state.lead.peers["b"].clock_ahead_ms is None
     assert state.lead.peers["b"].heard_ms == NOW_MS, "it answers all the same"
 
 
@@ -80,30 +80,30 @@ def test_an_answer_is_slow_by_when_it_came_and_not_by_the_last_tick() -> None:
     pong = Pong(3, WALL_MS + late_ms, NOW_MS)
     event = on.Received("b", pong, NOW_MS + late_ms, WALL_MS + late_ms)
     state, _ = step(leader(c=0), event)
-    assert state.lead is not None and state.lead.peers["b"].ahead_ms is None
+    assert state.lead is not None and state.lead.peers["b"].clock_ahead_ms is None
 
 
 def test_of_four_clocks_the_nearer_middle_counts() -> None:
     state = leader(b=10, c=600)
     assert state.lead is not None
     replicas = (*RECORD.replicas, "d/1")
-    peers = {**state.lead.peers, "d": Peer("d/1", BEGINNING, Position(0, 0, 0), ahead_ms=700)}
+    peers = {**state.lead.peers, "d": Peer("d/1", BEGINNING, Position(0, 0, 0), clock_ahead_ms=700)}
     state = replace(state, lead=replace(state.lead, replicas=replicas, peers=peers))
-    assert clocks_off_ms(state) == {"b": 0, "c": 590, "d": 690}
+    assert clock_deviations_ms(state) == {"b": 0, "c": 590, "d": 690}
 
 
-@pytest.mark.parametrize("off_ms", [0, 500])
-def test_one_whose_clock_is_near_stands_at_once(off_ms: int) -> None:
-    assert stands(follower(off_ms), on.Seen(7, RECORD, None))[1]
-    assert stands(follower(off_ms), on.LeaderDied("a"))[1]
+@pytest.mark.parametrize("deviation_ms", [0, 500])
+def test_a_replica_with_a_right_clock_becomes_a_candidate_at_once(deviation_ms: int) -> None:
+    assert stands(follower(deviation_ms), on.Seen(7, RECORD, None))[1]
+    assert stands(follower(deviation_ms), on.LeaderDied("a"))[1]
 
 
-def test_one_that_is_off_stands_when_no_other_has() -> None:
+def test_a_replica_with_a_wrong_clock_becomes_a_candidate_after_the_wait() -> None:
     state = follower(501)
     assert not stands(state, on.LeaderDied("a"))[1], "its key is still there: others go first"
     state, has_stood = stands(state, on.Seen(7, RECORD, None))
     assert not has_stood
-    wait_ms = state.rules.stand_back_ms
+    wait_ms = state.rules.defer_ms
     state, _ = step(state, on.Tick(NOW_MS + wait_ms - 1, WALL_MS))
     assert not stands(state, on.Seen(7, RECORD, None))[1]
     led, _ = stands(state, on.Seen(8, replace(RECORD, epoch=4, leader="c/1"), "c"))

@@ -24,7 +24,7 @@ FENCES = "UNFENCED"
 def remove(fences: str) -> None:
     """Take fences out of this process."""
     patched: Any = leading
-    patched.may_go_on = lambda state, now_ms: True
+    patched.may_keep_leading = lambda state, now_ms: True
     if fences == "lease":
         return
     receive = following.receive
@@ -40,10 +40,10 @@ def remove(fences: str) -> None:
 
     for module, name, call in (
         (following, "receive", acknowledge_all),
-        (leading, "stop", go_on),
-        (machine, "_refused", go_on),
-        (replicas, "see", go_on),
-        (replicas, "stop", go_on),
+        (leading, "stop_leading", go_on),
+        (machine, "_handle_refusal", go_on),
+        (replicas, "handle_seen", go_on),
+        (replicas, "stop_leading", go_on),
     ):
         setattr(module, name, call)
 

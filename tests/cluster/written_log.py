@@ -53,7 +53,7 @@ class Written:
         """Write a commit of so many frames, which its leader had on its own disk only up to its beginning."""
         seq = max(self.end.seq, 1)
         size_bytes = sum(len(_frame(seq + n * rows, rows, self.epoch, fmt.ALIGN, 0)) for n in range(frames))
-        begin, ordinal, position = log.room_for(size_bytes, seq, NOW_MS, self.epoch)
+        begin, ordinal, position = log.place_commit(size_bytes, seq, NOW_MS, self.epoch)
         if begin is not None:
             self.sync(log)
             log.begin_segment(begin)

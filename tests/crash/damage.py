@@ -21,7 +21,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.log import format as fmt
 from timeball.model.errors import StorageError
-from timeball.node.inspect.folder import FolderDump, FrameFound
+from timeball.node.inspect.folder import FolderDump, InspectedFrame
 
 # Files of these kinds must be there, or the folder is not one of every kind.
 KINDS = {
@@ -124,7 +124,7 @@ def written(files: CrashFiles, name: str) -> int:
 def change_value(files: CrashFiles, key: str) -> None:
     """Set the numbers of the last META row of `key` to 0, and write its frame as if it had always said so."""
     folder = FolderDump(files)
-    found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)]
+    found = [f for segment in folder.segments for f in folder.walk(segment) if isinstance(f, InspectedFrame)]
     mine = next(f for f in reversed(found) if key in f.rows.column("unique_key").to_pylist())
     at = mine.rows.column("unique_key").to_pylist().index(key)
     bodies = mine.rows.column("body").to_pylist()

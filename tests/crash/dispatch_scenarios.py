@@ -53,7 +53,7 @@ def bring(every: int) -> Step:
             for batch in rows.take(pa.array(range(0, rows.num_rows, every), pa.int64())).to_batches():
                 if batch.num_rows:
                     columns = batch.select(TABLE_SCHEMA.names).columns
-                    await world.broker.delivery.release_brought(
+                    await world.broker.delivery.release_dispatched(
                         pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
                     )
 

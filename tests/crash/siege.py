@@ -34,7 +34,7 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
-from timeball.node.inspect.folder import FolderDump, FrameFound
+from timeball.node.inspect.folder import FolderDump, InspectedFrame
 
 AHEAD_MS = 26 * HOUR_MS
 FAR_MS = (30 * SECOND_MS, 5 * 60 * SECOND_MS, 2 * HOUR_MS, 25 * HOUR_MS)
@@ -257,7 +257,10 @@ class Siege:
         """What is on disk while nobody runs must be there afterwards."""
         folder = FolderDump(RealFiles(self.broker.data))
         rows = [
-            f.rows for segment in folder.segments for f in folder.walk(segment) if isinstance(f, FrameFound)
+            f.rows
+            for segment in folder.segments
+            for f in folder.walk(segment)
+            if isinstance(f, InspectedFrame)
         ]
         for key, value in itertools.chain.from_iterable(map(pairs_of, rows)):
             of, _, topic = (key or "").removeprefix("offsets/").partition("@")

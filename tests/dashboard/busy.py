@@ -24,7 +24,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.io.clock import SystemClock
 from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReaders, ReplicaState
 from timeball.spark.jobs.audit import AuditReport, Scope
 from timeball.spark.run.job_status import Board, Epoch, JobStatus
 
@@ -74,7 +74,7 @@ def join(node: RunningNode) -> None:
         ]  # fmt: skip
         return [ReplicaGroup("g1", "a", 4, 1, replicas, "", [])]
 
-    node.node.metrics.replica = node.node._replica = ReplicaReadOuts(figures, survey)
+    node.node.metrics.replica = node.node._replica = ReplicaReaders(figures, survey)
 
 
 # ---- what waits ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tests.dashboard.browser import chromium
 from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.edges.http.foreign_pages import ForeignPages
+from timeball.edges.http.foreign_pages import ForeignPageCheck
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 
@@ -171,7 +171,7 @@ def test_an_attack_on_a_broker_that_checks_nothing_is_seen(
     page: Page, broker: str, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: the page's requests do reach the broker."""
-    monkeypatch.setattr(ForeignPages, "check", lambda *_: None)
+    monkeypatch.setattr(ForeignPageCheck, "check", lambda *_: None)
     with other_site() as port:
         attack(page, f"localhost:{port}", broker)
     eventually(lambda: client.ask("GET", "/v1/groups/thieves").status == 200, "the page has made a group")

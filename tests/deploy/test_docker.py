@@ -127,7 +127,7 @@ def test_a_broker_that_is_full_or_gone_is_not_healthy(tmp_path: Path) -> None:
         port = str(node.node.http_port)
         # A proxy of the host's would not know the container's loopback.
         assert health(TIMEBALL_HTTP_PORT=port, http_proxy="http://127.0.0.1:9").returncode == 0
-        node.broker.log.writer.next_segment.room_error = OSError(errno.ENOSPC, "no room")
+        node.broker.log.writer.next_segment.disk_full_error = OSError(errno.ENOSPC, "no room")
         full = health(TIMEBALL_HTTP_PORT=port)
         assert full.returncode == 1 and "disk full" in full.stderr
     gone = health(TIMEBALL_HTTP_PORT=port)

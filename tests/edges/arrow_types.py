@@ -1,4 +1,4 @@
-"""One harmless column of every type that pyarrow has."""
+"""Every type of pyarrow, and a function that makes a valid column of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pyarrow as pa
 
 ROWS = 2
 TYPES: dict[str, pa.DataType] = {
-    str(one): one
-    for one in (
+    str(data_type): data_type
+    for data_type in (
         pa.null(), pa.bool_(), pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(),
         pa.uint64(), pa.float16(), pa.float32(), pa.float64(), pa.date32(), pa.date64(), pa.time32("ms"),
         pa.time64("us"), pa.timestamp("ms"), pa.timestamp("ms", "UTC"), pa.duration("ms"),
@@ -22,21 +22,21 @@ TYPES: dict[str, pa.DataType] = {
         pa.fixed_shape_tensor(pa.int32(), [2]),
     )
 }  # fmt: skip
-# Extension types come as what they are stored as.
+# An extension type is sent as its storage type.
 STORED = {
-    name: getattr(one, "storage_type", one)
-    for name, one in TYPES.items()
-    if isinstance(one, pa.BaseExtensionType)
+    name: getattr(data_type, "storage_type", data_type)
+    for name, data_type in TYPES.items()
+    if isinstance(data_type, pa.BaseExtensionType)
 }
 
 
-def column(kind: pa.DataType) -> pa.Array:
-    """Return a column of this type without a value, as every type can have."""
-    if pa.types.is_union(kind):
+def column(data_type: pa.DataType) -> pa.Array:
+    """Make a column of this type with ROWS nulls, which every type allows."""
+    if pa.types.is_union(data_type):
         types, values = pa.array([0] * ROWS, pa.int8()), [pa.nulls(ROWS, pa.string())]
-        if kind.mode == "sparse":
+        if data_type.mode == "sparse":
             return pa.UnionArray.from_sparse(types, values)
         return pa.UnionArray.from_dense(types, pa.array(range(ROWS), pa.int32()), values)
-    if pa.types.is_run_end_encoded(kind):
+    if pa.types.is_run_end_encoded(data_type):
         return pa.RunEndEncodedArray.from_arrays(pa.array([ROWS], pa.int32()), pa.nulls(1, pa.string()))
-    return pa.nulls(ROWS, kind)
+    return pa.nulls(ROWS, data_type)

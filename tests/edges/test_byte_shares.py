@@ -1,4 +1,4 @@
-"""Shares of bytes: never more than all may hold, a share left for the next address, and everybody gets on."""
+"""MemoryQuota: never more bytes than the total, a share left for the next address, and progress for everybody."""
 
 from __future__ import annotations
 
@@ -14,136 +14,136 @@ from timeball.edges.grpc.edge import UNREAD_BYTES_MAX
 from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model.errors import OverLimit
 
-MAX = 120
-HALF = UNREAD_BYTES_MAX // 2
+BYTES_MAX = 120
+HALF_BYTES = UNREAD_BYTES_MAX // 2
 
 
-def test_one_address_alone_has_half_and_leaves_the_rest() -> None:
-    shares = MemoryQuota(MAX)
-    shares.add("a", 50)
-    assert shares.fits("a", 10) and not shares.fits("a", 11)
-    assert shares.fits("b", 70) and not shares.fits("b", 71)
+def test_one_address_alone_gets_half() -> None:
+    quota = MemoryQuota(BYTES_MAX)
+    quota.add("a", 50)
+    assert quota.fits("a", 10) and not quota.fits("a", 11)
+    assert quota.fits("b", 70) and not quota.fits("b", 71)
 
 
-def test_the_share_is_less_the_more_there_are() -> None:
-    shares = MemoryQuota(MAX)
+def test_a_share_shrinks_with_the_number_of_addresses() -> None:
+    quota = MemoryQuota(BYTES_MAX)
     for address in "abc":
-        shares.add(address, 20)
-    assert shares.fits("a", 10) and not shares.fits("a", 11)
-    shares.remove("b", 20)
-    assert shares.fits("a", 20) and not shares.fits("a", 21)
+        quota.add(address, 20)
+    assert quota.fits("a", 10) and not quota.fits("a", 11)
+    quota.remove("b", 20)
+    assert quota.fits("a", 20) and not quota.fits("a", 21)
 
 
-def test_however_many_there_are_each_may_have_one_item() -> None:
-    shares = MemoryQuota(MAX, item_bytes_max=40)
+def test_each_address_may_hold_one_item_of_the_largest_size() -> None:
+    quota = MemoryQuota(BYTES_MAX, item_bytes_max=40)
     for number in range(20):
-        shares.add(str(number), 1)
-    assert shares.fits("0", 39) and not shares.fits("0", 40)
+        quota.add(str(number), 1)
+    assert quota.fits("0", 39) and not quota.fits("0", 40)
 
 
-def test_something_larger_than_all_gets_on_alone() -> None:
-    shares = MemoryQuota(MAX)
-    assert shares.reserve("a", 500, lambda: None)
-    assert not shares.fits("b", 1)
-    shares.remove("a", 500)
-    assert (shares.held_bytes, shares.held_by("a")) == (0, 0)
-    assert shares.fits("b", 1)
+def test_a_request_larger_than_the_quota_is_granted_alone() -> None:
+    quota = MemoryQuota(BYTES_MAX)
+    assert quota.reserve("a", 500, lambda: None)
+    assert not quota.fits("b", 1)
+    quota.remove("a", 500)
+    assert (quota.held_bytes, quota.held_by("a")) == (0, 0)
+    assert quota.fits("b", 1)
 
 
-def test_who_waits_is_let_in_by_what_is_given_back_in_turn() -> None:
-    shares, order = MemoryQuota(MAX), list[str]()
-    assert shares.reserve("a", 60, lambda: None)
+def test_waiting_requests_are_granted_in_turn_between_addresses() -> None:
+    quota, order = MemoryQuota(BYTES_MAX), list[str]()
+    assert quota.reserve("a", 60, lambda: None)
     for name in ("a1", "a2"):
-        assert not shares.reserve("a", 30, partial(order.append, name))
-    assert shares.reserve("b", 60, lambda: None)
+        assert not quota.reserve("a", 30, partial(order.append, name))
+    assert quota.reserve("b", 60, lambda: None)
     for name in ("b1", "b2"):
-        assert not shares.reserve("b", 20, partial(order.append, name))
-    shares.remove("a", 60)
-    assert order == ["a1"], "an address that holds nothing is first let in once"
-    shares.remove("b", 60)
-    assert order == ["a1", "b1", "b2"] and shares.held_bytes == 70
-    shares.remove("b", 40)
+        assert not quota.reserve("b", 20, partial(order.append, name))
+    quota.remove("a", 60)
+    assert order == ["a1"], "an address that holds nothing gets memory for one request first"
+    quota.remove("b", 60)
+    assert order == ["a1", "b1", "b2"] and quota.held_bytes == 70
+    quota.remove("b", 40)
     assert order == ["a1", "b1", "b2", "a2"]
 
 
-def test_who_waits_no_longer_holds_nobody_up() -> None:
-    shares, order = MemoryQuota(MAX), list[str]()
-    shares.add("a", 60)
+def test_a_withdrawn_request_does_not_block_requests_behind_it() -> None:
+    quota, order = MemoryQuota(BYTES_MAX), list[str]()
+    quota.add("a", 60)
     large = partial(order.append, "large")
-    assert not shares.reserve("a", 60, large)
-    assert shares.waiting == 1
-    assert not shares.reserve("a", 0, partial(order.append, "small"))
-    assert shares.withdraw("a", large)
+    assert not quota.reserve("a", 60, large)
+    assert quota.waiting == 1
+    assert not quota.reserve("a", 0, partial(order.append, "small"))
+    assert quota.withdraw("a", large)
     assert order == ["small"]
-    assert not shares.withdraw("a", large)
-    shares.remove("a", 60)
-    assert order == ["small"] and shares.held_bytes == 0
+    assert not quota.withdraw("a", large)
+    quota.remove("a", 60)
+    assert order == ["small"] and quota.held_bytes == 0
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 50)), max_size=60), st.randoms())
-def test_all_get_on_and_never_hold_more_than_all_may(asked: list[tuple[str, int]], random: object) -> None:
-    shares, held = MemoryQuota(MAX), list[tuple[str, int]]()
+def test_all_requests_are_granted_within_the_total(requests: list[tuple[str, int]], random: object) -> None:
+    quota, held = MemoryQuota(BYTES_MAX), list[tuple[str, int]]()
     served = 0
-    for address, size in asked:
-        if shares.reserve(address, size, partial(held.append, (address, size))):
+    for address, size in requests:
+        if quota.reserve(address, size, partial(held.append, (address, size))):
             held.append((address, size))
-        assert shares.held_bytes == sum(size for _, size in held) <= MAX
+        assert quota.held_bytes == sum(size for _, size in held) <= BYTES_MAX
     while held:
         address, size = held.pop(random.randrange(len(held)))  # type: ignore[attr-defined]
         served += 1
-        shares.remove(address, size)
-        assert shares.held_bytes == sum(size for _, size in held) <= MAX
-    assert served == len(asked)
-    assert not shares._waiting and not shares._of
+        quota.remove(address, size)
+        assert quota.held_bytes == sum(size for _, size in held) <= BYTES_MAX
+    assert served == len(requests)
+    assert not quota._waiting and not quota._bytes_by_address
 
 
-def test_one_that_goes_as_it_is_let_in_gives_its_room_back() -> None:
+def test_a_request_cancelled_after_its_grant_gives_memory_back() -> None:
     async def work() -> None:
-        shares = MemoryQuota(MAX, MAX)
-        await shares.room("a", MAX)
-        waiting = asyncio.ensure_future(shares.room("b", MAX))
+        quota = MemoryQuota(BYTES_MAX, BYTES_MAX)
+        await quota.room("a", BYTES_MAX)
+        waiting = asyncio.ensure_future(quota.room("b", BYTES_MAX))
         await asyncio.sleep(0)
-        shares.remove("a", MAX)
+        quota.remove("a", BYTES_MAX)
         waiting.cancel()  # in the same turn of the loop
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not shares.held_bytes
+        assert not quota.held_bytes
 
     asyncio.run(work())
 
 
-def test_one_that_has_gone_when_it_is_let_in_gives_its_room_back() -> None:
+def test_a_request_cancelled_before_its_grant_gives_memory_back() -> None:
     async def work() -> None:
-        shares = MemoryQuota(MAX, MAX)
-        await shares.room("a", MAX)
-        waiting = asyncio.ensure_future(shares.room("b", MAX))
+        quota = MemoryQuota(BYTES_MAX, BYTES_MAX)
+        await quota.room("a", BYTES_MAX)
+        waiting = asyncio.ensure_future(quota.room("b", BYTES_MAX))
         await asyncio.sleep(0)
         waiting.cancel()
-        shares.remove("a", MAX)  # in the same turn of the loop, by a request that is none the wiser
+        quota.remove("a", BYTES_MAX)  # in the same turn of the loop
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert not shares.held_bytes
+        assert not quota.held_bytes
 
     asyncio.run(work())
 
 
-# ---- answers on their way --------------------------------------------------------------------------------
+# ---- unread answers --------------------------------------------------------------------------------------
 
 
-def test_each_address_has_its_share_of_answers() -> None:
+def test_unread_answers_of_one_address_are_limited_to_its_share() -> None:
     unread = MemoryQuota(UNREAD_BYTES_MAX)
-    with unread.held("a", HALF - 1):
+    with unread.held("a", HALF_BYTES - 1):
         unread.check("a", 1)
         with pytest.raises(OverLimit, match="not read yet"):
             unread.check("a", 2)
-        unread.check("b", HALF)
+        unread.check("b", HALF_BYTES)
         with pytest.raises(OverLimit), unread.held("a", 2):
-            raise AssertionError("there is no room")
-    unread.check("a", HALF)
+            raise AssertionError("the quota must refuse this")
+    unread.check("a", HALF_BYTES)
 
 
-def test_all_have_a_bound_whoever_asks() -> None:
-    """However many addresses do not read: each alone might have been within its own bound."""
+def test_unread_answers_of_many_addresses_are_limited_together() -> None:
+    """Many addresses that do not read stay within the total, although each is within its own share."""
     unread, part = MemoryQuota(UNREAD_BYTES_MAX), 32 * 1024 * 1024
     with ExitStack() as held:
         for n in range(100):
@@ -157,7 +157,7 @@ def test_a_single_answer_may_have_any_size() -> None:
         pass
 
 
-def test_nothing_is_left_over() -> None:
+def test_held_gives_the_bytes_back_also_after_an_error() -> None:
     unread = MemoryQuota(UNREAD_BYTES_MAX)
     for ends_badly in (False, True):
         with ExitStack() as stack:

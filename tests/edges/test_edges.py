@@ -1,4 +1,4 @@
-"""The edges of a node: all listen, or none does."""
+"""The edges of a node: either all listen, or none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_each_edge_listens_on_a_port_of_its_own(tmp_path: Path) -> None:
             socket.create_connection(("127.0.0.1", port)).close()
 
 
-def test_a_port_that_is_taken_frees_the_others(tmp_path: Path) -> None:
+def test_if_one_port_is_taken_no_edge_listens(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         flight_port = free.getsockname()[1]
     with socket.create_server(("127.0.0.1", 0)) as taken:

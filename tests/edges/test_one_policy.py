@@ -1,6 +1,6 @@
-"""Every edge against every kind of topic: whether it may be sent to, now and for later, and read, has one answer.
+"""All edges answer sends, delayed sends and reads alike, for every kind of topic.
 
-The answers stand in TABLE once, for all edges. Each edge has a topic of its own of each kind, as a send may make one.
+TABLE has the expected outcomes for all edges. Each edge uses its own topic of each kind, because a send may create it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HOUR_MS = 3_600_000
 GROUP = "readers"
 OK, FORBIDDEN, NOT_FOUND, NO_GROUP, BAD_NAME = "ok", "forbidden", "not found", "no group", "bad name"
 
-# What each protocol's stock clients are told.
+# The codes of each protocol by outcome.
 REMOTING = {
     ResponseCode.SUCCESS: OK, ResponseCode.PULL_NOT_FOUND: OK, ResponseCode.PULL_OFFSET_MOVED: OK,
     ResponseCode.NO_PERMISSION: FORBIDDEN, ResponseCode.TOPIC_NOT_EXIST: NOT_FOUND,
@@ -51,24 +51,24 @@ FLIGHT = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of topic. `begin` makes one of this name; what is said of it: a send, a delayed one, a read, a cancel."""
+    """A kind of topic: how to prepare a topic of this kind, and the outcomes of a send, a read and a recall."""
 
     name: str
-    begin: Callable[[RunningNode, str], None]
+    prepare: Callable[[RunningNode, str], None]
     send: str
     read: str
-    recall: str = OK  # of what a delayed send has promised, once the topic is as `begin` has made it
+    recall: str = OK  # of a delayed send's message
 
 
 def configured(perm: int, **queues: int) -> Callable[[RunningNode, str], None]:
-    def begin(node: RunningNode, name: str) -> None:
+    def prepare(node: RunningNode, name: str) -> None:
         config = TopicConfig(**{"read_queues": 1, "write_queues": 1, "perm": perm, **queues})
         node.run(_on_loop(lambda: node.broker.tables.topics.configure(name, config)))
 
-    return begin
+    return prepare
 
 
-def nothing(node: RunningNode, name: str) -> None:
+def unprepared(node: RunningNode, name: str) -> None:
     pass
 
 
@@ -88,65 +88,65 @@ async def _on_loop(act: Callable[[], Any]) -> None:
     act()
 
 
-# {edge} is the edge's own topic. With topics made on first use:
+# {edge} is replaced by a name for each edge and verb. The outcomes if topics are created on first use:
 TABLE = [
     Kind("normal-{edge}", configured(READ | WRITE), OK, OK),
     Kind("read-only-{edge}", configured(READ), FORBIDDEN, OK),
     Kind("write-only-{edge}", configured(WRITE), OK, FORBIDDEN),
     Kind("closed-{edge}", configured(0), FORBIDDEN, FORBIDDEN),
     Kind("no-write-queue-{edge}", configured(READ | WRITE, write_queues=0), FORBIDDEN, OK),
-    Kind("SCHEDULE_TOPIC_XXXX", nothing, FORBIDDEN, OK),
-    Kind("RMQ_SYS_TRANS_HALF_TOPIC", nothing, FORBIDDEN, NOT_FOUND),
-    Kind("RMQ_SYS_TRANS_OP_HALF_TOPIC", nothing, FORBIDDEN, NOT_FOUND),
-    Kind("TRANS_CHECK_MAX_TIME_TOPIC", nothing, FORBIDDEN, NOT_FOUND),
-    Kind("SELF_TEST_TOPIC", nothing, FORBIDDEN, NOT_FOUND),
-    Kind("OFFSET_MOVED_EVENT", nothing, FORBIDDEN, NOT_FOUND),
-    Kind("rmq_sys_wheel_timer", nothing, FORBIDDEN, NOT_FOUND),
+    Kind("SCHEDULE_TOPIC_XXXX", unprepared, FORBIDDEN, OK),
+    Kind("RMQ_SYS_TRANS_HALF_TOPIC", unprepared, FORBIDDEN, NOT_FOUND),
+    Kind("RMQ_SYS_TRANS_OP_HALF_TOPIC", unprepared, FORBIDDEN, NOT_FOUND),
+    Kind("TRANS_CHECK_MAX_TIME_TOPIC", unprepared, FORBIDDEN, NOT_FOUND),
+    Kind("SELF_TEST_TOPIC", unprepared, FORBIDDEN, NOT_FOUND),
+    Kind("OFFSET_MOVED_EVENT", unprepared, FORBIDDEN, NOT_FOUND),
+    Kind("rmq_sys_wheel_timer", unprepared, FORBIDDEN, NOT_FOUND),
     Kind("%RETRY%group-{edge}", with_group, OK, OK),
-    Kind("%RETRY%nobody-{edge}", nothing, NO_GROUP, NOT_FOUND),
+    Kind("%RETRY%nobody-{edge}", unprepared, NO_GROUP, NOT_FOUND),
     Kind("%DLQ%group-{edge}", with_group, OK, OK),
-    Kind("%DLQ%nobody-{edge}", nothing, OK, NOT_FOUND),
-    Kind("unknown-{edge}", nothing, OK, NOT_FOUND),
+    Kind("%DLQ%nobody-{edge}", unprepared, OK, NOT_FOUND),
+    Kind("unknown-{edge}", unprepared, OK, NOT_FOUND),
     Kind("deleted-{edge}", deleted, OK, NOT_FOUND),
-    Kind("t" * 126 + "-{edge}", nothing, BAD_NAME, NOT_FOUND),
-    Kind("no name {edge}", nothing, BAD_NAME, NOT_FOUND),
+    Kind("t" * 126 + "-{edge}", unprepared, BAD_NAME, NOT_FOUND),
+    Kind("no name {edge}", unprepared, BAD_NAME, NOT_FOUND),
 ]
-# And where they are not, what differs:
-NOT_MADE = {
+# The outcomes of sends that differ if topics are not created on first use:
+WITHOUT_AUTO_CREATION = {
     "%DLQ%nobody-{edge}": NOT_FOUND, "unknown-{edge}": NOT_FOUND, "deleted-{edge}": NOT_FOUND,
 }  # fmt: skip
 
 
 class Flight:
-    """Timeball's own client."""
+    """Timeball's client."""
 
     def __init__(self, node: RunningNode) -> None:
         self.ball = Timeball(node.endpoint)
         self.close = self.ball.close
 
-    def _told(self, ask: Callable[[], object]) -> str:
+    def _outcome(self, act: Callable[[], object]) -> str:
         try:
-            ask()
+            act()
         except TimeballError as error:
             return FLIGHT[error.code]
         return OK
 
     def send(self, topic: str) -> str:
-        return self._told(lambda: self.ball.send(topic, b"x"))
+        return self._outcome(lambda: self.ball.send(topic, b"x"))
 
-    def later(self, topic: str) -> tuple[str, str | None]:
+    def delayed_send(self, topic: str) -> tuple[str, str | None]:
         ids: list[str] = []
-        said = self._told(lambda: ids.append(self.ball.send(topic, b"x", after="3600s").id))
-        if said != OK:
-            return said, None
-        return said, self.ball.cancel(ids[0]).verdict
+        outcome = self._outcome(lambda: ids.append(self.ball.send(topic, b"x", after="3600s").id))
+        if outcome != OK:
+            return outcome, None
+        return outcome, self.ball.cancel(ids[0]).verdict
 
     def read(self, topic: str) -> str:
-        return self._told(lambda: self.ball.pull(topic, GROUP, wait=0))
+        return self._outcome(lambda: self.ball.pull(topic, GROUP, wait=0))
 
 
 class Remoting:
-    """RocketMQ 4's and 5's Java client, as far as its frames."""
+    """The remoting frames of RocketMQ's Java client."""
 
     def __init__(self, node: RunningNode) -> None:
         self.node, self.wire = node, remoting_wire.Wire.to(node)
@@ -155,7 +155,7 @@ class Remoting:
     def send(self, topic: str) -> str:
         return REMOTING[ResponseCode(sent(self.wire, topic=topic).code)]
 
-    def later(self, topic: str) -> tuple[str, str | None]:
+    def delayed_send(self, topic: str) -> tuple[str, str | None]:
         due_ms = self.node.broker.clock.now_ms() + HOUR_MS
         answer = sent(self.wire, topic=topic, properties={"TIMER_DELIVER_MS": str(due_ms)})
         if answer.code or "recallHandle" not in answer.ext:
@@ -178,15 +178,15 @@ class Remoting:
             RequestCode.POP_MESSAGE, **fields, maxMsgNums=8, invisibleTime=60_000, pollTime=0, bornTime=0,
             initMode=0, expType="TAG", exp="*",
         )  # fmt: skip
-        said = {REMOTING[ResponseCode(answer.code)] for answer in (pulled, popped)}
-        assert len(said) == 1, (
+        outcomes = {REMOTING[ResponseCode(answer.code)] for answer in (pulled, popped)}
+        assert len(outcomes) == 1, (
             f"{topic}: pull {pulled.code} {pulled.remark}, pop {popped.code} {popped.remark}"
         )
-        return said.pop()
+        return outcomes.pop()
 
 
 class Grpc:
-    """RocketMQ 5's clients."""
+    """The gRPC calls of RocketMQ 5's clients."""
 
     def __init__(self, node: RunningNode) -> None:
         self.node, self.wire = node, grpc_wire.Wire.to(node)
@@ -196,7 +196,7 @@ class Grpc:
         response = self.wire.ask("SendMessage", send_request(message(topic=topic)))
         return GRPC[response.status.code]
 
-    def later(self, topic: str) -> tuple[str, str | None]:
+    def delayed_send(self, topic: str) -> tuple[str, str | None]:
         due_ms = self.node.broker.clock.now_ms() + HOUR_MS
         response = self.wire.ask("SendMessage", send_request(message(topic=topic, due_ms=due_ms)))
         if response.status.code != d.Code.OK:
@@ -231,73 +231,75 @@ def _by_level() -> Any:
 
 @pytest.fixture(scope="module")
 def edges(node: RunningNode) -> Iterator[dict[str, Any]]:
-    made = {name: kind(node) for name, kind in EDGES.items()}
-    yield made
-    for edge in made.values():
+    clients = {name: edge_class(node) for name, edge_class in EDGES.items()}
+    yield clients
+    for edge in clients.values():
         edge.close()
 
 
-def answers(node: RunningNode, edges: dict[str, Any], kind: Kind, verb: str) -> dict[str, Any]:
-    """What each edge says; `verb`: read, send or later."""
-    found = {}
+def outcomes_by_edge(node: RunningNode, edges: dict[str, Any], kind: Kind, verb: str) -> dict[str, Any]:
+    """Return the outcome of a verb (read, send or delayed_send) by edge, each with a topic of this kind."""
+    outcomes = {}
     for name, edge in edges.items():
+        # The first letters of the verbs differ, and those of the edges, too.
         topic = kind.name.format(edge=f"{verb[0]}{name[0]}")
-        kind.begin(node, topic)
-        found[name] = getattr(edge, verb)(topic)
-    return found
+        kind.prepare(node, topic)
+        outcomes[name] = getattr(edge, verb)(topic)
+    return outcomes
 
 
 def expected(node: RunningNode, kind: Kind) -> str:
-    makes = node.settings.auto_create_topics
-    return kind.send if makes else NOT_MADE.get(kind.name, kind.send)
+    return kind.send if node.settings.auto_create_topics else WITHOUT_AUTO_CREATION.get(kind.name, kind.send)
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name[:40])
-def test_one_answer_to_a_send(node: RunningNode, edges: dict[str, Any], kind: Kind) -> None:
-    assert answers(node, edges, kind, "send") == dict.fromkeys(EDGES, expected(node, kind))
+def test_all_edges_answer_a_send_alike(node: RunningNode, edges: dict[str, Any], kind: Kind) -> None:
+    assert outcomes_by_edge(node, edges, kind, "send") == dict.fromkeys(EDGES, expected(node, kind))
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name[:40])
-def test_one_answer_to_a_delayed_send_and_its_cancel(
+def test_all_edges_answer_a_delayed_send_and_its_cancel_alike(
     node: RunningNode, edges: dict[str, Any], kind: Kind
 ) -> None:
-    found = answers(node, edges, kind, "later")
-    assert {name: said for name, (said, _) in found.items()} == dict.fromkeys(EDGES, expected(node, kind))
+    outcomes = outcomes_by_edge(node, edges, kind, "delayed_send")
+    assert {name: outcome for name, (outcome, _) in outcomes.items()} == dict.fromkeys(
+        EDGES, expected(node, kind)
+    )
     if expected(node, kind) == OK and not kind.name.startswith("%"):
-        # What is on its way back to a group has no handle over remoting, and no id by which Flight would cancel it.
-        assert {name: verdict for name, (_, verdict) in found.items()} == dict.fromkeys(EDGES, "cancelled")
+        # Messages for a retry topic get no recall handle over remoting, and no id by which Flight could cancel them.
+        assert {name: verdict for name, (_, verdict) in outcomes.items()} == dict.fromkeys(EDGES, "cancelled")
 
 
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.name[:40])
-def test_one_answer_to_a_reader(node: RunningNode, edges: dict[str, Any], kind: Kind) -> None:
+def test_all_edges_answer_a_read_alike(node: RunningNode, edges: dict[str, Any], kind: Kind) -> None:
     before = set(node.broker.topics())
-    found = answers(node, edges, kind, "read")
+    outcomes = outcomes_by_edge(node, edges, kind, "read")
     if kind.read == NOT_FOUND:
-        assert set(found.values()) <= {NOT_FOUND, BAD_NAME}, found
-        assert set(node.broker.topics()) <= before, "reading makes no topic"
+        assert set(outcomes.values()) <= {NOT_FOUND, BAD_NAME}, outcomes
+        assert set(node.broker.topics()) <= before, "a read creates no topic"
     else:
-        assert found == dict.fromkeys(EDGES, kind.read)
+        assert outcomes == dict.fromkeys(EDGES, kind.read)
 
 
 @pytest.mark.parametrize("name", EDGES)
-def test_a_group_that_is_switched_off_reads_nothing(
-    node: RunningNode, edges: dict[str, Any], name: str
-) -> None:
+def test_a_disabled_group_is_forbidden_to_read(node: RunningNode, edges: dict[str, Any], name: str) -> None:
     configured(READ | WRITE)(node, "for-groups")
     groups = node.broker.tables.groups
     assert edges[name].read("for-groups") == OK
     node.run(_on_loop(lambda: groups.update(SubscriptionGroup(GROUP, consume_enable=False))))
     try:
-        fresh = EDGES[name](node)  # Flight asks for its group's offsets when it begins
-        assert fresh.read("for-groups") == FORBIDDEN
-        fresh.close()
+        # A new client, because Flight asks for the offsets of its group only once.
+        new_client = EDGES[name](node)
+        assert new_client.read("for-groups") == FORBIDDEN
+        new_client.close()
     finally:
         node.run(_on_loop(lambda: groups.update(SubscriptionGroup(GROUP))))
 
 
-# ---- no edge decides ----------------------------------------------------------------------------------------
+# ---- no edge checks permissions itself ----------------------------------------------------------------------
 
-ASKS_ITSELF = {
+# Patterns of code that checks permissions.
+CHECKS = {
     "a topic's permission": r"\.perm\b\s*[&|]",
     "a group's switches": r"\.consume_(broadcast_)?enable\b",
     "a reserved name": r"\breserved(_topics)?\.(forbidden|conflict)\b|import .*\b(forbidden|conflict)\b",
@@ -305,19 +307,20 @@ ASKS_ITSELF = {
 }
 
 
-def asked_by(source: str) -> set[str]:
-    return {what for what, pattern in ASKS_ITSELF.items() if re.search(pattern, source)}
+def checks_in(source: str) -> set[str]:
+    """Return the kinds of permission checks in this source code."""
+    return {name for name, pattern in CHECKS.items() if re.search(pattern, source)}
 
 
-def test_no_edge_asks_by_itself() -> None:
+def test_no_edge_checks_permissions_itself() -> None:
     edges = Path(timeball.edges.__file__).parent
-    found = {
-        str(path.relative_to(edges)): asked
+    checks_by_file = {
+        str(path.relative_to(edges)): checks
         for path in edges.rglob("*.py")
-        if "_generated" not in path.parts and (asked := asked_by(path.read_text()))
+        if "_generated" not in path.parts and (checks := checks_in(path.read_text()))
     }
-    # A group's own settings are told and changed by tools; of a message's hidden copy nothing is decided here.
-    assert found.keys() <= {"remoting/handlers/admin/groups.py"}, found
+    # Tools read and change the settings of groups, which is no check.
+    assert checks_by_file.keys() <= {"remoting/handlers/admin/groups.py"}, checks_by_file
 
 
 @pytest.mark.parametrize(
@@ -331,13 +334,17 @@ def test_no_edge_asks_by_itself() -> None:
     ],
 )
 def test_an_edge_that_asks_is_seen(source: str) -> None:
-    assert asked_by(source)
+    assert checks_in(source)
 
 
 def test_the_table_sees_an_edge_that_goes_its_own_way(
     node: RunningNode, edges: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the broker's verb as it was, which asked nothing; the edges of RocketMQ asked by themselves."""
+    """Control: if the broker's `admit` checks nothing, Flight's outcome differs from those of the RocketMQ edges."""
     kind = next(kind for kind in TABLE if kind.name.startswith("read-only"))
     monkeypatch.setattr(node.broker.policy, "admit", lambda names, queues=None, caller=None: None)
-    assert answers(node, edges, kind, "send") == {"flight": OK, "remoting": FORBIDDEN, "grpc": FORBIDDEN}
+    assert outcomes_by_edge(node, edges, kind, "send") == {
+        "flight": OK,
+        "remoting": FORBIDDEN,
+        "grpc": FORBIDDEN,
+    }

@@ -1,4 +1,4 @@
-"""A delayed send whose instant passes on its way is a delayed message all the same: a cancel says `released`."""
+"""A send whose due time has passed on its way is a scheduled message, too: the verdict of a cancel is `released`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def send_late(node: RunningNode, edge: str, topic: str) -> tuple[str, str]:
-    """Send a message by this edge whose instant has passed; its id, and the handle to recall it by."""
+    """Send a message whose due time has passed by this edge, and return its id and its recall handle."""
     due_ms = node.broker.clock.now_ms() - LATE_MS
     if edge == "flight":
         with Timeball(node.endpoint) as ball:
@@ -47,16 +47,18 @@ def delivered(node: RunningNode, topic: str) -> bool:
 
 
 @pytest.mark.parametrize("edge", EDGES)
-def test_a_cancel_says_released(node: RunningNode, edge: str) -> None:
+def test_a_cancel_after_the_due_time_is_answered_released(node: RunningNode, edge: str) -> None:
     topic = f"late-{edge}"
     key, handle = send_late(node, edge, topic)
-    eventually(lambda: delivered(node, topic), "it is delivered")
+    eventually(lambda: delivered(node, topic), "the message is delivered")
     with Timeball(node.endpoint) as ball:
         assert ball.cancel(key).verdict == "released"
     if edge == "remoting":
         with remoting_wire.Wire.to(node) as wire:
-            told = wire.ask(RequestCode.RECALL_MESSAGE, producerGroup="p", topic=topic, recallHandle=handle)
-        assert told.code == ResponseCode.ILLEGAL_OPERATION and "too late" in str(told.remark)
+            response = wire.ask(
+                RequestCode.RECALL_MESSAGE, producerGroup="p", topic=topic, recallHandle=handle
+            )
+        assert response.code == ResponseCode.ILLEGAL_OPERATION and "too late" in str(response.remark)
     if edge == "grpc":
         with grpc_wire.Wire.to(node) as wire:
             request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
@@ -65,6 +67,6 @@ def test_a_cancel_says_released(node: RunningNode, edge: str) -> None:
 
 
 def test_a_message_that_was_for_now_is_no_scheduled_message(node: RunningNode) -> None:
-    """Negative control: of this one there is nothing to cancel."""
+    """Control: a message without due time cannot be cancelled."""
     with Timeball(node.endpoint) as ball:
         assert ball.cancel(ball.send("for-now", b"x").id).verdict == "not_found"

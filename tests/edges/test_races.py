@@ -1,9 +1,9 @@
-"""Cancels, recalls and moves against the due instant, over real connections to a real node.
+"""Cancels, recalls and reschedules near the due time, over real connections to a real node.
 
-A thousand scheduled messages come due some each few milliseconds, while several clients of each protocol cancel and
-move them around those very instants. Whatever the outcome, all that was told, the log, and what a consumer got must
-agree; that the recorder would notice if they did not is shown below, and by a schedule that hands out and cancels at
-once.
+A thousand scheduled messages become due, a few of them each few milliseconds. Several clients of each protocol cancel
+and reschedule them around their due times. Whatever the outcomes, the responses, the log and the delivered messages
+must agree. The controls below show that the recorder reports each contradiction, also those of a scheduler that both
+cancels and hands out a message.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ Act = Callable[[str, int], None]
 
 
 class Race:
-    """One node, its clients and what they were told."""
+    """One node, its clients, and the recorder of their responses."""
 
     def __init__(self, node: RunningNode, seed: int) -> None:
         self.node, self.recorder, self.rng = node, Recorder(), np.random.default_rng(seed)
         self._nap = threading.Event()
-        self._lead_ms = 0  # how much too late the clients' calls were so far: a slow machine aims ahead
+        # Calls begin so much earlier than planned, because those of earlier rounds were late by that time (median).
+        self._lead_ms = 0
         self._late_ms: list[int] = []
 
     def now_ms(self) -> int:
@@ -50,24 +51,29 @@ class Race:
 
     def cancel(self, ball: Timeball, key: str, due_ms: int) -> None:
         with self.recorder.call(key) as call:
-            said = ball.cancel(key)
-            call.told(said.verdict, said.seq, said.at_ms)
+            verdict = ball.cancel(key)
+            call.told(verdict.verdict, verdict.seq, verdict.at_ms)
 
     def move(self, ball: Timeball, key: str, due_ms: int) -> None:
         with self.recorder.call(key) as call:
-            said: Verdict = ball.reschedule(key, at=due_ms + MOVED_MS)
-            call.told(said.verdict, said.seq, said.at_ms, said.due_ms)
+            verdict: Verdict = ball.reschedule(key, at=due_ms + MOVED_MS)
+            call.told(verdict.verdict, verdict.seq, verdict.at_ms, verdict.due_ms)
 
     def recall(self, wire: Wire, key: str, due_ms: int) -> None:
         handle = encode_handle(TOPIC, "timeball", due_ms, key)
         with self.recorder.call(key) as call:
-            said = wire.ask(RequestCode.RECALL_MESSAGE, producerGroup="p", topic=TOPIC, recallHandle=handle)
-            late, _, at_ms = str(said.remark).rpartition("delivered at ")
-            call.told("recalled" if said.code == 0 else "released" if late else str(said.remark),
+            response = wire.ask(
+                RequestCode.RECALL_MESSAGE, producerGroup="p", topic=TOPIC, recallHandle=handle
+            )
+            late, _, at_ms = str(response.remark).rpartition("delivered at ")
+            call.told("recalled" if response.code == 0 else "released" if late else str(response.remark),
                       at_ms=int(at_ms) if late else None)  # fmt: skip
 
     def round(self, number: int) -> None:
-        """Send, and ask twice or thrice about each around its instant, and once where it would have been moved to."""
+        """Send scheduled messages and cancel, recall or reschedule each two or three times near its due time.
+
+        Each is also cancelled or recalled near the due time to which it would have been rescheduled.
+        """
         keys = [f"{number}-{i}" for i in range(ROUND)]
         due_ms = self.now_ms() + AHEAD_MS + np.sort(self.rng.integers(0, SPREAD_MS, ROUND))
         with Timeball(self.node.endpoint) as ball:
@@ -77,35 +83,40 @@ class Race:
         plans: list[list[tuple[int, int, str, int]]] = [[] for _ in range(2 * CLIENTS)]
         for key, due in zip(keys, due_ms.tolist(), strict=True):
             for client in self.rng.choice(2 * CLIENTS, self.rng.integers(2, 4), replace=False).tolist():
-                what = "recall" if client >= CLIENTS else ("cancel", "move")[int(self.rng.integers(2))]
-                plans[client].append((due + int(self.rng.integers(-6, 7)), client, what, keys.index(key)))
-            again = int(self.rng.integers(2 * CLIENTS))
-            what = "recall" if again >= CLIENTS else "cancel"
-            plans[again].append(
-                (due + MOVED_MS + int(self.rng.integers(-6, 7)), again, what, keys.index(key))
+                action = "recall" if client >= CLIENTS else ("cancel", "move")[int(self.rng.integers(2))]
+                plans[client].append((due + int(self.rng.integers(-6, 7)), client, action, keys.index(key)))
+            last_client = int(self.rng.integers(2 * CLIENTS))
+            action = "recall" if last_client >= CLIENTS else "cancel"
+            plans[last_client].append(
+                (due + MOVED_MS + int(self.rng.integers(-6, 7)), last_client, action, keys.index(key))
             )
         with ThreadPoolExecutor(2 * CLIENTS) as pool:
-            for done in [pool.submit(self._follow, sorted(plan), keys, due_ms.tolist()) for plan in plans]:
-                done.result()
+            for client_run in [
+                pool.submit(self._run_plan, sorted(plan), keys, due_ms.tolist()) for plan in plans
+            ]:
+                client_run.result()
         self._lead_ms += int(np.median(self._late_ms))
         self._late_ms.clear()
 
-    def _follow(self, plan: list[tuple[int, int, str, int]], keys: list[str], due_ms: list[int]) -> None:
+    def _run_plan(self, plan: list[tuple[int, int, str, int]], keys: list[str], due_ms: list[int]) -> None:
+        """Make the calls of one client at their times. `due_ms`: the due time of each key."""
         with Timeball(self.node.endpoint) as ball, Wire.to(self.node) as wire:
-            for at_ms, _, what, i in plan:
+            for at_ms, _, action, i in plan:
                 self._nap.wait(max(0, at_ms - self._lead_ms - self.now_ms()) / 1000)
-                client = wire if what == "recall" else ball
-                getattr(self, what)(client, keys[i], due_ms[i])
+                client = wire if action == "recall" else ball
+                getattr(self, action)(client, keys[i], due_ms[i])
                 self._late_ms.append(self.now_ms() - at_ms)
 
     def finish(self) -> list[str]:
-        """When all is settled: what does not agree."""
+        """Wait until all messages are settled, receive them, and list the contradictions."""
         end_ms = self.now_ms() + MOVED_MS
-        eventually(lambda: self.node.broker.scheduling.scheduler.settled_before_ms > end_ms, "all is settled")
+        eventually(
+            lambda: self.node.broker.scheduling.scheduler.settled_before_ms > end_ms,
+            "all messages are settled",
+        )
         with Timeball(self.node.endpoint) as ball:
-            while messages := ball.browse(
-                TOPIC, wait="0.2s"
-            ):  # by offset: a lease is a scheduled message of its own
+            # By offset, because a lease would be a further scheduled message.
+            while messages := ball.browse(TOPIC, wait="0.2s"):
                 self.recorder.delivered.update(str(message.id) for message in messages)
             next_seq = ball.status()["log"]["durable_seq"]
             log = ball.read_log(1, next_seq, kinds=KINDS, columns=COLUMNS).read_all().to_pylist()
@@ -113,21 +124,21 @@ class Race:
 
 
 @pytest.mark.slow
-def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
+def test_responses_agree_with_log_and_deliveries_near_the_due_time(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
         race = Race(node, seed=6)
         for number in range(ROUNDS_MAX):
             race.round(number)
-            won = race.recorder.verdicts()
+            verdicts = race.recorder.verdicts()
             if (
                 number + 1 >= ROUNDS_MIN
-                and min(won[v] for v in ("cancelled", "recalled", "released", "rescheduled")) > 20
+                and min(verdicts[v] for v in ("cancelled", "recalled", "released", "rescheduled")) > 20
             ):
                 break
         assert race.finish() == []
     assert len(race.recorder.first_seq) >= 1_000
-    assert won.keys() == {"cancelled", "already_cancelled", "recalled", "released", "rescheduled"}, (
-        "both sides won some"
+    assert verdicts.keys() == {"cancelled", "already_cancelled", "recalled", "released", "rescheduled"}, (
+        "each verdict occurred"
     )
 
 
@@ -135,7 +146,7 @@ def test_a_thousand_races_around_the_due_instant(tmp_path: Path) -> None:
     "schedule",
     ["hour_log", *(pytest.param(name, marks=pytest.mark.slow) for name in ("timer_wheel", "level_cascade"))],
 )
-def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
+def test_responses_agree_with_log_and_deliveries_in_each_strategy(tmp_path: Path, schedule: str) -> None:
     with running_node(tmp_path / "data", strategy=schedule) as node:
         race = Race(node, seed=8)
         race.round(0)
@@ -148,25 +159,25 @@ def test_some_races_of_each_strategy(tmp_path: Path, schedule: str) -> None:
 def test_a_schedule_that_cancels_what_it_hands_out_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def careless(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+    def always_cancel(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
         return np.ones(len(seq), dtype=np.bool_)
 
     with running_node(tmp_path / "data") as node:
         race = Race(node, seed=7)
-        monkeypatch.setattr(Scheduler, "cancel", careless)
-        for number in range(ROUNDS_MAX):  # a slow machine aims better each time
+        monkeypatch.setattr(Scheduler, "cancel", always_cancel)
+        for number in range(ROUNDS_MAX):  # a slow machine hits the due times better in each round
             race.round(number)
             if any("ends" in fault for fault in race.finish()):
                 return
-        raise AssertionError("went unnoticed")
+        raise AssertionError("the recorder reported no fault")
 
 
-PROMISED = {"kind": Kind.SCHEDULED, "due_ms": 50, "store_ms": 1}
-ENDED = {"due_ms": 50, "store_ms": 60, "version_seq": None}
+SCHEDULED_ROW = {"kind": Kind.SCHEDULED, "due_ms": 50, "store_ms": 1}
+END_ROW = {"due_ms": 50, "store_ms": 60, "version_seq": None}
 
 
-def small() -> tuple[Recorder, list[dict[str, object]]]:
-    """One was cancelled, one released, one moved and then released."""
+def recording_without_fault() -> tuple[Recorder, list[dict[str, object]]]:
+    """Message a was cancelled, b was released, c was rescheduled and then released."""
     recorder = Recorder()
     recorder.first_seq = {"a": 1, "b": 2, "c": 3}
     for key, told in (
@@ -177,18 +188,18 @@ def small() -> tuple[Recorder, list[dict[str, object]]]:
             call.told(*told)  # type: ignore[arg-type]
     recorder.delivered.update(["b", "c"])
     log: list[dict[str, object]] = [
-        *({**PROMISED, "seq": seq, "unique_key": key} for key, seq in recorder.first_seq.items()),
-        {**ENDED, "kind": Kind.CANCEL, "seq": 4, "unique_key": "a", "source_seq": 1},
-        {**ENDED, "kind": Kind.RELEASE, "seq": 5, "unique_key": "b", "source_seq": 2},
-        {**ENDED, "kind": Kind.MOVED, "seq": 6, "unique_key": "c", "source_seq": 3, "from_due_ms": 50, "due_ms": 70},
-        {**ENDED, "kind": Kind.RELEASE, "seq": 7, "unique_key": "c", "source_seq": 3, "version_seq": 6,
+        *({**SCHEDULED_ROW, "seq": seq, "unique_key": key} for key, seq in recorder.first_seq.items()),
+        {**END_ROW, "kind": Kind.CANCEL, "seq": 4, "unique_key": "a", "source_seq": 1},
+        {**END_ROW, "kind": Kind.RELEASE, "seq": 5, "unique_key": "b", "source_seq": 2},
+        {**END_ROW, "kind": Kind.MOVED, "seq": 6, "unique_key": "c", "source_seq": 3, "from_due_ms": 50, "due_ms": 70},
+        {**END_ROW, "kind": Kind.RELEASE, "seq": 7, "unique_key": "c", "source_seq": 3, "version_seq": 6,
          "due_ms": 70, "store_ms": 80},
     ]  # fmt: skip
     return recorder, log
 
 
-def test_the_recorder_has_nothing_to_say_where_all_agrees() -> None:
-    recorder, log = small()
+def test_a_recording_without_contradiction_has_no_fault() -> None:
+    recorder, log = recording_without_fault()
     assert recorder.faults(log) == []
 
 
@@ -202,13 +213,13 @@ def test_the_recorder_has_nothing_to_say_where_all_agrees() -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_verdict_is_noticed(call: int, lie: tuple[str, int]) -> None:
-    recorder, log = small()
+    recorder, log = recording_without_fault()
     recorder.calls[call].told(*lie)
     assert recorder.faults(log)
 
 
 def test_a_wrong_log_is_noticed() -> None:
-    recorder, log = small()
+    recorder, log = recording_without_fault()
     for without in (3, 4, 5, 6):
         assert recorder.faults(log[:without] + log[without + 1 :]), without
     assert recorder.faults([*log, {**log[4], "seq": 9}]), "released twice"
@@ -220,16 +231,16 @@ def test_a_wrong_log_is_noticed() -> None:
 
 def test_what_came_twice_or_not_or_though_it_was_cancelled_is_noticed() -> None:
     for key in "abc":
-        recorder, log = small()
+        recorder, log = recording_without_fault()
         recorder.delivered[key] += 1
         assert recorder.faults(log)
-    recorder, log = small()
+    recorder, log = recording_without_fault()
     recorder.delivered["b"] = 0
     assert recorder.faults(log)
 
 
 def test_answers_in_another_order_than_the_log_are_noticed() -> None:
-    recorder, log = small()
+    recorder, log = recording_without_fault()
     moved, released = recorder.calls[4:]
     moved.began, moved.ended, released.began, released.ended = (
         released.began,

@@ -1,6 +1,6 @@
-"""Whatever is asked of a topic with a mistyped name, over any edge or command: it is not made by that.
+"""No request about a topic with a mistyped name creates that topic, except a send.
 
-RocketMQ makes the retry topic of a group with its first heartbeat, and so does Timeball.
+The first heartbeat of a group creates its retry topic, as in RocketMQ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,14 @@ from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model.errors import TimeballError
 
 TYPO = "mistyped"
-MAKE = ("SEND", "CREATE", "CONSUMER_SEND_MSG_BACK", "END_TRANSACTION", "UPDATE_BROKER", "REGISTER_BROKER")
+CREATING_REQUESTS = (
+    "SEND",
+    "CREATE",
+    "CONSUMER_SEND_MSG_BACK",
+    "END_TRANSACTION",
+    "UPDATE_BROKER",
+    "REGISTER_BROKER",
+)
 FIELDS = {
     "topic": TYPO, "consumerGroup": "readers", "group": "readers", "producerGroup": "p", "clientID": "c", "queueId": 0,
     "queueOffset": 0, "commitOffset": 0, "offset": 0, "maxMsgNums": 8, "sysFlag": 6, "suspendTimeoutMillis": 0,
@@ -54,22 +61,25 @@ BODIES: dict[int, object] = {
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with running_node(tmp_path_factory.mktemp("typo") / "data") as running:
-        assert running.settings.auto_create_topics  # else it would be no wonder
+        assert running.settings.auto_create_topics  # otherwise nothing could create a topic
         yield running
 
 
-def names(node: RunningNode) -> set[str]:
+def topic_names(node: RunningNode) -> set[str]:
+    """Return the topic_names of all topics except retry topics."""
     return {name for name in node.broker.topics() if not name.startswith("%RETRY%")}
 
 
 @pytest.mark.parametrize(
-    "code", [code for code in RequestCode if not code.name.startswith(MAKE)], ids=lambda code: code.name
+    "code",
+    [code for code in RequestCode if not code.name.startswith(CREATING_REQUESTS)],
+    ids=lambda code: code.name,
 )
-def test_over_remoting(node: RunningNode, code: RequestCode) -> None:
-    before = names(node)
+def test_a_remoting_request_that_reads_creates_no_topic(node: RunningNode, code: RequestCode) -> None:
+    before = topic_names(node)
     with remoting_wire.Wire.to(node) as wire:
         assert wire.ask(code, BODIES.get(code, b""), **FIELDS)
-    assert names(node) == before
+    assert topic_names(node) == before
 
 
 GRPC: dict[str, Any] = {
@@ -85,14 +95,14 @@ GRPC: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", GRPC)
-def test_over_grpc(node: RunningNode, name: str) -> None:
-    before = names(node)
+def test_a_grpc_call_that_reads_creates_no_topic(node: RunningNode, name: str) -> None:
+    before = topic_names(node)
     with grpc_wire.Wire.to(node) as wire:
         if name == "ReceiveMessage":
             assert list(wire.stream(name, GRPC[name]))
         else:
             assert wire.ask(name, GRPC[name]).status.code
-    assert names(node) == before
+    assert topic_names(node) == before
 
 
 FLIGHT: dict[str, Callable[[Timeball], object]] = {
@@ -108,14 +118,14 @@ FLIGHT: dict[str, Callable[[Timeball], object]] = {
 
 
 @pytest.mark.parametrize("name", FLIGHT)
-def test_over_flight(node: RunningNode, name: str) -> None:
-    before = names(node)
+def test_a_flight_call_that_reads_creates_no_topic(node: RunningNode, name: str) -> None:
+    before = topic_names(node)
     with Timeball(node.endpoint) as ball:
         try:
             FLIGHT[name](ball)
         except TimeballError as error:
             assert TYPO in str(error)
-    assert names(node) == before
+    assert topic_names(node) == before
 
 
 @pytest.mark.parametrize(
@@ -128,17 +138,17 @@ def test_over_flight(node: RunningNode, name: str) -> None:
     ],
     ids=" ".join,
 )
-def test_by_a_command(node: RunningNode, command: tuple[str, ...]) -> None:
-    before = names(node)
-    ended = run_here(*command, "--endpoint", node.endpoint)
-    if "--wait" not in command:  # who waits may come before the topic
-        assert "nothing new" not in ended.stdout + ended.stderr
-    assert names(node) == before
+def test_a_command_that_reads_creates_no_topic(node: RunningNode, command: tuple[str, ...]) -> None:
+    before = topic_names(node)
+    result = run_here(*command, "--endpoint", node.endpoint)
+    if "--wait" not in command:  # a wait for a topic that does not exist is no error
+        assert "nothing new" not in result.stdout + result.stderr
+    assert topic_names(node) == before
 
 
 def test_a_send_makes_it(tmp_path: Path) -> None:
-    """Negative control: what is looked at does see a topic that is made."""
+    """Control: the tests above would notice a created topic."""
     with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
-        assert names(node) == set()
+        assert topic_names(node) == set()
         ball.send(TYPO, "x")
-        assert names(node) == {TYPO}
+        assert topic_names(node) == {TYPO}

@@ -15,11 +15,11 @@ from timeball.cli.main import main
 from timeball.client.exchange import SendExchange
 from timeball.client.source import Source
 from timeball.edges.kafka import delivery
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 
 STEPS: dict[str, tuple[Any, str, bool]] = {
     # step: what, its verb, and whether it is killed behind it
-    "cancelled, before the batch is sent": (WaitingQueue, "cancel", True),
+    "cancelled, before the batch is sent": (BridgeQueue, "cancel", True),
     "before a batch is sent": (Source, "send", False),
     "sent, before the answer": (SendExchange, "submit", True),
     "answered, before Kafka is told": (Source, "send", True),

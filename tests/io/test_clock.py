@@ -1,4 +1,4 @@
-"""The scheduler's clock: every row of its table, and what holds over any sequence of readings."""
+"""The scheduler's clock: every row of its table, and its invariants over any sequence of readings."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def started() -> tuple[ManualClock, SchedulerClock]:
 
 
 def run(manual: ManualClock, clock: SchedulerClock, ms: int) -> int:
-    """Let `ms` pass, read at every tick; the last reading."""
+    """Let `ms` pass with a reading at every tick. Returns the last reading."""
     for _ in range(0, ms, TICK_MS):
         manual.advance(TICK_MS)
         now = clock.now_ms()
     return now
 
 
-def test_it_begins_at_the_wall_and_follows_it() -> None:
+def test_scheduler_clock_starts_at_the_wall_and_follows_it() -> None:
     manual, clock = started()
     assert clock.now_ms() == manual.wall
     run(manual, clock, 10_000)
@@ -80,7 +80,7 @@ def test_slewing_is_followed() -> None:
 
 
 @pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, 24 * HOUR_MS, DAYS_400_MS])
-def test_a_spike_forward_and_back_moves_nothing(step_ms: int) -> None:
+def test_spike_forward_and_back_does_not_move_the_time(step_ms: int) -> None:
     manual, clock = started()
     manual.step_wall(step_ms)
     assert clock.now_ms() == manual.wall - step_ms and clock.suspect
@@ -90,7 +90,7 @@ def test_a_spike_forward_and_back_moves_nothing(step_ms: int) -> None:
     assert run(manual, clock, 2 * PROBATION_MS) == manual.wall
 
 
-def test_a_step_forward_is_accepted_once_it_has_stood() -> None:
+def test_step_forward_is_accepted_after_the_probation() -> None:
     manual, clock = started()
     manual.step_wall(HOUR_MS)
     clock.now_ms()
@@ -122,7 +122,7 @@ def test_a_second_step_begins_a_new_probation() -> None:
     assert clock.steps_suspected == 2
 
 
-def test_a_suspect_step_that_goes_away_in_small_pieces_is_forgotten() -> None:
+def test_suspect_step_undone_in_small_steps_ends_the_probation() -> None:
     manual, clock = started()
     manual.step_wall(1_500)
     clock.now_ms()
@@ -132,7 +132,7 @@ def test_a_suspect_step_that_goes_away_in_small_pieces_is_forgotten() -> None:
     assert not clock.suspect and clock.now_ms() == manual.wall
 
 
-def test_a_step_back_by_a_part_of_a_spike_does_not_make_the_rest_true() -> None:
+def test_partial_step_back_keeps_the_rest_of_a_spike_suspect() -> None:
     manual, clock = started()
     before = clock.now_ms()
     manual.step_wall(2 * HOUR_MS)
@@ -144,7 +144,7 @@ def test_a_step_back_by_a_part_of_a_spike_does_not_make_the_rest_true() -> None:
     assert clock.now_ms() == manual.wall and not clock.suspect
 
 
-def test_the_rest_of_a_spike_is_accepted_when_it_stands() -> None:
+def test_rest_of_a_spike_is_accepted_after_its_probation() -> None:
     manual, clock = started()
     manual.step_wall(2 * HOUR_MS)
     clock.now_ms()
@@ -179,7 +179,7 @@ def test_a_long_gap_between_readings_is_no_step() -> None:
 
 
 @pytest.mark.parametrize("step_ms", [STEP_MS + 1, HOUR_MS, DAYS_400_MS])
-def test_after_a_large_step_back_the_past_was_wrong(step_ms: int) -> None:
+def test_large_step_back_sets_the_time_back(step_ms: int) -> None:
     manual, clock = started()
     before = clock.now_ms()
     manual.step_wall(-step_ms)
@@ -187,7 +187,7 @@ def test_after_a_large_step_back_the_past_was_wrong(step_ms: int) -> None:
     assert run(manual, clock, 5_000) == manual.wall
 
 
-def test_a_spike_that_ends_in_the_past_leads_into_the_past() -> None:
+def test_spike_that_ends_before_its_start_sets_the_time_back() -> None:
     manual, clock = started()
     before = clock.now_ms()
     manual.step_wall(HOUR_MS)
@@ -200,7 +200,7 @@ def test_a_spike_that_ends_in_the_past_leads_into_the_past() -> None:
 
 
 @pytest.mark.parametrize("step_ms", [200, 1_000, 5_000, HOUR_MS])
-def test_a_strobe_never_leads_ahead_by_more_than_a_small_step(step_ms: int) -> None:
+def test_repeated_small_steps_move_the_time_by_at_most_one_step(step_ms: int) -> None:
     manual, clock = started()
     truth = manual.wall
     for turn in range(400):
@@ -220,7 +220,7 @@ suspend = st.tuples(st.just("suspend"), st.integers(0, HOUR_MS))
 
 @example([("step", -1), ("step", -1_000), ("step", 1_001)])  # ahead by what was held back, and back again
 @given(st.lists(st.one_of(advance, step, suspend), max_size=60))
-def test_what_holds_over_any_sequence(events: list[tuple[str, int]]) -> None:
+def test_invariants_hold_for_any_sequence_of_steps(events: list[tuple[str, int]]) -> None:
     manual, clock = started()
     now, wall, boot = clock.now_ms(), manual.wall, manual.boot
     stepped_boot = -PROBATION_MS  # when the wall last made a large step
@@ -241,11 +241,11 @@ def test_what_holds_over_any_sequence(events: list[tuple[str, int]]) -> None:
         if not clock.suspect:
             assert now == max(wall, before) or stepped < -STEP_MS
         else:
-            assert now < wall, "what is on probation lies ahead"
+            assert now < wall, "a suspected step is ahead of the time"
 
 
 @given(st.lists(st.one_of(advance, step), max_size=30))
-def test_it_ends_at_the_wall_whatever_came_before(events: list[tuple[str, int]]) -> None:
+def test_time_ends_at_the_wall_after_any_sequence(events: list[tuple[str, int]]) -> None:
     manual, clock = started()
     for what, ms in events:
         {"advance": manual.advance, "step": manual.step_wall}[what](ms)
@@ -264,10 +264,10 @@ glitch = st.tuples(
 
 @example([(-24 * HOUR_MS, 300)], 1_000)
 @given(st.lists(glitch, max_size=8), st.integers(100, STEP_MS))
-def test_after_any_glitches_the_true_time_counts_within_a_probation(
+def test_true_time_is_reached_within_a_probation_after_any_glitches(
     glitches: list[tuple[int, int]], look_ms: int
 ) -> None:
-    """A ticker reads the clock at least once a second. Meanwhile nothing is due before its true time."""
+    """A ticker reads the clock at least once a second. Meanwhile no message is due before its true time."""
     manual, clock = started()
     truth = manual.wall
 
@@ -292,7 +292,7 @@ def test_after_any_glitches_the_true_time_counts_within_a_probation(
 # ---- the machine's own -----------------------------------------------------------------------------------
 
 
-def test_the_system_s_clocks_tell_milliseconds_and_nanoseconds() -> None:
+def test_system_clock_returns_milliseconds_and_nanoseconds() -> None:
     clock = SystemClock()
     assert clock.wall_ms() == pytest.approx(time.time() * 1000, rel=1e-3)  # milliseconds, and since 1970
     first, boot = clock.monotonic_ns(), clock.boot_ms()
@@ -303,7 +303,7 @@ def test_the_system_s_clocks_tell_milliseconds_and_nanoseconds() -> None:
     assert SchedulerClock(clock).now_ms() >= 1_700_000_000_000
 
 
-def test_a_manual_clock_moves_only_when_told() -> None:
+def test_manual_clock_moves_only_by_its_methods() -> None:
     manual = ManualClock(wall=5, boot=7, monotonic=9)
     assert (manual.wall_ms(), manual.boot_ms(), manual.monotonic_ns()) == (5, 7, 9_000_000)
     manual.advance(1)

@@ -1,4 +1,4 @@
-"""Descriptors: as many as the system gives, refused when they are too few, and some held back for our own files."""
+"""The limit of descriptors: raised as far as possible, refused if too low, with a reserve for own files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from timeball.io.descriptors import OPEN_FILES_MAX, OPEN_FILES_MIN, RESERVE, allow_many, lent, open_files_max
+from timeball.io.descriptors import (
+    OPEN_FILES_MAX,
+    OPEN_FILES_MIN,
+    RESERVE,
+    lent,
+    open_files_max,
+    raise_open_files_limit,
+)
 from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError
 
@@ -26,22 +33,22 @@ def used() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_a_process_that_is_a_broker_may_open_many_files(limits: tuple[int, int]) -> None:
+def test_allow_many_raises_the_soft_limit(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[0] - 1, limits[1]))
-    allow_many()
+    raise_open_files_limit()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard == limits[1]
     assert soft == max(min(hard, OPEN_FILES_MAX), limits[0] - 1) - RESERVE == open_files_max()
 
 
-def test_too_few_files_for_a_broker_are_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_low_hard_limit_raises_setup_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, OPEN_FILES_MIN - 1))
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     with pytest.raises(SetupError, match="may open 255 files and a broker needs 256: raise the limit"):
-        allow_many()
+        raise_open_files_limit()
 
 
-def test_what_is_lent_is_there_as_long_as_somebody_needs_it(limits: tuple[int, int]) -> None:
+def test_lent_descriptors_last_until_the_last_loan_ends(limits: tuple[int, int]) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (500, limits[1]))
     with lent(10):
         assert open_files_max() == 510
@@ -51,10 +58,10 @@ def test_what_is_lent_is_there_as_long_as_somebody_needs_it(limits: tuple[int, i
     assert open_files_max() == 500
 
 
-def test_the_brokers_own_files_are_opened_when_strangers_have_all_descriptors(
+def test_own_files_are_opened_when_connections_have_all_descriptors(
     tmp_path: Path, limits: tuple[int, int]
 ) -> None:
-    """The negative control is a plain open beside it."""
+    """The negative control is a plain open."""
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
     stop, taken = threading.Event(), list[int]()

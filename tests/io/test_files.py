@@ -1,4 +1,4 @@
-"""What a store may rely on, the same for a real folder and for the crash model; then what only a real one has."""
+"""The guarantees of `Files`, for a real folder and for the crash model, then those of a real folder alone."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_allocate_sets_the_size_and_reads_as_zeros(files: Files) -> None:
     assert files.size("a") == 5000
 
 
-def test_room_of_a_part_is_reserved_without_a_change_of_the_bytes(files: Files) -> None:
+def test_reserve_does_not_change_the_bytes(files: Files) -> None:
     file = files.create("a")
     file.allocate(50_000, reserved=False)
     file.write_at(10_000, b"there")
@@ -110,7 +110,7 @@ def test_room_of_a_part_is_reserved_without_a_change_of_the_bytes(files: Files) 
         file.reserve(4_096, 4_096)
 
 
-def test_only_what_is_reserved_takes_room_on_the_disk(tmp_path: Path) -> None:
+def test_only_reserved_parts_take_disk_space(tmp_path: Path) -> None:
     files, mib = RealFiles(tmp_path), 1 << 20
     file = files.create("a")
     file.allocate(64 * mib, reserved=False)
@@ -121,7 +121,7 @@ def test_only_what_is_reserved_takes_room_on_the_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at_random", [False, True])
-def test_a_mapping_and_the_file_are_the_same_bytes(files: Files, at_random: bool) -> None:
+def test_mapping_shows_written_bytes_and_the_file_mapped_ones(files: Files, at_random: bool) -> None:
     file = files.create("a")
     file.allocate(4096)
     writable = file.map(at_random=at_random)
@@ -144,7 +144,7 @@ def test_a_read_only_mapping_cannot_be_written(files: Files) -> None:
     assert memoryview(buffer).readonly
 
 
-def test_mappings_stay_valid_when_the_file_grows_and_when_its_name_goes(files: Files) -> None:
+def test_mappings_stay_valid_when_the_file_grows_or_is_removed(files: Files) -> None:
     file = files.create("a")
     file.write_at(0, b"first")
     early = files.map_readonly("a")
@@ -170,8 +170,8 @@ def test_warming_changes_nothing_and_cannot_fail(files: Files) -> None:
     file.close()
 
 
-def test_what_is_warmed_is_in_the_cache_of_the_system(tmp_path: Path) -> None:
-    """Asked of the kernel: mincore says which pages of a mapping are in memory."""
+def test_warmed_pages_are_in_the_page_cache(tmp_path: Path) -> None:
+    """mincore shows which pages of a mapping are in memory."""
     files, size_bytes = RealFiles(tmp_path), 20 * 1024 * 1024
     file = files.create("log")
     file.allocate(size_bytes)
@@ -191,7 +191,7 @@ def test_what_is_warmed_is_in_the_cache_of_the_system(tmp_path: Path) -> None:
     file.close()
 
 
-def test_what_is_mapped_at_random_reads_the_same_and_nothing_is_read_ahead(tmp_path: Path) -> None:
+def test_random_mapping_reads_the_same_bytes_without_read_ahead(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
     maps = [files.map_readonly("a", at_random=at_random) for at_random in (False, True)]
@@ -207,7 +207,7 @@ def test_what_is_mapped_at_random_reads_the_same_and_nothing_is_read_ahead(tmp_p
     assert files.map_readonly("none", at_random=True).size == 0
 
 
-def test_what_is_unloaded_reads_as_before_and_is_no_memory_of_the_process(tmp_path: Path) -> None:
+def test_unloaded_mapping_reads_the_same_and_frees_memory(tmp_path: Path) -> None:
     files, size_bytes = RealFiles(tmp_path), 4 * 1024 * 1024
     file, data = files.create("log"), os.urandom(size_bytes)
     file.write_at(0, data)
@@ -229,19 +229,19 @@ def test_what_is_unloaded_reads_as_before_and_is_no_memory_of_the_process(tmp_pa
     file.close()
 
 
-def test_create_empties_what_was_there(files: Files) -> None:
+def test_create_truncates_an_existing_file(files: Files) -> None:
     files.create("a").write_at(0, b"old")
     files.create("a")
     assert files.size("a") == 0
 
 
-def test_open_keeps_what_was_there(files: Files) -> None:
+def test_open_keeps_the_content(files: Files) -> None:
     files.create("a").write_at(0, b"old")
     files.open("a").write_at(1, b"xx")
     assert content(files, "a") == b"oxx"
 
 
-def test_replace_swaps_the_content_and_leaves_earlier_mappings(files: Files) -> None:
+def test_replace_changes_the_content_but_not_earlier_mappings(files: Files) -> None:
     files.replace("state", b"one")
     before = files.map_readonly("state")
     files.replace("state", b"two!")
@@ -250,7 +250,7 @@ def test_replace_swaps_the_content_and_leaves_earlier_mappings(files: Files) -> 
     assert files.list_dir(".") == ["state"]
 
 
-def test_rename_takes_the_place_of_another_file(files: Files) -> None:
+def test_rename_replaces_another_file(files: Files) -> None:
     files.make_dir("x")
     files.create("x/new").write_at(0, b"new")
     files.create("x/old").write_at(0, b"old")
@@ -274,7 +274,7 @@ def test_folders(files: Files) -> None:
     files.sync_file("x/y/a")
 
 
-def test_removing_what_is_not_there_is_fine(files: Files) -> None:
+def test_removing_a_missing_file_does_nothing(files: Files) -> None:
     files.remove("a")
     files.remove("no/a")
     assert files.list_dir(".") == []
@@ -293,7 +293,7 @@ def test_removing_what_is_not_there_is_fine(files: Files) -> None:
         lambda files: files.rename("a", "b"),
     ],
 )
-def test_a_missing_name_is_not_found(files: Files, call: Callable[[Files], object]) -> None:
+def test_missing_name_raises_not_found(files: Files, call: Callable[[Files], object]) -> None:
     with pytest.raises(NotFound, match="failed: "):
         call(files)
 
@@ -309,14 +309,16 @@ def test_a_missing_name_is_not_found(files: Files, call: Callable[[Files], objec
         lambda files: files.make_dir("file"),
     ],
 )
-def test_a_name_of_the_wrong_kind_is_a_typed_error(files: Files, call: Callable[[Files], object]) -> None:
+def test_folder_or_file_of_the_wrong_kind_raises_a_typed_error(
+    files: Files, call: Callable[[Files], object]
+) -> None:
     files.make_dir("folder")
     files.create("file").close()
     with pytest.raises(DiskFailed):
         call(files)
 
 
-def test_a_closed_file_refuses_and_a_second_close_harms_nobody(files: Files) -> None:
+def test_closed_file_refuses_calls_and_a_second_close_does_nothing(files: Files) -> None:
     closed = files.create("a")
     closed.close()
     other = files.create("b")  # on a real disk this gets the number the first one had
@@ -330,7 +332,7 @@ def test_a_closed_file_refuses_and_a_second_close_harms_nobody(files: Files) -> 
     assert content(files, "b") == b"fine"
 
 
-def test_a_library_works_in_the_external_folder(files: Files) -> None:
+def test_library_can_write_below_the_external_path(files: Files) -> None:
     files.make_dir("table")
     files.replace("table/ours", b"from us")
     path = Path(files.external("table"))
@@ -352,7 +354,7 @@ def test_a_library_works_in_the_external_folder(files: Files) -> None:
 # ---- only a real folder ----------------------------------------------------------------------------------
 
 
-def test_one_process_holds_the_folder(tmp_path: Path) -> None:
+def test_second_process_cannot_lock_the_folder(tmp_path: Path) -> None:
     root = tmp_path / "deep" / "data"
     first, second = RealFiles(root), RealFiles(root)
     first.lock()
@@ -364,7 +366,7 @@ def test_one_process_holds_the_folder(tmp_path: Path) -> None:
     second.unlock()
 
 
-def test_the_lock_dies_with_its_process(tmp_path: Path) -> None:
+def test_lock_ends_with_its_process(tmp_path: Path) -> None:
     program = (
         "import sys, pathlib; from timeball.io.files import RealFiles\n"
         "RealFiles(pathlib.Path(sys.argv[1])).lock(); print('held', flush=True); sys.stdin.read()"
@@ -412,7 +414,7 @@ def test_a_full_file_system_refuses_the_allocation_and_goes_on_after_a_removal(t
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-def test_a_limit_on_the_file_size_is_a_typed_error_and_keeps_what_was_there(tmp_path: Path) -> None:
+def test_file_size_limit_raises_a_typed_error_and_keeps_the_content(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     file = files.create("a")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -429,7 +431,7 @@ def test_a_limit_on_the_file_size_is_a_typed_error_and_keeps_what_was_there(tmp_
 
 
 def watch_fsync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The inode numbers that fsync is called for; it is still called."""
+    """Record the inode numbers of fsync calls."""
     synced: list[int] = []
     fsync = os.fsync
 
@@ -444,7 +446,7 @@ def watch_fsync(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_folder_left_unsynced_by_a_killed_run_is_synced_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The name `log` is there, but nobody has synced the root since: make_dir must."""
+    """The name `log` exists, but its parent has not been synced. make_dir must do so."""
     (tmp_path / "log").mkdir()
     synced = watch_fsync(monkeypatch)
     RealFiles(tmp_path).make_dir("log")
@@ -459,10 +461,10 @@ def test_a_new_root_is_synced_into_its_parent(tmp_path: Path, monkeypatch: pytes
     assert {tmp_path.stat().st_ino, (tmp_path / "a").stat().st_ino} <= set(synced)
 
 
-# ---- what is not for everybody ------------------------------------------------------------------------------
+# ---- secret files -------------------------------------------------------------------------------------------
 
 
-def test_a_secret_is_read_whole_where_nobody_else_can(tmp_path: Path) -> None:
+def test_secret_that_others_cannot_read_is_read(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"s" * 100_000)
     path.chmod(0o600)
@@ -482,7 +484,7 @@ def test_a_secret_that_cannot_be_read_names_the_option(tmp_path: Path) -> None:
         read_secret(str(tmp_path), "--secret", forbidden_mode=0)
 
 
-def test_a_mapped_file_costs_no_descriptor_and_lasts_as_long_as_any_part_of_it(tmp_path: Path) -> None:
+def test_mapped_file_needs_no_descriptor_and_lasts_with_its_slices(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
     before = set(os.listdir("/proc/self/fd"))
@@ -497,9 +499,7 @@ def test_a_mapped_file_costs_no_descriptor_and_lasts_as_long_as_any_part_of_it(t
     assert _maps_of(tmp_path / "a") == 0
 
 
-def test_what_cannot_be_mapped_is_an_error_of_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_mapping_raises_disk_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = RealFiles(tmp_path)
     files.replace("a", b"0123456789")
 
@@ -516,12 +516,12 @@ def _maps_of(path: Path) -> int:
     return sum(line.endswith(str(path)) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_a_data_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_uncreatable_data_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     root = tmp_path / "file" / "data"
     with pytest.raises(TimeballError, match=re.escape(str(root))):
         RealFiles(root).make_dir(".")
 
 
-def test_free_bytes_is_what_the_system_has_left(tmp_path: Path) -> None:
+def test_free_bytes_equals_the_free_space_of_the_file_system(tmp_path: Path) -> None:
     assert 0 < RealFiles(tmp_path).free_bytes() <= shutil.disk_usage(tmp_path).total

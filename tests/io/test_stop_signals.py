@@ -1,4 +1,4 @@
-"""The signals that end a process."""
+"""The signals that ask a process to stop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import signal
 
 import pytest
 
-from timeball.io.stop_signals import stop_asked
+from timeball.io.stop_signals import watch_stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
-def test_the_first_of_them_is_waited_for_and_a_second_does_no_harm(number: signal.Signals) -> None:
+def test_future_is_done_at_the_first_signal_and_ignores_a_second(number: signal.Signals) -> None:
     async def check() -> bool:
-        asked = stop_asked()
+        asked = watch_stop_signals()
         was_done = asked.done()
         for _ in range(2):
             os.kill(os.getpid(), number)

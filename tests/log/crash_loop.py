@@ -1,8 +1,8 @@
-"""A scenario of the log alone for the crash loop, who remembers what was promised, and who compares.
+"""A scenario of the log for crash tests, a witness of the acknowledged rows, and a comparison of both.
 
-The scenario appends alone and in groups, sets numbers aside, rolls over small segments, lets old ones go, stops
-and opens the log again. `Witness` stands outside the machine: it knows what was asked for and what was
-acknowledged, whatever the disk has kept of it.
+The scenario appends rows alone and in groups, reserves numbers, rolls over small segments, removes old ones, stops and
+opens the log again. `Witness` is outside the simulated machine: it knows what was appended and acknowledged, whatever
+the disk has kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FAR_FUTURE_MS = 1 << 60
 
 @dataclass
 class Witness:
-    """What was asked for, by first sequence number, and what was acknowledged."""
+    """The appended batches by first sequence number, and those that were acknowledged."""
 
     asked: dict[int, list[bytes]] = field(default_factory=dict)
     aside: set[int] = field(default_factory=set)
@@ -46,16 +46,16 @@ class Witness:
 
     def let_go(self, files: CrashFiles, log: Log) -> None:
         """Retention: all segments but the last may go."""
-        gone = log.segments.expired(
+        expired = log.segments.expired(
             now_ms=FAR_FUTURE_MS, retention_ms=0, needed_from_seq=log.segments.last.first_seq
         )
-        assert gone, "the scenario is too small"
-        self.let_go_below = gone[-1].next_seq
-        log.segments.remove(files, gone)
+        assert expired, "the scenario is too small"
+        self.let_go_below = expired[-1].next_seq
+        log.segments.remove(files, expired)
 
 
 async def scenario(files: CrashFiles, witness: Witness) -> None:
-    """Two lives of a log."""
+    """Two runs of a log."""
     reserve = build_rows(1, kind=int(Kind.TABLE), body=b"10")
     async with opened(files, disk=AtOnce()) as log:
         for n in range(5):
@@ -66,13 +66,13 @@ async def scenario(files: CrashFiles, witness: Witness) -> None:
         witness.let_go(files, log)
         await witness.append(log, batch(1_000, 2), batch(1_100, 20, body_bytes=1_000))
         await witness.append(log, batch(1_200, 1))
-    async with opened(files, disk=AtOnce(), known_durable=witness.acknowledged_to) as log:
+    async with opened(files, disk=AtOnce(), durable_before_seq=witness.acknowledged_to) as log:
         await witness.append(log, batch(1_300, 4, body_bytes=700))
         await witness.append(log, batch(1_400, 4, body_bytes=700))
 
 
 def live(files: CrashFiles) -> Witness:
-    """The scenario until its end or until the power goes."""
+    """Run the scenario until its end or until the power cut."""
     witness = Witness()
     try:
         asyncio.run(scenario(files, witness))
@@ -81,30 +81,30 @@ def live(files: CrashFiles) -> Witness:
     return witness
 
 
-def violations(files: CrashFiles, witness: Witness, *, known_durable: int = 0) -> list[str]:
-    """Open the log that a crash has left and compare it with what was promised; empty when all is well."""
+def violations(files: CrashFiles, witness: Witness, *, durable_before_seq: int = 0) -> list[str]:
+    """Open the log that a crash has left and compare it with the witness. Empty if there is no violation."""
     try:
-        segments = reopened(files, known_durable=known_durable).segments
-        found = read_all(segments)
+        segments = reopened(files, durable_before_seq=durable_before_seq).segments
+        kept_bodies = read_all(segments)
     except StorageError as error:
         return [f"refused: {error}"]
     wrong = []
     for first_seq, expected in witness.asked.items():
-        there = [found.get(first_seq + i) for i in range(len(expected))]
+        there = [kept_bodies.get(first_seq + i) for i in range(len(expected))]
         is_owed = first_seq in witness.acknowledged and first_seq >= witness.let_go_below
         if there != expected and (is_owed or there != [None] * len(expected)):
             wrong.append(f"{'acknowledged' if is_owed else 'not acknowledged'} {first_seq}: {there}")
     known = {first_seq + i for first_seq, rows in witness.asked.items() for i in range(len(rows))}
-    wrong += [f"nobody appended {seq}" for seq in found.keys() - known]
+    wrong += [f"nobody appended {seq}" for seq in kept_bodies.keys() - known]
     dense = set(range(segments.first_seq, segments.next_seq)) - witness.aside
-    wrong += [f"hole at {seq}" for seq in dense - found.keys()]
+    wrong += [f"hole at {seq}" for seq in dense - kept_bodies.keys()]
     if segments.first_seq > witness.let_go_below:
         wrong.append(f"begins with {segments.first_seq}, but {witness.let_go_below} may still be needed")
     return wrong
 
 
 def goes_on(files: CrashFiles) -> list[str]:
-    """Append to a recovered log, cut the power again, and see whether it is all there."""
+    """Append to a recovered log, cut the power again, and check that all rows are there."""
     before = read_all(reopened(files).segments)
     rows = batch(9_000, 5, body_bytes=300)
 

@@ -1,4 +1,4 @@
-"""A log with small segments over any `Files`, and the rows that go into it."""
+"""A log with small segments over any `Files`, and rows for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEGMENT_BYTES = 16 * 1024  # a handful of small frames
 
 
 class AtOnce(Disk):
-    """Runs a call when it is submitted, in the caller's thread: the same order of calls every time."""
+    """A disk that runs each call in the caller's thread, so that the order of calls is always the same."""
 
     def submit(self, fn: Callable[..., object], /, *args: object, **kwargs: object) -> Future[object]:
         future: Future[object] = Future()
@@ -40,7 +40,7 @@ class AtOnce(Disk):
 
 
 class OnDemand(Disk):
-    """Holds calls back until they are let go: a disk that is busy for as long as a test wants."""
+    """A disk that keeps calls until the test releases them, such as a slow disk."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Callable[[], object], Future[object]]] = []
@@ -65,7 +65,7 @@ class OnDemand(Disk):
 
 @dataclass
 class Log:
-    """An open log. `failures` is what its writer reported."""
+    """An open log. `failures` are the errors that its writer reported."""
 
     writer: LogWriter
     reader: LogReader
@@ -86,26 +86,28 @@ async def opened(
     disk: Disk | None = None,
     segment_bytes: int = SEGMENT_BYTES,
     durability: Durability = "sync",
-    known_durable: int = 0,
+    durable_before_seq: int = 0,
 ) -> AsyncIterator[Log]:
-    """The log below `files`, recovered and ready; closed at the end."""
+    """Open the log below `files` for a test, with recovery. It is closed at the end."""
     clock = ManualClock()
-    found = reopened(files, segment_bytes=segment_bytes, known_durable=known_durable)
+    recovered = reopened(files, segment_bytes=segment_bytes, durable_before_seq=durable_before_seq)
     threads = disk or DiskThread()
     failures: list[BaseException] = []
     writer = LogWriter(
-        files, found.segments, found.file, clock, threads,
+        files, recovered.segments, recovered.file, clock, threads,
         segment_bytes=segment_bytes, durability=durability, on_failure=failures.append,
     )  # fmt: skip
     try:
-        yield Log(writer, LogReader(found.segments), found.segments, clock, found.cut_bytes, failures)
+        yield Log(
+            writer, LogReader(recovered.segments), recovered.segments, clock, recovered.cut_bytes, failures
+        )
     finally:
         await until(writer.close(), disk)
         threads.shutdown()
 
 
 async def until(work: Awaitable[None], disk: Executor | None) -> None:
-    """Wait for `work`, letting go on the way what an OnDemand disk holds back."""
+    """Wait for `work`, and release the calls that an OnDemand disk keeps meanwhile."""
     task = asyncio.ensure_future(work)
     while not task.done() and isinstance(disk, OnDemand):
         await asyncio.sleep(0)
@@ -114,21 +116,21 @@ async def until(work: Awaitable[None], disk: Executor | None) -> None:
 
 
 async def eventually(condition: Callable[[], object]) -> None:
-    """Wait until the condition holds; fails when it does not within a generous bound."""
+    """Wait until the condition is true. Fails after a generous time limit."""
     async with asyncio.timeout(BOUND_S):
         while not condition():
             await asyncio.sleep(0.001)
 
 
-def reopened(files: Files, *, segment_bytes: int = SEGMENT_BYTES, known_durable: int = 0) -> Opened:
-    """What recovery finds."""
+def reopened(files: Files, *, segment_bytes: int = SEGMENT_BYTES, durable_before_seq: int = 0) -> Opened:
+    """Run recovery on these files."""
     return open_log(
-        files, segment_bytes=segment_bytes, now_ms=ManualClock().wall, known_durable=known_durable
+        files, segment_bytes=segment_bytes, now_ms=ManualClock().wall, durable_before_seq=durable_before_seq
     )
 
 
 def batch(first: int, count: int = 3, *, body_bytes: int = 20) -> pa.RecordBatch:
-    """`count` messages that can be told from all others: row n of the batch is message `first` + n."""
+    """Build `count` distinct messages: row n of the batch is message `first` + n."""
     numbers = range(first, first + count)
     return build_rows(
         count,
@@ -149,7 +151,7 @@ def bodies(rows: Iterable[pa.RecordBatch]) -> list[bytes]:
 
 
 def read_all(segments: Segments) -> dict[int, bytes]:
-    """Body by sequence number, of everything kept."""
+    """Read the bodies of all kept rows by sequence number."""
     reader = LogReader(segments)
     found: dict[int, bytes] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq):
@@ -160,7 +162,7 @@ def read_all(segments: Segments) -> dict[int, bytes]:
 
 
 def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
-    """A log of `commits` commits of `rows` messages; the bodies, of which the first has seq 1."""
+    """Append `commits` commits of `rows` messages. Returns the bodies, the first of which has seq 1."""
 
     async def write() -> None:
         async with opened(files, disk=AtOnce()) as log:
@@ -172,16 +174,16 @@ def fill(files: Files, commits: int, *, rows: int = 3) -> list[bytes]:
 
 
 def run(work: Coroutine[Any, Any, None]) -> None:
-    """A test's own coroutine, within a bound."""
+    """Run a test's coroutine within a time limit."""
     asyncio.run(asyncio.wait_for(work, 2 * BOUND_S))
 
 
 async def turns(count: int = 5) -> None:
-    """Give the event loop its turns; nothing waits for a time here."""
+    """Run some iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 def syncs(files: CrashFiles, name: str = "") -> int:
-    """How often files whose name holds `name` have been synced."""
+    """Count the syncs of files whose name contains `name`."""
     return sum(call == "sync" and name in where for call, where in files.trace)

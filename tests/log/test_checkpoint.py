@@ -1,4 +1,4 @@
-"""The checkpoint: whole or not at all; and the last snapshot is found by its flag, and damage to it is told."""
+"""The checkpoint file is complete or absent. The last snapshot is found by its flag, and damage to it is reported."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from timeball.log.checkpoint import (
     Checkpoint,
     Facts,
     JobFacts,
-    bytes_behind,
     last_snapshot,
     load,
+    log_bytes_from,
     parse,
     save,
     snapshot_row,
@@ -85,7 +85,7 @@ def same(one: Checkpoint | None, other: Checkpoint) -> bool:
 
 
 @given(facts, pairs)
-def test_it_comes_back_as_it_was_saved(known: Facts, settled: list[tuple[int, int]]) -> None:
+def test_saved_checkpoint_is_loaded_back(known: Facts, settled: list[tuple[int, int]]) -> None:
     files = CrashFiles()
     saved = checkpoint(known, settled)
     save(files, saved)
@@ -93,8 +93,8 @@ def test_it_comes_back_as_it_was_saved(known: Facts, settled: list[tuple[int, in
     assert same(parse(files.content(NAME)), saved)
 
 
-def test_its_arrays_belong_to_the_reader() -> None:
-    """The caller changes them; a mapping of the file must not be behind them."""
+def test_loaded_arrays_are_copies() -> None:
+    """The caller changes them, so they must not be views of the mapped file."""
     files = CrashFiles()
     save(files, numbered(6))
     found = load(files)
@@ -103,11 +103,11 @@ def test_its_arrays_belong_to_the_reader() -> None:
     assert same(load(files), numbered(6))
 
 
-def test_a_folder_without_one_is_a_new_folder() -> None:
+def test_missing_checkpoint_loads_as_none() -> None:
     assert load(CrashFiles()) is None
 
 
-def test_facts_that_a_later_version_may_drop_have_defaults_and_unknown_ones_are_ignored() -> None:
+def test_missing_facts_have_defaults_and_unknown_ones_are_ignored() -> None:
     payload = b'{"seq":9,"table_attach_seq":0}'
     payload = len(payload).to_bytes(8, "little") + bytes(8) + payload
     found = parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
@@ -145,12 +145,12 @@ def test_every_flipped_bit_and_every_missing_byte_is_noticed() -> None:
     ],
     ids=["empty", "short", "cut facts", "no facts", "few pairs", "too many pairs", "endless facts"],
 )
-def test_a_right_checksum_over_nonsense_is_nonsense(payload: bytes) -> None:
+def test_valid_checksum_over_invalid_payload_is_corrupt(payload: bytes) -> None:
     with pytest.raises(Corrupt):
         parse(HEADER.pack(MAGIC, len(payload), google_crc32c.value(payload)) + payload)
 
 
-def test_one_that_cannot_be_trusted_is_none_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_loads_as_none_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     files = CrashFiles()
     save(files, numbered(6))
     files.open(NAME).write_at(40, b"?")
@@ -167,7 +167,7 @@ def test_one_that_cannot_be_trusted_is_none_and_that_is_said(caplog: pytest.LogC
 
 
 def after_cuts(**forgotten: bool) -> list[Checkpoint | None]:
-    """What is there after a cut at each call of a replacement."""
+    """Replace a checkpoint with a power cut at each call. Returns the checkpoint that is loaded after each."""
     whole = CrashFiles(**forgotten)
     save(whole, numbered(5))
     begun = whole.calls
@@ -182,18 +182,18 @@ def after_cuts(**forgotten: bool) -> list[Checkpoint | None]:
     return found
 
 
-def test_whenever_the_power_goes_there_is_the_old_one_or_the_new_one() -> None:
-    found = after_cuts()
-    assert all(same(each, numbered(5)) or same(each, numbered(13)) for each in found)
-    assert {each.facts.seq for each in found if each} == {5, 13}
+def test_power_cut_leaves_the_old_checkpoint_or_the_new_one() -> None:
+    checkpoints = after_cuts()
+    assert all(same(each, numbered(5)) or same(each, numbered(13)) for each in checkpoints)
+    assert {each.facts.seq for each in checkpoints if each} == {5, 13}
 
 
 @pytest.mark.parametrize("forgotten", ["forget_sync", "forget_sync_dir"])
-def test_a_disk_that_forgets_would_be_noticed(forgotten: str) -> None:
+def test_disk_that_ignores_fsync_is_noticed(forgotten: str) -> None:
     assert any(each is None for each in after_cuts(**{forgotten: True}))
 
 
-def test_on_a_real_folder_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_checkpoint_is_saved_and_loaded_in_a_real_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
     save(files, numbered(5))
     save(files, numbered(13))
@@ -221,7 +221,7 @@ async def fill(log: Log, commits: int) -> None:
 
 
 @pytest.mark.parametrize("commits_behind", [0, 3, 40])
-def test_the_last_one_is_found_however_much_stands_behind_it(commits_behind: int) -> None:
+def test_last_snapshot_is_found_with_any_rows_after_it(commits_behind: int) -> None:
     files = CrashFiles()
 
     async def main() -> None:
@@ -234,16 +234,16 @@ def test_the_last_one_is_found_however_much_stands_behind_it(commits_behind: int
             committed = last_snapshot(log.segments, first_seq)
             assert committed is not None and committed.facts.seq == 4
             assert last_snapshot(log.segments, 4) is None
-            assert bytes_behind(log.segments, log.writer.next_seq) == 0
-            assert bytes_behind(log.segments, 1) >= bytes_behind(log.segments, first_seq) > 0
-        found = last_snapshot(reopened(files).segments)
-        assert found is not None and found.facts == state(10).facts
-        assert (found.settled_due == SETTLED).all() and (found.settled_seq == SETTLED + 1).all()
+            assert log_bytes_from(log.segments, log.writer.next_seq) == 0
+            assert log_bytes_from(log.segments, 1) >= log_bytes_from(log.segments, first_seq) > 0
+        snapshot = last_snapshot(reopened(files).segments)
+        assert snapshot is not None and snapshot.facts == state(10).facts
+        assert (snapshot.settled_due == SETTLED).all() and (snapshot.settled_seq == SETTLED + 1).all()
 
     run(main())
 
 
-def test_it_has_a_frame_of_its_own_whatever_shares_its_commit() -> None:
+def test_snapshot_has_a_frame_of_its_own_in_any_commit() -> None:
     files = CrashFiles()
 
     async def main() -> None:
@@ -259,13 +259,13 @@ def test_it_has_a_frame_of_its_own_whatever_shares_its_commit() -> None:
     run(main())
 
 
-def test_its_value_is_shown_to_no_reader() -> None:
+def test_value_of_a_snapshot_is_hidden_from_readers() -> None:
     row = snapshot_row(state(4), 7)
     assert row.column("body")[0].as_py()
     assert without_secrets(row).column("body")[0].as_py() is None
 
 
-def test_damage_to_it_is_told_by_name() -> None:
+def test_damaged_snapshot_is_reported_with_its_file() -> None:
     files = CrashFiles()
 
     async def main() -> None:
@@ -280,7 +280,7 @@ def test_damage_to_it_is_told_by_name() -> None:
     run(main())
 
 
-def test_a_flag_that_is_none_of_ours_is_damage() -> None:
+def test_unknown_flag_is_corrupt() -> None:
     row = snapshot_row(state(1), 7)
     frame, parts = fmt.encode_frame(
         row, first_seq=1, span=1, append_ms=0, epoch=1, position=64, synced_to=64, flags=fmt.SNAPSHOT

@@ -1,4 +1,4 @@
-"""What shares a frame of a commit: neighbours do, rows that set numbers aside or carry flags do not."""
+"""Which entries of a commit share a frame: neighbours do, reservations and flagged rows do not."""
 
 import asyncio
 from concurrent.futures import Future
@@ -11,7 +11,7 @@ from timeball.model.message import LOG_SCHEMA, SMALL_ROWS, Kind, meta_rows
 
 
 def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
-    """Return (first_seq, span, flags, rows) of the frames of entries of one row, each (first_seq, span, flags)."""
+    """Group entries of one row, each (first_seq, span, flags). Returns (first_seq, span, flags, rows) of the frames."""
 
     async def work() -> list[tuple[int, int, int, int]]:
         loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
@@ -26,16 +26,16 @@ def frames(*entries: tuple[int, int, int]) -> list[tuple[int, int, int, int]]:
     return asyncio.run(work())
 
 
-def test_neighbours_share_a_frame() -> None:
+def test_neighbouring_entries_share_a_frame() -> None:
     assert frames((1, 1, 0), (2, 1, 0), (3, 1, 0)) == [(1, 3, 0, 3)]
 
 
-def test_rows_that_set_numbers_aside_or_carry_flags_have_a_frame_of_their_own() -> None:
+def test_reservations_and_flagged_rows_get_a_frame_of_their_own() -> None:
     alone = frames((1, 1, 0), (2, 10, 0), (12, 1, 0), (13, 1, 1), (14, 1, 0))
     assert alone == [(1, 1, 0, 1), (2, 10, 0, 1), (12, 1, 0, 1), (13, 1, 1, 1), (14, 1, 0, 1)]
 
 
-def test_rows_that_are_encoded_ahead_have_a_frame_of_their_own() -> None:
+def test_rows_encoded_ahead_get_a_frame_of_their_own() -> None:
     async def work() -> None:
         loop, rows = asyncio.get_running_loop(), meta_rows([("key", b"value")], now_ms=0)
         ahead: Future[bytes | pa.Buffer] = Future()
@@ -47,7 +47,7 @@ def test_rows_that_are_encoded_ahead_have_a_frame_of_their_own() -> None:
     asyncio.run(work())
 
 
-def test_many_rows_that_are_encoded_have_a_frame_of_their_own_and_few_share_one() -> None:
+def test_many_encoded_rows_get_a_frame_of_their_own_and_few_share_one() -> None:
     async def work() -> None:
         loop = asyncio.get_running_loop()
         value = tuple({"kind": int(Kind.MESSAGE), "topic": "t"}.get(name) for name in LOG_SCHEMA.names)

@@ -1,4 +1,4 @@
-"""The disk thread: calls in their order, each outcome to its caller, and a stop that loses nothing."""
+"""The disk thread runs calls in order, reports each outcome to its caller, and loses no call at a shutdown."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_an_outcome_of_any_kind_reaches_its_caller() -> None:
     disk.shutdown()
 
 
-def test_after_a_shutdown_nothing_is_taken_and_what_waits_may_be_cancelled() -> None:
+def test_shutdown_refuses_calls_and_may_cancel_queued_ones() -> None:
     disk, go, seen = DiskThread(), threading.Event(), []
     first = disk.submit(go.wait)
     while not first.running():
@@ -59,7 +59,7 @@ def test_after_a_shutdown_nothing_is_taken_and_what_waits_may_be_cancelled() -> 
     assert seen == []
 
 
-def test_a_call_is_let_go_once_it_has_run() -> None:
+def test_call_is_not_referenced_after_it_has_run() -> None:
     class Held:
         pass
 
@@ -73,7 +73,7 @@ def test_a_call_is_let_go_once_it_has_run() -> None:
     disk.shutdown()
 
 
-def test_the_thread_of_a_disk_that_is_forgotten_ends() -> None:
+def test_thread_ends_when_the_disk_is_garbage_collected() -> None:
     disk = DiskThread()
     thread = disk._thread
     assert disk.submit(lambda: 1).result() == 1 and thread.is_alive()

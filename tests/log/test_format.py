@@ -1,4 +1,4 @@
-"""Frames and segment headers as bytes: they come back, they are those of the drawing, and damage is noticed."""
+"""The bytes of frames and segment headers: they are read back, equal the documented layout, and show damage."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def segment(*frames: bytes, tail: int = 256) -> pa.Buffer:
 
 
 def sealed_again(frame: bytearray) -> bytes:
-    """The frame with a checksum that fits: as a writer of it would have left it."""
+    """Give the frame a valid checksum, as its writer would have."""
     struct.pack_into("<I", frame, CRC_AT, 0)
     struct.pack_into("<I", frame, CRC_AT, google_crc32c.value(bytes(frame)))
     return bytes(frame)
@@ -44,7 +44,7 @@ def sealed_again(frame: bytearray) -> bytes:
 # ---- frames ----------------------------------------------------------------------------------------------
 
 
-def test_a_frame_comes_back() -> None:
+def test_encoded_frame_is_read_back() -> None:
     rows = batch(1, 5)
     buffer = segment(encode(rows))
     frame = fmt.read_frame(buffer, 64)
@@ -54,7 +54,7 @@ def test_a_frame_comes_back() -> None:
     assert fmt.read_frame(buffer, frame.end) is None, "zeros are the end"
 
 
-def test_the_bytes_are_those_of_the_drawing() -> None:
+def test_frame_bytes_equal_the_layout_of_the_docstring() -> None:
     data = encode(batch(1, 2), first_seq=17, synced_to=64)
     magic, version, flags, length, rows = struct.unpack_from("<IHHII", data, 0)
     assert (data[:4], magic, version, flags, length, rows) == (b"TBF1", fmt.FRAME_MAGIC, 1, 0, len(data), 2)
@@ -74,7 +74,7 @@ def test_the_bytes_are_those_of_the_drawing() -> None:
     st.integers(0, 29),
     st.integers(1, 30),
 )  # fmt: skip
-def test_any_rows_come_back_from_any_slice_in_the_room_foreseen(
+def test_any_slice_of_rows_is_read_back_within_the_estimated_size(
     values: list[tuple[str | None, bytes | None, int | None]], begin: int, count: int
 ) -> None:
     tags, bodies, due = zip(*values, strict=True)
@@ -84,7 +84,7 @@ def test_any_rows_come_back_from_any_slice_in_the_room_foreseen(
     rows = whole.slice(min(begin, len(values) - 1), count)
     data = encode(rows)
     assert len(data) % fmt.ALIGN == 0
-    # What the writer looks at to decide whether the segment at hand has room for it.
+    # The writer uses this size to decide whether the frame fits into the current segment.
     assert len(data) <= pa.ipc.get_record_batch_size(rows) + 2 * fmt.ALIGN
     buffer = segment(data)
     frame = fmt.read_frame(buffer, 64)
@@ -117,12 +117,12 @@ def test_every_cut_of_a_frame_is_noticed() -> None:
             fmt.read_frame(pa.py_buffer(data[:length]), 64)
 
 
-def test_a_segment_that_ends_in_the_middle_of_a_header_has_no_frame_there() -> None:
+def test_truncated_header_at_the_end_of_a_segment_is_no_frame() -> None:
     data = segment(encode(batch(1, 2)), tail=0).to_pybytes()
     assert fmt.read_frame(pa.py_buffer(data[:127]), 64) is None
 
 
-def test_a_header_of_zeros_but_for_one_byte_is_no_end() -> None:
+def test_header_with_one_nonzero_byte_is_corrupt() -> None:
     for at in range(4, 64):
         blank = bytearray(segment().to_pybytes())
         blank[64 + at] = 1
@@ -130,14 +130,14 @@ def test_a_header_of_zeros_but_for_one_byte_is_no_end() -> None:
             fmt.read_frame(pa.py_buffer(bytes(blank)), 64)
 
 
-def test_a_frame_of_another_version_asks_for_another_timeball() -> None:
+def test_frame_of_another_version_raises_setup_error() -> None:
     data = bytearray(encode(batch(1, 2)))
     struct.pack_into("<H", data, VERSION_AT, 2)
     with pytest.raises(SetupError, match="version 2"):
         fmt.read_frame(segment(sealed_again(data)), 64)
 
 
-def test_flags_nobody_knows_are_refused() -> None:
+def test_unknown_flags_are_refused() -> None:
     data = bytearray(encode(batch(1, 2)))
     struct.pack_into("<H", data, 6, 2)
     with pytest.raises(Corrupt):
@@ -159,9 +159,7 @@ def test_flags_nobody_knows_are_refused() -> None:
         (56, "<Q", 128),
     ],
 )
-def test_a_header_that_contradicts_itself_is_refused_though_its_checksum_fits(
-    at: int, form: str, value: int
-) -> None:
+def test_inconsistent_header_with_a_valid_checksum_is_refused(at: int, form: str, value: int) -> None:
     data = bytearray(encode(batch(1, 2)))
     struct.pack_into(form, data, at, value)
     with pytest.raises(Corrupt, match="contradicts itself"):
@@ -183,8 +181,8 @@ def test_a_span_may_be_longer_than_its_rows() -> None:
     frame, parts = fmt.encode_frame(
         row, first_seq=5, span=100, append_ms=0, epoch=1, position=64, synced_to=64
     )
-    found = fmt.read_frame(segment(b"".join(bytes(part) for part in parts)), 64)
-    assert found == frame and frame.next_seq == 105
+    decoded_frame = fmt.read_frame(segment(b"".join(bytes(part) for part in parts)), 64)
+    assert decoded_frame == frame and frame.next_seq == 105
 
 
 def test_a_frame_without_rows_is_not_written() -> None:
@@ -192,7 +190,7 @@ def test_a_frame_without_rows_is_not_written() -> None:
         encode(build_rows(0))
 
 
-def test_with_seq_numbers_the_rows() -> None:
+def test_with_seq_adds_the_sequence_numbers() -> None:
     rows = with_seq(batch(1, 3), 40)
     assert rows.schema == READ_SCHEMA
     assert rows.column("seq").to_pylist() == [40, 41, 42]
@@ -202,14 +200,14 @@ def test_with_seq_numbers_the_rows() -> None:
 # ---- segment headers -------------------------------------------------------------------------------------
 
 
-def test_a_segment_header_comes_back() -> None:
+def test_encoded_segment_header_is_read_back() -> None:
     data = fmt.encode_segment_header(17, 5)
     assert data[:8] == b"TIMEBALL" and len(data) == 64
     assert struct.unpack_from("<IIqq", data, 8) == (1, 0, 17, 5)
     assert fmt.read_segment_header(pa.py_buffer(data)) == 17
 
 
-def test_a_blank_or_short_segment_was_never_begun() -> None:
+def test_blank_or_short_segment_has_no_first_seq() -> None:
     assert fmt.read_segment_header(pa.py_buffer(bytes(200))) is None
     assert fmt.read_segment_header(pa.py_buffer(b"TIME")) is None
     assert fmt.read_segment_header(pa.py_buffer(b"")) is None
@@ -224,7 +222,7 @@ def test_every_flipped_bit_of_a_segment_header_is_noticed() -> None:
             fmt.read_segment_header(pa.py_buffer(bytes(damaged)))
 
 
-def test_a_segment_of_another_format_asks_for_another_timeball() -> None:
+def test_segment_of_another_format_raises_setup_error() -> None:
     raw = bytearray(fmt.encode_segment_header(17, 5))
     struct.pack_into("<I", raw, 8, 2)
     struct.pack_into("<I", raw, 60, google_crc32c.value(bytes(raw[:60])))
@@ -233,7 +231,7 @@ def test_a_segment_of_another_format_asks_for_another_timeball() -> None:
 
 
 @given(st.binary(min_size=0, max_size=400))
-def test_no_bytes_at_all_bring_anything_but_our_own_errors(data: bytes) -> None:
+def test_random_bytes_raise_only_typed_errors(data: bytes) -> None:
     for position in range(0, 256, 64):
         try:
             assert fmt.read_frame(pa.py_buffer(data), position) is None
@@ -245,7 +243,7 @@ def test_no_bytes_at_all_bring_anything_but_our_own_errors(data: bytes) -> None:
         pass
 
 
-def test_a_header_is_read_without_a_look_at_the_rest() -> None:
+def test_header_is_read_without_the_payload() -> None:
     data = bytearray(encode(batch(1, 2)))
     data[-1] ^= 1
     buffer = segment(bytes(data))

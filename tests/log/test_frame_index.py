@@ -1,4 +1,4 @@
-"""The index of a sealed segment: it says the same as the frames, and whatever is wrong with it, the frames win."""
+"""The frame index of a sealed segment equals its frames. A faulty index is ignored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timeball.model.errors import Corrupt
 
 
 def log_with_indexes(files: CrashFiles) -> Segments:
-    """Several sealed segments, and an index of each."""
+    """Make a log with several sealed segments and their indexes."""
     fill(files, 60)
     segments = reopened(files).segments
     assert save_sealed(files, segments) == len(segments.all) - 1 > 2
@@ -30,7 +30,7 @@ def replace_byte(files: CrashFiles, name: str, at: int) -> None:
     files.replace(name, bytes(data))
 
 
-def test_an_index_says_what_the_frames_say() -> None:
+def test_loaded_index_equals_the_frames() -> None:
     files = CrashFiles()
     indexed = log_with_indexes(files)
     scanned = reopened(files).segments  # nothing is known to be durable: all of it is read
@@ -47,32 +47,32 @@ def test_an_index_says_what_the_frames_say() -> None:
     assert read_all(indexed) == read_all(scanned)
 
 
-def test_only_sealed_segments_get_one_and_only_once() -> None:
+def test_only_sealed_segments_get_an_index_once() -> None:
     files = CrashFiles()
     segments = log_with_indexes(files)
     assert save_sealed(files, segments) == 0
     assert not files.exists(index_name(segments.last))
 
 
-def test_a_start_reads_no_segment_that_lies_below_the_checkpoint() -> None:
+def test_start_reads_no_segment_below_the_checkpoint() -> None:
     files = CrashFiles()
     next_seq = log_with_indexes(files).next_seq
-    first = reopened(files, known_durable=next_seq).segments.all[0]
+    first = reopened(files, durable_before_seq=next_seq).segments.all[0]
     assert first.is_indexed
-    # Damage in it is found by whoever reads it, not by the start; without the index the start finds it.
+    # A read finds damage in the segment. The start finds it only without the index.
     replace_byte(files, first.name, first.end - 8)
-    segments = reopened(files, known_durable=next_seq).segments
+    segments = reopened(files, durable_before_seq=next_seq).segments
     with pytest.raises(Corrupt):
         list(LogReader(segments).rows(1, segments.all[0].next_seq))
     files.remove(index_name(first))
     with pytest.raises(Corrupt, match="restore this file"):
-        reopened(files, known_durable=next_seq)
+        reopened(files, durable_before_seq=next_seq)
 
 
-def test_what_a_replay_needs_is_read() -> None:
+def test_start_reads_segments_that_a_replay_needs() -> None:
     files = CrashFiles()
     second = log_with_indexes(files).all[1]
-    opened = reopened(files, known_durable=second.first_seq + 1).segments
+    opened = reopened(files, durable_before_seq=second.first_seq + 1).segments
     assert [segment.is_indexed for segment in opened.all[:3]] == [True, False, False]
 
 
@@ -83,7 +83,7 @@ def test_a_damaged_index_is_ignored(at: int, caplog: pytest.LogCaptureFixture) -
     name = index_name(segments.all[0])
     replace_byte(files, name, at)
     with caplog.at_level(logging.WARNING):
-        again = reopened(files, known_durable=segments.next_seq).segments
+        again = reopened(files, durable_before_seq=segments.next_seq).segments
     assert name in caplog.text
     assert [segment.is_indexed for segment in again.all[:2]] == [False, True]
     assert read_all(again) == read_all(segments)
@@ -96,7 +96,7 @@ def test_an_index_cut_short_is_ignored(size: int) -> None:
     segments = log_with_indexes(files)
     name = index_name(segments.all[0])
     files.replace(name, files.content(name)[:size])
-    again = reopened(files, known_durable=segments.next_seq).segments
+    again = reopened(files, durable_before_seq=segments.next_seq).segments
     assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
 
 
@@ -104,27 +104,27 @@ def test_an_index_of_another_segment_is_ignored() -> None:
     files = CrashFiles()
     segments = log_with_indexes(files)
     files.replace(index_name(segments.all[0]), files.content(index_name(segments.all[1])))
-    again = reopened(files, known_durable=segments.next_seq).segments
+    again = reopened(files, durable_before_seq=segments.next_seq).segments
     assert not again.all[0].is_indexed and read_all(again) == read_all(segments)
 
 
-def test_it_is_there_after_a_power_cut_or_not_at_all() -> None:
+def test_power_cut_leaves_the_whole_index_or_none() -> None:
     whole = CrashFiles()
     log_with_indexes(whole)
     expected = read_all(reopened(whole).segments)
     for seed in range(10):
         files = whole.crash(seed, "random")
-        segments = reopened(files, known_durable=1).segments
+        segments = reopened(files, durable_before_seq=1).segments
         assert read_all(segments) == expected
         for segment in segments.all[:-1]:
             assert frame_index.load(files, segment, segment.next_seq)
 
 
-def test_real_files_are_mapped(tmp_path: object) -> None:
+def test_index_in_a_real_file_is_mapped(tmp_path: object) -> None:
     files = RealFiles(tmp_path)  # type: ignore[arg-type]
     fill(files, 30)
     segments = reopened(files).segments
     before = read_all(segments)
     assert save_sealed(files, segments) and segments.all[0].is_indexed
     assert read_all(segments) == before
-    assert read_all(reopened(files, known_durable=segments.next_seq).segments) == before
+    assert read_all(reopened(files, durable_before_seq=segments.next_seq).segments) == before

@@ -1,4 +1,4 @@
-"""Rows by message id or key: nothing is missed, in whichever segment it stands and whenever it was indexed."""
+"""Look-ups by message id or key find all rows, in any segment and whenever these were indexed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from timeball.io.files import Files, RealFiles
 from timeball.log import key_index as module
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.model.key_hash import KeyRun, UInt64Array, hash_one
+from timeball.model.key_hash import KeyRun, UInt64Array, hash_string
 from timeball.model.message import Kind, build_rows
 
 SMALL = 4096
 
 
 def hashes(*texts: str) -> UInt64Array:
-    return np.array([hash_one(text) for text in texts], np.uint64)
+    return np.array([hash_string(text) for text in texts], np.uint64)
 
 
 def index(files: Files, log: Log) -> KeyIndex:
@@ -31,7 +31,7 @@ def index(files: Files, log: Log) -> KeyIndex:
 
 
 def rows_of(files: Files, commits: int, *, look_after: tuple[int, ...] = ()) -> KeyIndex:
-    """A log of `commits` commits of three messages 0, 1, …; message n has seq n + 1. The index is used on the way."""
+    """Make a log of `commits` commits of three messages 0, 1, …. Message n has seq n + 1. The index is used."""
 
     async def write() -> KeyIndex:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
@@ -54,7 +54,7 @@ message = st.tuples(st.none() | words, st.none() | st.lists(words, max_size=3).m
     st.lists(st.tuples(st.lists(message, min_size=1, max_size=5), st.booleans()), max_size=8),
     st.lists(words, min_size=1, max_size=3),
 )
-def test_it_finds_what_a_plain_search_finds(
+def test_find_rows_equals_a_plain_search(
     commits: list[tuple[list[tuple[str | None, str | None]], bool]], wanted: list[str]
 ) -> None:
     files = CrashFiles()
@@ -90,7 +90,7 @@ def test_the_same_row_by_id_and_by_key_is_one_row() -> None:
     assert keys.find_rows(hashes("id-7", "order-7", "id-8", "nobody")).tolist() == [8, 9]
 
 
-def test_numbers_that_were_set_aside_are_stepped_over() -> None:
+def test_reserved_numbers_are_skipped() -> None:
     files = CrashFiles()
 
     async def work() -> None:
@@ -110,7 +110,7 @@ def runs_of(files: Files) -> list[str]:
     return [name for name in files.list_dir("log") if name.endswith(".keys")]
 
 
-def test_only_a_look_up_makes_them_and_only_of_sealed_segments() -> None:
+def test_only_a_look_up_makes_key_runs_and_only_of_sealed_segments() -> None:
     files = CrashFiles()
     keys = rows_of(files, 8)
     assert runs_of(files) == []
@@ -119,13 +119,13 @@ def test_only_a_look_up_makes_them_and_only_of_sealed_segments() -> None:
     assert runs_of(files) == sealed and len(sealed) >= 3
 
 
-def test_they_hold_every_id_and_key_of_their_segment() -> None:
+def test_key_run_contains_every_id_and_key_of_its_segment() -> None:
     files = CrashFiles()
     rows_of(files, 8).find_rows(hashes("id-1"))
     first = reopened(files).segments.all[0]
     stored = KeyRun(files.map_readonly("log/0000000001.keys"))
     expected = [
-        (hash_one(key), seq)
+        (hash_string(key), seq)
         for seq in range(first.first_seq, first.next_seq)
         for key in [
             f"id-{seq - 1}",
@@ -135,7 +135,7 @@ def test_they_hold_every_id_and_key_of_their_segment() -> None:
     assert sorted(zip(*(column.tolist() for column in stored.columns()), strict=True)) == sorted(expected)
 
 
-def test_a_known_one_is_read_and_not_made_again() -> None:
+def test_existing_key_run_is_read_and_not_rebuilt() -> None:
     files = CrashFiles()
     rows_of(files, 8).find_rows(hashes("id-1"))
     calls = files.calls
@@ -147,7 +147,7 @@ def test_a_known_one_is_read_and_not_made_again() -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "foreign"])
-def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
+def test_damaged_key_run_is_rebuilt_from_the_log(damage: str) -> None:
     files = CrashFiles()
     rows_of(files, 8).find_rows(hashes("id-1"))
     name = "log/0000000001.keys"
@@ -164,7 +164,7 @@ def test_a_damaged_one_is_built_again_from_the_log(damage: str) -> None:
     assert files.content(name) == whole
 
 
-def test_a_power_cut_while_they_are_made_costs_nothing() -> None:
+def test_power_cut_while_key_runs_are_made_loses_nothing() -> None:
     whole = CrashFiles()
     keys = rows_of(whole, 8)
     begun = whole.calls
@@ -178,8 +178,8 @@ def test_a_power_cut_while_they_are_made_costs_nothing() -> None:
         for seed in range(3):
             after = files.crash(seed)
             segments = reopened(after).segments
-            found = KeyIndex(after, segments, LogReader(segments)).find_rows(hashes("id-1", "order-21"))
-            assert found.tolist() == [2, 22], (cut, seed)
+            row_numbers = KeyIndex(after, segments, LogReader(segments)).find_rows(hashes("id-1", "order-21"))
+            assert row_numbers.tolist() == [2, 22], (cut, seed)
 
 
 # ---- the segment being written ---------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_a_roll_between_two_look_ups_loses_nothing() -> None:
     assert keys.find_rows(hashes(*[f"id-{n}" for n in range(30)])).tolist() == list(range(1, 31))
 
 
-def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_rows_removed_by_retention_are_not_found(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
 
     async def work() -> None:
@@ -222,10 +222,10 @@ def test_what_retention_lets_go_is_found_no_more(tmp_path) -> None:  # type: ign
             for n in range(8):
                 await log.append(batch(3 * n))
             assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [1, 21]
-            gone = log.segments.all[:2]
-            log.segments.remove(files, gone)
+            removed = log.segments.all[:2]
+            log.segments.remove(files, removed)
             assert keys.find_rows(hashes("id-0", "id-20")).tolist() == [21]
-            assert keys._sealed.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
+            assert keys._sealed_runs.keys() == {segment.ordinal for segment in log.segments.all[:-1]}
             assert len(runs_of(files)) == len(log.segments.all) - 1
 
     asyncio.run(work())

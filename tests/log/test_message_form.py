@@ -1,4 +1,4 @@
-"""Columns whose rows are all missing or 0 share one place of zeros in a message; readers of Arrow see no difference."""
+"""Columns whose rows are all null or 0 share one range of zeros in a message. Arrow readers see the same columns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOME: dict[pa.DataType, list[Any]] = {
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[LogRow]:
-    """Rows in which many columns are missing, 0, or either, in all rows."""
+    """Build rows in which many columns are null or 0 in all rows."""
     count, chance = draw(st.integers(1, 3 * MIN)), random.Random(draw(st.integers(0, 2**32)))
     columns = []
     for field in LOG_SCHEMA:
@@ -38,28 +38,28 @@ def rows(draw: st.DrawFn) -> list[LogRow]:
 
 
 @given(rows())
-def test_columns_that_share_zeros_are_the_columns_that_were_given(values: list[LogRow]) -> None:
+def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> None:
     reference = rows_of(values)
     message = row_encoder.encode(reference)
-    found = pa.ipc.read_record_batch(message, LOG_SCHEMA)
-    found.validate(full=True)
-    assert found.equals(reference) and found.slice(1).equals(reference.slice(1))
-    assert pa.concat_batches([found, found]).equals(pa.concat_batches([reference, reference]))
-    assert [column.null_count for column in found.columns] == [
+    decoded = pa.ipc.read_record_batch(message, LOG_SCHEMA)
+    decoded.validate(full=True)
+    assert decoded.equals(reference) and decoded.slice(1).equals(reference.slice(1))
+    assert pa.concat_batches([decoded, decoded]).equals(pa.concat_batches([reference, reference]))
+    assert [column.null_count for column in decoded.columns] == [
         column.null_count for column in reference.columns
     ]
     if len(values) >= MIN:
-        assert row_encoder.share(reference.serialize()) == message.to_pybytes()
+        assert row_encoder.share_zeros(reference.serialize()) == message.to_pybytes()
     assert message.size <= pa.ipc.get_record_batch_size(reference)
     if row_encoder.MessageEncoder is not None:
-        made = build_compiled(values)
-        assert made.message == message.to_pybytes()
-        assert [row_encoder.numbered_value(made, at, 7)[1:] for at in range(len(values))] == values
+        encoded = build_compiled(values)
+        assert encoded.message == message.to_pybytes()
+        assert [row_encoder.read_numbered_row(encoded, at, 7)[1:] for at in range(len(values))] == values
 
 
 @pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
-def test_a_scheduled_message_keeps_one_number_of_zeros(count: int, least: int, most: int) -> None:
-    """Seven columns are missing, queue and flags 0; the zeros that are left are those of the widest, 8 bytes a row."""
+def test_scheduled_rows_store_their_zeros_once(count: int, least: int, most: int) -> None:
+    """Seven columns are null, queue and flags 0. The shared zeros are as long as the widest column: 8 bytes a row."""
     batch = build_rows(
         count, kind=int(Kind.SCHEDULED), topic="t", queue_id=0, unique_key="k", body=b"b", properties="p",
         born_ms=1, born_host="h", store_ms=2, store_host="s", flag=0, sys_flag=0, reconsume_times=0, due_ms=3,

@@ -1,4 +1,4 @@
-"""The newest rows: those that are found are those of the log, and what is not held is said to be missing."""
+"""The newest rows in memory equal those of the log, and missing ones are reported as missing."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def in_form(form: str, rows: list[LogRow]) -> Rows:
     if form == "part":  # of columns, as it stands in them
         return rows_of([*rows, *rows, rows[0]]).slice(len(rows), len(rows))
     if form == "message":  # as an edge that writes it itself
-        made = build_by_pyarrow(rows)
-        return EncodedRows(made.message, made.queue_ids, made.queue_offsets)
+        encoded = build_by_pyarrow(rows)
+        return EncodedRows(encoded.message, encoded.queue_ids, encoded.queue_offsets)
     return build_by_pyarrow(rows) if form == "pyarrow" else builder_of("auto")(rows)
 
 
 @given(APPENDS, st.integers(1, 10), st.data())
-def test_rows_that_are_held_are_those_of_the_log(
+def test_kept_rows_equal_those_of_the_log(
     appends: list[Append], committed_max: int, data: st.DataObject
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -66,7 +66,7 @@ def test_rows_that_are_held_are_those_of_the_log(
         assert newest.values_of(some) == expected
 
 
-def test_their_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_kept_rows_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(values(1, 1, True))
     size_bytes = rows.get_total_buffer_size()
     monkeypatch.setattr(writer, "BYTES_MAX", 3 * size_bytes)

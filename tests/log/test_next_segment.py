@@ -1,4 +1,4 @@
-"""The next segment is there before it is needed, and what is about to be written has been warmed once."""
+"""The next segment is prepared before it is needed, and announced bytes are warmed once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LARGE = 3 * STEP_BYTES
 
 
 class Warmed(CrashFiles):
-    """Files that note what was warmed."""
+    """Files that record the warmed ranges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Warmed(CrashFiles):
         self.parts.append((name, begin, end))
 
 
-def test_what_fits_into_the_segment_is_warmed_once() -> None:
+def test_announced_bytes_within_the_segment_are_warmed_once() -> None:
     async def work() -> None:
         files = Warmed()
         async with opened(files, disk=AtOnce()) as log:
@@ -44,7 +44,7 @@ def test_what_fits_into_the_segment_is_warmed_once() -> None:
     run(work())
 
 
-def test_what_does_not_fit_gets_the_next_segment_ahead_of_its_time() -> None:
+def test_announced_bytes_beyond_the_segment_prepare_the_next_one() -> None:
     async def work() -> None:
         files = Warmed()
         async with opened(files, disk=AtOnce()) as log:
@@ -56,7 +56,7 @@ def test_what_does_not_fit_gets_the_next_segment_ahead_of_its_time() -> None:
             await log.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))
             await log.append(batch(2, 1, body_bytes=SEGMENT_BYTES // 2))
             assert [s.ordinal for s in log.segments.all] == [1, 2] and len(read_all(log.segments)) == 2
-            # The one that was warmed is the one at hand: what has been warmed of it counts.
+            # The warmed segment is now the current one, and its warmed pages still count.
             await log.writer.next_segment.make_ready(100)
             end = log.segments.last.end + 100
             assert files.parts[2:] == [(segment_name(2), max(begin, log.segments.last.end), end)]
@@ -76,7 +76,7 @@ def test_a_stopped_log_prepares_nothing_more() -> None:
 
 
 class Filling(CrashFiles):
-    """Files of a disk that says how much room is left."""
+    """Files of a disk with a given number of free bytes."""
 
     free = 1 << 40
 
@@ -84,8 +84,8 @@ class Filling(CrashFiles):
         return self.free
 
 
-def test_room_on_the_disk_is_reserved_a_step_ahead(tmp_path: Path) -> None:
-    """Asked of the file system: blocks, not lengths."""
+def test_disk_space_is_reserved_a_step_ahead(tmp_path: Path) -> None:
+    """Checks the blocks of the file system, not the file's length."""
 
     def held(ordinal: int) -> int:
         return (tmp_path / segment_name(ordinal)).stat().st_blocks * 512
@@ -94,7 +94,7 @@ def test_room_on_the_disk_is_reserved_a_step_ahead(tmp_path: Path) -> None:
         files = RealFiles(tmp_path)
         async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:
             assert files.size(segment_name(1)) == LARGE
-            slack = STEP_BYTES // 8  # what the file system needs for itself
+            slack = STEP_BYTES // 8  # for the file system's own blocks
             assert STEP_BYTES <= held(1) < STEP_BYTES + slack
             await log.append(batch(1, 1, body_bytes=1_000))
             await eventually(lambda: held(1) >= 2 * STEP_BYTES)
@@ -108,7 +108,7 @@ def test_room_on_the_disk_is_reserved_a_step_ahead(tmp_path: Path) -> None:
     run(work())
 
 
-def test_what_is_about_to_be_written_has_its_room() -> None:
+def test_disk_space_of_announced_bytes_is_reserved() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce(), segment_bytes=LARGE) as log:
             await log.writer.next_segment.make_ready(STEP_BYTES)
@@ -120,7 +120,7 @@ def test_what_is_about_to_be_written_has_its_room() -> None:
 
 
 def test_admission_is_closed_while_half_a_segment_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_segment, "ROOM_RETRY_S", 0.001)
+    monkeypatch.setattr(next_segment, "DISK_FULL_RETRY_S", 0.001)
 
     async def work() -> None:
         files = Filling()
@@ -129,8 +129,8 @@ def test_admission_is_closed_while_half_a_segment_is_not_free(monkeypatch: pytes
             await log.append(batch(1, 1))
             await eventually(lambda: log.writer.no_room)
             with pytest.raises(OverLimit, match=f"disk full but for {files.free} bytes"):
-                log.writer.check_room()
-            # Releases and cancels do not ask, and go beyond what was reserved ahead.
+                log.writer.check_admission()
+            # Releases and cancels are not refused, and may use more than the reserved space.
             await log.append(batch(2, 1, body_bytes=STEP_BYTES))
             files.free = LARGE // 2
             await eventually(lambda: not log.writer.no_room)
@@ -139,7 +139,7 @@ def test_admission_is_closed_while_half_a_segment_is_not_free(monkeypatch: pytes
     run(work())
 
 
-def test_a_log_opens_on_a_full_disk_and_goes_on_in_the_room_that_it_has() -> None:
+def test_log_opens_on_a_full_disk_and_uses_its_reserved_space() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce(), segment_bytes=LARGE) as log:

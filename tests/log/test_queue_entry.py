@@ -1,4 +1,4 @@
-"""An entry's bytes: those of RocketMQ's consume queue, with the row's number in place of the position."""
+"""The bytes of an entry are those of RocketMQ's consume queue, with the row number instead of the position."""
 
 import struct
 

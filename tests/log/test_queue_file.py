@@ -1,4 +1,4 @@
-"""The files of the queue index: what is read is what was written, or Corrupt; and which of them a start can use."""
+"""The files of the queue index: they return the written entries or raise Corrupt, and a start uses those that fit."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def said(found: list[Part]) -> list[tuple[str, int, int, bytes]]:
     return [(part.topic, part.queue_id, part.first_offset, part.entries.tobytes()) for part in found]
 
 
-def test_what_was_written_is_read() -> None:
+def test_written_entries_are_read_back() -> None:
     file = QueueFile("a.cq", encode(1, 2_000, parts()))
     assert (file.first_seq, file.next_seq, len(file)) == (1, 2_000, 3 * BLOCK_ENTRIES + 8)
     assert said(file.parts()) == said(parts())
@@ -50,19 +50,19 @@ def test_what_was_written_is_read() -> None:
 
 
 @given(st.integers(0, 2 * BLOCK_ENTRIES + 5), st.integers(0, 2 * BLOCK_ENTRIES + 5))
-def test_any_part_of_a_run_can_be_read(begin: int, end: int) -> None:
+def test_any_range_of_a_run_can_be_read(begin: int, end: int) -> None:
     file = QueueFile("a.cq", encode(1, 2_000, parts()))
     assert file.read(1, begin, end).tolist() == parts()[1].entries[begin:end].tolist()
 
 
-def test_an_entry_has_the_width_and_the_order_of_rocketmq_s() -> None:
-    made = np.array([(5, 111, -2)], ENTRY)
-    assert encode(1, 6, [Part("t", 0, 0, made)])[-20:] == struct.pack(">qiq", 5, 111, -2)
+def test_entry_bytes_equal_rocketmqs() -> None:
+    records = np.array([(5, 111, -2)], ENTRY)
+    assert encode(1, 6, [Part("t", 0, 0, records)])[-20:] == struct.pack(">qiq", 5, 111, -2)
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
-def test_a_flipped_bit_is_corrupt_and_never_another_entry(data: st.DataObject) -> None:
+def test_flipped_bit_raises_corrupt_and_gives_no_entry(data: st.DataObject) -> None:
     whole = encode(1, 2_000, parts())
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))
     flipped = bytearray(whole)
@@ -72,12 +72,12 @@ def test_a_flipped_bit_is_corrupt_and_never_another_entry(data: st.DataObject) -
 
 
 @pytest.mark.parametrize("size", [0, 1, 63, 64, 100, -1, -20])
-def test_a_file_that_was_cut_is_corrupt(size: int) -> None:
+def test_truncated_file_is_corrupt(size: int) -> None:
     with pytest.raises(Corrupt, match=r"^a.cq: "):
         QueueFile("a.cq", encode(1, 2_000, parts())[:size])
 
 
-def test_entries_in_another_byte_order_are_written_in_theirs() -> None:
+def test_native_entries_are_written_big_endian() -> None:
     joined = np.concatenate([entries(1, 2), entries(3, 2)])
     assert (
         QueueFile("a.cq", encode(1, 5, [Part("t", 0, 0, joined)])).parts()[0].entries.tolist()
@@ -96,7 +96,7 @@ def stretch(files: CrashFiles, first: int, end: int, *, flip: int | None = None)
 
 
 def found(opened: Opened) -> tuple[list[int], list[int], int, int]:
-    """First rows of the sealed files, rows in memory, where the open stretch begins, and how far they go."""
+    """Summarize: first rows of the sealed files, rows in memory, first row of the open range, and the covered end."""
     rows = [seq for part in opened.tail for seq in part.entries["seq"].tolist()]
     return [file.first_seq for file in opened.sealed], rows, opened.open_seq, opened.covered_seq
 
@@ -108,21 +108,21 @@ def three() -> CrashFiles:
     return files
 
 
-def test_the_newest_goes_into_memory() -> None:
+def test_entries_of_the_newest_file_go_to_memory() -> None:
     assert found(open_files(three(), 1, 26)) == ([1, 11], [21, 22, 23, 24, 25], 21, 26)
 
 
 @pytest.mark.parametrize(
     ("to_seq", "rows", "kept"), [(23, [21, 22], 3), (21, [*range(11, 21)], 2), (1, [], 0)]
 )
-def test_what_the_checkpoint_does_not_know_of_is_cut(to_seq: int, rows: list[int], kept: int) -> None:
+def test_entries_after_the_checkpoint_are_cut(to_seq: int, rows: list[int], kept: int) -> None:
     files = three()
     opened = open_files(files, 1, to_seq)
     assert found(opened)[1:] == (rows, max(1, rows[0] if rows else 1), to_seq)
     assert len(files.list_dir("queues")) == kept
 
 
-def test_what_the_log_has_let_go_is_removed() -> None:
+def test_files_below_the_first_kept_row_are_removed() -> None:
     files = three()
     assert found(open_files(files, 15, 26)) == ([11], [21, 22, 23, 24, 25], 21, 26)
     assert files.list_dir("queues") == [file_name(11).split("/")[1], file_name(21).split("/")[1]]
@@ -130,7 +130,7 @@ def test_what_the_log_has_let_go_is_removed() -> None:
 
 @pytest.mark.parametrize(("first", "end", "covered"), [(1, 11, 1), (11, 21, 11), (21, 26, 21)])
 @pytest.mark.parametrize("how", ["removed", "header", "entries"])
-def test_a_hole_ends_what_can_be_used(first: int, end: int, covered: int, how: str) -> None:
+def test_files_after_a_gap_are_not_used(first: int, end: int, covered: int, how: str) -> None:
     files = three()
     if how == "removed":
         files.remove(file_name(first))
@@ -143,13 +143,13 @@ def test_a_hole_ends_what_can_be_used(first: int, end: int, covered: int, how: s
         assert opened.covered_seq == covered
 
 
-def test_one_that_overlaps_is_not_used() -> None:
+def test_overlapping_file_is_not_used() -> None:
     files = three()
     stretch(files, 16, 26)
     assert found(open_files(files, 1, 26)) == ([1, 11], [21, 22, 23, 24, 25], 21, 26)
 
 
-def test_all_can_be_removed() -> None:
+def test_remove_all_removes_all_files() -> None:
     files = three()
     files.replace("queues/else", b"")
     remove_all(files)

@@ -1,4 +1,4 @@
-"""The queue index: dense from the first kept to the last, whatever is appended, sealed, let go, damaged or reopened."""
+"""The queue index keeps every entry, whatever is appended, sealed, removed, damaged or reopened."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def append(queue: QueueIndex, seqs: Int64Array) -> None:
 
 def save(indexes: QueueIndexes, next_seq: int, *, seals: bool = False) -> None:
     flush = indexes.flush(next_seq)
-    # A broker seals only what is large (SEAL_ENTRIES): two files of an empty stretch would have one name.
+    # A broker seals only large ranges (SEAL_ENTRIES): two files of an empty range would have the same name.
     flush.seals |= seals and flush.first_seq < flush.next_seq
     flush.write()
     indexes.finish(flush)
@@ -53,7 +53,7 @@ def flip(files: Files, name: str, at: int) -> None:
 
 
 class Log:
-    """What a log would say: the rows that each queue got, and those below `first_seq` let go."""
+    """The rows of each queue in a log, of which those below `first_seq` have been removed."""
 
     def __init__(self) -> None:
         self.rows: dict[Queue, list[tuple[int, int]]] = {queue: [] for queue in QUEUES}  # (offset, seq)
@@ -71,7 +71,7 @@ class Log:
 
 
 class Machine(RuleBasedStateMachine):
-    """Three queues beside a list each. However it is sealed, crashed and damaged, they hold what the log says."""
+    """Three queues, compared with lists, through seals, crashes and damage."""
 
     @initialize()
     def begin(self) -> None:
@@ -117,7 +117,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 9), at=st.integers(0, 10_000))
     def damage(self, which: int, at: int) -> None:
-        """A bit flips in a file that is read, not in memory: a start finds it, or the read."""
+        """Flip a bit in a sealed file. A start or a read finds it."""
         names = self.files.list_dir("queues")
         if names:
             name = f"queues/{names[which % len(names)]}"
@@ -143,12 +143,12 @@ class Machine(RuleBasedStateMachine):
     def dense(self) -> None:
         for queue in QUEUES if hasattr(self, "indexes") else ():
             index = self.indexes.queue(*queue)
-            kept = [seq for _, seq in self.log.rows[queue] if seq >= self.log.first_seq]
-            assert seqs_of(index) == kept
+            kept_seqs = [seq for _, seq in self.log.rows[queue] if seq >= self.log.first_seq]
+            assert seqs_of(index) == kept_seqs
             assert index.max_offset == len(self.log.rows[queue])
 
 
-def test_queues_hold_what_the_log_says() -> None:
+def test_random_steps_keep_the_entries_of_the_log() -> None:
     machine = Machine.TestCase
     machine.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
     machine().runTest()
@@ -156,7 +156,7 @@ def test_queues_hold_what_the_log_says() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 30), max_size=6), st.integers(0, 80), st.integers(0, 80), st.booleans())
-def test_any_part_can_be_read(counts: list[int], offset: int, count: int, seals: bool) -> None:
+def test_any_range_can_be_read(counts: list[int], offset: int, count: int, seals: bool) -> None:
     indexes = QueueIndexes(CrashFiles())
     queue = indexes.queue("t", 0)
     for each in counts:
@@ -172,7 +172,7 @@ def test_any_part_can_be_read(counts: list[int], offset: int, count: int, seals:
 
 
 def three_stretches(files: Files, *, each: int = 300) -> tuple[QueueIndexes, QueueIndex]:
-    """One queue, two sealed stretches and one in memory."""
+    """Make one queue with two sealed runs and one in memory."""
     indexes = QueueIndexes(files)
     queue = indexes.queue("t", 0)
     for n in range(3):
@@ -182,13 +182,13 @@ def three_stretches(files: Files, *, each: int = 300) -> tuple[QueueIndexes, Que
 
 
 @pytest.mark.parametrize("offsets", [[], [7], [899, 7, 7, 301, 600, 0, 255, 256, 899]])
-def test_entries_by_their_offsets(offsets: list[int]) -> None:
+def test_at_returns_the_entries_of_the_offsets(offsets: list[int]) -> None:
     _, queue = three_stretches(CrashFiles())
     wanted = np.array(offsets, np.int64)
     assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
-def test_a_part_is_a_copy_that_stays_as_it_was() -> None:
+def test_read_returns_a_copy() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
     append(queue, numbers(1, 2))
     part = queue.read(0, 2)
@@ -197,7 +197,7 @@ def test_a_part_is_a_copy_that_stays_as_it_was() -> None:
     assert seqs_of(queue) == list(range(1, 33))
 
 
-def test_a_stretch_is_sealed_when_it_is_large_and_memory_is_free_again(
+def test_large_range_is_sealed_and_its_memory_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(queue_index, "SEAL_ENTRIES", 10)
@@ -214,7 +214,7 @@ def test_a_stretch_is_sealed_when_it_is_large_and_memory_is_free_again(
     assert seqs_of(queue) == list(range(1, 21))
 
 
-def test_what_is_appended_while_a_file_is_written_stays_in_memory() -> None:
+def test_entries_appended_during_a_flush_stay_in_memory() -> None:
     indexes = QueueIndexes(CrashFiles())
     queue = indexes.queue("t", 0)
     append(queue, numbers(1, 5))
@@ -229,7 +229,7 @@ def test_what_is_appended_while_a_file_is_written_stays_in_memory() -> None:
     assert (indexes.unsealed, seqs_of(queue)) == (0, list(range(1, 9)))
 
 
-def test_what_a_checkpoint_says_is_as_of_the_flush_whatever_has_come_since() -> None:
+def test_lengths_are_those_at_the_time_of_the_flush() -> None:
     indexes, sealed = three_stretches(CrashFiles())
     fresh = indexes.queue("u", 3)
     append(fresh, numbers(901, 2))
@@ -243,7 +243,7 @@ def test_what_a_checkpoint_says_is_as_of_the_flush_whatever_has_come_since() -> 
     assert [part.entries["seq"].tolist() for part in flush.parts] == [[903]]
 
 
-def test_a_queue_whose_beginning_is_gone_starts_where_its_rows_say() -> None:
+def test_queue_without_its_first_entries_starts_at_the_offset_of_its_rows() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
     queue.start_at(25)
     append(queue, numbers(7, 2))
@@ -252,7 +252,7 @@ def test_a_queue_whose_beginning_is_gone_starts_where_its_rows_say() -> None:
         queue.start_at(30)
 
 
-def test_files_wholly_behind_the_first_kept_are_no_longer_needed() -> None:
+def test_forget_returns_files_below_the_first_kept_row() -> None:
     indexes, queue = three_stretches(CrashFiles())
     assert indexes.forget(450) == [file_name(1)]
     assert (queue.min_offset, queue.max_offset) == (449, 900)
@@ -265,7 +265,7 @@ def test_files_wholly_behind_the_first_kept_are_no_longer_needed() -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])
-def test_a_damaged_file_is_built_again_when_a_read_finds_it(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_damaged_file_is_rebuilt_at_a_read(make, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     files: Files = make(tmp_path)
     three_stretches(files)
     log = Log()
@@ -281,7 +281,7 @@ def test_a_damaged_file_is_built_again_when_a_read_finds_it(make, tmp_path: Path
     assert seqs_of(whole.queue("t", 0)) == list(range(1, 901)), "and on the disk too"
 
 
-def test_without_a_log_damage_is_the_reader_s() -> None:
+def test_without_a_rebuild_function_damage_raises_corrupt() -> None:
     """The control of the test above."""
     files = CrashFiles()
     three_stretches(files)
@@ -292,7 +292,7 @@ def test_without_a_log_damage_is_the_reader_s() -> None:
         indexes.queue("t", 0).read(0, 900)
 
 
-def test_files_that_do_not_fit_together_are_corrupt() -> None:
+def test_files_with_a_gap_in_a_queue_are_corrupt() -> None:
     files = CrashFiles()
     three_stretches(files)
     other = CrashFiles()
@@ -305,14 +305,14 @@ def test_files_that_do_not_fit_together_are_corrupt() -> None:
 
 
 def test_without_a_sync_a_crash_loses_entries() -> None:
-    """The control of crashes above: what a checkpoint vouches for has to be written."""
+    """The control of the crashes above: files must be written before a checkpoint relies on them."""
     files = CrashFiles()
     append(QueueIndexes(files).queue("t", 0), numbers(1, 9))
     after = QueueIndexes(files.crash(survival="nothing"))
     assert (after.load(1, 10), after.queue("t", 0).max_offset) == (1, 0)
 
 
-def test_a_queue_that_was_made_and_not_written_to_costs_nothing() -> None:
+def test_queue_without_entries_is_not_registered() -> None:
     files = CrashFiles()
     indexes = QueueIndexes(files)
     calls = files.calls

@@ -1,4 +1,4 @@
-"""Rows by number and by range: exactly those asked for, checked when they are decoded, in any thread."""
+"""Reading rows by number and by range: exactly the requested ones, checked at each decoding, in any thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(work: Coroutine[Any, Any, None]) -> None:
 
 
 def log_of(frames: list[tuple[int, int]]) -> tuple[LogReader, dict[int, tuple[int, bytes]]]:
-    """Frames of (rows, kind) in small segments; the rows by number. A TABLE row uses numbers up beside its own."""
+    """Make frames of (rows, kind) in small segments, and the rows by number. A TABLE row uses further numbers."""
     files = CrashFiles()
     rows: dict[int, tuple[int, bytes]] = {}
 
@@ -75,7 +75,7 @@ logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
     st.none() | st.sets(st.sampled_from(Kind)),
     st.integers(1, 20),
 )
-def test_a_range_holds_its_rows_in_order_however_they_are_joined(
+def test_range_returns_its_rows_in_order_for_any_batch_size(
     frames: list[tuple[int, int]], from_seq: int, to_seq: int, wanted: set[Kind] | None, coalesce_rows: int
 ) -> None:
     reader, rows = log_of(frames)
@@ -98,7 +98,7 @@ def test_a_range_holds_its_rows_in_order_however_they_are_joined(
     st.none() | st.sets(st.sampled_from(Kind)),
     st.lists(st.sampled_from(["seq", "kind", "body", "topic", "due_ms"]), min_size=1, unique=True),
 )
-def test_columns_asked_for_are_those_of_the_whole_rows(
+def test_selected_columns_equal_those_of_whole_rows(
     frames: list[tuple[int, int]], wanted: set[Kind] | None, columns: list[str]
 ) -> None:
     reader, _ = log_of(frames)
@@ -106,20 +106,20 @@ def test_columns_asked_for_are_those_of_the_whole_rows(
     assert part == [rows.select(columns) for rows in whole]
 
 
-def test_joined_batches_are_as_large_as_was_asked_for_but_the_last() -> None:
+def test_coalesced_batches_have_the_requested_rows_except_the_last() -> None:
     reader = simple(20)
     sizes = [rows.num_rows for rows in reader.coalesced(1, 100, None, 8)]
     assert sizes == [9, 9, 9, 9, 9, 9, 6]
     assert [rows.num_rows for rows in reader.rows(2, 6)] == [2, 2]
 
 
-def test_frames_come_whole() -> None:
+def test_frames_are_returned_whole() -> None:
     reader = simple(20)
     assert [(seq, rows.num_rows) for seq, rows in reader.frames(5, 8)] == [(4, 3), (7, 3)]
     assert list(reader.frames(5, 5)) == []
 
 
-def test_a_range_may_end_beyond_what_is_durable_and_begin_there_but_not_before_what_is_kept() -> None:
+def test_range_may_exceed_the_durable_rows_but_not_begin_before_the_kept_ones() -> None:
     reader = simple(20)
     assert seqs(list(reader.rows(59, 10**18))) == [59, 60]
     assert list(reader.rows(61, 100)) == list(reader.rows(10**18, 10**18 + 1)) == []
@@ -128,13 +128,13 @@ def test_a_range_may_end_beyond_what_is_durable_and_begin_there_but_not_before_w
             list(reader.rows(before, 10))
 
 
-def test_numbers_that_were_set_aside_are_in_no_range() -> None:
+def test_reserved_numbers_are_in_no_range() -> None:
     reader, _ = log_of([(2, Kind.MESSAGE), (1, Kind.TABLE), (2, Kind.MESSAGE)])
     assert seqs(list(reader.rows(1, 100))) == [1, 2, 3, 9, 10]
     assert list(reader.rows(4, 9)) == []
 
 
-def test_what_is_appended_is_seen_when_it_is_durable() -> None:
+def test_rows_are_visible_once_they_are_durable() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce()) as log:
             assert (log.reader.first_seq, log.reader.next_seq) == (1, 1)
@@ -150,7 +150,7 @@ def test_what_is_appended_is_seen_when_it_is_durable() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(logs.filter(bool), st.data())
-def test_rows_are_taken_in_the_order_asked_for_as_often_as_asked_for(
+def test_read_rows_keeps_the_order_and_repetitions_of_numbers(
     frames: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     reader, rows = log_of(frames)
@@ -162,7 +162,7 @@ def test_rows_are_taken_in_the_order_asked_for_as_often_as_asked_for(
 
 
 @pytest.mark.parametrize("wanted", [[1, 1, 3], [1, 3, 3], [3, 1, 1], [2, 2], [1, 2, 2, 3, 3, 6]])
-def test_a_row_asked_for_twice_is_the_same_row_twice(wanted: list[int]) -> None:
+def test_repeated_number_returns_the_row_twice(wanted: list[int]) -> None:
     reader, rows = log_of([(6, Kind.MESSAGE)])
     assert bodies([reader.read_rows(np.array(wanted, np.int64))]) == [rows[seq][1] for seq in wanted]
 
@@ -180,7 +180,7 @@ def test_a_row_that_is_not_kept_or_not_in_the_log_is_out_of_range() -> None:
 # ---- the cache -------------------------------------------------------------------------------------------
 
 
-def test_only_so_many_decoded_frames_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_frames_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 3)
     reader = simple(20)
     for _ in range(2):
@@ -189,7 +189,7 @@ def test_only_so_many_decoded_frames_are_held(monkeypatch: pytest.MonkeyPatch) -
             assert len(reader._cache) <= 3
 
 
-def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_read_frame_is_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
     reader = simple(20)
     for seq in (1, 4, 1, 7):
@@ -197,11 +197,11 @@ def test_what_was_used_last_is_held_longest(monkeypatch: pytest.MonkeyPatch) -> 
     assert [first for first, _ in reader._cache._frames.values()] == [1, 7]
 
 
-def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
-    """Frames of one row, each looked at, as consumers do after small commits."""
+def test_cache_is_bounded_by_memory() -> None:
+    """Frames of one row, each read once, as consumers do after small commits."""
     frames = 300
     reader = log_of([(1, Kind.MESSAGE)] * frames)[0]
-    reader.read_rows(np.array([1], np.int64))  # what the first one needs besides
+    reader.read_rows(np.array([1], np.int64))  # the memory that only the first read needs
     before = allocated_bytes()
     for seq in range(2, frames + 1):
         reader.read_rows(np.array([seq], np.int64))
@@ -213,19 +213,19 @@ def test_what_is_held_is_bounded_by_the_memory_that_it_takes() -> None:
     assert module.CACHE_FRAMES_MAX * module.FRAME_BYTES <= 64 * 1024 * 1024
 
 
-def test_a_segment_that_is_let_go_is_not_held() -> None:
+def test_removed_segment_is_not_cached() -> None:
     reader = simple(40)
     segments = reader.segments
     assert len(segments.all) > 2
     for seq in range(1, 121):
         reader.read_rows(np.array([seq], np.int64))
-    kept = weakref.ref(segments.all[1])
+    segment_ref = weakref.ref(segments.all[1])
     segments.drop(segments.all[:2])
-    assert kept() is None
+    assert segment_ref() is None
     assert {ordinal for ordinal, _ in reader._cache._frames} == {segment.ordinal for segment in segments.all}
 
 
-def test_a_range_does_not_push_out_what_is_held() -> None:
+def test_reading_a_range_does_not_replace_cached_frames() -> None:
     reader = simple(20)
     reader.read_rows(np.array([1], np.int64))
     assert len(list(reader.rows(1, 61))) == 20
@@ -239,7 +239,7 @@ def empty_segments(count: int) -> Segments:
     return Segments([Segment(number, 1, pa.py_buffer(b"")) for number in range(1, count + 1)])
 
 
-def test_what_was_used_last_is_kept_longest() -> None:
+def test_frame_cache_drops_the_least_recently_used_frame() -> None:
     cache: FrameCache[str] = FrameCache(empty_segments(1), 2)
     for position, frame in enumerate("ab"):
         cache.keep((1, position), frame)
@@ -249,7 +249,7 @@ def test_what_was_used_last_is_kept_longest() -> None:
     assert len(cache) == 2
 
 
-def test_a_frame_that_is_kept_again_takes_no_more_room() -> None:
+def test_frame_cached_twice_takes_no_more_memory() -> None:
     cache: FrameCache[str] = FrameCache(empty_segments(1), 2)
     for frame in "abc":
         cache.keep((1, 0), frame)
@@ -272,7 +272,7 @@ def test_frames_of_removed_segments_are_forgotten() -> None:
 
 
 def damaged(at: int, data: bytes) -> LogReader:
-    """A log of which a frame rots after it has been opened."""
+    """Make a reader of a log in which a frame is damaged after the log has been opened."""
     files = CrashFiles()
 
     async def write() -> None:
@@ -289,7 +289,7 @@ def damaged(at: int, data: bytes) -> LogReader:
 @pytest.mark.parametrize(
     ("at", "data"), [(0, b"?"), (16, b"?"), (300, b"?"), (0, bytes(4_000)), (52, bytes(4))]
 )
-def test_a_row_that_has_rotted_is_an_error_and_never_a_message(at: int, data: bytes) -> None:
+def test_damaged_row_is_an_error_and_never_a_message(at: int, data: bytes) -> None:
     reader = damaged(at, data)
     with pytest.raises(Corrupt):
         reader.read_rows(np.array([5], np.int64))
@@ -325,7 +325,7 @@ def test_every_flipped_byte_of_a_frame_is_an_error() -> None:
 # ---- threads and retention -------------------------------------------------------------------------------
 
 
-def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_readers_in_many_threads_see_correct_rows(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 4)
 
     async def work() -> None:
@@ -337,8 +337,8 @@ def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.Mon
                 draw, looks = np.random.default_rng(seed), 0
                 while not stop.is_set() or not looks:
                     wanted = draw.integers(1, log.reader.next_seq, 10)
-                    found = bodies([log.reader.read_rows(wanted)])
-                    assert found == [f"{n}:".encode().ljust(20, b".") for n in wanted]
+                    rows = bodies([log.reader.read_rows(wanted)])
+                    assert rows == [f"{n}:".encode().ljust(20, b".") for n in wanted]
                     looks += 1
                 return looks
 
@@ -354,7 +354,7 @@ def test_readers_in_many_threads_see_rows_that_are_right(monkeypatch: pytest.Mon
     run(work())
 
 
-def test_who_reads_while_retention_works_finishes_what_he_has_begun(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_reader_finishes_its_range_during_retention(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
 
     async def work() -> None:
@@ -378,9 +378,7 @@ def test_who_reads_while_retention_works_finishes_what_he_has_begun(tmp_path) ->
     ends=st.tuples(st.integers(0, 130), st.integers(0, 130)),
 )
 @settings(max_examples=40)
-def test_the_size_of_rows_is_that_of_the_frames_they_are_in(
-    frames: list[tuple[int, int]], ends: tuple[int, int]
-) -> None:
+def test_row_bytes_is_the_average_of_the_frames(frames: list[tuple[int, int]], ends: tuple[int, int]) -> None:
     reader, _ = log_of(frames)
     low, high = sorted(min(reader.first_seq + end, reader.next_seq) for end in ends)
     rows = size_bytes = 0

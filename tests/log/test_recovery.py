@@ -1,4 +1,4 @@
-"""Opening the log after whatever happened: one test for each rule of recovery.py."""
+"""Opening the log after crashes and damage: one test for each rule of recovery.py."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ def flip(files: CrashFiles, name: str, at: int, mask: int = 0xFF) -> None:
 
 
 def last_frames(files: CrashFiles) -> list[int]:
-    """Positions of the frames of the last segment."""
+    """List the positions of the frames of the last segment."""
     return list(reopened(files).segments.last.frame_positions)
 
 
-def test_a_new_folder_is_a_new_log() -> None:
+def test_empty_folder_becomes_a_new_log() -> None:
     files = CrashFiles()
-    found = reopened(files)
-    assert (found.segments.first_seq, found.segments.next_seq, found.cut_bytes) == (1, 1, 0)
+    recovered = reopened(files)
+    assert (recovered.segments.first_seq, recovered.segments.next_seq, recovered.cut_bytes) == (1, 1, 0)
     assert reopened(files.crash(survival="nothing")).segments.next_seq == 1
 
 
-def test_a_torn_last_commit_is_cut_and_blank_again() -> None:
+def test_torn_last_commit_is_overwritten_with_zeros() -> None:
     files = CrashFiles()
     expected = fill(files, 3)
     name, position = segment_name(1), last_frames(files)[-1]
     flip(files, name, position + 300)
-    found = reopened(files)
-    assert found.cut_bytes > 0 and found.segments.next_seq == 7
-    assert list(read_all(found.segments).values()) == expected[:6]
+    recovered = reopened(files)
+    assert recovered.cut_bytes > 0 and recovered.segments.next_seq == 7
+    assert list(read_all(recovered.segments).values()) == expected[:6]
     after = files.crash(survival="nothing")
     assert not any(after.content(name)[position:]), "an old frame must never follow a new one"
 
@@ -68,7 +68,7 @@ def test_damage_before_the_last_commit_is_refused_though_the_checkpoint_knows_no
     with pytest.raises(Corrupt, match="proves that it was acknowledged"):
         reopened(files)
     changed = [at for at, byte in enumerate(files.content(segment_name(1))) if byte != before[at]]
-    assert len(changed) == 1, "what is refused is not touched"
+    assert len(changed) == 1, "a refused log is not changed"
 
 
 def test_a_blank_hole_before_the_last_commit_is_refused_too() -> None:
@@ -87,12 +87,12 @@ def test_damage_to_the_last_commit_is_refused_when_a_checkpoint_knows_of_it() ->
     fill(files, 3)
     flip(files, segment_name(1), last_frames(files)[-1] + 300)
     with pytest.raises(Corrupt, match="checkpoint knows of seq 9"):
-        reopened(files, known_durable=10)
-    assert reopened(files, known_durable=7).segments.next_seq == 7
+        reopened(files, durable_before_seq=10)
+    assert reopened(files, durable_before_seq=7).segments.next_seq == 7
 
 
 def test_frames_of_one_commit_prove_nothing_about_each_other() -> None:
-    """A commit with a reservation is two frames; when the first is torn, the second was not acknowledged either."""
+    """A commit with a reservation is two frames. If the first is torn, the second was not acknowledged either."""
     files = CrashFiles()
 
     async def write() -> None:
@@ -116,21 +116,21 @@ def test_the_proof_must_itself_be_whole() -> None:
     flip(files, segment_name(1), third + 300)
     assert reopened(files).segments.next_seq == 4
     with pytest.raises(Corrupt):
-        reopened(files.crash(), known_durable=10)
+        reopened(files.crash(), durable_before_seq=10)
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_body_that_looks_like_a_frame_proves_nothing_about_the_commit_it_was_torn_in(version: int) -> None:
-    """Who sends pieces of a log as messages must not keep a broker from starting."""
+    """Messages that contain pieces of a log must not keep a broker from starting."""
     files, large = CrashFiles(), 4 * SEGMENT_BYTES
 
     async def write(rows: pa.RecordBatch) -> fmt.Frame:
         async with opened(files, disk=AtOnce(), segment_bytes=large) as log:
             await log.append(rows)
             last = log.segments.last
-            found = fmt.read_frame(last.buffer, last.frame_positions[-1])
-            assert found is not None
-            return found
+            frame = fmt.read_frame(last.buffer, last.frame_positions[-1])
+            assert frame is not None
+            return frame
 
     first = asyncio.run(write(batch(1)))
     copy = bytearray(files.content(segment_name(1))[first.position : first.end])
@@ -148,8 +148,8 @@ def test_a_body_that_looks_like_a_frame_proves_nothing_about_the_commit_it_was_t
     assert reopened(files, segment_bytes=large).segments.next_seq == 4
 
 
-def test_a_frame_that_belongs_elsewhere_ends_the_log() -> None:
-    """A misdirected write: whole, and not the one that should stand here."""
+def test_frame_out_of_sequence_ends_the_log() -> None:
+    """A misdirected write: a valid frame at a wrong position."""
     files = CrashFiles()
     fill(files, 2)
     first, second = last_frames(files)
@@ -157,10 +157,10 @@ def test_a_frame_that_belongs_elsewhere_ends_the_log() -> None:
     overwrite(files, segment_name(1), second, content[first:second])
     assert reopened(files.crash()).segments.next_seq == 4
     with pytest.raises(Corrupt, match="expected 4"):
-        reopened(files, known_durable=7)
+        reopened(files, durable_before_seq=7)
 
 
-def test_a_frame_of_a_newer_version_is_a_matter_of_set_up() -> None:
+def test_frame_of_a_newer_version_raises_setup_error() -> None:
     files = CrashFiles()
     fill(files, 2)
     position = last_frames(files)[-1]
@@ -203,7 +203,7 @@ def test_a_sealed_segment_must_reach_the_next() -> None:
 
 
 @pytest.mark.parametrize("ordinal", [1, 2])
-def test_a_hole_between_segments_is_refused_and_a_shorter_beginning_is_retention(ordinal: int) -> None:
+def test_gap_between_segments_is_refused_but_a_later_first_segment_is_accepted(ordinal: int) -> None:
     files, expected = three_segments()
     files.remove(segment_name(ordinal))
     if ordinal == 1:
@@ -220,16 +220,16 @@ def test_a_missing_last_segment_is_noticed_by_what_the_checkpoint_knows() -> Non
     files.remove(segment_name(3))
     files.sync_dir(FOLDER)
     with pytest.raises(Corrupt, match="checkpoint knows of"):
-        reopened(files.crash(), known_durable=at_most + 1)
-    assert reopened(files, known_durable=at_most).segments.next_seq == at_most
+        reopened(files.crash(), durable_before_seq=at_most + 1)
+    assert reopened(files, durable_before_seq=at_most).segments.next_seq == at_most
 
 
 def test_a_log_that_is_gone_is_refused_when_a_checkpoint_knows_of_it() -> None:
     with pytest.raises(Corrupt, match="log is gone"):
-        reopened(CrashFiles(), known_durable=5)
+        reopened(CrashFiles(), durable_before_seq=5)
 
 
-def test_a_spare_that_has_come_back_from_the_dead_is_removed() -> None:
+def test_stale_spare_is_removed() -> None:
     files = CrashFiles()
     fill(files, 1)
     prepare(files, 2, SEGMENT_BYTES)
@@ -271,7 +271,7 @@ def test_a_header_torn_before_any_frame_was_written_is_a_spare() -> None:
     fill(files, 1)
     begin_segment(prepare(files, 2, SEGMENT_BYTES), 4, 0)
     flip(files, segment_name(2), 20)
-    segments = reopened(files, known_durable=4).segments
+    segments = reopened(files, durable_before_seq=4).segments
     assert [s.ordinal for s in segments.all] == [1] and segments.next_seq == 4
 
 
@@ -289,8 +289,8 @@ def test_a_segment_begun_and_not_written_is_where_the_log_goes_on() -> None:
 
 
 @pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_flipped_byte_is_noticed_or_meant_nothing(step: int) -> None:
-    """No flip makes a wrong row, and none a missing one: the checkpoint knows what was acknowledged."""
+def test_every_flipped_byte_is_noticed_or_harmless(step: int) -> None:
+    """No flip makes a wrong row or loses one, because the checkpoint knows what was acknowledged."""
     small = 4096  # segments of two frames
     files = CrashFiles()
 
@@ -310,7 +310,9 @@ def test_every_flipped_byte_is_noticed_or_meant_nothing(step: int) -> None:
             file = files.open(name)
             file.write_at(at, bytes([content[at] ^ 0xFF]))
             try:
-                found = read_all(open_log(files, segment_bytes=small, now_ms=0, known_durable=11).segments)
+                found = read_all(
+                    open_log(files, segment_bytes=small, now_ms=0, durable_before_seq=11).segments
+                )
             except (Corrupt, SetupError):
                 noticed += 1
             else:
@@ -322,9 +324,9 @@ def test_every_flipped_byte_is_noticed_or_meant_nothing(step: int) -> None:
     assert noticed > 4_000 // step and harmless > 0
 
 
-@pytest.mark.parametrize("known_durable", [0, 10])
-def test_every_flipped_byte_of_the_last_commit_costs_it_at_most(known_durable: int) -> None:
-    """Knowingly imperfect without a checkpoint: the last commit, and no other, may be taken for a torn one."""
+@pytest.mark.parametrize("durable_before_seq", [0, 10])
+def test_flipped_byte_of_the_last_commit_loses_at_most_that_commit(durable_before_seq: int) -> None:
+    """The known limit without a checkpoint: damage to the last commit looks like a torn commit."""
     files = CrashFiles()
     fill(files, 3)
     name = segment_name(1)
@@ -333,9 +335,9 @@ def test_every_flipped_byte_of_the_last_commit_costs_it_at_most(known_durable: i
     for at in range(position, reopened(files).segments.last.end):
         overwrite(files, name, at, bytes([content[at] ^ 0xFF]))
         try:
-            found = read_all(reopened(files, known_durable=known_durable).segments)
-            assert known_durable == 0
-            assert found == {seq: body for seq, body in expected.items() if seq < 7}, at
+            bodies = read_all(reopened(files, durable_before_seq=durable_before_seq).segments)
+            assert durable_before_seq == 0
+            assert bodies == {seq: body for seq, body in expected.items() if seq < 7}, at
         except (Corrupt, SetupError):
             pass
         overwrite(files, name, 0, content)
@@ -344,7 +346,7 @@ def test_every_flipped_byte_of_the_last_commit_costs_it_at_most(known_durable: i
 # ---- a real folder ---------------------------------------------------------------------------------------
 
 
-def test_on_a_real_folder_too(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_recovery_works_in_a_real_folder(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
     expected = fill(files, 20)
     found = reopened(files)

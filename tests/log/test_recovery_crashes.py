@@ -1,4 +1,4 @@
-"""The crash loop: a power cut or a kill at every call of a life of the log, and recovery after each."""
+"""A power cut or a kill at every disk call of a run of the log, with recovery after each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from timeball.model.errors import StorageError, TimeballError
 IMAGES: list[tuple[int, Survival]] = [(0, "nothing"), (0, "everything"), (1, "random"), (2, "random")]
 
 
-def test_whenever_the_power_goes_what_was_acknowledged_is_there() -> None:
+def test_power_cut_loses_no_acknowledged_row() -> None:
     whole = CrashFiles()
     live(whole)
     kept = 0
@@ -26,13 +26,13 @@ def test_whenever_the_power_goes_what_was_acknowledged_is_there() -> None:
         for seed, survival in IMAGES:
             known = witness.acknowledged_to if seed != 1 else 0
             after = files.crash(cut + seed, survival)
-            assert violations(after, witness, known_durable=known) == [], (cut, seed, survival)
+            assert violations(after, witness, durable_before_seq=known) == [], (cut, seed, survival)
             assert goes_on(after) == [], (cut, seed, survival)
         kept += len(witness.acknowledged)
     assert kept > whole.calls, "the loop has acknowledged next to nothing"
 
 
-def test_whenever_the_power_goes_during_recovery_the_next_one_finds_the_same() -> None:
+def test_power_cut_during_recovery_does_not_change_its_result() -> None:
     whole = CrashFiles()
     live(whole)
     for cut in range(1, whole.calls + 1):
@@ -52,14 +52,14 @@ def test_whenever_the_power_goes_during_recovery_the_next_one_finds_the_same() -
 
 
 @pytest.mark.parametrize("forgotten", [{"forget_sync": True}, {"forget_sync_dir": True}], ids=str)
-def test_the_loop_notices_a_disk_that_forgets(forgotten: dict[str, bool]) -> None:
+def test_disk_that_ignores_fsync_is_noticed(forgotten: dict[str, bool]) -> None:
     whole = CrashFiles(**forgotten)
     live(whole)
     lost = 0
     for cut in range(1, whole.calls + 1, 5):
         files = CrashFiles(crash_at=cut, **forgotten)
         witness = live(files)
-        wrong = violations(files.crash(cut, "nothing"), witness, known_durable=0)
+        wrong = violations(files.crash(cut, "nothing"), witness, durable_before_seq=0)
         lost += any("acknowledged" in line for line in wrong)
     assert lost > 0
 
@@ -82,11 +82,11 @@ def test_the_checker_notices_a_changed_a_missing_and_an_unasked_row() -> None:
 
 
 class Killed(BaseException):
-    """The process is gone; the machine is not."""
+    """The process has been killed. The machine runs on."""
 
 
 class KillFiles(CrashFiles):
-    """A CrashFiles whose program can be killed: nothing is lost from memory, nothing more reaches the disk."""
+    """A CrashFiles whose process can be killed: written bytes stay in memory, and no more reach the disk."""
 
     def __init__(self, kill_at: int) -> None:
         super().__init__()
@@ -108,8 +108,8 @@ class KillFiles(CrashFiles):
         self.killed = False
 
 
-def test_what_a_restart_has_shown_survives_a_power_cut() -> None:
-    """Bytes of a killed process are in the page cache and look like the disk's, until the power goes."""
+def test_rows_shown_after_a_restart_survive_a_power_cut() -> None:
+    """After a kill, bytes in the page cache look like bytes on the disk until the power is cut."""
     whole = CrashFiles()
     live(whole)
     for kill_at in range(1, whole.calls + 1):

@@ -1,4 +1,4 @@
-"""A log whose commits are replicated: what the writer hands over, and that it shows and answers nothing before."""
+"""A log whose commits are replicated: the extents that the writer passes on, and no row visible before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from timeball.model.errors import DiskFailed, NotLeader, StorageError
 
 
 class Replicated:
-    """A Replication that writes and syncs here, and returns when the test lets it."""
+    """A Replication that writes and syncs locally, and returns when the test allows it."""
 
     def __init__(self) -> None:
         self.epoch = 7
@@ -36,7 +36,7 @@ class Replicated:
 
 
 class Led:
-    """A writer over a log that is replicated."""
+    """A writer of a replicated log."""
 
     def __init__(self) -> None:
         self.files, clock = CrashFiles(), ManualClock()
@@ -54,13 +54,13 @@ class Led:
         self.disk.shutdown()
 
 
-def test_a_commit_is_seen_and_answered_when_it_is_replicated() -> None:
+def test_commit_is_visible_and_acknowledged_when_it_is_replicated() -> None:
     async def scenario() -> None:
         led = Led()
         seq, done = led.writer.append(batch(1))
         await eventually(lambda: led.replication.extents)
         await eventually(lambda: led.files.trace[-1][0] == "sync")
-        assert not done.done() and led.segments.next_seq == seq, "on this disk, and nobody else's"
+        assert not done.done() and led.segments.next_seq == seq, "on this disk only"
         led.replication.lets.release()
         assert await done == seq and led.segments.next_seq == seq + 3
         assert list(read_all(led.segments).values()) == bodies([batch(1)])
@@ -69,7 +69,7 @@ def test_a_commit_is_seen_and_answered_when_it_is_replicated() -> None:
     run(scenario())
 
 
-def test_extents_are_the_bytes_of_the_log_in_their_order() -> None:
+def test_extents_contain_the_bytes_of_the_log_in_order() -> None:
     async def scenario() -> None:
         led = Led()
         led.replication.lets.release(1_000)
@@ -117,7 +117,7 @@ def test_a_commit_of_several_frames_is_one_extent_in_one_segment() -> None:
 
 
 @pytest.mark.parametrize("error", [NotLeader("no more"), DiskFailed("broken")], ids=["not leader", "disk"])
-def test_what_is_not_replicated_stops_the_log_and_is_shown_to_no_reader(error: Exception) -> None:
+def test_failed_replication_stops_the_log_and_shows_no_row(error: Exception) -> None:
     async def scenario() -> None:
         led = Led()
         first, second = led.writer.append(batch(1))[1], None
@@ -129,7 +129,7 @@ def test_what_is_not_replicated_stops_the_log_and_is_shown_to_no_reader(error: E
             with pytest.raises(type(error)):
                 await done
         assert led.failures == [error] and led.segments.next_seq == 1
-        # What comes later is told the same: clients ask another node where one leads, and no other where a disk failed.
+        # Later calls get the same error: after NotLeader clients ask another node, after a failed disk they do not.
         with pytest.raises(NotLeader if isinstance(error, NotLeader) else StorageError):
             led.writer.append(batch(7))
         with pytest.raises(NotLeader if isinstance(error, NotLeader) else StorageError):

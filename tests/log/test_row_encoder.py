@@ -1,4 +1,4 @@
-"""A few rows: the compiled encoder writes the very bytes that pyarrow writes, or leaves the rows to it."""
+"""A few rows: the compiled encoder writes the same bytes as pyarrow, or leaves the rows to it."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ ROWS = st.lists(ROW, min_size=1, max_size=20)
 @compiled
 @given(ROWS)
 def test_the_compiled_encoder_writes_the_bytes_of_pyarrow(values: list[LogRow]) -> None:
-    made = build_compiled(values)
+    encoded = build_compiled(values)
     reference = rows_of(values)
-    assert bytes(made.message) == bytes(row_encoder.encode(reference))
-    made.batch.validate(full=True)
-    assert made.batch.equals(reference) and made.num_rows == len(values)
+    assert bytes(encoded.message) == bytes(row_encoder.encode(reference))
+    encoded.batch.validate(full=True)
+    assert encoded.batch.equals(reference) and encoded.num_rows == len(values)
 
 
 @compiled
 @given(ROWS, st.integers(0, len(LOG_SCHEMA) - 1), ANY)
-def test_what_is_of_another_type_ends_as_with_pyarrow(
+def test_values_of_another_type_give_the_result_of_pyarrow(
     values: list[LogRow], column: int, value: object
 ) -> None:
     odd = [*values[:-1], (*values[-1][:column], value, *values[-1][column + 1 :])]
@@ -58,22 +58,20 @@ def test_what_is_of_another_type_ends_as_with_pyarrow(
 
 
 @compiled
-def test_rows_that_are_no_rows_are_left_to_pyarrow() -> None:
+def test_rows_that_are_no_tuples_of_all_columns_are_left_to_pyarrow() -> None:
     encoder = row_encoder.LOG_ENCODER
     row = (None,) * len(LOG_SCHEMA)
     assert encoder.encode([row]) is not None
     assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3
 
 
-def test_the_setting_chooses() -> None:
+def test_codec_setting_chooses_the_builder() -> None:
     assert builder_of("python") is build_by_pyarrow
     assert builder_of("auto") is (build_by_pyarrow if row_encoder.MessageEncoder is None else build_compiled)
 
 
 @given(st.lists(ROWS, min_size=2, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
-def test_parts_joined_as_values_are_those_joined_as_columns(
-    parts: list[list[LogRow]], are_columns: list[bool]
-) -> None:
+def test_joining_values_equals_joining_columns(parts: list[list[LogRow]], are_columns: list[bool]) -> None:
     build = builder_of("auto")
     made = [
         rows_of(part) if as_rows else build(part) for part, as_rows in zip(parts, are_columns, strict=False)
@@ -86,7 +84,7 @@ def test_parts_joined_as_values_are_those_joined_as_columns(
 
 
 @compiled
-def test_few_are_encoded_once_more_and_many_are_not() -> None:
+def test_few_joined_rows_are_encoded_again_and_many_are_not() -> None:
     row: LogRow = (None,) * len(LOG_SCHEMA)
     few, many = build_compiled([row]), build_compiled([row] * (4 * row_encoder.JOINED_ROWS))
     assert isinstance(row_encoder.joined([few, few]), row_encoder.EncodedRows)
@@ -112,13 +110,13 @@ def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
     )
     for rows in ways:
         assert row_encoder.read_batch(rows).to_pylist() == expected
-        kept = row_encoder.read_batch(row_encoder.filtered(rows, keep)).to_pylist()
-        assert kept == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]
+        kept_rows = row_encoder.read_batch(row_encoder.filtered(rows, keep)).to_pylist()
+        assert kept_rows == [row for row, is_kept in zip(expected, keep, strict=True) if is_kept]
 
 
 @compiled
 @given(ROWS, st.data())
-def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], data: st.DataObject) -> None:
+def test_rows_read_from_a_message_equal_its_values(values: list[LogRow], data: st.DataObject) -> None:
     due_ms = LOG_SCHEMA.get_field_index("due_ms")
     instants = data.draw(st.lists(FITTING[pa.int64()], min_size=len(values), max_size=len(values)))
     values = [(*row[:due_ms], at, *row[due_ms + 1 :]) for row, at in zip(values, instants, strict=True)]
@@ -143,8 +141,8 @@ def test_a_message_says_of_each_row_what_its_values_say(values: list[LogRow], da
 
 
 @compiled
-def test_many_rows_and_long_messages_are_columns() -> None:
-    """Each row that waits in its message keeps all of it in memory."""
+def test_many_rows_and_long_messages_become_columns() -> None:
+    """Each row that stays in its message keeps the whole message in memory."""
     row: LogRow = (1, "t", *[None] * (len(LOG_SCHEMA) - 2))
     many = build_compiled([row] * (row_encoder.HELD_ROWS_MAX + 1))
     long = build_compiled([(*row[:7], b"x" * row_encoder.HELD_BYTES_MAX, *row[8:])])

@@ -1,4 +1,4 @@
-"""One segment, the row of them, how a spare becomes one, what retention removes, and the lives of the log."""
+"""Segments: look-ups, preparation of a spare, removal by retention, and the restarts of the log."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def filled(ordinal: int, first_seq: int, spans: list[int]) -> Segment:
     return segment
 
 
-def test_names_sort_as_their_ordinals() -> None:
+def test_segment_names_sort_like_ordinals() -> None:
     assert segment_name(7) == "log/0000000007.log"
     assert sorted(map(segment_name, [100, 9, 2_000_000_000])) == list(
         map(segment_name, [9, 100, 2_000_000_000])
     )
 
 
-def test_a_frame_is_found_by_any_of_its_numbers() -> None:
+def test_frame_is_found_by_any_of_its_numbers() -> None:
     segment = filled(1, 5, [3, 100, 1])
     positions = [segment.frame_position_of(seq) for seq in (5, 7, 8, 107, 108)]
     assert positions == [64, 64, 192, 192, 320]
     assert (segment.next_seq, segment.end) == (109, 448)
 
 
-def test_a_frame_that_does_not_follow_is_our_own_mistake() -> None:
+def test_frame_that_leaves_a_gap_fails_an_assertion() -> None:
     segment = filled(1, 5, [3])
     for wrong in (frame(64, 8, 1), frame(192, 9, 1)):
         with pytest.raises(AssertionError):
@@ -71,7 +71,7 @@ def three() -> Segments:
     return Segments([filled(1, 1, [4]), filled(2, 5, [2, 2]), filled(3, 9, [1])])
 
 
-def test_the_segment_that_holds_a_number() -> None:
+def test_holding_finds_the_segment_of_a_number() -> None:
     segments = three()
     assert [segments.holding(seq).ordinal for seq in range(1, 10)] == [1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert (segments.first_seq, segments.next_seq, segments.last.ordinal) == (1, 10, 3)
@@ -79,7 +79,7 @@ def test_the_segment_that_holds_a_number() -> None:
 
 
 @pytest.mark.parametrize("seq", [-1, 0, 10, 10**18])
-def test_a_number_that_is_not_kept_says_which_are(seq: int) -> None:
+def test_number_outside_the_log_raises_out_of_range_with_the_kept_range(seq: int) -> None:
     with pytest.raises(OutOfRange, match="keeps 1 to 9"):
         three().holding(seq)
 
@@ -98,13 +98,13 @@ def test_only_the_oldest_may_be_dropped_and_never_all() -> None:
 
 def test_a_segment_begun_while_another_is_dropped_is_not_forgotten() -> None:
     class Slow(list[Segment]):
-        """A list that lets the event loop's thread in between the reading of a list and its replacement."""
+        """A list that lets the event loop's thread run between its read and its replacement."""
 
         def __getitem__(self, key):  # type: ignore[no-untyped-def]
             found = list.__getitem__(self, key)
             if isinstance(key, slice) and key.start:
                 adder.start()
-                adder.join(0.2)  # with a lock it has to wait; what it waits for is over then
+                adder.join(0.2)  # with the lock, it waits until the list is replaced
             return found
 
     segments = Segments(Slow(three().all))
@@ -140,7 +140,7 @@ def test_a_segment_is_begun_durably() -> None:
 
 
 @pytest.mark.parametrize("error", [OverLimit("full"), DiskFailed("broken")])
-def test_half_a_spare_has_no_name(error: OverLimit | DiskFailed) -> None:
+def test_failed_preparation_leaves_no_file(error: OverLimit | DiskFailed) -> None:
     whole = folder()
     before = whole.calls
     prepare(whole, 1, 4096)
@@ -156,7 +156,7 @@ def test_half_a_spare_has_no_name(error: OverLimit | DiskFailed) -> None:
     assert failed >= 2
 
 
-def test_a_spare_cut_anywhere_is_a_spare_or_nothing() -> None:
+def test_power_cut_during_a_preparation_leaves_a_spare_or_nothing() -> None:
     whole = folder()
     before = whole.calls
     begin_segment(prepare(whole, 1, 4096), 17, 5)
@@ -175,7 +175,7 @@ SMALL = 4096
 
 
 def segments_of(spans_and_times: list[tuple[int, int]]) -> Segments:
-    """One frame a segment, of so many numbers, appended then."""
+    """Make one frame per segment, with these numbers of rows and times of append."""
     found, first_seq = [], 1
     for ordinal, (span, append_ms) in enumerate(spans_and_times, 1):
         segment = Segment(ordinal, first_seq, BLANK)
@@ -194,7 +194,7 @@ def segments_of(spans_and_times: list[tuple[int, int]]) -> Segments:
     st.integers(0, 100),
     st.integers(0, 50),
 )
-def test_nothing_young_needed_or_last_goes_and_everything_else_in_front_does(
+def test_expired_lists_old_unneeded_segments_before_the_first_kept(
     spans_and_times: list[tuple[int, int]], now_ms: int, retention_ms: int, needed_from_seq: int
 ) -> None:
     segments = segments_of(spans_and_times)
@@ -222,14 +222,14 @@ def test_nothing_young_needed_or_last_goes_and_everything_else_in_front_does(
         (9_999, 7, 2),
     ],
 )
-def test_to_the_millisecond_and_to_the_number(now_ms: int, needed_from_seq: int, count: int) -> None:
+def test_expired_is_exact_in_time_and_number(now_ms: int, needed_from_seq: int, count: int) -> None:
     segments = segments_of([(3, 100), (3, 200), (3, 300)])
-    found = segments.expired(now_ms=now_ms, retention_ms=1_000, needed_from_seq=needed_from_seq)
-    assert len(found) == count
+    expired = segments.expired(now_ms=now_ms, retention_ms=1_000, needed_from_seq=needed_from_seq)
+    assert len(expired) == count
 
 
-def test_a_young_segment_holds_back_the_old_ones_behind_it() -> None:
-    """The clock was set back: order is by number, so the log would get a hole."""
+def test_young_segment_keeps_older_ones_after_it() -> None:
+    """The clock was set back. Segments are removed by number, or the log would get a gap."""
     segments = segments_of([(3, 5_000), (3, 100), (3, 300)])
     assert segments.expired(now_ms=2_000, retention_ms=1_000, needed_from_seq=99) == []
 
@@ -238,7 +238,7 @@ def test_a_young_segment_holds_back_the_old_ones_behind_it() -> None:
 
 
 def written(files: Files, *, caches: bool = True) -> Segments:
-    """A log of four segments or more, closed; with the caches a broker would have."""
+    """Make a closed log of at least four segments, with the caches of a broker."""
 
     async def write() -> Segments:
         async with opened(files, disk=AtOnce(), segment_bytes=SMALL) as log:
@@ -255,7 +255,7 @@ def written(files: Files, *, caches: bool = True) -> Segments:
 
 
 @pytest.mark.parametrize("make", [lambda path: CrashFiles(), RealFiles], ids=["crash", "real"])
-def test_a_segment_goes_with_its_caches_and_the_rest_stays(make, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_remove_deletes_a_segment_and_its_caches_only(make, tmp_path) -> None:  # type: ignore[no-untyped-def]
     files: Files = make(tmp_path)
     segments = written(files)
     rows, gone = read_all(segments), segments.all[:2]
@@ -272,7 +272,7 @@ def test_a_segment_goes_with_its_caches_and_the_rest_stays(make, tmp_path) -> No
     found.file.file.close()
 
 
-def test_nothing_to_remove_is_nothing_done() -> None:
+def test_remove_of_no_segments_does_nothing() -> None:
     files = CrashFiles()
     segments = written(files)
     calls = files.calls
@@ -290,18 +290,18 @@ def test_the_last_segment_and_one_in_the_middle_are_never_removed() -> None:
     assert files.calls == calls
 
 
-def test_a_reader_that_holds_a_segment_keeps_it() -> None:
+def test_mapping_of_a_removed_segment_stays_readable() -> None:
     files = CrashFiles()
     segments = written(files)
     reading = LogReader(segments).rows(1, 1_000)
     first = next(reading)
     segments.remove(files, segments.all[:-1])
-    found = [seq for rows in (first, *reading) for seq in rows.column("seq").to_pylist()]
-    assert found == list(range(1, 25))
+    read_seqs = [seq for rows in (first, *reading) for seq in rows.column("seq").to_pylist()]
+    assert read_seqs == list(range(1, 25))
 
 
 def images(*, forget_sync_dir: bool = False) -> list[CrashFiles]:
-    """Disks after a power cut at each call of a removal."""
+    """List the disks after a power cut at each call of a removal."""
     whole = CrashFiles(forget_sync_dir=forget_sync_dir)
     segments = written(whole)
     begun = whole.calls
@@ -317,7 +317,7 @@ def images(*, forget_sync_dir: bool = False) -> list[CrashFiles]:
     return found
 
 
-def test_whenever_the_power_goes_the_log_has_no_hole() -> None:
+def test_power_cut_during_removal_leaves_no_gap() -> None:
     rows = read_all(written(CrashFiles()))
     beginnings = set()
     for image in images():
@@ -328,8 +328,8 @@ def test_whenever_the_power_goes_the_log_has_no_hole() -> None:
     assert len(beginnings) > 2
 
 
-def test_a_folder_whose_names_are_not_synced_would_be_noticed() -> None:
-    """The control: removed in order and not synced in between, a later name may be gone and an earlier one back."""
+def test_removal_without_folder_syncs_is_noticed() -> None:
+    """The control: without syncs in between, a later name may be removed and an earlier one be back."""
     refused = 0
     for image in images(forget_sync_dir=True):
         try:
@@ -340,7 +340,7 @@ def test_a_folder_whose_names_are_not_synced_would_be_noticed() -> None:
     assert refused > 0
 
 
-def test_segments_that_stay_keep_their_names() -> None:
+def test_kept_segments_keep_their_names() -> None:
     files = CrashFiles()
     segments = written(files, caches=False)
     segments.remove(files, segments.all[:1])
@@ -352,8 +352,8 @@ def test_segments_that_stay_keep_their_names() -> None:
 EVER = 1 << 62
 
 
-def lived(lives: list[int]) -> tuple[CrashFiles, list[tuple[int, int]]]:
-    """A log whose writer was started so often, with so many frames each; (first row, its instant) of each frame."""
+def log_of_runs(lives: list[int]) -> tuple[CrashFiles, list[tuple[int, int]]]:
+    """Make a log of several runs with these numbers of frames. Returns it and (first row, time) of each frame."""
     files, frames = CrashFiles(), []
 
     async def live(number: int, count: int) -> None:
@@ -385,10 +385,10 @@ def segments(files: CrashFiles) -> Segments:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 12), max_size=5), st.booleans(), st.data())
-def test_every_life_that_wrote_is_found_and_none_other(
+def test_starts_lists_every_run_that_wrote_a_frame(
     lives: list[int], is_indexed: bool, data: st.DataObject
 ) -> None:
-    files, frames = lived(lives)
+    files, frames = log_of_runs(lives)
     log = segments(files)
     if is_indexed:
         frame_index.save_sealed(files, log)
@@ -399,16 +399,16 @@ def test_every_life_that_wrote_is_found_and_none_other(
     assert starts(log, low, high) == [one for one in everything if low <= one.first_seq < high]
 
 
-def test_of_the_oldest_frame_that_is_kept_nobody_can_tell() -> None:
-    files, frames = lived([12, 12, 3])
+def test_starts_omits_the_run_of_the_oldest_kept_frame() -> None:
+    files, frames = log_of_runs([12, 12, 3])
     log = segments(files)
     kept = [one for one in expected([12, 12, 3], frames) if one.first_seq > log.all[2].first_seq]
     log.drop(log.all[:2])
     assert starts(log, 0, EVER) == kept
 
 
-def test_a_frame_that_has_become_blank_is_an_error() -> None:
-    files, _ = lived([1, 1])
+def test_blank_frame_raises_corrupt() -> None:
+    files, _ = log_of_runs([1, 1])
     log = segments(files)
     name, position = log.last.name, int(log.last.frame_positions[-1])
     file = files.open(name)

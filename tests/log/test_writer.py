@@ -1,4 +1,4 @@
-"""Group commit: who shares a frame, who is told when, and how the log rolls on."""
+"""Group commit: which entries share a frame, when callers are notified, and how the log rolls."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from timeball.model.message import Kind, build_rows
 # ---- group commit ----------------------------------------------------------------------------------------
 
 
-def test_what_arrives_before_the_disk_is_idle_shares_one_frame_and_one_sync() -> None:
+def test_entries_appended_while_the_disk_is_busy_share_a_frame_and_a_sync() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()
         async with opened(files, disk=disk) as log:
@@ -55,7 +55,7 @@ def test_what_arrives_before_the_disk_is_idle_shares_one_frame_and_one_sync() ->
     run(work())
 
 
-def test_calls_of_one_turn_of_the_loop_share_a_commit() -> None:
+def test_appends_of_one_loop_iteration_share_a_commit() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=AtOnce()) as log:
             assert await log.append(*[batch(1 + 3 * n) for n in range(4)]) == [1, 4, 7, 10]
@@ -64,7 +64,7 @@ def test_calls_of_one_turn_of_the_loop_share_a_commit() -> None:
     run(work())
 
 
-def test_numbers_are_given_out_at_once_and_in_the_order_of_calls() -> None:
+def test_append_assigns_numbers_at_once_in_the_order_of_calls() -> None:
     async def work() -> None:
         async with opened(CrashFiles(), disk=OnDemand()) as log:
             calls = [log.writer.append(batch(1, count)) for count in (2, 5, 1)]
@@ -75,7 +75,7 @@ def test_numbers_are_given_out_at_once_and_in_the_order_of_calls() -> None:
     run(work())
 
 
-def test_nobody_is_told_before_the_sync_has_returned() -> None:
+def test_futures_are_done_only_after_the_sync() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
@@ -88,7 +88,7 @@ def test_nobody_is_told_before_the_sync_has_returned() -> None:
     run(work())
 
 
-def test_caches_hear_of_a_row_before_its_sender_and_in_the_order_of_the_log() -> None:
+def test_on_durable_runs_before_the_future_and_in_log_order() -> None:
     async def work() -> None:
         heard: list[object] = []
         async with opened(CrashFiles()) as log:
@@ -105,7 +105,7 @@ def test_caches_hear_of_a_row_before_its_sender_and_in_the_order_of_the_log() ->
     run(work())
 
 
-def test_a_reservation_has_a_frame_of_its_own_and_its_numbers_are_left_out() -> None:
+def test_reservation_gets_a_frame_of_its_own_and_its_numbers_are_unused() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
@@ -135,7 +135,7 @@ def test_a_commit_is_bounded_in_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
-def test_flushed_waits_for_what_somebody_appended_who_has_gone(is_under_way: bool) -> None:
+def test_flushed_waits_for_appends_of_cancelled_callers(is_under_way: bool) -> None:
     async def work() -> None:
         disk = OnDemand()
         async with opened(CrashFiles(), disk=disk) as log:
@@ -155,7 +155,7 @@ def test_flushed_waits_for_what_somebody_appended_who_has_gone(is_under_way: boo
     run(work())
 
 
-def test_flushed_waits_for_what_was_appended_before() -> None:
+def test_flushed_waits_for_earlier_appends() -> None:
     async def work() -> None:
         disk = OnDemand()
         async with opened(CrashFiles(), disk=disk) as log:
@@ -175,7 +175,7 @@ def test_flushed_waits_for_what_was_appended_before() -> None:
     run(work())
 
 
-def test_closing_finishes_what_was_accepted_and_takes_no_more() -> None:
+def test_close_commits_accepted_rows_and_refuses_others() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()
         async with opened(files, disk=disk) as log:
@@ -193,7 +193,7 @@ def test_closing_finishes_what_was_accepted_and_takes_no_more() -> None:
 # ---- what one caller gets wrong --------------------------------------------------------------------------
 
 
-def test_a_batch_that_can_be_no_frame_is_its_caller_s_and_not_the_log_s_fault(
+def test_oversized_batch_fails_its_caller_but_not_the_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "FRAME_BYTES_MAX", 8192)
@@ -213,7 +213,7 @@ def test_a_batch_that_can_be_no_frame_is_its_caller_s_and_not_the_log_s_fault(
     run(work())
 
 
-def test_a_sender_who_has_gone_away_harms_nobody() -> None:
+def test_cancelled_caller_does_not_disturb_others() -> None:
     async def work() -> None:
         disk = OnDemand()
         async with opened(CrashFiles(), disk=disk) as log:
@@ -228,10 +228,10 @@ def test_a_sender_who_has_gone_away_harms_nobody() -> None:
     run(work())
 
 
-def test_a_log_is_the_same_bytes_whether_or_not_rows_are_encoded_ahead(
+def test_encoding_ahead_does_not_change_the_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A disk that is busy lets rows wait, which is when they are encoded: one frame for each append then."""
+    """On a busy disk rows are pending, and are then encoded ahead, with one frame per append."""
 
     async def written(ahead_bytes: int) -> tuple[bytes, int]:
         monkeypatch.setattr(writer_module, "ENCODE_AHEAD_BYTES", ahead_bytes)
@@ -261,7 +261,7 @@ def test_a_log_is_the_same_bytes_whether_or_not_rows_are_encoded_ahead(
 # ---- rolling ---------------------------------------------------------------------------------------------
 
 
-def test_a_full_segment_is_followed_by_the_spare_that_was_ready() -> None:
+def test_full_segment_is_followed_by_the_prepared_spare() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
@@ -276,8 +276,8 @@ def test_a_full_segment_is_followed_by_the_spare_that_was_ready() -> None:
     run(work())
 
 
-def test_a_roll_right_behind_the_preparation_of_the_spare_takes_it() -> None:
-    """The disk thread goes on with the next commit before the event loop has heard of the spare."""
+def test_roll_right_after_the_preparation_uses_the_spare() -> None:
+    """The disk thread writes the next commit before the event loop is notified of the spare."""
 
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()
@@ -303,7 +303,7 @@ def test_a_roll_right_behind_the_preparation_of_the_spare_takes_it() -> None:
     run(work())
 
 
-def test_the_next_commit_begins_a_new_segment_when_that_is_asked_for() -> None:
+def test_commit_after_roll_begins_a_new_segment() -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files) as log:
@@ -326,7 +326,7 @@ def test_the_next_commit_begins_a_new_segment_when_that_is_asked_for() -> None:
     run(work())
 
 
-def test_a_commit_ahead_of_the_preparation_of_the_spare_rolls_by_itself() -> None:
+def test_commit_before_the_preparation_of_the_spare_makes_a_segment() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()
         async with opened(files, disk=disk) as log:
@@ -352,8 +352,8 @@ def test_a_commit_larger_than_a_segment_gets_one_of_its_size() -> None:
             await turns()
             await log.append(batch(5, 2, body_bytes=50))
             assert files.size(segment_name(2)) > 4 * SEGMENT_BYTES
-        found = read_all(reopened(files.crash(survival="nothing")).segments)
-        assert [len(body) for body in found.values()] == [
+        kept_bodies = read_all(reopened(files.crash(survival="nothing")).segments)
+        assert [len(body) for body in kept_bodies.values()] == [
             50,
             50,
             2 * SEGMENT_BYTES,
@@ -368,7 +368,7 @@ def test_a_commit_larger_than_a_segment_gets_one_of_its_size() -> None:
 # ---- a real folder and a real thread ---------------------------------------------------------------------
 
 
-def test_many_senders_on_a_real_disk(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_many_senders_share_commits_on_a_real_disk(tmp_path) -> None:  # type: ignore[no-untyped-def]
     files = RealFiles(tmp_path)
 
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What stops the log and what closes its door, and that async durability loses a tail and nothing else."""
+"""Failures that stop the log or close admission. With async durability a power cut loses only a tail."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from timeball.model.errors import DiskFailed, OverLimit, StorageError
 
 
 @pytest.mark.parametrize("call", ["write_at", "sync"])
-def test_after_the_first_failure_nobody_is_told_and_nothing_is_tried_again(call: str) -> None:
+def test_after_the_first_failure_no_caller_is_acknowledged_and_no_write_is_tried(call: str) -> None:
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
@@ -53,7 +53,7 @@ def test_after_the_first_failure_nobody_is_told_and_nothing_is_tried_again(call:
                 log.writer.append(batch(10))
             with pytest.raises(StorageError, match="has stopped"):
                 await log.writer.flushed()
-            assert log.reader.next_seq == 4, "nobody sees what may not be on the disk"
+            assert log.reader.next_seq == 4, "rows that may not be on the disk are invisible"
             assert len(log.failures) == 1
         assert files.calls == calls, "not even closing touches the disk"
         assert files.syncs_after_failure == []
@@ -62,7 +62,7 @@ def test_after_the_first_failure_nobody_is_told_and_nothing_is_tried_again(call:
     run(work())
 
 
-def test_what_waits_behind_a_failing_commit_fails_with_it() -> None:
+def test_entries_after_a_failed_commit_fail_too() -> None:
     async def work() -> None:
         files, disk = CrashFiles(), OnDemand()
         async with opened(files, disk=disk) as log:
@@ -111,7 +111,7 @@ def test_every_call_failing_once_stops_the_log_or_costs_nothing() -> None:
         assert acknowledged.items() <= found.items(), call
 
 
-def test_a_cache_that_cannot_take_a_row_stops_the_log_instead_of_hanging_it() -> None:
+def test_failing_on_durable_stops_the_log() -> None:
     def full() -> None:
         raise OverLimit("disk full while growing an index")
 
@@ -152,24 +152,24 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
 def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(next_segment, "ROOM_RETRY_S", 0.001)
+    monkeypatch.setattr(next_segment, "DISK_FULL_RETRY_S", 0.001)
 
     async def work() -> None:
         files = CrashFiles()
         async with opened(files, disk=AtOnce()) as log:
-            log.writer.check_room()
+            log.writer.check_admission()
             files.fail_at(1, OverLimit("disk full"), forever=True)
             await log.append(batch(1, 1, body_bytes=SEGMENT_BYTES // 2))
             await turns()
             with pytest.raises(OverLimit, match="disk full"):
-                log.writer.check_room()
+                log.writer.check_admission()
             # Releases and cancels do not ask: they fit into the segment at hand.
             assert await log.append(batch(2, 2)) == [2]
             assert not files.exists(segment_name(2))
             files.heal()
             await eventually(lambda: files.exists(segment_name(2)))
             await turns()
-            log.writer.check_room()
+            log.writer.check_admission()
             for n in range(4, 30):
                 await log.append(batch(n, 1, body_bytes=900))
             assert log.writer.statistics.rolls >= 1 and log.failures == []
@@ -197,7 +197,7 @@ def test_a_disk_that_stays_full_stops_the_log_when_the_segment_is_full() -> None
 
 
 def test_without_descriptors_the_log_rolls_into_the_segment_that_was_prepared(tmp_path: Path) -> None:
-    """And closes admission until the one after that can be prepared."""
+    """Admission is closed until the segment after it can be prepared."""
 
     async def work() -> None:
         files = RealFiles(tmp_path)
@@ -212,13 +212,13 @@ def test_without_descriptors_the_log_rolls_into_the_segment_that_was_prepared(tm
                     await log.append(batch(1))
                 await turns()
                 with pytest.raises(OverLimit, match="too many open files"):
-                    log.writer.check_room()
+                    log.writer.check_admission()
             assert log.failures == []
 
     run(work())
 
 
-def test_too_much_waiting_for_the_disk_is_refused_until_it_has_caught_up(
+def test_too_many_pending_bytes_refuse_admission_until_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", 10_000)
@@ -228,11 +228,11 @@ def test_too_much_waiting_for_the_disk_is_refused_until_it_has_caught_up(
         async with opened(CrashFiles(), disk=disk) as log:
             _, done = log.writer.append(batch(1, 1, body_bytes=10_000))
             with pytest.raises(OverLimit, match="wait for the disk"):
-                log.writer.check_room()
+                log.writer.check_admission()
             await turns()
             disk.let_go()
             await done
-            log.writer.check_room()
+            log.writer.check_admission()
 
     run(work())
 
@@ -240,7 +240,9 @@ def test_too_much_waiting_for_the_disk_is_refused_until_it_has_caught_up(
 # ---- async durability ------------------------------------------------------------------------------------
 
 
-def test_async_durability_tells_before_the_sync_and_syncs_soon_after(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_durability_acknowledges_before_the_sync_and_syncs_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
 
     async def work() -> None:
@@ -257,7 +259,7 @@ def test_async_durability_tells_before_the_sync_and_syncs_soon_after(monkeypatch
     run(work())
 
 
-def test_async_durability_loses_only_a_tail_and_starts_again() -> None:
+def test_async_durability_loses_only_a_tail() -> None:
     async def work(files: CrashFiles) -> None:
         async with opened(files, disk=AtOnce(), durability="async") as log:
             for n in range(20):
@@ -265,9 +267,11 @@ def test_async_durability_loses_only_a_tail_and_starts_again() -> None:
                 await turns()
             assert log.writer.statistics.rolls >= 2
             for seed in range(40):
-                found = read_all(reopened(files.crash(seed)).segments)
-                assert list(found.values()) == bodies([batch(1, 40, body_bytes=400)])[: len(found)]
-                assert len(found) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
+                kept_bodies = read_all(reopened(files.crash(seed)).segments)
+                assert (
+                    list(kept_bodies.values()) == bodies([batch(1, 40, body_bytes=400)])[: len(kept_bodies)]
+                )
+                assert len(kept_bodies) >= log.segments.last.first_seq - 1, "a sealed segment is synced"
 
     files = CrashFiles()
     run(work(files))
@@ -292,7 +296,7 @@ def test_async_damage_before_the_last_sync_is_refused(monkeypatch: pytest.Monkey
     run(work())
 
 
-def test_async_a_failed_sync_stops_the_log_and_what_is_in_flight_is_not_told(
+def test_async_failed_sync_stops_the_log_and_fails_entries_in_flight(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
@@ -319,7 +323,7 @@ def test_async_a_failed_sync_stops_the_log_and_what_is_in_flight_is_not_told(
     run(work())
 
 
-def test_async_a_failed_sync_is_heard_of_when_nothing_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_async_failed_sync_is_reported_without_further_appends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "ASYNC_SYNC_INTERVAL_S", 0.001)
 
     async def work() -> None:

@@ -75,7 +75,7 @@ def signed(credential: str = "shop", signature: str = DATE_SIGNED, date: str = D
     ],
     ids=["signed", "capitals", "region", "bearer", "small"],
 )
-def test_who_proves_it_is_let_in(headers: dict[str, str]) -> None:
+def test_valid_credentials_authenticate_their_account(headers: dict[str, str]) -> None:
     assert access().authenticate(headers, DATE_MS).name == "shop"
 
 
@@ -108,7 +108,7 @@ def test_who_proves_it_is_let_in(headers: dict[str, str]) -> None:
     ],
     ids=str,
 )
-def test_who_does_not_is_not(headers: dict[str, str]) -> None:
+def test_invalid_credentials_are_refused_without_the_secret(headers: dict[str, str]) -> None:
     with pytest.raises(Unauthorized) as refusal:
         access().authenticate(headers, DATE_MS)
     assert SECRET not in str(refusal.value)
@@ -148,7 +148,7 @@ def test_nor_one_that_begins_well(begin: str, rest: str, date: str) -> None:
 
 
 @given(st.text(), st.binary(), st.binary())
-def test_nor_any_signature(key: str, content: bytes, signature: bytes) -> None:
+def test_an_arbitrary_signature_is_refused(key: str, content: bytes, signature: bytes) -> None:
     with pytest.raises(Unauthorized):
         access().verify(key, content, signature)
 
@@ -169,10 +169,10 @@ def test_whether_it_may_send_somewhere(grants: str, may: bool) -> None:
     text = f'[[accounts]]\naccess_key = "one"\nsecret_key = "one secret"\n{grants}\n'
     caller = Access(parse(text.encode(), "access.toml")).named("one")
     if may:
-        caller.check_somewhere(Verb.SEND)
+        caller.check_on_any_topic(Verb.SEND)
         return
     with pytest.raises(Forbidden, match="'one' may not send to any topic: PUB on a topic would let it"):
-        caller.check_somewhere(Verb.SEND)
+        caller.check_on_any_topic(Verb.SEND)
 
 
 # ---- what it may --------------------------------------------------------------------------------------------
@@ -231,7 +231,9 @@ MAY: list[tuple[str, Verb, dict[str, str], bool]] = [
 
 
 @pytest.mark.parametrize(("name", "verb", "what", "allowed"), MAY, ids=str)
-def test_what_an_account_may(name: str, verb: Verb, what: dict[str, str], allowed: bool) -> None:
+def test_an_account_may_do_only_granted_actions(
+    name: str, verb: Verb, what: dict[str, str], allowed: bool
+) -> None:
     who = caller(name)
     assert who.may(verb, **what) is allowed
     if allowed:
@@ -303,7 +305,7 @@ def test_a_file_that_is_not_sound_says_where(text: str, told: str) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_hostile_files(data: bytes) -> None:
+def test_an_arbitrary_access_file_is_refused(data: bytes) -> None:
     with pytest.raises(SetupError):
         parse(data, "f")
 
@@ -318,7 +320,7 @@ WORDS: st.SearchStrategy[Any] = st.recursive(
 @given(
     st.dictionaries(st.sampled_from(["access_key", "secret_key", "admin", "topics", "groups", "x"]), WORDS)
 )
-def test_hostile_accounts(account: dict[str, Any]) -> None:
+def test_an_arbitrary_account_is_refused_or_read_as_written(account: dict[str, Any]) -> None:
     try:
         accounts = parse(_toml(account), "f")
     except SetupError:

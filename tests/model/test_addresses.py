@@ -114,7 +114,7 @@ def test_a_url_that_libraries_read_differently_is_refused(url: str) -> None:
         NOTHING.check_url(url)
 
 
-def test_ports() -> None:
+def test_low_ports_are_refused_unless_allowed() -> None:
     for port in (80, 443, 1024, 8443, 65_535):
         assert NOTHING.check_url(f"http://a.example:{port}/").port == port
     for port in (1, 22, 25, 53, 1023):
@@ -138,7 +138,7 @@ def test_a_url_is_taken_apart() -> None:
     )
 
 
-def test_names() -> None:
+def test_a_host_name_is_not_read_as_an_address() -> None:
     assert (
         is_name("localhost")
         and is_name("a-b_c.example")

@@ -36,7 +36,7 @@ def test_the_defaults_work_and_are_durable() -> None:
     ],
     ids=str,
 )
-def test_the_edges_are_allowed(allowed: dict[str, Any]) -> None:
+def test_values_at_the_bounds_are_allowed(allowed: dict[str, Any]) -> None:
     Settings(**allowed)
 
 

@@ -21,7 +21,7 @@ def number_at(at: int) -> int:
     return int(struct.unpack_from("<q", METADATA, at)[0])
 
 
-def test_numbers_of_a_message() -> None:
+def test_the_numbers_of_an_arrow_message_are_found() -> None:
     body_at = fb.present_field(METADATA, fb.target(METADATA, 0), fb.MESSAGE_BODY_BYTES)
     assert number_at(body_at) == len(MESSAGE) - 8 - len(METADATA)
     assert number_at(fb.present_field(METADATA, batch_at(), fb.BATCH_ROWS)) == 3

@@ -26,7 +26,7 @@ from tests.rounds import only_in_a_siege
 
 from timeball.model import local_time
 from timeball.model.errors import InvalidDelay
-from timeball.model.local_time import DAY_US, fixed_offset, local_us, zone_named
+from timeball.model.local_time import DAY_US, fixed_offset, load_zone, local_us
 
 naive = datetime.fromisoformat
 NAIVE_EPOCH = EPOCH.replace(tzinfo=None)
@@ -73,12 +73,12 @@ def us(text: str) -> int:
         ("America/Coyhaique", "2027-07-01T00:00:00", "2027-07-01T00:00:00-03:00"),
     ],
 )
-def test_a_local_time(zone: str, local: str, instant: str) -> None:
-    assert zone_named(zone).instant_us(local_us(datetime.fromisoformat(local))) == us(instant)
+def test_a_local_time_is_converted_by_the_rules_of_its_zone(zone: str, local: str, instant: str) -> None:
+    assert load_zone(zone).instant_us(local_us(datetime.fromisoformat(local))) == us(instant)
 
 
 def test_the_changed_zones_have_cases_above() -> None:
-    [mark] = test_a_local_time.pytestmark  # type: ignore[attr-defined]
+    [mark] = test_a_local_time_is_converted_by_the_rules_of_its_zone.pytestmark  # type: ignore[attr-defined]
     assert set(CHANGED_ZONES) <= {zone for zone, *_ in mark.args[1]}
 
 
@@ -107,7 +107,7 @@ def check_zone(zone: str) -> int:
 
 
 def check_changes(zone: str, found: list[datetime]) -> None:
-    ours = zone_named(zone)
+    ours = load_zone(zone)
     locals_ = [local for change in found for local in local_times_around(change, zone)]
     wanted = [first_instant_us(local, zone) for local in locals_]
     numbers = [local_us(local) for local in locals_]
@@ -127,8 +127,8 @@ def check_changes(zone: str, found: list[datetime]) -> None:
 @example("America/Nuuk", naive("2826-03-28T23:00"))
 @example("America/Havana", naive("9997-11-02T00:30"))
 @example("Antarctica/Troll", naive("2440-03-27T01:30"))
-def test_any_local_time(zone: str, local: datetime) -> None:
-    ours, number = zone_named(zone), local_us(local)
+def test_any_local_time_is_converted_to_the_first_instant(zone: str, local: datetime) -> None:
+    ours, number = load_zone(zone), local_us(local)
     wanted = first_instant_us(local, zone)
     assert ours.instant_us(number) == wanted
     assert ours.instants_us(np.array([number], np.int64)).tolist() == [wanted]
@@ -139,7 +139,7 @@ def test_any_local_time(zone: str, local: datetime) -> None:
 
 def test_instants_that_no_calendar_has() -> None:
     """As numbers: who takes an instant says which of them it takes."""
-    berlin = zone_named("Europe/Berlin")
+    berlin = load_zone("Europe/Berlin")
     far = (naive("9999-07-01") - NAIVE_EPOCH) // US + 400 * 365 * DAY_US
     assert berlin.instant_us(far) == berlin.instants_us(np.array([far]))[0] > far - 3 * 3_600_000_000
     ends = np.array([-(2**63), 2**63 - 1], np.int64)
@@ -153,13 +153,13 @@ def test_instants_that_no_calendar_has() -> None:
 )
 def test_a_name_of_no_zone_is_refused(name: str) -> None:
     with pytest.raises(InvalidDelay, match=r"no time zone of the IANA's list \(tzdata 20\d\d"):
-        zone_named(name)
+        load_zone(name)
 
 
 def test_every_zone_is_there() -> None:
     assert len(zone_names()) >= 598
     for name in zone_names():
-        assert zone_named(name).name == name
+        assert load_zone(name).name == name
 
 
 def test_the_hosts_zones_are_not_asked(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_libraries_that_read_a_repeated_time_otherwise() -> None:
     ]
 
 
-def test_a_fixed_offset() -> None:
+def test_a_fixed_offset_is_added_to_each_instant() -> None:
     assert fixed_offset(-5_400).instant_us(0) == 5_400_000_000
     assert fixed_offset(5_400).offset_us(10**18) == 5_400_000_000
 
@@ -219,21 +219,21 @@ def test_a_fixed_offset() -> None:
         ("0/0", 2026, "2026-01-01T00:00:00"),
     ],
 )
-def test_the_rules_of_a_footer(rule: str, year: int, local: str) -> None:
-    found = local_time._Rule.read(rule).local_s(year)
+def test_a_footers_rule_gives_the_time_of_the_change(rule: str, year: int, local: str) -> None:
+    found = local_time._YearlyChange.read(rule).local_s(year)
     assert NAIVE_EPOCH + timedelta(seconds=found) == datetime.fromisoformat(local)
 
 
 @pytest.mark.parametrize("data", [b"", b"TZif1" + bytes(60), b"TZnn2" + bytes(60)])
 def test_a_file_of_another_format_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="TZif"):
-        local_time._read(data)
+        local_time._decode_tzif(data)
 
 
 @pytest.mark.parametrize("footer", ["EST", "EST5EDT,M3.2.0", "CET-1CEST,M3.5.0,X1"])
 def test_a_footer_that_is_not_understood_is_refused(footer: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
-        local_time._made("Test/Zone", local_time._Data([], [], 0, footer))
+        local_time._build_zone("Test/Zone", local_time._TzifData([], [], 0, footer))
 
 
 def test_the_version_is_the_packages() -> None:

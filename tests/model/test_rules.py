@@ -87,9 +87,9 @@ def test_each_row_has_the_first_rule_that_it_breaks() -> None:
 
 def test_an_instant_out_of_its_bounds_is_named_with_its_row() -> None:
     values = np.array([0, 5, 11], dtype=np.int64)
-    rules.check_instants("due_ms", values, 0, 11)
+    rules.check_time_range("due_ms", values, 0, 11)
     with pytest.raises(InvalidDelay, match="due_ms 11 of row 2: between 0 and 10"):
-        rules.check_instants("due_ms", values, 0, 10)
+        rules.check_time_range("due_ms", values, 0, 10)
     assert rules.is_too_far(11, 0, 10) and not rules.is_too_far(10, 0, 10)
 
 

@@ -47,7 +47,7 @@ from timeball.model.time_parsing import delay_ms, due_ms, when
         (timedelta(days=40), 40 * limits.DAY_MS),
     ],
 )
-def test_delays(after: object, ms: int) -> None:
+def test_a_delay_is_converted_to_milliseconds(after: object, ms: int) -> None:
     assert delay_ms(after) == ms  # type: ignore[arg-type]
 
 
@@ -84,7 +84,7 @@ def test_delays(after: object, ms: int) -> None:
         pytest.param(10**5000, "an integer of 16610 bits: a number has no unit", id="enormous"),
     ],
 )
-def test_delays_refused(after: object, reason: str) -> None:
+def test_an_invalid_delay_is_refused_with_a_reason(after: object, reason: str) -> None:
     with pytest.raises(InvalidDelay, match=reason):
         delay_ms(after)  # type: ignore[arg-type]
 
@@ -106,7 +106,7 @@ def test_text_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
     assert delay_ms("".join(f"{count}{unit}" for count, unit in parts)) == delay_ms(total)
 
 
-def test_instants() -> None:
+def test_a_due_time_is_converted_to_milliseconds() -> None:
     assert due_ms(1_767_225_600_000) == 1_767_225_600_000
     assert due_ms(np.int64(1_767_225_600_000)) == 1_767_225_600_000
     assert due_ms(datetime(2026, 1, 1, tzinfo=UTC)) == 1_767_225_600_000
@@ -142,7 +142,7 @@ def test_an_instant_is_never_early_nor_a_millisecond_late(at: datetime) -> None:
         ("2030-01-01T00:00:00Z" + " " * 5_000, "aware datetime"),
     ],
 )
-def test_instants_refused(at: object, reason: str) -> None:
+def test_an_invalid_due_time_is_refused_with_a_reason(at: object, reason: str) -> None:
     with pytest.raises(InvalidDelay, match=reason):
         due_ms(at)  # type: ignore[arg-type]
 
@@ -178,9 +178,9 @@ def test_rules_of_this_machine_that_differ_from_ours_are_refused() -> None:
     assert due_ms(datetime(2026, 7, 1, 8, tzinfo=host)) == due_ms("2026-07-01T08:00:00-07:00")
 
 
-def test_one_instant_only() -> None:
+def test_a_delay_with_a_due_time_is_refused() -> None:
     assert when(None, None) == (None, None)
     assert when("1s", None) == (1_000, None)
     assert when(None, 2**40) == (None, 2**40)
-    with pytest.raises(InvalidDelay, match="two instants"):
+    with pytest.raises(InvalidDelay, match="two due times"):
         when(1, 2**40)

@@ -13,9 +13,9 @@ from timeball.model.message import SEND_NAMES, decode_properties
 from timeball.model.trace_context import (
     PROPERTIES_CHARACTERS_MAX,
     TRACEPARENT,
+    context_from_headers,
     has_context,
     have_context,
-    of_headers,
     with_contexts,
     without_context,
 )
@@ -58,7 +58,7 @@ TEXTS = [
 def test_a_requests_context_is_what_w3c_allows_and_nothing_else(
     headers: dict[str, str], expected: str
 ) -> None:
-    assert of_headers(headers) == expected
+    assert context_from_headers(headers) == expected
 
 
 def test_a_context_is_told_by_its_whole_name() -> None:

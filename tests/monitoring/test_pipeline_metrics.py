@@ -35,12 +35,12 @@ async def test_the_brokers_own_compactions(world: World) -> None:
 @on_node()
 async def test_a_compaction_that_fails_is_counted(world: World) -> None:
     await world.broker.send(batch(1, delay_ms=[HOUR_MS]))
-    world.broker.mover.is_unfinished = True
+    world.broker.mover.has_unfinished_attach = True
     try:
         await world.broker.mover.compact()
     except Exception:
         pass
-    world.broker.mover.is_unfinished = False
+    world.broker.mover.has_unfinished_attach = False
     assert (await samples(world))["timeball_compaction_failures_total",] == 1
 
 

@@ -37,7 +37,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "notify") if request.param == "path" else f"@timeball-{uuid.uuid4()}"
 
 
-def test_each_state_is_told(address: str) -> None:
+def test_each_state_is_notified(address: str) -> None:
     with listener(address) as receiver:
         systemd = Systemd({"NOTIFY_SOCKET": address})
         systemd.status("recovering")
@@ -75,7 +75,7 @@ def test_the_event_loop_says_again_and_again_that_it_turns(address: str) -> None
         {"NOTIFY_SOCKET": "/nowhere", "WATCHDOG_USEC": "soon"},
     ],
 )
-def test_who_is_not_watched_tells_nothing(environment: dict[str, str]) -> None:
+def test_without_a_watchdog_no_notification_is_sent(environment: dict[str, str]) -> None:
     systemd = Systemd(environment)
     assert systemd.watchdog_s == 0
     asyncio.run(systemd.run_watchdog())  # ends at once
@@ -101,7 +101,7 @@ def test_a_full_queue_costs_a_watchdog_its_turn_and_no_time(tmp_path: Path) -> N
             with pytest.raises(BlockingIOError):
                 while True:
                     filler.sendto(b"X=1", address)
-        systemd._tell("WATCHDOG=1", wait_s=0.0)
+        systemd._notify("WATCHDOG=1", wait_s=0.0)
         with pytest.raises(BlockingIOError):
             while True:
                 assert receiver.recv(4_096) == b"X=1"

@@ -265,7 +265,7 @@ def test_a_ratio_samples_about_so_many_messages_of_a_batch_and_changes_no_other(
     run()
 
 
-@pytest.mark.parametrize("rows", [3, traces.ROOTS_LOOKED_AT + 10])
+@pytest.mark.parametrize("rows", [3, traces.ROOT_CANDIDATES_MAX + 10])
 def test_columns_of_any_number_carry_contexts(rows: int) -> None:
     @on_node(traces=True)
     async def run(world: World) -> None:

@@ -168,7 +168,7 @@ def test_a_folder_with_somebody_s_files_is_left_alone(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["thesis.txt"]
 
 
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
+def test_a_file_as_data_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     refused(tmp_path / "data", "is a file; name a folder")
 

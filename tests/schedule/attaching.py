@@ -1,6 +1,7 @@
-"""The part of a `World` that writes files of the pending table and attaches them: compaction, rewriting, bulk jobs.
+"""The part of `World` that writes files of the pending table and attaches them: compaction, rewriting, bulk jobs.
 
-What is prepared is files nobody knows of; an attach makes them part of the table, and what they hold waits there.
+The `prepare_…` methods write files that no table refers to. `attach` makes them part of the table, and their messages
+are pending from then on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 class Attaching:
-    """See the module; the attributes are the world's."""
+    """A mixin of `World`, which has the attributes."""
 
     rig: Rig
     files: Files
@@ -57,11 +58,11 @@ class Attaching:
         raise NotImplementedError
 
     def live_files(self) -> list[DataFile]:
-        """The files of the table."""
+        """List the live files of the table."""
         return self.rig.live_files(self.backlog)
 
     def prepare_compact(self, share: float = 1.0) -> Attachment | None:
-        """Write the files for the first `share` of the tail; nothing is attached yet."""
+        """Write the files for the first `share` of the tail, without attaching them."""
         high = self.reader.next_seq
         to_seq = self.watermark + round((high - self.watermark) * share)
         if to_seq <= self.watermark:
@@ -73,7 +74,7 @@ class Attaching:
         return self._synced(attachment)
 
     def prepare_rewrite(self) -> Attachment | None:
-        """Write the live files anew, without what is settled; nothing is attached yet."""
+        """Write the live files again without settled messages, without attaching them."""
         chosen = self.live_files()
         if not chosen:
             return None
@@ -86,7 +87,7 @@ class Attaching:
         return self._synced(attachment)
 
     def prepare_bulk(self, dues: Sequence[int]) -> Attachment:
-        """Write the files of a bulk job; its scheduled messages wait from the attach on."""
+        """Write the files of a bulk job. Its scheduled messages are pending from the attach on."""
         first_seq = self.run(self._reserve(len(dues)))
         ordered = np.sort(np.array(dues, dtype=np.int64))
         seqs = np.arange(first_seq, first_seq + len(dues), dtype=np.int64)
@@ -113,12 +114,12 @@ class Attaching:
         return attachment
 
     def attach_now(self, attachment: Attachment | None) -> None:
-        """As `attach`, of something that is there."""
+        """Attach a prepared attachment, which must not be None."""
         assert attachment is not None
         self.attach(attachment)
 
     def attach(self, attachment: Attachment) -> None:
-        """The TABLE row becomes durable and the strategy takes the files over."""
+        """Append the TABLE row, wait until it is durable, and let the scheduler use the files."""
         self.run(self._attach(attachment))
 
     async def _attach(self, attachment: Attachment) -> None:
@@ -139,5 +140,5 @@ class Attaching:
 
 
 def rows_of(files: Files, entry: FileEntry) -> pa.Table:
-    """All rows of a data file."""
+    """Read all rows of a data file."""
     return DataFile(files, entry).rows_between((BEGINNING, 0), (1 << 62, 0))

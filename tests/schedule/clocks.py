@@ -1,9 +1,9 @@
-"""The contract, of clocks that somebody sets, that run wrong or are not looked at, and of far instants.
+"""The contract for clocks: clocks that are set, that run wrong, that are not read for a while, and far due times.
 
-The cases are those of the reliability study behind docs/decisions/0004-clock.md. The verdict is the model's at each
-look: never early by the scheduler's clock, nothing left that it has passed, a sleeper who wakes in time. For steps
-that go away again it is, besides, that of a clock nobody sets: how early and how late a scheduled message may be by it.
-Summer time needs no test here: an instant has none.
+The cases are those of the reliability study in docs/decisions/0004-clock.md. The model checks each step: no message is
+released early by the scheduler's clock, no overdue message is left, and the ticker wakes in time. Temporary faults are
+also checked against the true time: a message may be early or late by a bounded time. Summer time needs no test, because
+due times are UTC.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Script = list[tuple[int, int]]  # the wall is set by so much, then so much time 
 
 @dataclass(frozen=True)
 class Passing:
-    """A disturbance that is over at the end. By a clock nobody sets, messages are this early or late at most."""
+    """A temporary fault of the wall clock. By true time, messages are at most `early_ms` early and `late_ms` late."""
 
     script: Script
     early_ms: int
@@ -63,7 +63,7 @@ class Passing:
 PASSING = {
     # On probation for less than it takes to be believed, again and again.
     "spikes": Passing([(HOUR, 3_000), (-HOUR, 1_000)] * 8, 0, 0),
-    # In pieces: what is left of a step is no truer for being smaller.
+    # The step is undone in pieces. A smaller rest of it is still wrong.
     "spike in pieces": Passing([(HOUR, 1_000), (-HOUR // 2, 3_000), (-HOUR // 2, 3_000)], 0, 0),
     "strobe": Passing([(200, 50), *([(-400, 50), (400, 50)] * 300), (-200, 1_000)], 200, 200),
     # A millisecond in two seconds is 500 ppm.
@@ -75,14 +75,16 @@ PASSING = {
 
 
 class Clocks:
-    """Set the clock, stop it, send it far ahead; a part of `contract.Contract`."""
+    """Tests that set and stop the clock and send it far ahead. A part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
 
     @pytest.mark.parametrize("restarts", [False, True])
     @pytest.mark.parametrize("step_ms", [-400 * DAY, -HOUR, -SECOND, SECOND, HOUR, DAY])
-    def test_the_wall_is_set(self, world: World, step_ms: int, restarts: bool) -> None:
-        """Small steps back are waited for, larger ones followed, and large steps forward believed after a while."""
+    def test_wall_clock_step_is_waited_for_or_followed(
+        self, world: World, step_ms: int, restarts: bool
+    ) -> None:
+        """Small steps back are waited for, large ones followed. Steps forward > 1 s pass a probation."""
         admitted = world.admit([world.now_ms + ms for ms in WAITING_MS])
         look(world)
         before_ms = world.now_ms
@@ -98,15 +100,17 @@ class Clocks:
             (fresh,) = world.admit([world.now_ms + delay_ms])
             waited_ms = wait_for(world, fresh)
             held_ms = -step_ms if -STEP_MS <= step_ms < 0 else 0
-            assert waited_ms <= delay_ms + held_ms, "nobody waits for the length of a large step"
+            assert waited_ms <= delay_ms + held_ms, "no message waits for the length of a large step"
         passes(world, PROBATION_MS + 2 * CLOCK_LOOK_MS)
         assert abs(world.now_ms - world.manual.wall) <= STEP_MS, "the wall is believed by now"
         to_the_end(world)
         world.release()
         assert world.model.released.keys() >= set(admitted)
 
-    def test_an_hour_forth_that_stands_and_goes_back(self, world: World) -> None:
-        """What it made due in its thirty seconds is sent; everything else is as if it had not been."""
+    def test_wall_clock_set_forward_by_an_hour_and_back_releases_only_what_it_made_due(
+        self, world: World
+    ) -> None:
+        """The messages that were due in the 30 s of the wrong time are released. All others keep their times."""
         start_ms = world.now_ms
         dues = [start_ms + ms for ms in (10_000, HOUR - 1, HOUR + 60_000, 2 * HOUR, DAY)]
         world.admit(dues)
@@ -122,7 +126,7 @@ class Clocks:
         assert [due for due, _ in to_the_end(world)] == dues[2:]
 
     @pytest.mark.parametrize("name", PASSING)
-    def test_what_goes_away_again(self, world: World, name: str) -> None:
+    def test_temporary_clock_faults_shift_releases_by_bounded_times(self, world: World, name: str) -> None:
         passing, start_ms, start_boot = PASSING[name], world.now_ms, world.manual.boot
         seqs = world.admit([start_ms + ms for ms in WAITING_MS])
         look(world)
@@ -144,8 +148,10 @@ class Clocks:
 
     @pytest.mark.parametrize("ms", [30_000, 40 * DAY])
     @pytest.mark.parametrize("asleep", [False, True])
-    def test_nobody_looks_for_a_while(self, world: World, ms: int, asleep: bool) -> None:
-        """A stopped process, or a machine that was suspended: what is overdue leaves at once and in order."""
+    def test_paused_process_releases_overdue_messages_at_once_and_in_order(
+        self, world: World, ms: int, asleep: bool
+    ) -> None:
+        """A stopped process or a suspended machine."""
         start_ms = world.now_ms
         dues = sorted(start_ms + 1 + (i * 7_919) % (2 * ms) for i in range(200))
         world.admit(dues[::-1])
@@ -156,7 +162,7 @@ class Clocks:
         assert [due for due, _ in to_the_end(world)] == dues[len(overdue) :]
 
     @pytest.mark.parametrize("around_ms", [AROUND_2038_MS, LAST_MS - 400 * DAY, LAST_MS - DAY, LAST_MS])
-    def test_far_instants(self, around_ms: int) -> None:
+    def test_far_due_times_survive_compaction_and_a_power_cut(self, around_ms: int) -> None:
         distances = [-4 * HOUR, -1_001, -1_000, -1, 0, 1, 999, 1_000, HOUR, 5 * DAY]
         dues = [around_ms + ms for ms in distances if around_ms + ms <= LAST_MS]
         with closing(World(type(self).new_rig(), wall_ms=around_ms - 5 * HOUR)) as world:
@@ -168,21 +174,21 @@ class Clocks:
             world.restart(power_cut=1)
             assert [due for due, _ in to_the_end(world)] == dues
 
-    def test_ten_years(self, world: World) -> None:
+    def test_message_due_in_ten_years_is_released_on_time(self, world: World) -> None:
         ten_years(world, random.Random(1), steps=40)
 
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.timeout(1_200)
-    def test_ten_years_in_many_steps(self, world: World) -> None:
+    def test_message_due_in_ten_years_is_released_on_time_after_many_steps(self, world: World) -> None:
         ten_years(world, random.Random(0), steps=rounds(60, 200))
 
 
 def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
-    """Time passes in irregular steps, some of them large, with restarts in between; nothing happens until the end."""
+    """Pass ten years in irregular steps with restarts in between. Nothing is released before the end."""
     begin_ms = world.now_ms
     due_ms = begin_ms + limits.DELAY_MS_MAX
-    first, second, gone, later = world.admit([due_ms - 1, due_ms, due_ms, due_ms])
+    first, second, cancelled, later = world.admit([due_ms - 1, due_ms, due_ms, due_ms])
     instants = {
         due_ms - 2,
         *(begin_ms + int(limits.DELAY_MS_MAX * chance.random() ** 2) for _ in range(steps)),
@@ -191,7 +197,7 @@ def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
         world.advance(instant_ms - world.now_ms)
         assert world.drain() == []
         if number == steps // 2:
-            assert world.cancel([gone]) == [True]
+            assert world.cancel([cancelled]) == [True]
         if chance.random() < 0.5:
             world.save()
         if chance.random() < 0.5:
@@ -208,7 +214,7 @@ def ten_years(world: World, chance: random.Random, *, steps: int) -> None:
 
 
 def look(world: World) -> list[int]:
-    """The instants of what is due now; all of it is released."""
+    """Release all due messages. Returns their due times."""
     taken = world.drain()
     world.release()
     world.check_sleep()
@@ -216,12 +222,12 @@ def look(world: World) -> list[int]:
 
 
 def passes(world: World, ms: int) -> list[int]:
-    """As much time passes; the instants of what is released meanwhile."""
+    """Let `ms` pass. Returns the due times of the messages that are released meanwhile."""
     return [due for taken in looks(world, ms) for due in taken]
 
 
 def looks(world: World, ms: int) -> Iterator[list[int]]:
-    """As much time passes; a ticker sleeps until the next instant, for a second at most."""
+    """Let `ms` pass as a ticker does, with sleeps of at most 1 s. Yields the due times released after each sleep."""
     while ms > 0:
         upcoming = world.strategy.next_due_ms()
         nap_ms = CLOCK_LOOK_MS if upcoming is None else max(1, min(upcoming - world.now_ms, CLOCK_LOOK_MS))
@@ -232,7 +238,7 @@ def looks(world: World, ms: int) -> Iterator[list[int]]:
 
 
 def wait_for(world: World, seq: int) -> int:
-    """How many milliseconds pass until it is released; two minutes at most."""
+    """Measure the ms until a message is released. Fails after two minutes."""
     begin = world.manual.boot
     for _ in looks(world, 120_000):
         if seq in world.model.released:

@@ -1,4 +1,4 @@
-"""The contract's asserts say what they saw, though no test file holds them."""
+"""Let pytest rewrite the asserts of the contract's modules, although they are no test files."""
 
 import pytest
 

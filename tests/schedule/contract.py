@@ -1,12 +1,13 @@
-"""The contract of a schedule, as a base of tests that each strategy inherits and none may change.
+"""The contract of a schedule: a base class of tests that every strategy must pass unchanged.
 
-    never early · never lost · never twice · body kept · in (due_ms, seq) order within a hand-out and across the
-    hand-outs of one instant · a cancelled scheduled message is never handed out, one handed out is never cancelled ·
-    `next_due_ms` never sleeps past a scheduled message and never turns in place · `settled` says what is settled
+    never early · never lost · never twice · the body is kept · in (due_ms, seq) order within a hand-out and across the
+    hand-outs of one due time · a cancelled message is never handed out, a handed-out one is never cancelled ·
+    `next_due_ms` is never after a due time and never makes the ticker loop without work · `settled` lists exactly the
+    settled messages
 
-and what stands in `moves.py` of scheduled messages written again while they wait, in `clocks.py`, and in `cuts.py` of
-the power. The tests here go where the edges are known to be; `machine.py` goes where nobody has thought of. Both drive
-a `World`, which compares every answer with a model. A strategy joins with one class:
+`moves.py` has the contract for rewritten messages, `clocks.py` that for clocks, `cuts.py` that for power cuts. The
+tests here cover known edges; `machine.py` runs random steps. Both use a `World`, which compares every result with a
+model. A strategy joins with one class:
 
     class TestHourLog(Contract):
         new_rig = HourLogRig
@@ -48,22 +49,22 @@ WORDS_MIN = 5  # of a reason
 
 
 def assert_caught(new_rig: Callable[[], Rig]) -> None:
-    """The machine notices that a strategy is wrong."""
+    """Check that the state machine finds a wrong strategy."""
     with pytest.raises(AssertionError) as caught:
         run_state_machine_as_test(machine(new_rig), settings=UNTIL_CAUGHT)
     # It is the suite that noticed, not an assert in the strategy itself.
     assert caught.traceback[-1].path.name in ("stage.py", "world.py", "moves.py")
 
 
-def one_now(wrongs: Sequence[T]) -> list[ParameterSet]:
-    """Return the parameters of a hunt: one is for `make test`, some are for `make slow`, all for a siege."""
+def split_by_target(wrongs: Sequence[T]) -> list[ParameterSet]:
+    """Mark the parameters: the first one runs in `make test`, some run in `make slow`, all in `make siege`."""
     first, *others = wrongs
     some = others[:: rounds(3, 1)]
     return [pytest.param(first), *(pytest.param(other, marks=pytest.mark.slow) for other in some)]
 
 
-def unfounded(contract: type[Contract]) -> list[str]:
-    """Exemptions that name no test, or say too little."""
+def invalid_exemptions(contract: type[Contract]) -> list[str]:
+    """List the exemptions that name no test, or whose reason is too short."""
     return [
         name
         for name, reason in contract.exempt.items()
@@ -72,7 +73,7 @@ def unfounded(contract: type[Contract]) -> list[str]:
 
 
 class Contract(Moves, Clocks, Cuts):
-    """Ask a strategy for all that the contract says; it joins with `new_rig`."""
+    """All tests of the contract. A strategy joins with `new_rig`."""
 
     # How far the suite sleeps from instant to instant; less where a scheduled message is written again every few
     # seconds.
@@ -96,7 +97,7 @@ class Contract(Moves, Clocks, Cuts):
             pytest.skip(reason)
 
     def test_each_exemption_has_a_test_and_a_reason(self) -> None:
-        assert unfounded(type(self)) == []
+        assert invalid_exemptions(type(self)) == []
 
     @pytest.fixture
     def table_world(self, world: World) -> World:
@@ -106,21 +107,21 @@ class Contract(Moves, Clocks, Cuts):
 
     # -- at random -----------------------------------------------------------------------------------------
 
-    def test_anything_in_any_order(self) -> None:
+    def test_random_steps_keep_the_contract(self) -> None:
         settings = hypothesis.settings(FAST, max_examples=self.examples)
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     @pytest.mark.slow
     @pytest.mark.siege
     @pytest.mark.timeout(1_200)
-    def test_anything_in_any_order_for_long(self) -> None:
+    def test_many_random_steps_keep_the_contract(self) -> None:
         count = -(-self.slow_factor * self.examples // rounds(8, 1))
         settings = hypothesis.settings(FAST, max_examples=count, stateful_step_count=60)
         run_state_machine_as_test(machine(type(self).new_rig), settings=settings)
 
     # -- never early, never lost ---------------------------------------------------------------------------
 
-    def test_nothing_waits_and_nothing_is_due(self, world: World) -> None:
+    def test_empty_schedule_hands_out_nothing_and_has_no_next_time(self, world: World) -> None:
         assert world.drain() == []
         assert world.strategy.next_due_ms() is None
 
@@ -140,7 +141,7 @@ class Contract(Moves, Clocks, Cuts):
             limits.DELAY_MS_MAX,
         ],
     )
-    def test_to_the_millisecond(self, world: World, delay_ms: int) -> None:
+    def test_message_is_handed_out_at_its_due_millisecond(self, world: World, delay_ms: int) -> None:
         due_ms = world.now_ms + delay_ms
         (seq,) = world.admit([due_ms])
         if delay_ms:
@@ -149,7 +150,7 @@ class Contract(Moves, Clocks, Cuts):
             world.advance(1)
         assert world.drain() == [(due_ms, seq)]
 
-    def test_what_came_too_late_is_due_at_once(self, world: World) -> None:
+    def test_message_with_a_past_due_time_is_handed_out_at_once(self, world: World) -> None:
         late_ms = world.now_ms - limits.DAY_MS
         (seq,) = world.admit([late_ms])
         assert world.drain() == [(late_ms, seq)]
@@ -160,7 +161,7 @@ class Contract(Moves, Clocks, Cuts):
         world.admit(dues)
         assert [due for due, _ in sleep_through(world)] == dues
 
-    def test_something_earlier_wakes_the_sleeper(self, world: World) -> None:
+    def test_message_due_earlier_wakes_the_sleeper(self, world: World) -> None:
         now_ms = world.now_ms
         world.admit([now_ms + limits.HOUR_MS])
         assert world.drain() == []
@@ -169,8 +170,8 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(3)
         assert len(world.drain()) == 1
 
-    def test_a_sleeper_wakes_though_something_else_is_to_be_done_first(self, world: World) -> None:
-        """What is to be loaded for later changes what comes next, and may not hide what comes before the sleeper."""
+    def test_later_work_does_not_hide_an_earlier_due_time(self, world: World) -> None:
+        """Loading bodies for a later message changes the next time of work. It must not hide an earlier due time."""
         now_ms = world.now_ms
         world.admit([now_ms + 9_500])
         world.drain()
@@ -182,27 +183,29 @@ class Contract(Moves, Clocks, Cuts):
 
     # -- never twice, in order -----------------------------------------------------------------------------
 
-    def test_one_instant_in_the_order_of_arrival(self, world: World) -> None:
+    def test_messages_of_one_due_time_are_handed_out_in_the_order_of_arrival(self, world: World) -> None:
         due_ms = world.now_ms + 50
         seqs = [seq for _ in range(5) for seq in world.admit([due_ms] * (MANY // 5))]
         world.advance(50)
         assert world.drain(limit=777) == [(due_ms, seq) for seq in seqs]
         assert world.drain() == []
 
-    def test_by_instant_and_then_by_number(self, world: World) -> None:
+    def test_messages_are_handed_out_by_due_time_and_number(self, world: World) -> None:
         now_ms = world.now_ms
         dues = [now_ms + (i * 7_919) % 3_000 for i in range(2_000)]
         pairs = sorted(zip(dues, world.admit(dues), strict=True))
         world.advance(3_000)
         assert world.drain(limit=100) == pairs
 
-    def test_no_more_than_asked_for(self, world: World) -> None:
+    def test_hand_out_does_not_exceed_the_limit(self, world: World) -> None:
         world.drain()  # whatever a strategy does before the first scheduled message is done
         world.admit([world.now_ms] * 10)
         world.settle()
         assert [len(world.take(3) or []) for _ in range(5)] == [3, 3, 3, 1, 0]
 
-    def test_a_hand_out_that_becomes_durable_in_parts(self, world: World) -> None:
+    def test_hand_out_that_becomes_durable_in_parts_repeats_only_the_rest_after_a_restart(
+        self, world: World
+    ) -> None:
         world.drain()
         seqs = world.admit([world.now_ms] * 10)
         world.settle()
@@ -220,9 +223,9 @@ class Contract(Moves, Clocks, Cuts):
     # -- cancel --------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("delay_ms", [0, 1, 5_000, limits.HOUR_MS, limits.DELAY_MS_MAX])
-    def test_a_cancelled_scheduled_message_is_not_kept(self, world: World, delay_ms: int) -> None:
-        kept, gone = world.admit([world.now_ms + delay_ms] * 2)
-        assert world.cancel([gone]) == [True]
+    def test_cancelled_message_is_not_handed_out(self, world: World, delay_ms: int) -> None:
+        kept, cancelled = world.admit([world.now_ms + delay_ms] * 2)
+        assert world.cancel([cancelled]) == [True]
         world.advance(delay_ms)
         assert [seq for _, seq in world.drain()] == [kept]
 
@@ -236,7 +239,7 @@ class Contract(Moves, Clocks, Cuts):
         world.release()
         assert world.cancel([first, second, third]) == [False] * 3
 
-    def test_who_was_cancelled_is_remembered_while_it_matters(self, world: World) -> None:
+    def test_was_cancelled_marks_only_cancelled_messages(self, world: World) -> None:
         now_ms = world.now_ms
         released, cancelled, waiting = world.admit([now_ms, now_ms + 5, now_ms + 5])
         world.cancel([cancelled])
@@ -244,14 +247,14 @@ class Contract(Moves, Clocks, Cuts):
         world.release()
         assert world.was_cancelled([released, cancelled, waiting]) == [False, True, False]
 
-    def test_all_cancelled_is_nothing_to_do(self, world: World) -> None:
+    def test_hand_out_is_empty_if_all_messages_are_cancelled(self, world: World) -> None:
         world.cancel(world.admit([world.now_ms + 10] * 100))
         world.advance(10)
         assert world.drain() == []
 
     # -- clocks --------------------------------------------------------------------------------------------
 
-    def test_the_wall_clock_is_set_forward(self, world: World) -> None:
+    def test_wall_clock_step_forward_is_followed_after_the_probation(self, world: World) -> None:
         world.admit([world.now_ms + limits.HOUR_MS])
         world.manual.step_wall(limits.HOUR_MS)
         assert world.drain() == [], "a step is suspect before it has stood for a while"
@@ -261,7 +264,7 @@ class Contract(Moves, Clocks, Cuts):
         world.drain()
         assert world.model.first_due_ms is None
 
-    def test_the_wall_clock_is_set_back(self, world: World) -> None:
+    def test_wall_clock_step_back_delays_loaded_messages(self, world: World) -> None:
         seqs = world.admit([world.now_ms + ms for ms in (0, 1_000, 20_000)])
         world.advance(1_000)
         assert [seq for _, seq in world.drain()] == seqs[:2]
@@ -274,7 +277,7 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(limits.DAY_MS + 20_000)
         assert [seq for _, seq in world.drain()] == seqs[2:]
 
-    def test_the_wall_clock_is_set_back_while_something_is_near(self, world: World) -> None:
+    def test_wall_clock_step_back_releases_no_near_message_early(self, world: World) -> None:
         due_ms = world.now_ms + 5_000
         seqs = world.admit([due_ms] * 3)
         assert world.drain() == []
@@ -306,7 +309,7 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(limits.DAY_MS)
         assert [seq for _, seq in world.drain()] == [seqs[4]]
 
-    def test_restart_with_what_came_too_late(self, world: World) -> None:
+    def test_restart_releases_a_message_that_came_too_late(self, world: World) -> None:
         world.admit([world.now_ms])
         world.drain()
         world.release()
@@ -317,7 +320,7 @@ class Contract(Moves, Clocks, Cuts):
         world.restart()
         assert [seq for _, seq in world.drain()] == late
 
-    def test_restart_again_and_again(self, world: World) -> None:
+    def test_repeated_restarts_lose_and_repeat_nothing(self, world: World) -> None:
         dues = [world.now_ms + 100 * i for i in range(30)]
         world.admit(dues)
         taken = []
@@ -364,7 +367,7 @@ class Contract(Moves, Clocks, Cuts):
         assert len(taken) + len(world.drain(limit=50)) == 300
 
     def test_files_are_rewritten_in_the_middle_of_an_opening(self, table_world: World) -> None:
-        """What has been found in the old files is not opened once more in the new ones."""
+        """Messages that were opened from the old files are not opened again from the new ones."""
         world = table_world
         world.attach_now(world.prepare_bulk([world.now_ms + 12_000 + 100 * i for i in range(20)]))
         rewritten = world.prepare_rewrite()
@@ -378,7 +381,7 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(10_000)
         assert len(world.drain()) == 20
 
-    def test_files_bring_what_is_late_already(self, table_world: World) -> None:
+    def test_files_with_overdue_messages_are_released(self, table_world: World) -> None:
         world = table_world
         world.drain()
         bulk = world.prepare_bulk([world.now_ms + ms for ms in (0, 500, 2_000, limits.DAY_MS)])
@@ -393,13 +396,13 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(limits.DAY_MS)
         assert len(world.drain()) == 2
 
-    def test_a_sleeper_wakes_for_each_row_of_a_file(self, table_world: World) -> None:
+    def test_sleeper_wakes_for_each_row_of_a_file(self, table_world: World) -> None:
         world = table_world
         dues = [world.now_ms + ms for ms in (222, 9_999, 10_000, 14_999, 15_000, 26_583, 900_000)]
         world.attach_now(world.prepare_bulk(dues))
         assert [due for due, _ in sleep_through(world)] == dues
 
-    def test_a_cancel_reaches_into_the_files(self, table_world: World) -> None:
+    def test_cancel_settles_messages_in_files(self, table_world: World) -> None:
         world = table_world
         seqs = world.admit([world.now_ms + ms for ms in (1_000, limits.HOUR_MS, limits.HOUR_MS)])
         world.attach_now(world.prepare_compact())
@@ -410,19 +413,19 @@ class Contract(Moves, Clocks, Cuts):
         world.advance(limits.HOUR_MS)
         assert [seq for _, seq in world.drain()] == seqs[2:]
 
-    def test_memory_does_not_grow_with_what_lies_in_the_table(self, table_world: World) -> None:
+    def test_memory_does_not_grow_with_messages_in_the_table(self, table_world: World) -> None:
         world = table_world
         held = []
         for day in range(1, 6):
             world.admit([world.now_ms + day * limits.DAY_MS + 1_000 * i for i in range(MANY)])
             world.drain()
-            assert world.memory() >= MANY, "what is not compacted yet is in memory"
+            assert world.memory() >= MANY, "messages that are not compacted yet are in memory"
             world.attach_now(world.prepare_compact())
             world.drain()
             held.append(world.memory())
         assert held == [0] * 5
         assert sum(file.entry.rows for file in world.live_files()) == 5 * MANY
-        # The first day comes near: what is due in the next seconds is loaded, not the day.
+        # When the first day comes near, only messages due in the next seconds are loaded.
         world.advance(limits.DAY_MS - 1_000)
         world.drain()
         assert world.memory() < MANY // 10
@@ -432,10 +435,10 @@ class Contract(Moves, Clocks, Cuts):
 
 @pytest.mark.slow
 class Variant(Contract):
-    """A strategy under the contract once more, with less room, say: cut at every twelfth call, and for half as long."""
+    """A strategy in another size or shape. It runs only in `make slow`, with fewer power cuts and random steps."""
 
     cuts_step = 12
     slow_factor = 2
     # The slow part of each of the two does the same, and more.
-    test_anything_in_any_order = None  # type: ignore[assignment]
+    test_random_steps_keep_the_contract = None  # type: ignore[assignment]
     test_a_spread_of_power_cuts = None  # type: ignore[assignment]

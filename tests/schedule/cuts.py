@@ -1,12 +1,12 @@
-"""The contract, of the power: cut at each call of the disk, what is left keeps every scheduled message.
+"""The contract for power cuts: after a cut at any call of the disk, no scheduled message is lost or repeated.
 
-    a scenario runs once to count the calls; then it is cut at each of them, and a new world starts from what has
-    survived, several times, as each cut leaves several disks
+    a scenario runs once to count the calls; then it is cut at each of them, and a new world starts from the disk
+    that survived, several times, because one cut may leave different disks
 
-    nothing acknowledged is lost · what was durably released does not come again · nothing cancelled comes · what
-    nobody was told of is there or is not, whole
+    nothing acknowledged is lost · a durable release is not repeated · nothing cancelled is released · an
+    unacknowledged operation is there completely or not at all
 
-The cut world is the witness: its model says what was acknowledged. What else the log holds counts as well.
+The model of the cut world states what was acknowledged. Other rows of the surviving log count as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MANY: list[Survival] = ["nothing", "everything", "random", "random"]
 
 
 class Cuts:
-    """Cut the power at each call; a part of `contract.Contract`."""
+    """Tests that cut the power at each call. A part of `contract.Contract`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
     # In a siege: every third call, or, of a strategy under the contract for a second time, with less room, say, every
@@ -78,7 +78,7 @@ class Cuts:
 
 
 def scenario(world: World) -> None:
-    """A life of some weeks, and a second one; everything a strategy does, and leaves undone for a while."""
+    """Two runs of a broker over some weeks, with every operation of a strategy and with pauses."""
     now_ms = world.now_ms
     near = world.admit([now_ms + ms for ms in (0, 0, 700, 2_000, 2_000)])
     far = world.admit([now_ms + ms for ms in (HOUR, 5 * DAY, 5 * DAY, 5 * DAY + HOUR, 20 * DAY)])
@@ -126,7 +126,7 @@ def scenario(world: World) -> None:
 
 
 class Cut(World):
-    """A world whose power may go at any call of the disk: whatever happens then shows as PowerCut."""
+    """A world whose power may be cut at any call of the disk, which then raises PowerCut."""
 
     files: CrashFiles
     begun_with: int  # calls of the disk before the scenario
@@ -136,7 +136,7 @@ class Cut(World):
 
         def on_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
             if self.files.cut:
-                task.cancel()  # what it waits for has died in a callback
+                task.cancel()  # the callback that it waits for has failed
             else:
                 loop.default_exception_handler(context)
 
@@ -149,7 +149,7 @@ class Cut(World):
             raise
 
     def bury(self) -> None:
-        """Nothing of it runs any more."""
+        """Stop everything that still runs in a cut world."""
         self.loop.set_exception_handler(lambda loop, context: None)
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
@@ -161,7 +161,7 @@ class Cut(World):
 
 @contextmanager
 def cut_world(new_rig: Callable[[], Rig], cut: int | None, **forget: bool) -> Iterator[Cut]:
-    """The scenario until its end or until the power goes."""
+    """Run the scenario until its end or until the power cut."""
     world = Cut(new_rig(), CrashFiles(**forget))
     world.begun_with = world.files.calls
     world.files.crash_at = cut
@@ -176,7 +176,7 @@ def cut_world(new_rig: Callable[[], Rig], cut: int | None, **forget: bool) -> It
 
 
 def calls_of(new_rig: Callable[[], Rig]) -> tuple[int, int]:
-    """The first and the last call of the scenario, counted on the disk."""
+    """Count the disk calls of the scenario: the first and the last number."""
     with cut_world(new_rig, None) as world:
         assert not world.files.cut
         return world.begun_with + 1, world.files.calls
@@ -190,7 +190,7 @@ def violations(
     enough: int = 10,
     **forget: bool,
 ) -> list[str]:
-    """What is wrong after these cuts, `enough` of it; empty when all is well. `forget` as for CrashFiles."""
+    """List up to `enough` violations after these cuts. `forget` is that of CrashFiles."""
     found: list[str] = []
     for cut in cuts:
         if len(found) >= enough:
@@ -204,11 +204,11 @@ def violations(
     return found
 
 
-# -- what is left ----------------------------------------------------------------------------------------------
+# -- after a cut -----------------------------------------------------------------------------------------------
 
 
 class Reborn(World):
-    """A world that starts from what a cut has left of another."""
+    """A world that starts from the disk that a cut world has left."""
 
     def __init__(self, dead: World, files: CrashFiles) -> None:
         self._dead = dead
@@ -222,7 +222,7 @@ class Reborn(World):
         return super()._read_back(saved)
 
     def _believe(self) -> None:
-        """What was acknowledged is true, and what else the log says."""
+        """Set the model to the acknowledged state and the further rows of the log."""
         dead, model = self._dead.model, self.model
         model.accepted, model.at = dict(dead.accepted), dict(dead.at)
         model.released = dict(dead.released)
@@ -263,7 +263,7 @@ class Reborn(World):
 
 
 def keeps_all(world: Reborn) -> None:
-    """It goes on, and keeps what was promised before and what is promised now; and repeats nothing of it."""
+    """Continue the surviving world, and check that it releases old and new messages exactly once."""
     with closing(world):
         world.check_sleep()
         world.admit([world.now_ms + ms for ms in (0, 1, HOUR, 3 * DAY)])

@@ -1,7 +1,7 @@
-"""The contract at random: anything a broker may do to a strategy, in any order, between any two steps of a gather.
+"""The contract with random steps: any operation of a broker in any order, between any two steps of a gather.
 
-`machine(rig)` is a hypothesis state machine; `contract.py` runs it for each backlog, `test_wrong.py` for
-the wrong ones. Time moves as far as forty days in one step, scheduled messages reach ten years.
+`machine(rig)` is a hypothesis state machine. `contract.py` runs it for each backlog, `test_wrong.py` for the wrong
+ones. One step lasts up to forty days, and due times are up to ten years ahead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WALL_STEPS_MS = st.one_of(
 
 
 class Machine(RuleBasedStateMachine):
-    """Do anything to a world, step by step."""
+    """Random steps on a world."""
 
     new_rig: ClassVar[Callable[[], Rig]]
 
@@ -94,7 +94,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.rig.has_files)
     @rule(distance=FAR_MS, count=st.integers(1, 12), times=st.integers(1, 4), late_ms=st.integers(0, 2_000))
     def move_again_and_again(self, distance: int, count: int, times: int, late_ms: int) -> None:
-        """Something far, and nothing before it: written again and again, each time a little late; not the last time."""
+        """Admit a far message and let it be rewritten repeatedly, each time a little late except the last."""
         self.world.admit([self.world.now_ms + distance + 100 * n for n in range(count)])
         for _ in range(times):
             self.world.drain()
@@ -104,15 +104,15 @@ class Machine(RuleBasedStateMachine):
     @rule(limit=st.sampled_from([1, 3, 1_000]), data=st.data())
     def sleep_until_moving(self, limit: int, data: st.DataObject) -> None:
         sleep_until_moving(self.world, limit)
-        on_the_move = sorted(self.world.model.on_the_move)
-        if on_the_move:
+        being_rewritten = sorted(self.world.model.being_rewritten)
+        if being_rewritten:
             what = data.draw(st.sampled_from(["nothing", "cancel", "restart", "come due"]))
             if what == "cancel":
-                self.world.cancel([data.draw(st.sampled_from(on_the_move))])
+                self.world.cancel([data.draw(st.sampled_from(being_rewritten))])
             elif what == "restart":
                 self.restart(0, None, data.draw(st.booleans()))
             elif what == "come due":
-                due_ms = self.world.model.due_of(on_the_move[0])
+                due_ms = self.world.model.due_of(being_rewritten[0])
                 self.world.advance(max(0, due_ms - self.world.now_ms))
                 self.world.take()
 
@@ -191,7 +191,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: type(self).new_rig().has_table and self.written is None)
     @rule(distances=st.lists(st.integers(0, 15_000), min_size=2, max_size=20), steps=st.integers(0, 3))
     def attach_in_a_gather(self, distances: list[int], steps: int) -> None:
-        """Rows that are about to come near change place while the reader looks for what is near."""
+        """Attach files with rows that are near while the reader thread reads bodies."""
         world, half = self.world, len(distances) // 2
         base_ms = world.now_ms + 10_000
         world.admit([base_ms + distance for distance in distances[:half]])
@@ -217,7 +217,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def save_by_halves(self) -> None:
-        """The first half now, the second when this comes again, whatever happens meanwhile."""
+        """Take the first half of a checkpoint now, and the second when this rule runs again."""
         if self.saving:
             self.world.end_save()
         else:
@@ -246,5 +246,5 @@ class Machine(RuleBasedStateMachine):
 
 
 def machine(new_rig: Callable[[], Rig]) -> type[Machine]:
-    """The state machine for one strategy."""
+    """Build the state machine for one strategy."""
     return type("MachineOf" + new_rig().name.title(), (Machine,), {"new_rig": staticmethod(new_rig)})

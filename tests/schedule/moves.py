@@ -1,9 +1,9 @@
-"""The contract, of scheduled messages that are written again while they wait: a wheel's roll, a cascade's hop.
+"""The contract for rewritten messages: the rolls of a timer wheel and the hops of a cascade.
 
-    still waits: may be cancelled, is not handed out before its new row is durable · not durable, it has not
-    happened · durable, nothing of the old row is needed · a sleeper is woken by it, and for it
+    still pending: may be cancelled, is not handed out before its new row is durable · new row not durable: the old
+    row counts · new row durable: the old row is not needed · a durable rewrite wakes the ticker if necessary
 
-A strategy that moves nothing passes: for it these are tests of scheduled messages that wait for long.
+A strategy without rewrites passes: for it these are tests of messages that are pending for a long time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ CALLS_MAX = 10_000
 
 
 class Moves:
-    """Ask of scheduled messages that are written again; a part of `contract.Contract`."""
+    """Tests of rewritten messages. A part of `contract.Contract`."""
 
-    def test_what_is_on_the_move_may_be_cancelled(self, world: World) -> None:
+    def test_message_being_rewritten_may_be_cancelled(self, world: World) -> None:
         seqs = world.admit([world.now_ms + FAR_MS] * 6)
         sleep_until_moving(world)
         assert world.cancel(seqs[:2]) == [True, True]
@@ -30,14 +30,14 @@ class Moves:
         world.land()
         assert [seq for _, seq in to_the_end(world)] == seqs[4:]
 
-    def test_what_is_cancelled_is_not_moved(self, world: World) -> None:
-        (gone,) = world.admit([world.now_ms + FAR_MS])
+    def test_cancelled_message_is_not_rewritten(self, world: World) -> None:
+        (cancelled,) = world.admit([world.now_ms + FAR_MS])
         sleep_until_moving(world)
-        world.cancel([gone])
+        world.cancel([cancelled])
         world.land()
         assert to_the_end(world) == []
 
-    def test_what_comes_due_on_the_move_waits_for_it(self, world: World) -> None:
+    def test_message_due_during_its_rewrite_is_released_after_it(self, world: World) -> None:
         due_ms = world.now_ms + FAR_MS
         seqs = world.admit([due_ms, due_ms + 1, due_ms + 2])
         sleep_until_moving(world)
@@ -53,7 +53,7 @@ class Moves:
         assert sorted(world.model.released) == seqs
 
     @pytest.mark.parametrize("limit", [1, 4])
-    def test_a_move_that_becomes_durable_in_parts(self, world: World, limit: int) -> None:
+    def test_rewrite_that_becomes_durable_in_parts_loses_nothing(self, world: World, limit: int) -> None:
         world.drain()
         seqs = world.admit([world.now_ms + FAR_MS] * 10)
         sleep_until_moving(world, limit)
@@ -68,7 +68,7 @@ class Moves:
 
     @pytest.mark.parametrize("unheard", [False, True])
     @pytest.mark.parametrize("saved", [False, True])
-    def test_restart_on_the_move(self, world: World, unheard: bool, saved: bool) -> None:
+    def test_restart_during_a_rewrite_loses_nothing(self, world: World, unheard: bool, saved: bool) -> None:
         seqs = world.admit([world.now_ms + FAR_MS] * 3)
         for _ in range(3):
             sleep_until_moving(world)
@@ -78,7 +78,7 @@ class Moves:
             world.drain()
         assert [seq for _, seq in to_the_end(world)] == seqs
 
-    def test_the_log_behind_what_has_moved_may_go(self, world: World) -> None:
+    def test_rows_before_rewritten_messages_are_not_needed(self, world: World) -> None:
         seqs = []
         for day in range(0, 38, 2):
             if day % 10 == 0:
@@ -93,9 +93,9 @@ class Moves:
 
 
 def sleep_until_moving(world: World, limit: int = ALL, naps: int = CALLS_MAX) -> None:
-    """As a ticker, until something is on the move, and stays there; or, where nothing moves, until it comes due.
+    """Sleep as a ticker does until a message is being rewritten, or until it is due if nothing is rewritten.
 
-    At most so many naps.
+    Fails after a bounded number of steps.
     """
     for _ in range(naps):
         world.settle()
@@ -113,7 +113,7 @@ def sleep_until_moving(world: World, limit: int = ALL, naps: int = CALLS_MAX) ->
 
 
 def sleep_through(world: World) -> list[tuple[int, int]]:
-    """As a ticker: take what is due, sleep until the next instant, until there is none."""
+    """Hand out and sleep as a ticker does, until no next time is left."""
     taken = []
     for _ in range(CALLS_MAX):
         taken += world.drain()
@@ -126,7 +126,7 @@ def sleep_through(world: World) -> list[tuple[int, int]]:
 
 
 def to_the_end(world: World) -> list[tuple[int, int]]:
-    """As a ticker that nobody lets sleep: from each instant's last millisecond to the next, until nothing waits."""
+    """Jump from each due time to the next without intermediate sleeps, until nothing is pending."""
     taken = world.drain()
     while world.model.waiting:
         due_ms = world.model.first_due_ms

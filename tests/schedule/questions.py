@@ -1,12 +1,11 @@
-"""The five questions, asked of a backlog alone: what it was given is given up, once, in time, and after any restart.
+"""A random walk over a backlog alone, through the five operations of its interface (schedule/backlog.py).
 
-    every scheduled message is opened before it is due, or holds back `first_due_ms` · no scheduled message is opened
-    twice, unless it was written again meanwhile · `first_due_ms` is never after what has not been opened · what
-    `needed_seq` lets go of is needed by nothing · a restart from any state, with what came since, forgets nothing that
-    is not settled
+    every message is opened before it is due, or bounds `first_due_ms` · no message is opened twice, unless it was
+    rewritten meanwhile · `first_due_ms` is never after an unopened message · no row below `needed_seq` is needed · a
+    restart from any state, with the later messages, loses no unsettled message
 
-A `Walk` asks them in an order that chance chooses, and plays the scheduler: it settles what is opened, and writes again
-what is to be. A backlog joins with one class.
+A `Walk` calls the operations in random order and plays the scheduler: it settles opened messages, and rewrites those
+that must be rewritten. A backlog joins with one class.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ DISTANCES_MS = (0, 1, 999, 5_000, 9_999, 12_000, 61_000, 200_000, limits.HOUR_MS
 
 
 class Walk:
-    """A backlog and the truth about it, side by side."""
+    """A backlog and a model of it."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         self.chance, self.rig = random.Random(seed), rig
@@ -55,9 +54,9 @@ class Walk:
         self.outcomes.restore(NOTHING_SETTLED)
         done = sorted(self.settled)
         self.outcomes.add_settled(column(map(self.due.__getitem__, done)), column(done))
-        left = sorted(self.due.keys() - self.settled)
-        since = [seq for seq in left if self.row[seq] >= saved_seq]
-        restart = Restart(state=state, since=self.waiting(since), waiting=self.waiting(left))
+        unsettled = sorted(self.due.keys() - self.settled)
+        since = [seq for seq in unsettled if self.row[seq] >= saved_seq]
+        restart = Restart(state=state, since=self.waiting(since), waiting=self.waiting(unsettled))
         built = self.rig.build(self.world, restart, self.outcomes)
         self.backlog: Any = built.backlog
         self.opened = set()
@@ -88,10 +87,10 @@ class Walk:
         self.row |= dict(zip(scheduled_rows.seq.tolist(), rows.tolist(), strict=True))
         self.opened -= set(scheduled_rows.seq.tolist())
         if self.chance.random() < 0.2:
-            return self.restart()  # durable, and nobody was told
-        kept = Waiting(scheduled_rows.due_ms, scheduled_rows.seq, rows)
+            return self.restart()  # durable, but the broker was not notified
+        rewritten = Waiting(scheduled_rows.due_ms, scheduled_rows.seq, rows)
         near = self.backlog.add(
-            kept, self.world.now_ms, Rewritten(scheduled_rows.row_seq, scheduled_rows.note)
+            rewritten, self.world.now_ms, Rewritten(scheduled_rows.row_seq, scheduled_rows.note)
         )
         self.opened |= set(scheduled_rows.seq[near].tolist())
         return None
@@ -207,7 +206,7 @@ class Walk:
 
 
 def walk(new_rig: Callable[[], Rig], seed: int, steps: int = STEPS) -> Walk:
-    """Take as many steps; everything is settled at the end, and nothing is left of it."""
+    """Take `steps` random steps. At the end all messages are settled, and the backlog must be empty."""
     it = Walk(new_rig(), seed)
     with closing(it.world):
         for _ in range(steps):
@@ -229,7 +228,7 @@ def walk(new_rig: Callable[[], Rig], seed: int, steps: int = STEPS) -> Walk:
 
 
 class Questions:
-    """Ask a backlog alone; it joins with `new_rig`."""
+    """Tests of a backlog alone. It joins with `new_rig`."""
 
     new_rig: ClassVar[Callable[[], Rig]]
 

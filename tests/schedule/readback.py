@@ -1,6 +1,6 @@
-"""What the broker's recovery would hand to a strategy, read from the log by a plain loop over its rows.
+"""The input of a strategy at a start, read from the log by a plain loop over its rows.
 
-broker/recovery/recovery.py has tests of its own; here the same is said so simply that it needs none.
+It replaces broker/recovery/recovery.py, which has tests of its own, by code that is simple enough to need none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ COLUMNS = ["seq", "kind", "due_ms", "source_seq"]
 def read_back(
     reader: LogReader, kind: Kind, saved: Saved, attached: Sequence[tuple[int, Attachment]], watermark: int
 ) -> Restart:
-    """From a checkpoint, the log, and the (seq, attach) rows in it; `kind` is that of the scheduled messages' rows."""
+    """Read the log from a checkpoint on. `attached` are (seq, attachment); `kind` is that of the messages' rows."""
     pairs = dict(zip(saved.settled.seq.tolist(), saved.settled.due_ms.tolist(), strict=True))
     due: dict[int, int] = {}
     at: dict[int, int] = {}
@@ -57,5 +57,5 @@ def read_back(
 
 
 def column(values: Iterable[int]) -> Int64Array:
-    """Numbers as the contract wants them."""
+    """Build an int64 column."""
     return np.array(list(values), dtype=np.int64)

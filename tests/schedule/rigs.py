@@ -1,4 +1,4 @@
-"""The backlogs under the contract: how each is built for a `World`, and how its scheduled messages look in the log."""
+"""The rigs of the backlogs: how each is built for a `World`, and how its scheduled messages look in the log."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ AHEAD_MS = 10_000
 GATHER_BYTES = 64 * 512  # some tens of rows by the first guess: most gathers of a test are cut by it
 
 DEFAULT = Slots.of(1_000, 3 * limits.DAY_MS, AHEAD_MS)
-# Nothing of this ring is spare: what is opened and not settled loses its record as soon as the ring has turned.
+# This ring has no margin: an opened slot loses its record after one lap, even if it is not settled.
 MINUTE = Slots(1_000, reach=61, count=61)
 # Rolled every few seconds: to reach only three, of milliseconds, is less than may be configured.
 TINY = Slots(1, reach=3_000, count=60_000)
 
 
 class HourLogRig:
-    """`hour_log` alone, or one that is wrong."""
+    """`hour_log` alone, or a wrong variant of it."""
 
     name = "hour_log"
     has_table = True
@@ -63,7 +63,7 @@ class HourLogRig:
         return Built(backlog, None, restart.waiting, table=backlog)
 
     def encode(self, rows: pa.RecordBatch, backlog: Backlog) -> pa.RecordBatch:
-        return backlog.encode_waiting(rows, rows["store_ms"][0].as_py())
+        return backlog.encode_for_log(rows, rows["store_ms"][0].as_py())
 
     def keep(self, rows: pa.RecordBatch, first_seq: int) -> None:
         pass
@@ -79,7 +79,7 @@ class HourLogRig:
 
 
 class WheelRig(HourLogRig):
-    """`timer_wheel`, over rings of several shapes."""
+    """`timer_wheel` with rings of several shapes."""
 
     name = "timer_wheel"
     has_table = False
@@ -114,11 +114,11 @@ class WheelRig(HourLogRig):
         return Built(backlog, state, restart.waiting if state is None else restart.since)
 
     def rows_in_memory(self, backlog: Any) -> int:
-        return backlog.arrival_rows + sum(len(held) for held in backlog._held)
+        return backlog.arrival_rows + sum(len(held) for held in backlog._kept_entries)
 
 
 class CascadeRig(HourLogRig):
-    """`level_cascade`, with a lead of four seconds, so that seconds are hops already."""
+    """`level_cascade` with a lead of four seconds, so that waits of seconds already take hops."""
 
     name = "level_cascade"
     has_table = False
@@ -133,7 +133,7 @@ class CascadeRig(HourLogRig):
         state = None
         if restart.state is not None:
             state = msgspec.convert(restart.state, CascadeState)
-            cascade.check(world.files, state, backlog.lead_ms)  # what a checkpoint vouches for is there
+            cascade.check(world.files, state, backlog.lead_ms)  # all records within the saved bounds exist
         return Built(backlog, state, restart.waiting if state is None else restart.since)
 
     def rows_in_memory(self, backlog: Any) -> int:
@@ -146,10 +146,10 @@ PROPERTIES = "REAL_TOPIC\x01t\x02REAL_QID\x01-1\x02"
 
 
 class LevelsRig(HourLogRig):
-    """`delay_levels`: levels as long as any scheduled message of the suite; scheduled messages go round three of them.
+    """`delay_levels`: messages are distributed over three levels, as long as any delay of the suite.
 
-    The contract's instants are any instants, those of a level one after the other; so each queue here is many
-    stretches. The queues' indexes are caches: each start makes them anew from the log.
+    The contract's due times are arbitrary, while those of a level ascend. So each queue has many stretches here. The
+    queue indexes are caches, which each start rebuilds from the log.
     """
 
     name = "delay_levels"
@@ -176,11 +176,12 @@ class LevelsRig(HourLogRig):
         return Built(backlog, LevelsState({int(n): LevelFacts(low) for n, low in facts.items()}), NOTHING)
 
     def _begin(self, world: World, lengths: list[int]) -> None:
-        """Queues whose first rows the log has let go begin with the first that is left."""
-        kept = [*world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind])]
+        """Start queues at their first kept entry if the log no longer has their first rows."""
+        first_kept_seq = [*world.reader.rows(world.reader.first_seq, world.reader.next_seq, [self.kind])]
         for number, (index, length) in enumerate(zip(self.indexes, lengths, strict=True)):
             offsets = [
-                rows.column("queue_offset").to_numpy()[rows["queue_id"].to_numpy() == number] for rows in kept
+                rows.column("queue_offset").to_numpy()[rows["queue_id"].to_numpy() == number]
+                for rows in first_kept_seq
             ]
             index.start_at(int(np.concatenate([*offsets, [length]])[0]))
 

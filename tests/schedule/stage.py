@@ -1,9 +1,9 @@
-"""What stands around a strategy under test: a reader thread on a string, the truth as a dictionary, and `Rig`.
+"""The surroundings of a strategy under test: a reader thread that the test steps, a model, and `Rig`.
 
-The reader thread is a queue of jobs (`StepExecutor`) that run when the test says so: each interleaving of a
-gather with everything else can be had on purpose, and none by luck.
+The reader thread is a queue of jobs (`StepExecutor`) that run when the test says so. So a test can choose each
+interleaving of a gather with other steps, and none happens by chance.
 
-A strategy joins with a `Rig`. What the broker knows at a start is a `Restart`.
+A strategy joins with a `Rig`. `Restart` is the broker's knowledge at a start.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NONE = np.empty(0, np.int64)
 
 
 class StepExecutor(Disk):
-    """A thread on a string: jobs wait until `step`, or run at once while `open`."""
+    """An executor whose jobs wait until `step`, or run at once while it is `open`."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.is_open = is_open
@@ -54,7 +54,7 @@ class StepExecutor(Disk):
         def run() -> None:
             try:
                 future.set_result(fn(*args, **kwargs))
-            # As a thread pool does: whatever it was belongs to whoever waits for the outcome.
+            # As in a thread pool, any error goes to the caller that waits for the outcome.
             except BaseException as error:
                 future.set_exception(error)
 
@@ -64,7 +64,7 @@ class StepExecutor(Disk):
         return future
 
     def step(self) -> bool:
-        """Run the oldest job; false when there is none."""
+        """Run the oldest job. Returns false if there is none."""
         if not self._jobs:
             return False
         self._jobs.popleft()()
@@ -73,22 +73,22 @@ class StepExecutor(Disk):
 
 @dataclass(frozen=True)
 class Restart:
-    """What a backlog starts from; each takes of it what it needs.
+    """The data from which a backlog starts. Each backlog uses the part that it needs.
 
-    One with a state of its own takes `state` and `since`. With no state, or with one it cannot use, it takes
-    `waiting`; with `state` None both are the same.
+    A backlog with a saved state uses `state` and `since`. Without a state, or with an unusable one, it uses `waiting`.
+    If `state` is None, both are the same.
     """
 
     settled: Settled = NOTHING_SETTLED  # complete: the checkpoint's, and all that was settled since
     entries: list[FileEntry] = field(default_factory=list)  # files of the table
-    state: object = None  # what the backlog saved for itself in the checkpoint
+    state: object = None  # the backlog's own state in the checkpoint
     since: Waiting = NOTHING  # came, or were written again, since the checkpoint
     waiting: Waiting = NOTHING  # all, those in files of the table aside
 
 
 @dataclass(frozen=True)
 class Built:
-    """A backlog, and what to restore it with."""
+    """A backlog and the arguments for its `restore`."""
 
     backlog: Backlog
     state: msgspec.Struct | None
@@ -98,7 +98,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint: what was settled when the log ended before `seq`."""
+    """A checkpoint: the settled messages when the log ended before `seq`."""
 
     seq: int
     settled: Settled
@@ -106,7 +106,7 @@ class Saved:
 
 
 class Rig(Protocol):
-    """How the suite builds a backlog, and how its scheduled messages look."""
+    """How the suite builds a backlog, and how its scheduled messages look in the log."""
 
     name: str
     has_table: bool  # whether files can be attached
@@ -137,7 +137,7 @@ class Rig(Protocol):
 
 @dataclass
 class Model:
-    """What is true, seq -> (due_ms, body) of what waits, and every comparison with what a strategy says."""
+    """The expected state: seq -> (due_ms, body) of pending messages, and all comparisons with a strategy."""
 
     waiting: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     moving: deque[list[int]] = field(
@@ -162,12 +162,12 @@ class Model:
     @property
     def wake_by_ms(self) -> int | None:
         """When a sleeper must wake. What is on the move may hold up what is due with it, or later."""
-        moving_ms = [self.waiting[seq][0] for seq in self.on_the_move if seq in self.waiting]
+        moving_ms = [self.waiting[seq][0] for seq in self.being_rewritten if seq in self.waiting]
         first_ms = self.first_due_ms
         return None if first_ms is None or first_ms in moving_ms else first_ms
 
     @property
-    def on_the_move(self) -> set[int]:
+    def being_rewritten(self) -> set[int]:
         """What is being written again."""
         return {seq for batch in self.moving for seq in batch}
 
@@ -196,9 +196,9 @@ class Model:
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
         pairs = list(zip(batch["due_ms"].to_pylist(), batch["seq"].to_pylist(), strict=True))
         assert pairs == sorted(set(pairs)), f"out of order, or twice: {pairs}"
-        on_the_move = self.on_the_move
+        being_rewritten = self.being_rewritten
         for due_ms, seq in pairs:
-            state = "being written again" if seq in on_the_move else self.state_of(seq)
+            state = "being written again" if seq in being_rewritten else self.state_of(seq)
             assert state == "waiting", f"seq {seq} handed out while {state}"
             assert due_ms <= now_ms, f"seq {seq} handed out {due_ms - now_ms} ms early"
         self.check_unchanged(batch)
@@ -208,10 +208,10 @@ class Model:
     def move(self, batch: pa.RecordBatch, limit: int) -> None:
         """Check what is to be written again; it still waits."""
         assert 0 < batch.num_rows <= limit, f"{batch.num_rows} rows, asked for at most {limit}"
-        seqs, on_the_move = batch["seq"].to_pylist(), self.on_the_move
+        seqs, being_rewritten = batch["seq"].to_pylist(), self.being_rewritten
         assert len(set(seqs)) == len(seqs), f"written again twice in one go: {seqs}"
         for seq in seqs:
-            state = "being written again" if seq in on_the_move else self.state_of(seq)
+            state = "being written again" if seq in being_rewritten else self.state_of(seq)
             assert state == "waiting", f"seq {seq} to be written again while {state}"
         self.check_unchanged(batch)
         self.moving.append(seqs)
@@ -273,6 +273,6 @@ class Model:
 
 
 def is_covered(settled: Settled, due_ms: int, seq: int) -> bool:
-    """Whether the mark says, without naming it, that this scheduled message is settled."""
+    """Check whether the mark, without a listed pair, makes this message settled."""
     is_late = any(first_seq <= seq < first_seq + rows for first_seq, rows in settled.late)
     return due_ms < settled.before_ms and seq < settled.before_seq and not is_late

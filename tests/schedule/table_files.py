@@ -1,4 +1,4 @@
-"""Rows of the pending table as a test wants them."""
+"""Rows of the pending table for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timeball.model.message import TABLE_SCHEMA
 
 
 def table_rows(dues: Sequence[int], seqs: Sequence[int], accepted_ms: int) -> pa.Table:
-    """TABLE_SCHEMA rows; a body says its number."""
+    """Build TABLE_SCHEMA rows. The body contains the number."""
     bodies = [f"bulk {seq}" for seq in seqs]
     columns = {name: pa.nulls(len(dues), TABLE_SCHEMA.field(name).type) for name in TABLE_SCHEMA.names}
     columns |= {

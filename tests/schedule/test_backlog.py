@@ -1,4 +1,4 @@
-"""The four backlogs under the five questions, and those that answer them wrongly."""
+"""The four backlogs in the random walk of questions.py, and wrong backlogs that it must catch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TestDelayLevels(Questions):
     ],
     ids=lambda value: value.__name__,
 )  # fmt: skip
-def test_a_wrong_answer_is_noticed(rig: type[HourLogRig], backlog: type) -> None:
+def test_wrong_backlog_is_noticed(rig: type[HourLogRig], backlog: type) -> None:
     for seed in range(SEEDS_MAX):
         try:
             walk(partial(rig, backlog), seed)

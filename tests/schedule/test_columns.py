@@ -1,4 +1,4 @@
-"""Columns against plain lists: chosen, joined, cut into runs, and the leading records of sorted ones."""
+"""Columns, compared with plain lists: select, join, find runs, and read the first records of sorted ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def waiting(numbers: list[int]) -> Waiting:
     return Waiting(column * 10, column, column * 2)
 
 
-def test_rows_are_chosen_and_joined_together() -> None:
+def test_part_and_joined_select_and_join_all_columns() -> None:
     part = waiting([1, 2, 3]).part(np.array([True, False, True]))
     both = Waiting.joined([part, waiting([4])])
     assert len(both) == 3
@@ -34,14 +34,14 @@ def test_rows_are_chosen_and_joined_together() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=30))
-def test_runs_are_those_of_equal_values(values: list[int]) -> None:
+def test_runs_of_finds_runs_of_equal_values(values: list[int]) -> None:
     begins, counts = runs_of(np.array(values, np.int64))
     assert counts.tolist() == [len(list(group)) for _, group in groupby(values)]
     assert begins.tolist() == [0, *np.cumsum(counts)[:-1].tolist()]
 
 
 @given(st.lists(st.integers(0, 20), max_size=40), st.integers(0, 21), st.integers(1, 9), st.integers(0, 40))
-def test_leading_records_are_found_in_few_reads(
+def test_leading_finds_the_first_records_in_few_reads(
     dues: list[int], before_ms: int, probe: int, begin: int
 ) -> None:
     records = np.zeros(len(dues), np.dtype([("due_ms", "<i8")]))
@@ -59,7 +59,7 @@ def test_leading_records_are_found_in_few_reads(
     assert len(reads) <= 3, "nothing, the probe, and one of all that is left"
 
 
-def test_a_column_is_replaced_where_it_stands() -> None:
+def test_with_column_keeps_the_position_of_the_column() -> None:
     rows = pa.RecordBatch.from_pydict({"a": [1], "b": [2]})
     assert with_column(rows, "a", pa.array([7])).to_pydict() == {"a": [7], "b": [2]}
 
@@ -68,7 +68,7 @@ def test_a_column_is_replaced_where_it_stands() -> None:
     st.lists(st.lists(st.integers(-5, 5), max_size=7), max_size=20),
     st.lists(st.integers(0, 30), min_size=20, max_size=20),
 )
-def test_growing_columns_hold_copies_of_what_was_added(batches: list[list[int]], rooms: list[int]) -> None:
+def test_growing_columns_contain_copies_of_added_rows(batches: list[list[int]], rooms: list[int]) -> None:
     growing, whole = columns.GrowingColumns(2), []
     for batch, room in zip(batches, rooms, strict=False):
         growing.reserve(room)

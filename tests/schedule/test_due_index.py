@@ -1,4 +1,4 @@
-"""A `DueIndex` is a set of pairs: it answers as a Python set does, however it is split into runs."""
+"""A `DueIndex` is a set of pairs: it behaves as a Python set does, however its pairs are split into runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def index_of(pairs: list[Pair], batch: int) -> DueIndex:
 
 
 @given(PAIRS, st.integers(1, 130))
-def test_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
+def test_pairs_returns_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
     index = index_of(pairs, batch)
     assert listed(index.pairs()) == sorted(pairs)
     assert len(index) == len(pairs)
@@ -45,17 +45,17 @@ def test_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
 
 
 @given(PAIRS, st.integers(1, 20), POSITIONS)
-def test_pop_takes_out_what_lies_before(pairs: list[Pair], batch: int, high: Pair) -> None:
+def test_pop_before_removes_and_returns_earlier_pairs(pairs: list[Pair], batch: int, high: Pair) -> None:
     index = index_of(pairs, batch)
     assert index.count_before(high[0]) == sum(due < high[0] for due, _ in pairs)
     assert listed(index.pop_before(*high)) == sorted(pair for pair in pairs if pair < high)
-    left = sorted(pair for pair in pairs if pair >= high)
-    assert listed(index.pairs()) == left
-    assert len(index) == len(left)
+    later_pairs = sorted(pair for pair in pairs if pair >= high)
+    assert listed(index.pairs()) == later_pairs
+    assert len(index) == len(later_pairs)
 
 
 @given(PAIRS, st.integers(1, 20), POSITIONS, POSITIONS)
-def test_between_leaves_all_in_place(pairs: list[Pair], batch: int, low: Pair, high: Pair) -> None:
+def test_between_removes_nothing(pairs: list[Pair], batch: int, low: Pair, high: Pair) -> None:
     low, high = sorted((low, high))
     index = index_of(pairs, batch)
     assert listed(index.between(low, high)) == sorted(pair for pair in pairs if low <= pair < high)
@@ -63,10 +63,8 @@ def test_between_leaves_all_in_place(pairs: list[Pair], batch: int, low: Pair, h
 
 
 @given(PAIRS, st.integers(1, 20), PAIRS)
-def test_contains_looks_at_the_instant_and_the_number(
-    pairs: list[Pair], batch: int, asked: list[Pair]
-) -> None:
-    """A number may stand in it for several instants."""
+def test_contains_compares_due_time_and_number(pairs: list[Pair], batch: int, asked: list[Pair]) -> None:
+    """A number may have several due times."""
     index = index_of(pairs, batch)
     again = sorted({(due + 1, seq) for due, seq in pairs[::3]} - set(pairs))
     index.add(*columns(again))
@@ -75,10 +73,10 @@ def test_contains_looks_at_the_instant_and_the_number(
 
 
 @given(PAIRS, st.integers(1, 20), PAIRS, st.lists(POSITIONS, max_size=2))
-def test_pairs_asked_one_by_one_are_those_asked_together(
+def test_has_agrees_with_contains(
     pairs: list[Pair], batch: int, asked: list[Pair], highs: list[Pair]
 ) -> None:
-    """Before the newest pairs become a run, and after it; also when some have been cut off."""
+    """Before and after the newest pairs become a run, and after pairs were cut off."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(due_index, "NEWEST_MAX", 8)
         index = index_of(pairs, batch)
@@ -95,7 +93,7 @@ def test_pairs_asked_one_by_one_are_those_asked_together(
 
 
 @given(PAIRS, st.integers(1, 20), st.lists(POSITIONS, max_size=4))
-def test_what_was_taken_out_is_not_found_any_more(pairs: list[Pair], batch: int, highs: list[Pair]) -> None:
+def test_popped_pairs_are_not_contained(pairs: list[Pair], batch: int, highs: list[Pair]) -> None:
     index = index_of(pairs, batch)
     for high in sorted(highs):
         assert index.contains(*columns(pairs)).tolist() == [pair in listed(index.pairs()) for pair in pairs]
@@ -104,13 +102,13 @@ def test_what_was_taken_out_is_not_found_any_more(pairs: list[Pair], batch: int,
 
 
 @given(PAIRS, st.integers(1, 20), st.integers(0, 130))
-def test_drop_by_sequence_number(pairs: list[Pair], batch: int, seq: int) -> None:
+def test_drop_removes_pairs_by_number(pairs: list[Pair], batch: int, seq: int) -> None:
     index = index_of(pairs, batch)
     index.drop_seqs_below(seq)
     assert listed(index.pairs()) == sorted(pair for pair in pairs if pair[1] >= seq)
 
 
-def test_runs_stay_few() -> None:
+def test_number_of_runs_is_bounded() -> None:
     index = DueIndex()
     added = 10_000
     for seq in range(added):
@@ -119,7 +117,7 @@ def test_runs_stay_few() -> None:
     assert len(index) == added
 
 
-def test_an_empty_index_answers() -> None:
+def test_empty_index_has_no_pairs_and_no_due_time() -> None:
     index = DueIndex()
     index.add(*columns([]))
     assert len(index) == 0
@@ -129,7 +127,7 @@ def test_an_empty_index_answers() -> None:
     assert index.contains(*columns([])).tolist() == []
 
 
-def test_what_was_taken_out_is_not_held_by_what_is_left() -> None:
+def test_popped_pairs_take_no_memory() -> None:
     index, rows = DueIndex(), 100_000
     index.add(np.arange(rows, dtype=np.int64), np.arange(rows, dtype=np.int64))
     for due_ms in range(10_000, rows, 10_000):
@@ -145,8 +143,8 @@ def test_what_was_taken_out_is_not_held_by_what_is_left() -> None:
     st.lists(st.sampled_from([-(1 << 61), -3, 0, 0, 1, 5, 1 << 40, 1 << 61]), min_size=1, max_size=40),
     st.booleans(),
 )
-def test_many_pairs_are_sorted_as_few_are(dues: list[int], ascend: bool) -> None:
-    """Whatever instants and numbers: those that cannot be packed are sorted the slower way."""
+def test_packed_sort_equals_lexsort(dues: list[int], ascend: bool) -> None:
+    """Pairs that cannot be packed are sorted by lexsort."""
     seqs = list(range(len(dues)))
     pairs = list(zip(dues, seqs if ascend else seqs[::-1], strict=True))
     with pytest.MonkeyPatch.context() as patch:

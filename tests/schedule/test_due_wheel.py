@@ -1,4 +1,4 @@
-"""The second wheel, against a sorted list: in order, nothing early, nothing lost, whatever came in which pieces."""
+"""The due wheel, compared with a sorted list: in order, not early, complete, for rows that arrive in any batches."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_values(batch: pa.RecordBatch) -> NumberedRows:
 
 
 @given(SLOT_DUES)
-def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
+def test_slot_cuts_put_each_row_into_the_slot_of_its_due_time(dues: list[int]) -> None:
     slots, cuts = slot_cuts(np.array(dues, np.int64))
     assert slots == sorted({due // SLOT_MS for due in dues})
     assert cuts[0] == 0 and cuts[-1] == len(dues) and len(cuts) == len(slots) + 1
@@ -46,7 +46,7 @@ def test_each_row_is_in_one_slot_and_it_is_its_own(dues: list[int]) -> None:
 
 
 class WheelMachine(RuleBasedStateMachine):
-    """Adds, takes and asks in any order."""
+    """Random adds, hand-outs and reads."""
 
     @initialize(
         arrivals_max=st.sampled_from([1, 8, 4_096]),
@@ -56,8 +56,8 @@ class WheelMachine(RuleBasedStateMachine):
     def open(self, arrivals_max: int, few_max: int, of_slot_max: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
-        self.patch.setattr(wheel_module, "FEW_MAX", few_max)
-        self.patch.setattr(wheel_module, "FEW_OF_SLOT_MAX", of_slot_max)
+        self.patch.setattr(wheel_module, "HEAP_ROWS_MAX", few_max)
+        self.patch.setattr(wheel_module, "HEAP_ROWS_OF_SLOT_MAX", of_slot_max)
         self.wheel = DueWheel()
         self.waiting: list[Pair] = []
         self.gone: list[Pair] = []
@@ -88,7 +88,7 @@ class WheelMachine(RuleBasedStateMachine):
 
     @rule(first=DUES, second=DUES)
     def add_run(self, first: list[int], second: list[int]) -> None:
-        self.wheel.add_run(Run.of([self._new(first), self._new(second)]))
+        self.wheel.add_run(Run.from_batches([self._new(first), self._new(second)]))
 
     @rule(before_ms=st.integers(0, 5_001), limit=st.sampled_from([1, 2, 7, 1_000]))
     def take(self, before_ms: int, limit: int) -> None:
@@ -98,7 +98,7 @@ class WheelMachine(RuleBasedStateMachine):
             assert wanted == []
             return
         assert list(zip(run.due.tolist(), run.seq.tolist(), strict=True)) == wanted
-        assert run.promised_ms.tolist() == [due for due, _ in wanted]
+        assert run.original_due_ms.tolist() == [due for due, _ in wanted]
         batch = read_batch(run.rows)
         assert batch["due_ms"].to_pylist() == [due for due, _ in wanted]
         assert batch["body"].to_pylist() == [f"{due} {seq}".encode() for due, seq in wanted]
@@ -120,8 +120,8 @@ TestWheel = WheelMachine.TestCase
 
 
 @given(DUES, DUES)
-def test_a_run_is_sorted_and_keeps_its_rows_together(first: list[int], second: list[int]) -> None:
-    run = Run.of([rows(first, 50), rows(second, 1)])
+def test_run_sorts_times_numbers_and_rows_together(first: list[int], second: list[int]) -> None:
+    run = Run.from_batches([rows(first, 50), rows(second, 1)])
     pairs = list(zip(run.due.tolist(), run.seq.tolist(), strict=True))
     assert pairs == sorted(pairs)
     assert run.rows["seq"].to_pylist() == run.seq.tolist()
@@ -130,9 +130,9 @@ def test_a_run_is_sorted_and_keeps_its_rows_together(first: list[int], second: l
     assert part.rows["seq"].to_pylist() == run.seq[1:3].tolist()
 
 
-def test_an_empty_second_costs_nothing() -> None:
+def test_empty_seconds_use_no_slot() -> None:
     wheel = DueWheel()
-    wheel.add_run(Run.of([rows([0, 10**9], 1)]))
+    wheel.add_run(Run.from_batches([rows([0, 10**9], 1)]))
     assert wheel.take_due(1, 10) is not None
     assert len(wheel._slots) == len(wheel._used) == 1
     assert wheel.first_due_ms == 10**9
@@ -140,19 +140,19 @@ def test_an_empty_second_costs_nothing() -> None:
     assert (len(wheel), wheel._slots, wheel._used) == (0, {}, [])
 
 
-def test_runs_of_a_slot_are_merged_when_it_is_opened() -> None:
+def test_runs_of_a_slot_are_merged_at_its_first_hand_out() -> None:
     wheel = DueWheel()
     for seq in range(1, 20):
-        wheel.add_run(Run.of([rows([500 + seq % 7], seq)]))
-    wheel.add_run(Run.of([rows([500] * wheel_module.ARRIVALS_MAX, 100)]))
+        wheel.add_run(Run.from_batches([rows([500 + seq % 7], seq)]))
+    wheel.add_run(Run.from_batches([rows([500] * wheel_module.ARRIVALS_MAX, 100)]))
     assert len(wheel._slots[0]) == 20
     assert wheel.take_due(501, 10) is not None
     assert len(wheel._slots[0]) == 2, "the small ones as one, and a large one as it is"
 
 
-def test_what_has_come_for_a_slot_is_in_it_when_it_is_first_in_use() -> None:
+def test_arrivals_are_in_their_slot_at_its_first_hand_out() -> None:
     wheel = DueWheel()
-    wheel.add_run(Run.of([rows([1_000, 1_400], 1)]))
+    wheel.add_run(Run.from_batches([rows([1_000, 1_400], 1)]))
     wheel.add(rows([1_500, 2_500], 3))
     assert wheel.take_due(1_001, 10) is not None
     assert [len(runs) for runs in wheel._slots.values()] == [1, 1]
@@ -162,40 +162,40 @@ def test_what_has_come_for_a_slot_is_in_it_when_it_is_first_in_use() -> None:
 
 
 @pytest.mark.parametrize("opens_ms", [0, 500])
-def test_rows_that_count_as_due_before_they_were_promised_do_so_in_merged_runs(opens_ms: int) -> None:
-    """As those of a delay level do when the clock was set back."""
+def test_merged_runs_keep_due_times_that_differ_from_the_original_ones(opens_ms: int) -> None:
+    """Messages of delay levels have these after a clock was set back."""
     wheel, dues = DueWheel(), [500, 510, 505, 520, 515, 530]
     wheel.add(rows([opens_ms], 1))
     assert wheel.take_due(opens_ms + 1, 1) is not None, "the slot is in use, or will be"
     for seq, due in enumerate(dues, 2):
-        wheel.add_run(Run.at(np.array([due]), np.array([seq]), rows([due + 400], seq)))
+        wheel.add_run(Run.with_due_times(np.array([due]), np.array([seq]), rows([due + 400], seq)))
     run = wheel.take_due(600, 10)
     assert run is not None
     assert run.due.tolist() == sorted(dues)
-    assert run.promised_ms.tolist() == [due + 400 for due in sorted(dues)]
-    assert read_batch(run.rows)["due_ms"].to_pylist() == run.promised_ms.tolist()
+    assert run.original_due_ms.tolist() == [due + 400 for due in sorted(dues)]
+    assert read_batch(run.rows)["due_ms"].to_pylist() == run.original_due_ms.tolist()
 
 
-def test_a_slot_is_merged_whole_only_when_it_is_first_in_use() -> None:
+def test_whole_slot_is_merged_only_at_its_first_hand_out() -> None:
     wheel = DueWheel()
-    wheel.add_run(Run.of([rows([1_000, 1_500], 1)]))
+    wheel.add_run(Run.from_batches([rows([1_000, 1_500], 1)]))
     assert wheel.take_due(1_001, 10) is not None
     whole = wheel._slots[1][0]
     for seq in range(3, 6):
-        wheel.add_run(Run.of([rows([999], seq)]))  # of the slot before, which comes into use again
-        wheel.add_run(Run.of([rows([1_600], 10 + seq)]))
+        wheel.add_run(Run.from_batches([rows([999], seq)]))  # of the slot before, which comes into use again
+        wheel.add_run(Run.from_batches([rows([1_600], 10 + seq)]))
         assert wheel.take_due(1_001, 10) is not None
     assert len(wheel._slots[1]) == 4 and wheel._slots[1][0] is whole
 
 
-def test_rows_that_come_one_by_one_are_held_in_few_batches() -> None:
-    """Each batch is 10 KB of objects, however few its rows."""
+def test_rows_added_one_by_one_are_kept_in_few_batches() -> None:
+    """Each batch takes 10 KB of objects, however few its rows."""
     wheel, seq, most = DueWheel(), 0, 0
     for now in range(0, 1_200, 2):
         seq += 1
         wheel.add(rows([now + 2_500 + seq % 2 * 500], seq))
         seq += 1
-        wheel.add(rows([now], seq))  # due at once, so that what has arrived is sorted into its slots
+        wheel.add(rows([now], seq))  # due at once, so that arrivals are sorted into their slots
         taken = wheel.take_due(now + 1, 10)
         assert taken is not None and len(taken.due) == 1
         most = max(most, len(wheel._arrivals) + sum(map(len, wheel._slots.values())))
@@ -203,7 +203,7 @@ def test_rows_that_come_one_by_one_are_held_in_few_batches() -> None:
     assert most <= 4 * (wheel_module.RUNS_MAX + 1)
 
 
-def test_batches_of_one_row_are_not_held_back_by_the_thousand() -> None:
+def test_collected_batches_are_bounded_in_number() -> None:
     wheel, most = DueWheel(), 0
     for seq in range(1, 1_000):
         wheel.add(rows([1_000_000], seq))
@@ -211,8 +211,8 @@ def test_batches_of_one_row_are_not_held_back_by_the_thousand() -> None:
     assert most <= wheel_module.ARRIVAL_BATCHES_MAX
 
 
-def test_rows_that_come_alone_and_go_together_leave_nothing_behind() -> None:
-    """A steady load never empties the wheel: what it believes to hold must not grow with each row that has passed."""
+def test_size_returns_to_the_start_when_single_rows_are_handed_out_together() -> None:
+    """A steady load never empties the wheel, so `size_bytes` must not grow with the rows that have passed."""
     wheel = DueWheel()
     wheel.add(rows([9_000], 1_000_000))
     alone_bytes = wheel.size_bytes
@@ -223,7 +223,7 @@ def test_rows_that_come_alone_and_go_together_leave_nothing_behind() -> None:
     assert (len(wheel), wheel.size_bytes) == (1, alone_bytes)
 
 
-def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
+def test_size_bytes_counts_rows_until_they_are_handed_out() -> None:
     wheel = DueWheel()
     large = with_seq(
         build_rows(2, kind=int(Kind.SCHEDULED), topic="t", body=[b"x" * 100_000] * 2, due_ms=[5, 9]), 1
@@ -232,12 +232,12 @@ def test_what_rows_take_is_known_until_they_are_handed_out() -> None:
     assert 200_000 <= wheel.size_bytes < 210_000
     assert wheel.take_due(6, 10) is not None
     assert 90_000 <= wheel.size_bytes < 110_000
-    wheel.add_run(Run.of([rows([5], 3)]))
+    wheel.add_run(Run.from_batches([rows([5], 3)]))
     assert wheel.take_due(10, 10) is not None
     assert (len(wheel), wheel.size_bytes) == (0, 0)
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_empty_batch_leaves_the_wheel_empty() -> None:
     wheel = DueWheel()
     wheel.add(rows([], 1))
     assert len(wheel) == 0

@@ -1,4 +1,4 @@
-"""Durations by themselves: by how much the clock has shifted each, and what of it the mark must not pass."""
+"""Durations alone: the shift of each after clock steps, and the due time that the mark must not pass."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def column(*values: int) -> Int64Array:
 
 
 class Rig:
-    """Durations of a log whose next number the test says, and the clock that they follow."""
+    """The durations of a log whose next number the test sets, with a clock that the test sets."""
 
     def __init__(self) -> None:
         self.manual = ManualClock()
@@ -31,7 +31,7 @@ class Rig:
         self.durations = Durations(self.outcomes, lambda: self.next_seq, self.clock)
 
     def add(self, delay_ms: int) -> int:
-        """One that waits so long from now on; its number."""
+        """Add a duration that begins now. Returns its number."""
         seq, self.next_seq = self.next_seq, self.next_seq + 1
         self.durations.newest.append((column(self.clock.now_ms() + delay_ms), column(seq)))
         return seq
@@ -41,7 +41,7 @@ class Rig:
         self.clock.now_ms()
 
     def left(self) -> dict[int, int]:
-        """How long each that is shifted still waits."""
+        """Compute the remaining ms of each shifted duration."""
         self.durations.apply()
         shifted = self.durations.shifted()
         now_ms = self.clock.now_ms()
@@ -50,7 +50,7 @@ class Rig:
         }
 
 
-def test_each_is_shifted_by_the_steps_since_it_was_accepted() -> None:
+def test_each_duration_is_shifted_by_the_steps_since_it_was_accepted() -> None:
     rig = Rig()
     first = rig.add(60_000)
     rig.step(-HOUR_MS)
@@ -62,7 +62,7 @@ def test_each_is_shifted_by_the_steps_since_it_was_accepted() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-(10**9), -STEP_MS - 1), st.integers(0, 9_000)), max_size=8))
-def test_what_is_left_is_what_has_not_elapsed(steps: list[tuple[int, int]]) -> None:
+def test_remaining_time_is_the_duration_minus_the_elapsed_time(steps: list[tuple[int, int]]) -> None:
     rig, until = Rig(), dict[int, int]()
     for step_ms, passing_ms in steps:
         until[rig.add(100_000)] = rig.manual.boot + 100_000
@@ -72,19 +72,19 @@ def test_what_is_left_is_what_has_not_elapsed(steps: list[tuple[int, int]]) -> N
     assert rig.left() == {seq: boot_ms - rig.manual.boot for seq, boot_ms in until.items()}
 
 
-def test_more_steps_than_are_remembered_make_none_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merged_epochs_make_no_duration_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "EPOCHS_MAX", 3)
     rig = Rig()
     seqs = []
     for _ in range(6):
         seqs.append(rig.add(60_000))
         rig.step(-HOUR_MS)
-    left = rig.left()
-    assert all(left[seq] >= 60_000 for seq in seqs)
-    assert left[seqs[-1]] == 60_000
+    remaining_ms = rig.left()
+    assert all(remaining_ms[seq] >= 60_000 for seq in seqs)
+    assert remaining_ms[seqs[-1]] == 60_000
 
 
-def test_forward_is_followed_at_once_and_a_small_step_back_now_and_then() -> None:
+def test_step_forward_is_applied_at_once_and_a_small_step_back_every_second() -> None:
     rig = Rig()
     assert not rig.durations.is_off
     rig.step(OFFSET_JITTER_MS)
@@ -104,29 +104,29 @@ def test_forward_is_followed_at_once_and_a_small_step_back_now_and_then() -> Non
     assert rig.durations.is_off
 
 
-def test_the_mark_does_not_pass_what_is_due_later_than_it_says() -> None:
+def test_mark_does_not_pass_the_original_due_time_of_a_postponed_duration() -> None:
     rig = Rig()
     first, second = rig.add(1_000), rig.add(2_000)
     due_ms = rig.clock.now_ms() + 1_000
-    assert rig.durations.first_promised_ms() == FAR_MS
+    assert rig.durations.first_original_due_ms() == FAR_MS
     rig.step(500)
     rig.left()
-    assert rig.durations.first_promised_ms() == due_ms
+    assert rig.durations.first_original_due_ms() == due_ms
     assert rig.outcomes.cancel(column(due_ms), column(first)).all()
-    assert rig.durations.first_promised_ms() == due_ms + 1_000
+    assert rig.durations.first_original_due_ms() == due_ms + 1_000
     rig.durations.forget_before(due_ms + 1)
     assert len(rig.durations) == 1 and rig.durations.contains(column(second)).all()
 
 
-def test_what_is_settled_is_shifted_no_more() -> None:
+def test_settled_duration_is_not_shifted() -> None:
     rig = Rig()
-    gone, left = rig.add(60_000), rig.add(60_000)
-    assert rig.outcomes.cancel(column(rig.clock.now_ms() + 60_000), column(gone)).all()
+    cancelled, remaining = rig.add(60_000), rig.add(60_000)
+    assert rig.outcomes.cancel(column(rig.clock.now_ms() + 60_000), column(cancelled)).all()
     rig.step(-HOUR_MS)
-    assert rig.left().keys() == {left}
+    assert rig.left().keys() == {remaining}
 
 
-def test_one_from_the_future_counts_from_the_start() -> None:
+def test_duration_stored_in_the_future_counts_from_the_start() -> None:
     """Its row was stored before the clock was set back, while no broker ran."""
     rig = Rig()
     now_ms = rig.clock.now_ms()
@@ -136,15 +136,15 @@ def test_one_from_the_future_counts_from_the_start() -> None:
     rig.durations.adopt(Found(Waiting(due_ms, seq, seq + 10), column(now_ms + HOUR_MS, now_ms - 30_000)))
     assert rig.left() == {5: 60_000}
     assert rig.durations.rows_of(column(5)).tolist() == [15]
-    assert rig.durations.promised_of(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]
+    assert rig.durations.original_due_of(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]
 
 
-def test_without_a_clock_nothing_is_ever_off() -> None:
+def test_without_a_clock_no_shift_is_applied() -> None:
     durations = Durations(Outcomes(), lambda: 1)
     assert not durations.is_off and not len(durations.shifted().seq)
     assert durations.shift_of(column(1, 2)).tolist() == [0, 0]
 
 
 @given(st.sets(st.integers(0, 30)).map(sorted), st.lists(st.integers(-1, 31)))
-def test_numbers_are_looked_up(known: list[int], wanted: list[int]) -> None:
+def test_is_in_marks_the_numbers_in_a_sorted_column(known: list[int], wanted: list[int]) -> None:
     assert is_in(column(*known), column(*wanted)).tolist() == [seq in known for seq in wanted]

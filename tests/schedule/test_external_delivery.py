@@ -1,6 +1,7 @@
-"""What is left to a dispatcher keeps the contract, whatever he does; and is late by the grace at most.
+"""Messages left to an external dispatcher keep the contract, whatever it does, and are late by the grace at most.
 
-He acts between two ticks, as a request on the loop does. What he brings is handed out, if it may be.
+The dispatcher acts between two ticks, as a request on the event loop does. Messages that it brings are handed out if
+they are still pending and were left to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 from tests.rounds import rounds
-from tests.schedule.contract import FAST, Variant, assert_caught, one_now
+from tests.schedule.contract import FAST, Variant, assert_caught, split_by_target
 from tests.schedule.machine import Machine
 from tests.schedule.rigs import AHEAD_MS, HourLogRig
 from tests.schedule.stage import Built, Restart, Rig
@@ -34,7 +35,7 @@ from timeball.schedule.hour_log.pending import load
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
-DUE_MS = 16_000  # from the beginning: beyond what is opened first
+DUE_MS = 16_000  # after the start: later than the first opening
 NEAR_MS = 12_000  # then it is near
 LEASE_MS, PAUSE_MS = 9_000, 4_000  # he is at work for so long, and away for so long
 LATE_MS = 1_500
@@ -64,12 +65,12 @@ def too_late(late_ms: Int64Array, seq: Int64Array) -> Int64Array:
 
 
 def anyhow(late_ms: Int64Array, seq: Int64Array) -> Int64Array:
-    """Of six scheduled messages two are brought, and one each twice, never, too late, and only sometimes."""
+    """Of six messages: bring two once, and one each twice, never, too late, and only sometimes."""
     return np.choose(seq % 6, [1, 1, 2, 0, too_late(late_ms, seq), (late_ms % 2).astype(np.int64)])
 
 
 class Watched(Scheduler):
-    """A scheduler with a dispatcher beside it, who brings all, nothing, half, twice, too late."""
+    """A scheduler with a dispatcher that brings all messages, none, half of them, each twice, or too late."""
 
     times: Times = staticmethod(everything)
     brought: ClassVar[int] = 0  # of all of them: how much was taken
@@ -79,7 +80,7 @@ class Watched(Scheduler):
         if is_at_work and not self.external.is_leased(now_ms):
             self.lease(now_ms, LEASE_MS)
         for batch in self.read(now_ms, limit):
-            taken = self.take_brought(batch)
+            taken = self.hand_out_dispatched(batch)
             if taken is not None:
                 Watched.brought += taken.num_rows
                 return taken
@@ -99,12 +100,12 @@ class Watched(Scheduler):
 
 
 def other(rows: pa.RecordBatch, name: str) -> pa.RecordBatch:
-    """The same rows with other numbers, or other instants."""
+    """Build the same rows with other numbers or other due times."""
     return rows.set_column(rows.schema.get_field_index(name), name, pc.subtract(rows[name], 1_000_000_007))
 
 
 class DispatchRig(HourLogRig):
-    """An hour log with a dispatcher; what he does not bring at once is loaded."""
+    """An hour log with a dispatcher. Messages that it does not bring at once are loaded."""
 
     hands = 2
 
@@ -121,20 +122,20 @@ class DispatchRig(HourLogRig):
 
 
 class TestContractWithADispatcher(Variant):
-    """Who does everything that a dispatcher may do."""
+    """The dispatcher does everything that it may do."""
 
     new_rig = partial(DispatchRig, anyhow)
 
 
 class TestContractWithADispatcherWhoDoesAll(Variant):
-    """Hardly anything is left to the wheel."""
+    """The dispatcher brings nearly all messages."""
 
     new_rig = DispatchRig
     examples = 8
 
 
 class LeavesMuch(Machine):
-    """What any machine does, and between it much is left to the dispatcher, second by second."""
+    """The random steps of the contract, with many messages left to the dispatcher in between."""
 
     @rule(
         dues_ms=st.lists(st.integers(0, 3 * AHEAD_MS), min_size=1, max_size=30),
@@ -168,14 +169,16 @@ def run(rig: DispatchRig, max_examples: int = 15, step_count: int = 30) -> None:
 
 @pytest.mark.siege
 @pytest.mark.parametrize(
-    "times", one_now([anyhow, nothing, half, twice, too_late]), ids=lambda times: times.__name__
+    "times", split_by_target([anyhow, nothing, half, twice, too_late]), ids=lambda times: times.__name__
 )
-def test_anything_with_a_dispatcher(times: Times) -> None:
+def test_random_steps_with_a_dispatcher_keep_the_contract(times: Times) -> None:
     run(DispatchRig(times))
 
 
 @pytest.mark.parametrize(("times", "brought"), [(everything, 100), (nothing, 0), (half, 50), (twice, 100)])
-def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatcher_of_the_random_steps_delivers_messages(
+    times: Times, brought: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Watched, "brought", 0)
     monkeypatch.setattr("tests.schedule.test_external_delivery.PAUSE_MS", 0, raising=False)
     with closing(World(DispatchRig(times))) as world:
@@ -193,7 +196,7 @@ def test_a_dispatcher_is_at_work(times: Times, brought: int, monkeypatch: pytest
 @pytest.mark.siege
 @pytest.mark.timeout(1_800)
 @pytest.mark.parametrize("times", [nothing, half, too_late, anyhow])
-def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
+def test_many_random_steps_with_a_dispatcher_keep_the_contract(times: Times) -> None:
     run(DispatchRig(times), rounds(3, 25), 60)
     run(DispatchRig(times, gather_bytes=1 << 30), rounds(2, 12), 60)
 
@@ -202,37 +205,37 @@ def test_anything_with_a_dispatcher_for_long(times: Times) -> None:
 
 
 class BelievesHim(Watched):
-    """Takes whatever the dispatcher brings."""
+    """A wrong scheduler: it hands out every message that the dispatcher brings."""
 
-    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
+    def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         return scheduled_rows
 
 
 class TakesTwice(Watched):
-    """Does not ask whether what is brought waits still."""
+    """A wrong scheduler: it does not check whether a brought message is still pending."""
 
-    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
+    def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         waits = self.outcomes.waits
         self.outcomes.waits = lambda due, seq: np.ones(len(seq), np.bool_)  # type: ignore[method-assign]
         try:
-            return super().take_brought(scheduled_rows)
+            return super().hand_out_dispatched(scheduled_rows)
         finally:
             self.outcomes.waits = waits  # type: ignore[method-assign]
 
 
 class BringsTheCancelled(Scheduler):
-    """Does not ask whether what is brought was cancelled meanwhile."""
+    """A wrong scheduler: it does not check whether a brought message was cancelled."""
 
-    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
+    def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
         cancelled, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
         try:
-            return super().take_brought(scheduled_rows)
+            return super().hand_out_dispatched(scheduled_rows)
         finally:
             self.outcomes._cancelled = cancelled
 
 
 class NeverLooksBehind(Watched):
-    """Relies on its dispatcher."""
+    """A wrong scheduler: it never loads messages that the dispatcher does not bring."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         self.external.load_ms = lambda *arguments: 1 << 62  # type: ignore[method-assign]
@@ -240,7 +243,7 @@ class NeverLooksBehind(Watched):
 
 
 class SettlesWhatIsOut(Watched):
-    """Calls settled what it has left to somebody else."""
+    """A wrong scheduler: it treats messages left to the dispatcher as settled."""
 
     @property
     def settled_before_ms(self) -> int:
@@ -255,7 +258,7 @@ WRONG = [BelievesHim, TakesTwice, NeverLooksBehind, SettlesWhatIsOut]
 
 
 @pytest.mark.siege
-@pytest.mark.parametrize("wrong", one_now(WRONG), ids=lambda wrong: wrong.__name__)
+@pytest.mark.parametrize("wrong", split_by_target(WRONG), ids=lambda wrong: wrong.__name__)
 def test_a_wrong_scheduler_with_a_dispatcher_is_caught(wrong: type[Watched]) -> None:
     assert_caught(partial(DispatchRig, anyhow, wrong))
 
@@ -271,8 +274,8 @@ def world() -> Iterator[World]:
 
 
 def counts(world: World) -> tuple[int, int]:
-    found = world.strategy.statistics()
-    return found["wheel_rows"], found["dispatched_rows"]
+    statistics = world.strategy.statistics()
+    return statistics["wheel_rows"], statistics["dispatched_rows"]
 
 
 def loaded_late(world: World) -> int:
@@ -280,7 +283,7 @@ def loaded_late(world: World) -> int:
 
 
 def leave(world: World, dues: list[int], lease_ms: int = HOUR_MS) -> list[int]:
-    """Scheduled messages in a file, left to a dispatcher; their instants are given from now."""
+    """Attach a file and leave its messages to the dispatcher. Their due times are given relative to now."""
     world.drain()
     seqs = world.admit([world.now_ms + ms for ms in dues])
     world.attach_now(world.prepare_compact())
@@ -292,15 +295,15 @@ def leave(world: World, dues: list[int], lease_ms: int = HOUR_MS) -> list[int]:
 
 
 def bring(world: World, seqs: list[int]) -> list[int]:
-    """A dispatcher reads these in their files and brings them in this order; returns what was taken of them."""
+    """Bring these messages in this order, as a dispatcher does. Returns the ones that were handed out."""
     rows = load(world.live_files(), FIRST, LAST)
     assert rows is not None
     at = [int(np.flatnonzero(int64(rows["seq"]) == seq)[0]) for seq in seqs]
-    taken = world.strategy.take_brought(rows.take(pa.array(at, pa.int64()))) if seqs else None
+    taken = world.strategy.hand_out_dispatched(rows.take(pa.array(at, pa.int64()))) if seqs else None
     return [] if taken is None else [seq for _, seq in world.model.hand_out(taken, world.now_ms, len(seqs))]
 
 
-def test_what_is_not_brought_is_late_by_the_grace(world: World) -> None:
+def test_message_that_is_not_brought_is_late_by_the_grace_period(world: World) -> None:
     (seq,) = leave(world, [DUE_MS])
     due_ms = world.now_ms - NEAR_MS + DUE_MS
     assert world.strategy.next_due_ms() == due_ms + GRACE_MS
@@ -313,8 +316,8 @@ def test_what_is_not_brought_is_late_by_the_grace(world: World) -> None:
     assert counts(world) == (0, 0)
 
 
-def test_what_is_left_to_him_holds_up_nothing_else(world: World) -> None:
-    """Sent here, and due between what he has: it is handed out in time."""
+def test_message_left_to_the_dispatcher_delays_no_other(world: World) -> None:
+    """A message sent directly, due between the dispatcher's messages, is handed out in time."""
     leave(world, [DUE_MS, DUE_MS + 5])
     (seq,) = world.admit([world.now_ms - NEAR_MS + DUE_MS + 2])
     world.advance(DUE_MS + 2 - NEAR_MS)
@@ -323,7 +326,7 @@ def test_what_is_left_to_him_holds_up_nothing_else(world: World) -> None:
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by his word"])
-def test_after_the_lease_what_is_near_is_loaded_in_time(world: World, ends: str) -> None:
+def test_after_the_lease_near_messages_are_loaded_in_time(world: World, ends: str) -> None:
     left_ms = 1_000
     (seq,) = leave(world, [DUE_MS], NEAR_MS + left_ms)
     due_ms = world.now_ms - NEAR_MS + DUE_MS
@@ -339,14 +342,14 @@ def test_after_the_lease_what_is_near_is_loaded_in_time(world: World, ends: str)
     assert world.drain() == [(due_ms, seq)]
 
 
-def test_without_a_lease_nothing_is_left_to_anybody(world: World) -> None:
+def test_without_a_lease_all_messages_are_loaded_here(world: World) -> None:
     with pytest.raises(AssertionError, match="no body"):
         leave(world, [DUE_MS], 0)
     world.advance(NEAR_MS)
     assert len(world.drain()) == 1
 
 
-def test_a_lease_is_no_longer_than_it_may_be_though_the_clock_goes_back(world: World) -> None:
+def test_clock_set_back_does_not_extend_a_lease(world: World) -> None:
     it, now_ms = world.external, world.now_ms
     it.lease(now_ms, 1 << 60)
     assert it.is_leased(now_ms)
@@ -355,7 +358,7 @@ def test_a_lease_is_no_longer_than_it_may_be_though_the_clock_goes_back(world: W
     assert not it.is_leased(now_ms - 1)
 
 
-def test_what_is_long_overdue_is_left_to_nobody(world: World) -> None:
+def test_long_overdue_message_is_loaded_despite_the_lease(world: World) -> None:
     world.admit([world.now_ms + DUE_MS])
     world.attach_now(world.prepare_compact())
     world.advance(HOUR_MS)
@@ -363,7 +366,7 @@ def test_what_is_long_overdue_is_left_to_nobody(world: World) -> None:
     assert len(world.drain()) == 1
 
 
-def test_what_he_brings_is_handed_out_once(world: World) -> None:
+def test_message_brought_twice_is_handed_out_once(world: World) -> None:
     first, second, third = leave(world, [DUE_MS, DUE_MS + 1, DUE_MS + 2])
     world.cancel([second])
     world.advance(DUE_MS + 2 - NEAR_MS)
@@ -378,13 +381,13 @@ def test_what_he_brings_is_handed_out_once(world: World) -> None:
     assert world.drain() == []
 
 
-def test_who_takes_the_cancelled_from_him_is_caught() -> None:
+def test_scheduler_that_takes_cancelled_messages_from_the_dispatcher_is_caught() -> None:
     with closing(World(HourLogRig(scheduler=BringsTheCancelled))) as world:
         with pytest.raises(AssertionError, match="handed out while cancelled"):
-            test_what_he_brings_is_handed_out_once(world)
+            test_message_brought_twice_is_handed_out_once(world)
 
 
-def test_what_he_brings_of_the_tail_is_not_his(world: World) -> None:
+def test_message_of_the_tail_is_not_taken_from_the_dispatcher(world: World) -> None:
     leave(world, [DUE_MS])
     seqs = world.admit([world.now_ms + 1])
     world.attach_now(world.prepare_compact())
@@ -393,7 +396,7 @@ def test_what_he_brings_of_the_tail_is_not_his(world: World) -> None:
     assert [seq for _, seq in world.drain()] == seqs
 
 
-def test_what_is_being_loaded_is_not_his_any_more(world: World) -> None:
+def test_message_being_loaded_is_not_taken_from_the_dispatcher(world: World) -> None:
     seqs = leave(world, [DUE_MS, DUE_MS])
     world.advance(DUE_MS + GRACE_MS - NEAR_MS)
     world.reader_thread.is_open = False
@@ -406,7 +409,7 @@ def test_what_is_being_loaded_is_not_his_any_more(world: World) -> None:
     assert [seq for _, seq in world.drain()] == seqs[:1]
 
 
-def test_a_checkpoint_does_not_call_settled_what_he_has(world: World) -> None:
+def test_checkpoint_does_not_mark_messages_left_to_the_dispatcher_as_settled(world: World) -> None:
     leave(world, [DUE_MS])
     world.advance(DUE_MS)
     assert world.strategy.settled_before_ms == world.now_ms - NEAR_MS
@@ -415,7 +418,7 @@ def test_a_checkpoint_does_not_call_settled_what_he_has(world: World) -> None:
     assert len(world.drain()) == 1
 
 
-def test_what_was_cancelled_and_rewritten_away_is_missed_by_nobody(world: World) -> None:
+def test_cancelled_message_that_a_rewrite_removed_is_not_missed(world: World) -> None:
     first, _ = leave(world, [DUE_MS, DUE_MS + 1])
     world.cancel([first])
     world.attach_now(world.prepare_rewrite())
@@ -424,7 +427,7 @@ def test_what_was_cancelled_and_rewritten_away_is_missed_by_nobody(world: World)
     assert counts(world) == (0, 0)
 
 
-def test_what_lies_in_no_file_any_more_is_told(world: World) -> None:
+def test_pending_message_in_no_file_is_reported_as_a_failure(world: World) -> None:
     leave(world, [DUE_MS])
     assert isinstance(world.backlog, HourLog)
     world.backlog.pending._live.clear()
@@ -435,8 +438,10 @@ def test_what_lies_in_no_file_any_more_is_told(world: World) -> None:
     world.failures.clear()
 
 
-def test_the_backlog_waits_while_he_has_too_much(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_delivery, "LEFT_ROWS_MAX", 5)
+def test_backlog_is_not_opened_while_too_many_messages_are_left_to_the_dispatcher(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(external_delivery, "LEASED_ROWS_MAX", 5)
     world.external.grace_ms = HOUR_MS
     seqs = leave(world, [DUE_MS] * 5)
     world.admit([world.now_ms + AHEAD_MS + 1_000])

@@ -19,7 +19,7 @@ def write(files: CrashFiles, generation: int) -> None:
     files.create(f"{folder}/00000000.log").write_at(0, b"links")
 
 
-def test_a_saved_one_is_used_again_and_others_go() -> None:
+def test_saved_generation_is_used_again_and_others_are_removed() -> None:
     files = CrashFiles()
     for generation in (3, 4):
         write(files, generation)
@@ -29,7 +29,7 @@ def test_a_saved_one_is_used_again_and_others_go() -> None:
     assert files.exists(f"{FOLDER}/ring")
 
 
-def test_without_one_a_new_number_is_used_and_all_others_go() -> None:
+def test_without_a_saved_generation_a_new_number_is_used_and_others_are_removed() -> None:
     files = CrashFiles()
     assert generations.begin_generation(files, FOLDER, None) == 1
     write(files, 1)

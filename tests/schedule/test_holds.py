@@ -1,4 +1,4 @@
-"""Tests of timeball.schedule.outcomes, and of what outcomes say of scheduled messages that are held."""
+"""Held messages in outcomes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def numbers(*values: int) -> Int64Array:
     st.dictionaries(st.sampled_from("abc"), st.tuples(st.sets(st.integers(0, 9)), st.integers(0, 50))),
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 130)), max_size=30),
 )
-def test_a_scheduled_message_is_held_when_it_lies_in_a_range_and_is_due_late_enough(
+def test_message_is_held_if_its_number_is_in_a_range_and_it_is_due_later(
     held: dict[str, tuple[set[int], int]], asked: list[tuple[int, int]]
 ) -> None:
     holds, expected = Holds(), {}
@@ -37,7 +37,7 @@ def test_a_scheduled_message_is_held_when_it_lies_in_a_range_and_is_due_late_eno
     assert not holds.contains(due_ms, seq).any() and not len(holds)
 
 
-def test_the_mark_passes_over_what_is_held_and_its_settled_pairs_are_remembered() -> None:
+def test_mark_does_not_settle_held_messages_and_their_settled_pairs_stay() -> None:
     outcomes, far = Outcomes(), 1_000
     due, seq = numbers(100, 100, 100, 200), numbers(10, 11, 12, 50)
     outcomes.move_mark(90, 60)
@@ -54,8 +54,8 @@ def test_the_mark_passes_over_what_is_held_and_its_settled_pairs_are_remembered(
     assert len(outcomes) == 0
 
 
-def test_what_was_settled_before_the_pause_is_not_held() -> None:
-    """Nothing of it is remembered by name; of a job that came after the mark all is."""
+def test_messages_settled_before_the_hold_are_not_held() -> None:
+    """The mark has replaced their pairs. All messages of a job that came after the mark are held."""
     outcomes = Outcomes()
     outcomes.move_mark(100, 60)
     assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's scheduled messages are due before

@@ -1,6 +1,6 @@
-"""What is near is loaded ahead, in bounded memory, and handed out in order, whatever came when and by which way.
+"""Near messages are loaded ahead, in bounded memory, and handed out in order, in whatever order they arrive.
 
-The strategies on top run the whole contract; here are the edges that are this module's own.
+The strategies run the whole contract over this module. These tests cover its own edges.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AHEAD_MS = 10_000
 
 
 class Stage(World):
-    """A log with scheduled messages in it, and a `Loaded` that is told of them."""
+    """A log with scheduled messages, and a `Loaded` that receives them."""
 
     def __init__(self, gather_bytes: int = 1 << 30) -> None:
         super().__init__(HourLogRig())
@@ -81,7 +81,7 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def test_what_has_no_body_yet_holds_back_what_is_later(stage: Stage) -> None:
+def test_message_without_a_body_delays_later_ones(stage: Stage) -> None:
     now = stage.now_ms
     (early,) = stage.expect([now + 5])
     (late,) = stage.admit_near([now + 6])
@@ -99,7 +99,7 @@ def test_what_has_no_body_yet_holds_back_what_is_later(stage: Stage) -> None:
     assert stage.all_due() == [(now + 5, early), (now + 6, late)]
 
 
-def test_what_the_far_structure_still_holds_back_stays_here(stage: Stage) -> None:
+def test_message_due_after_an_unopened_one_is_not_handed_out(stage: Stage) -> None:
     now = stage.now_ms
     one, two = stage.admit_near([now + 5, now + 6])
     stage.advance(10)
@@ -108,7 +108,7 @@ def test_what_the_far_structure_still_holds_back_stays_here(stage: Stage) -> Non
     assert stage.all_due(below_ms=now + 7) == [(now + 6, two)]
 
 
-def test_wakes_to_load_before_the_instant(stage: Stage) -> None:
+def test_next_ms_is_before_the_due_time_so_that_bodies_are_loaded(stage: Stage) -> None:
     due_ms = stage.now_ms + 60_000
     stage.expect([due_ms])
     assert stage.near.next_ms(stage.now_ms, FAR_MS) == due_ms - AHEAD_MS // 2
@@ -118,7 +118,7 @@ def test_wakes_to_load_before_the_instant(stage: Stage) -> None:
     assert stage.near.next_ms(stage.now_ms, FAR_MS) == due_ms
 
 
-def test_memory_is_bounded_and_nothing_starves() -> None:
+def test_memory_is_bounded_and_every_message_is_handed_out() -> None:
     stage = Stage(gather_bytes=1)
     try:
         now = stage.now_ms
@@ -136,7 +136,7 @@ def test_memory_is_bounded_and_nothing_starves() -> None:
         stage.close()
 
 
-def test_what_has_moved_is_loaded_from_where_it_lies(stage: Stage) -> None:
+def test_rewritten_message_is_loaded_from_its_new_row(stage: Stage) -> None:
     due_ms = stage.now_ms + 5
     seqs = stage.scheduled_row([due_ms] * 2)
     at = stage.writer.next_seq
@@ -151,7 +151,7 @@ def test_what_has_moved_is_loaded_from_where_it_lies(stage: Stage) -> None:
     assert stage.all_due() == [(due_ms, seq) for seq in seqs.tolist()]
 
 
-def test_a_body_that_cannot_be_read_is_told(stage: Stage) -> None:
+def test_unreadable_body_is_reported_as_a_failure(stage: Stage) -> None:
     stage.near.expect(stage.source, np.array([stage.now_ms]), np.array([9_999]), np.array([9_999]))
     stage.all_due()
     assert len(stage.failures) == 1
@@ -169,7 +169,7 @@ def test_a_body_that_cannot_be_read_is_told(stage: Stage) -> None:
     ),
     gather_bytes=st.sampled_from([1, 4_096, 1 << 30]),
 )
-def test_every_scheduled_message_once_and_in_order(
+def test_every_message_is_handed_out_once_and_in_order(
     steps: list[tuple[str, list[int]]], gather_bytes: int
 ) -> None:
     stage = Stage(gather_bytes)
@@ -197,8 +197,8 @@ def test_every_scheduled_message_once_and_in_order(
         stage.close()
 
 
-def test_the_log_is_needed_from_where_a_scheduled_message_lies_now(stage: Stage) -> None:
-    """One that was moved does not need the row it came in."""
+def test_needed_seq_is_the_current_row_of_a_message(stage: Stage) -> None:
+    """A rewritten message does not need its first row."""
     far_ms = stage.now_ms + 60_000
     seqs = stage.scheduled_row([far_ms] * 3)
     stage.near.expect(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))

@@ -1,4 +1,4 @@
-"""A scheduled message is found where it lies now, under its own number."""
+"""A scheduled message is read from its current row, under its own number."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from timeball.model.errors import OutOfRange
 from timeball.schedule.locations import take_scheduled
 
 
-def test_scheduled_messages_are_the_same_wherever_they_lie() -> None:
+def test_scheduled_messages_are_equal_in_any_row() -> None:
     world = World(HourLogRig())
     try:
         first = world.now_ms
         seqs = np.array(world.admit([first + ms for ms in (5, 6, 7)]))
         before = take_scheduled(world.reader, seqs)
         world.advance(2)
-        first_at = world.writer.next_seq
+        first_seq = world.writer.next_seq
         world.run(_appended(world, moved_rows(before, now_ms=world.now_ms)))
-        at = np.array([first_at + 2, seqs[1], first_at])
+        at = np.array([first_seq + 2, seqs[1], first_seq])
         after = take_scheduled(world.reader, at)
         assert after["seq"].to_pylist() == [seqs[2], seqs[1], seqs[0]]
         assert after.equals(before.take([2, 1, 0]))

@@ -1,4 +1,4 @@
-"""The mapped log: what was appended between `begin` and `end`, across files, growths, cuts and restarts."""
+"""The mapped log: the records between `begin` and `end`, across files, growth, power cuts and restarts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def open_log(files: CrashFiles | RealFiles, begin: int = 0, end: int = 0) -> Map
 
 
 def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
-    """Whether a start would use these records; it names the file when it would not."""
+    """Check whether a start would use these records. A fault must name the file."""
     try:
         check(files, FOLDER, SMALL_FILES, begin=begin, end=end)
     except Corrupt as error:
@@ -52,7 +52,7 @@ def is_whole(files: CrashFiles, begin: int, end: int) -> bool:
 
 
 def save(log: MappedLog, files: CrashFiles) -> tuple[int, int]:
-    """As a checkpoint: what it says is returned."""
+    """Sync as a checkpoint does. Returns the bounds that it saves."""
     begin, end = log.begin, log.end
     dirty = log.files_to_sync()
     for file in dirty:
@@ -76,7 +76,7 @@ def names(files: CrashFiles) -> list[str]:
 
 
 class Machine(RuleBasedStateMachine):
-    """A log beside a list. Whatever happens between two checkpoints, the last one can be returned to."""
+    """A log compared with a list. A restart from the last checkpoint must be possible at any time."""
 
     @initialize()
     def begin(self) -> None:
@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
         assert len(names(self.files)) <= -(-end // SMALL) - begin // SMALL
 
 
-def test_it_holds_what_was_appended_less_what_was_let_go() -> None:
+def test_log_contains_appended_records_except_dropped_ones() -> None:
     machine = Machine.TestCase
     machine.settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
     machine().runTest()
@@ -158,7 +158,7 @@ def test_it_holds_what_was_appended_less_what_was_let_go() -> None:
     end=st.integers(0, 80),
     chosen=st.lists(st.integers(0, 79), max_size=20),
 )
-def test_any_part_can_be_read(counts: list[int], begin: int, end: int, chosen: list[int]) -> None:
+def test_any_range_can_be_read(counts: list[int], begin: int, end: int, chosen: list[int]) -> None:
     log = open_log(CrashFiles())
     for count in counts:
         log.append(records(list(range(log.end, log.end + count))))
@@ -168,16 +168,16 @@ def test_any_part_can_be_read(counts: list[int], begin: int, end: int, chosen: l
     else:
         with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
             log.read(begin, end)
-    there = np.array([index for index in chosen if index < total], dtype=np.int64)
-    assert log.at(there)["value"].tolist() == there.tolist()
+    existing = np.array([index for index in chosen if index < total], dtype=np.int64)
+    assert log.at(existing)["value"].tolist() == existing.tolist()
     with pytest.raises(OutOfRange, match=f"keeps 0 to {total}"):
-        log.at(np.append(there, total))
+        log.at(np.append(existing, total))
 
 
 # ---- one by one --------------------------------------------------------------------------------------------
 
 
-def test_what_stands_behind_the_end_is_written_again() -> None:
+def test_records_after_the_end_are_overwritten() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records([1, 2, 3, 4, 5]))
@@ -187,7 +187,7 @@ def test_what_stands_behind_the_end_is_written_again() -> None:
     assert values_of(log) == [1, 2, 3, 9]
 
 
-def test_files_outside_are_removed_at_once() -> None:
+def test_files_outside_the_bounds_are_removed_at_the_opening() -> None:
     files = CrashFiles()
     open_log(files).append(records(list(range(50))))
     assert len(names(files)) == 5
@@ -208,7 +208,7 @@ def test_a_file_is_removed_once_a_checkpoint_without_it_is_saved() -> None:
     assert names(files) == ["00000002.log"]
 
 
-def test_a_failed_checkpoint_frees_nothing() -> None:
+def test_failed_checkpoint_removes_no_file() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
@@ -220,7 +220,7 @@ def test_a_failed_checkpoint_frees_nothing() -> None:
     assert len(names(files)) == 3
 
 
-def test_only_what_was_written_is_synced() -> None:
+def test_only_written_files_are_synced() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
@@ -232,7 +232,7 @@ def test_only_what_was_written_is_synced() -> None:
     assert len(log.files_to_sync()) == 3
 
 
-def test_without_the_sync_a_power_cut_loses_it() -> None:
+def test_without_a_sync_a_power_cut_loses_records() -> None:
     """The control of the crash tests above."""
     lost = 0
     for seed in range(20):
@@ -249,7 +249,7 @@ def test_without_the_sync_a_power_cut_loses_it() -> None:
 
 @pytest.mark.parametrize("damage", ["missing", "short", "bit", "block"])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_a_damaged_file_is_found(damage: str, number: int) -> None:
+def test_damaged_file_is_reported_by_check(damage: str, number: int) -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
@@ -274,8 +274,8 @@ def test_a_damaged_file_is_found(damage: str, number: int) -> None:
         assert log.read(after, 25)["value"].tolist() == list(range(after, 25))
 
 
-def test_each_flipped_bit_is_found() -> None:
-    """Of the record, of its checksum, and of a field that has been marked."""
+def test_each_flipped_bit_is_reported() -> None:
+    """A bit of a record, of its checksum, or of a marked field."""
     files = CrashFiles()
     log = open_log(files)
     log.append(records([5, 6]))
@@ -289,12 +289,12 @@ def test_each_flipped_bit_is_found() -> None:
     assert is_whole(files, 0, 2)
 
 
-def test_nothing_is_whole_without_any_file() -> None:
+def test_check_of_an_empty_range_needs_no_file() -> None:
     assert is_whole(CrashFiles(), 0, 0)
     assert is_whole(CrashFiles(), 10, 10)
 
 
-def test_one_field_is_marked_in_place() -> None:
+def test_mark_replaces_one_field_in_place() -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records(list(range(25))))
@@ -307,7 +307,7 @@ def test_one_field_is_marked_in_place() -> None:
 
 
 @pytest.mark.parametrize("call", range(1, 7))
-def test_on_a_full_disk_all_is_added_or_nothing(call: int) -> None:
+def test_append_on_a_full_disk_adds_all_records_or_none(call: int) -> None:
     files = CrashFiles()
     log = open_log(files)
     log.append(records([1, 2]))
@@ -323,13 +323,13 @@ def test_on_a_full_disk_all_is_added_or_nothing(call: int) -> None:
         assert values_of(log) == [1, 2, *fresh]
 
 
-def test_a_log_nobody_uses_makes_no_folder() -> None:
+def test_unused_log_makes_no_folder() -> None:
     files = CrashFiles()
     log = open_log(files)
     assert (log.files_to_sync(), len(log.read(0, 0)), files.exists(FOLDER)) == ([], 0, False)
 
 
-def test_readers_read_while_it_grows(tmp_path: Path) -> None:
+def test_readers_see_whole_records_while_the_log_grows(tmp_path: Path) -> None:
     log = open_log(RealFiles(tmp_path))
     log.append(records([0]))
 
@@ -354,14 +354,14 @@ def values_of_range(log: MappedLog, end: int) -> list[int]:
 
 @pytest.mark.parametrize("rows", [0, 1, mapped_log.FEW, mapped_log.FEW + 1, 999])
 @pytest.mark.parametrize("size", [1, 16, 24, 40])
-def test_they_are_those_of_the_library(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_equal_those_of_the_library(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped_log, "BLOCK", 100)
     raw = np.random.default_rng(rows).integers(0, 256, rows * size, dtype=np.uint8)
-    found = mapped_log.checksums_of(raw.view(f"V{size}"))
-    assert found.tolist() == [google_crc32c.value(row.tobytes()) for row in raw.reshape(rows, size)]
+    checksums = mapped_log.checksums_of(raw.view(f"V{size}"))
+    assert checksums.tolist() == [google_crc32c.value(row.tobytes()) for row in raw.reshape(rows, size)]
 
 
-def test_records_of_fields() -> None:
+def test_checksums_of_structured_records_equal_those_of_the_library() -> None:
     records = np.zeros(200, [("a", "<i8"), ("b", "<i8"), ("c", "<u4")])
     records["a"], records["c"] = np.arange(200) - 100, 7
     assert mapped_log.checksums_of(records).tolist() == [

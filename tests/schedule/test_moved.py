@@ -1,4 +1,4 @@
-"""When a message of a number is due now: its newest instant and version, until the last of its instants has passed."""
+"""The newest due time and version of a number, until the last of its due times has passed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=24)  
 
 
 @given(MOVES, st.integers(0, 10), st.booleans(), st.integers(0, 5))
-def test_the_newest_of_each_number_that_has_not_passed(
+def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
     moves: list[tuple[int, int]], before_ms: int, again: bool, recent_max: int
 ) -> None:
     known, newest, until = Moved(), dict[int, tuple[int, int]](), dict[int, int]()
@@ -38,7 +38,7 @@ def test_the_newest_of_each_number_that_has_not_passed(
             assert one.last_due_ms(first, rows) == max([0, *due])
 
 
-def test_many_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moved, "RECENT_MAX", 10)
     known = Moved()
     for number in range(0, 100, 2):
@@ -49,7 +49,7 @@ def test_many_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.rows() == [(n, n, 1_000 + n, n) for n in (90, 92, 94, 96, 98)]
 
 
-def test_nothing_was_ever_moved() -> None:
+def test_empty_moved_finds_nothing() -> None:
     known = Moved()
     known.forget_before(1 << 40)
     assert (len(known), known.rows(), known.newest(5)) == (0, [], None)

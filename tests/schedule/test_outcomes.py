@@ -1,4 +1,4 @@
-"""What has become of messages, against a plain dictionary: nothing is forgotten that the mark does not cover."""
+"""The outcomes of messages, compared with a plain dictionary: only pairs that the mark covers may be forgotten."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def columns(pairs: Iterable[Pair]) -> tuple[Int64Array, Int64Array]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Scheduled messages are numbered as in a log; some numbers are set aside and come later, as a bulk attach."""
+    """Random steps. Messages are numbered as in a log, and some numbers are reserved for a later bulk attach."""
 
     new: ClassVar[type[Outcomes]] = Outcomes
 
@@ -153,26 +153,26 @@ def run(new: type[Outcomes], settings: hypothesis.settings) -> None:
     run_state_machine_as_test(type("Machine", (Machine,), {"new": new}), settings=settings)
 
 
-def test_it_knows_what_has_become_of_each() -> None:
+def test_random_steps_give_the_outcomes_of_the_model() -> None:
     run(Outcomes, SETTINGS)
 
 
 class ForgetsBulk(Outcomes):
-    """Believes that whatever has a low number came early."""
+    """Wrong outcomes: each message with a number below the mark counts as settled."""
 
     def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
         pass
 
 
 class MarksAllNumbers(Outcomes):
-    """Lets the mark cover scheduled messages that have not come yet."""
+    """Wrong outcomes: the mark covers messages that have not arrived yet."""
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
         super().move_mark(before_ms, 1 << 62)
 
 
 class MovesBack(Outcomes):
-    """Lets the mark move back, past what it has let be forgotten."""
+    """Wrong outcomes: the mark moves back, although pairs that it covered have been removed."""
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
         super().move_mark(before_ms, next_seq)
@@ -180,7 +180,7 @@ class MovesBack(Outcomes):
 
 
 class CancelsWhatIsInFlight(Outcomes):
-    """Takes back what has been handed out."""
+    """Wrong outcomes: a handed-out message can be cancelled."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         flights = self._in_flight.copy()
@@ -191,7 +191,7 @@ class CancelsWhatIsInFlight(Outcomes):
 
 
 class CountsWhatIsNotDurable(Outcomes):
-    """Says that a message is sent when it is handed out."""
+    """Wrong outcomes: a message counts as released when it is handed out."""
 
     def hand_out(self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array) -> None:
         super().hand_out(due_ms, seq, recorded_ms)
@@ -199,7 +199,7 @@ class CountsWhatIsNotDurable(Outcomes):
 
 
 class SavesTheMarkAlone(Outcomes):
-    """Leaves out of a checkpoint what is settled behind the mark."""
+    """Wrong outcomes: a checkpoint has no settled pairs that the mark does not cover."""
 
     def settled(self) -> Settled:
         return Settled(self._mark.before_ms, NONE, NONE, self._mark.before_seq, self._mark.late)
@@ -216,13 +216,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_wrong_one_is_caught(wrong: type[Outcomes]) -> None:
+def test_wrong_outcomes_are_caught(wrong: type[Outcomes]) -> None:
     with pytest.raises(AssertionError) as caught:
         run(wrong, UNTIL_CAUGHT)
     assert caught.traceback[-1].path.name == "test_outcomes.py"
 
 
-def test_releases_in_another_order_are_refused() -> None:
+def test_releases_in_another_order_than_handed_out_are_refused() -> None:
     outcomes = Outcomes()
     for pairs in ([(1, 1), (2, 2)], [(3, 3)]):
         due_ms, seq = columns(pairs)
@@ -231,7 +231,7 @@ def test_releases_in_another_order_are_refused() -> None:
         outcomes.released(np.array([3]))
 
 
-def test_what_the_mark_covers_costs_nothing() -> None:
+def test_pairs_that_the_mark_covers_take_no_memory() -> None:
     outcomes = Outcomes()
     pairs = [(due, due + 1) for due in range(1_000)]
     outcomes.cancel(*columns(pairs[::2]))
@@ -243,8 +243,8 @@ def test_what_the_mark_covers_costs_nothing() -> None:
     assert outcomes.is_settled(*columns(pairs)).all()
 
 
-def test_a_pair_is_settled_and_its_number_at_another_instant_is_not() -> None:
-    """A scheduled message may go on at another instant, and back to the first but one."""
+def test_settled_pair_does_not_settle_its_number_at_another_due_time() -> None:
+    """A message may get another due time, and later the earlier one again."""
     outcomes = Outcomes()
     assert outcomes.cancel(*columns([(10, 1), (20, 1), (30, 2)])).all()
     asked = columns([(10, 1), (20, 1), (30, 1), (10, 2), (30, 2)])
@@ -252,8 +252,8 @@ def test_a_pair_is_settled_and_its_number_at_another_instant_is_not() -> None:
     assert outcomes.waits(*asked).tolist() == [False, False, True, True, False]
 
 
-def test_what_counts_as_sent_earlier_than_it_was_promised_for_is_sent_now() -> None:
-    """A delay level's message after a clock was set back: it does not take the cursor into the future."""
+def test_cursor_uses_the_recorded_due_time_not_the_original_one() -> None:
+    """A message of a delay level after a clock was set back. It does not move the cursor into the future."""
     outcomes = Outcomes()
     outcomes.hand_out(*columns([(90_000, 1)]), np.array([5_500]))
     outcomes.released(np.array([1]))
@@ -261,7 +261,7 @@ def test_what_counts_as_sent_earlier_than_it_was_promised_for_is_sent_now() -> N
     assert outcomes.is_settled(*columns([(90_000, 1)])).all()
 
 
-def test_at_first_nothing_is_settled() -> None:
+def test_new_outcomes_have_nothing_settled() -> None:
     outcomes = Outcomes()
     assert not outcomes.is_settled(*columns([(0, 1), (-(1 << 40), 2)])).any()
     settled = outcomes.settled()
@@ -285,7 +285,7 @@ def after(tick: ReleaseCursor, dues: list[int]) -> ReleaseCursor:
 
 
 @given(CURSOR_DUES, st.lists(st.integers(0, 40), max_size=5))
-def test_it_is_the_last_second_and_its_count_however_records_are_parted(
+def test_cursor_is_the_last_second_and_its_count_for_any_split_of_records(
     dues: list[int], cuts: list[int]
 ) -> None:
     bounds = [0, *sorted(cuts), len(dues)]
@@ -297,11 +297,11 @@ def test_it_is_the_last_second_and_its_count_however_records_are_parted(
 
 
 @given(CURSOR_DUES, CURSOR_DUES)
-def test_the_order_of_the_records_does_not_matter(first: list[int], then: list[int]) -> None:
+def test_cursor_does_not_depend_on_the_order_of_records(first: list[int], then: list[int]) -> None:
     assert after(after(ReleaseCursor(), first), then) == after(after(ReleaseCursor(), then), first)
 
 
-def test_what_came_too_late_leaves_it_as_it_is() -> None:
+def test_late_message_does_not_change_the_cursor() -> None:
     tick = after(ReleaseCursor(), [7_100, 7_200, 8_000, 8_999])
     assert tick == ReleaseCursor(8_000, 2)
     assert after(tick, [7_999, 3]) == tick
@@ -310,8 +310,8 @@ def test_what_came_too_late_leaves_it_as_it_is() -> None:
     )
 
 
-def test_a_state_that_counts_a_record_twice_is_another() -> None:
-    """Its control: the checkpoint's place in the log matters, to the row."""
+def test_cursor_that_counts_a_record_twice_differs() -> None:
+    """The control: the position of the checkpoint in the log matters, to the row."""
     dues = [1_000, 2_000, 2_500, 2_999]
     saved = after(ReleaseCursor(), dues[:2])
     assert after(saved, dues[2:]) == counted(dues)
@@ -319,6 +319,6 @@ def test_a_state_that_counts_a_record_twice_is_another() -> None:
     assert after(saved, dues[3:]) != counted(dues)
 
 
-def test_before_anything_is_sent() -> None:
+def test_cursor_is_zero_before_the_first_release() -> None:
     assert after(ReleaseCursor(), []) == ReleaseCursor(0, 0)
     assert after(ReleaseCursor(), [0]) == ReleaseCursor(0, 1)

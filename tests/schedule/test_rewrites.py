@@ -1,4 +1,4 @@
-"""What is written again: read in chunks, in order, without what is settled, and not done before it is durable."""
+"""Rewrites: read in chunks and in order, without settled messages, and done when the new rows are durable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK_BYTES = 1_000_000
 
 
 class Noting(HourLog):
-    """A backlog that remembers with which notes its rows were written again."""
+    """A backlog that records the notes with which its rows were rewritten."""
 
     def encode_rewrite(self, scheduled_rows: pa.RecordBatch, note: Int64Array) -> pa.RecordBatch:
         self.noted = [*getattr(self, "noted", []), *note.tolist()]
@@ -37,7 +37,7 @@ def opened(dues: list[int], seq: Int64Array) -> Opened:
 
 
 class Stage(World):
-    """A log with scheduled messages in it, and `Rewrites` for them."""
+    """A log with scheduled messages, and `Rewrites` for them."""
 
     backlog: Noting
 
@@ -80,7 +80,7 @@ def stage() -> Iterator[Stage]:
     stage.close()
 
 
-def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Stage) -> None:
+def test_durable_messages_come_back_with_their_old_rows_and_notes(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
     first, second = stage.begin([far_ms, far_ms + 1]), stage.begin([far_ms + 2])
     assert stage.take() == first.tolist()
@@ -89,7 +89,7 @@ def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Sta
     assert (stage.rewrites.first_due_ms(), stage.rewrites.in_flight_rows) == (far_ms, 3)
     batch = stage.rewrites.rewritten(first[:1])
     assert batch.backlog is stage.backlog
-    assert (batch.scheduled_rows.row_seq.tolist(), batch.scheduled_rows.note.tolist()) == (
+    assert (batch.opened.row_seq.tolist(), batch.opened.note.tolist()) == (
         [first[0]],
         [first[0] * 10],
     )
@@ -100,7 +100,7 @@ def test_each_comes_back_with_its_old_row_and_note_when_it_is_durable(stage: Sta
     assert stage.rewrites.needed_seq() is None
 
 
-def test_the_row_it_lies_in_is_needed_until_the_new_one_is_durable(stage: Stage) -> None:
+def test_old_row_is_needed_until_the_new_one_is_durable(stage: Stage) -> None:
     seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
     assert stage.rewrites.needed_seq() == seqs[0]
     stage.take(1)
@@ -109,7 +109,7 @@ def test_the_row_it_lies_in_is_needed_until_the_new_one_is_durable(stage: Stage)
     assert stage.rewrites.needed_seq() == seqs[1]
 
 
-def test_what_is_settled_on_the_way_is_left_out(stage: Stage) -> None:
+def test_message_settled_before_its_rewrite_is_skipped(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
     seqs = stage.begin([far_ms] * 4)
     stage.outcomes.cancel(np.array([far_ms]), seqs[1:2])
@@ -121,7 +121,7 @@ def test_what_is_settled_on_the_way_is_left_out(stage: Stage) -> None:
     assert stage.rewrites.rows == 0
 
 
-def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
+def test_message_settled_during_its_rewrite_delays_no_other(stage: Stage) -> None:
     dues = [stage.now_ms + ms for ms in (300, 100, 200, 100)]
     seqs = stage.begin(dues)
     later = stage.begin([stage.now_ms + 250])
@@ -138,7 +138,7 @@ def test_what_is_settled_on_the_move_holds_up_nothing(stage: Stage) -> None:
     assert first_due_ms() == FAR_MS
 
 
-def test_all_settled_before_they_were_read(stage: Stage) -> None:
+def test_batch_whose_messages_are_all_settled_is_skipped(stage: Stage) -> None:
     far_ms = stage.now_ms + 1_000_000
     stage.reader_thread.is_open = False
     first, second = stage.begin([far_ms]), stage.begin([far_ms] * 2)
@@ -165,8 +165,8 @@ def test_memory_is_bounded_by_chunks() -> None:
         stage.close()
 
 
-def test_taking_at_every_turn_of_the_loop_gets_all() -> None:
-    """Between the end of a read and its callback there is a turn; what is taken in it must start the next read."""
+def test_taking_rows_at_each_loop_iteration_gets_all() -> None:
+    """One loop iteration is between the end of a read and its callback. Taking rows in it must start the next read."""
     stage = Stage(chunk_bytes=2_000)
     dues = [stage.now_ms + 1_000_000] * 200
     seqs = np.array(stage.admit(dues), dtype=np.int64)
@@ -184,14 +184,14 @@ def test_taking_at_every_turn_of_the_loop_gets_all() -> None:
     stage.close()
 
 
-def test_another_order_is_refused(stage: Stage) -> None:
+def test_rows_durable_in_another_order_are_refused(stage: Stage) -> None:
     seqs = stage.begin([stage.now_ms + 1_000_000] * 2)
     stage.take()
     with pytest.raises(AssertionError, match="order"):
         stage.rewrites.rewritten(seqs[1:])
 
 
-def test_a_row_that_cannot_be_read_is_told(stage: Stage) -> None:
+def test_unreadable_row_is_reported_as_a_failure(stage: Stage) -> None:
     async def add() -> None:
         stage.rewrites.add(stage.backlog, opened([9_999], np.array([9_999])))
         while stage.rewrites.is_loading:

@@ -1,4 +1,4 @@
-"""The scheduler under the contract of its verbs, with each backlog."""
+"""The scheduler under the contract, with each backlog."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TestHourLog(Contract):
 
 
 class TestRoomyHourLog(Variant):
-    """With room for all: nothing is cut."""
+    """`hour_log` with memory for all bodies."""
 
     new_rig = staticmethod(lambda: HourLogRig(gather_bytes=1 << 26))
 

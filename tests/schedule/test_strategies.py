@@ -1,4 +1,4 @@
-"""From the settings to the strategy they name, and to a saved state that it can begin with, or none."""
+"""The settings choose the strategy and a saved state that it can use, or none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(world: World, settings: Settings) -> Backlog | None:
 
 
 def saved(world: World, settings: Settings) -> Checkpoint:
-    """A checkpoint of a broker that has just begun with these settings, and one scheduled message."""
+    """Build the checkpoint of a broker that has just started with these settings, with one scheduled message."""
     backlog = build(world, settings)
     assert backlog is not None
     waiting = Waiting(np.array([world.now_ms + limits.HOUR_MS // 2]), np.array([1]), np.array([1]))
@@ -53,14 +53,14 @@ def saved(world: World, settings: Settings) -> Checkpoint:
     return Checkpoint(msgspec.json.decode(msgspec.json.encode(facts), type=Facts), NONE, NONE)
 
 
-def test_the_settings_name_one(world: World) -> None:
+def test_settings_choose_the_strategy(world: World) -> None:
     assert build(world, SETTINGS) is None, "the hour log keeps what no other does"
     assert isinstance(build(world, WHEEL), TimerWheel)
     assert isinstance(build(world, CASCADE), LevelCascade)
 
 
 @pytest.mark.parametrize("settings", [WHEEL, CASCADE], ids=lambda settings: settings.strategy)
-def test_what_it_saved_is_used_again(world: World, settings: Settings) -> None:
+def test_saved_state_of_the_chosen_strategy_is_used(world: World, settings: Settings) -> None:
     checkpoint = saved(world, settings)
     state = strategies.saved_state(settings, world.files, checkpoint)
     assert msgspec.json.encode(state) == msgspec.json.encode(checkpoint.facts.kept)
@@ -71,11 +71,11 @@ def test_what_it_saved_is_used_again(world: World, settings: Settings) -> None:
     [SETTINGS, CASCADE, replace(WHEEL, timer_precision_ms=100), replace(WHEEL, timer_wheel_ms=limits.DAY_MS)],
     ids=["hour log", "cascade", "another precision", "another reach"],
 )
-def test_what_another_saved_is_not(world: World, other: Settings) -> None:
+def test_saved_state_of_another_strategy_is_not_used(world: World, other: Settings) -> None:
     assert strategies.saved_state(other, world.files, saved(world, WHEEL)) is None
 
 
-def test_nothing_saved_and_nonsense_are_no_state(world: World) -> None:
+def test_missing_and_invalid_states_are_not_used(world: World) -> None:
     assert strategies.saved_state(WHEEL, world.files, None) is None
     for facts in (Facts(), Facts(schedule="timer_wheel"), Facts(schedule="timer_wheel", kept={"low": "x"})):
         assert strategies.saved_state(WHEEL, world.files, Checkpoint(facts, NONE, NONE)) is None

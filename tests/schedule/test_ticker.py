@@ -1,4 +1,4 @@
-"""The ticker over a real schedule: it hands out in time, sleeps as long as it may, and does not turn in place."""
+"""The ticker over a real schedule: it hands out in time, sleeps as long as possible, and never loops without work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TURNS = 50
 
 
 class Counted(Scheduler):
-    """Counts how often it is asked, and has things to move when told so."""
+    """A scheduler that counts its calls, and that has messages to rewrite when a test says so."""
 
     calls = 0
     to_move: pa.RecordBatch | None = None
@@ -39,7 +39,7 @@ class Counted(Scheduler):
 
 
 class TickedWorld(World):
-    """A World whose hand-outs are a ticker's."""
+    """A World in which a ticker hands out."""
 
     def __init__(self) -> None:
         super().__init__(HourLogRig(scheduler=Counted, gather_bytes=1 << 30))
@@ -83,7 +83,7 @@ def world() -> Iterator[TickedWorld]:
     world.close()
 
 
-def test_a_tick_hands_out_and_wants_to_be_called_again_at_once(world: TickedWorld) -> None:
+def test_tick_that_hands_out_returns_0(world: TickedWorld) -> None:
     world.drain()
     seqs = world.admit([world.now_ms] * 3)
     assert world.ticker.tick() == 0
@@ -91,7 +91,7 @@ def test_a_tick_hands_out_and_wants_to_be_called_again_at_once(world: TickedWorl
     assert world.ticker.tick() is None, "nothing waits any more"
 
 
-def test_a_tick_says_how_long_to_sleep(world: TickedWorld) -> None:
+def test_tick_returns_the_ms_until_the_next_due_time(world: TickedWorld) -> None:
     world.drain()
     world.admit([world.now_ms + 70])
     assert world.ticker.tick() == 70
@@ -102,7 +102,7 @@ def test_a_tick_says_how_long_to_sleep(world: TickedWorld) -> None:
     assert len(world.kept) == 1
 
 
-def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -> None:
+def test_rewrites_wait_for_due_messages(world: TickedWorld) -> None:
     world.drain()
     seqs = world.admit([world.now_ms] * 3)
     assert isinstance(world.strategy, Counted)
@@ -115,7 +115,7 @@ def test_what_is_to_be_written_again_waits_for_what_is_due(world: TickedWorld) -
     assert world.strategy.in_flight_rows == 3
 
 
-def test_what_is_due_while_a_few_are_on_their_way_waits_for_these(world: TickedWorld) -> None:
+def test_due_messages_wait_for_a_few_rows_in_flight(world: TickedWorld) -> None:
     world.drain()
     world.admit([world.now_ms] + [world.now_ms + 1] * 2)
     assert world.ticker.tick() == 0
@@ -127,7 +127,7 @@ def test_what_is_due_while_a_few_are_on_their_way_waits_for_these(world: TickedW
     assert len(world.kept) == 3
 
 
-def test_it_waits_for_these_no_longer_than_a_moment(world: TickedWorld) -> None:
+def test_due_messages_wait_for_rows_in_flight_at_most_5_ms(world: TickedWorld) -> None:
     world.drain()
     world.admit([world.now_ms, world.now_ms + 1])
     assert world.ticker.tick() == 0
@@ -136,7 +136,7 @@ def test_it_waits_for_these_no_longer_than_a_moment(world: TickedWorld) -> None:
     assert len(world.kept) == 2 and world.strategy.in_flight_rows == 2
 
 
-def test_what_becomes_durable_wakes_it(world: TickedWorld) -> None:
+def test_durable_releases_wake_the_ticker(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             await world._admit([world.now_ms])
@@ -152,7 +152,7 @@ def test_what_becomes_durable_wakes_it(world: TickedWorld) -> None:
     world.run(main())
 
 
-def test_many_on_their_way_are_not_waited_for(world: TickedWorld) -> None:
+def test_due_messages_do_not_wait_for_many_rows_in_flight(world: TickedWorld) -> None:
     world.drain()
     world.admit([world.now_ms] * ticker.SHARED_ROWS + [world.now_ms + 1])
     assert world.ticker.tick() == 0
@@ -161,7 +161,7 @@ def test_many_on_their_way_are_not_waited_for(world: TickedWorld) -> None:
     assert len(world.kept) == ticker.SHARED_ROWS + 1
 
 
-def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_in_flight_are_bounded(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "RELEASE_ROWS_IN_FLIGHT_MAX", 10)
     monkeypatch.setattr(limits, "FRAME_ROWS_MAX", 4)
     world.drain()
@@ -176,7 +176,7 @@ def test_releases_on_their_way_are_bounded(world: TickedWorld, monkeypatch: pyte
     assert len(world.kept) == 13
 
 
-def test_it_wakes_for_what_arrives(world: TickedWorld) -> None:
+def test_new_message_due_earlier_wakes_the_ticker(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             await world.until(lambda: world.calls > 0)
@@ -186,7 +186,7 @@ def test_it_wakes_for_what_arrives(world: TickedWorld) -> None:
     world.run(main())
 
 
-def test_it_keeps_a_scheduled_message_when_real_time_has_come(world: TickedWorld) -> None:
+def test_message_is_released_in_real_time(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             calls = world.calls
@@ -199,19 +199,19 @@ def test_it_keeps_a_scheduled_message_when_real_time_has_come(world: TickedWorld
     world.run(main())
 
 
-def test_a_clock_that_is_set_forward_is_noticed_though_it_announces_nothing(world: TickedWorld) -> None:
+def test_clock_set_forward_is_noticed_without_a_signal(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             await world._admit([world.now_ms + limits.HOUR_MS])
             await world.until(lambda: world.calls > 1)
-            world.manual.suspend(limits.HOUR_MS)  # nobody calls wake()
+            world.manual.suspend(limits.HOUR_MS)  # no call of wake()
             await world.until(lambda: len(world.kept) == 1)
 
     world.run(main())
 
 
 class LookedAt(SchedulerClock):
-    """Counts how often it is read."""
+    """A clock that counts its readings."""
 
     looks = 0
 
@@ -222,13 +222,13 @@ class LookedAt(SchedulerClock):
 
 @pytest.fixture
 def clock(world: TickedWorld, monkeypatch: pytest.MonkeyPatch) -> LookedAt:
-    """The ticker's, looked at every millisecond."""
+    """The ticker's clock, read every millisecond."""
     monkeypatch.setattr(ticker, "CLOCK_LOOK_MS", 1)
     world.ticker._clock = LookedAt(world.manual)
     return world.ticker._clock
 
 
-def test_between_two_far_instants_only_the_clock_is_looked_at(world: TickedWorld, clock: LookedAt) -> None:
+def test_between_far_due_times_only_the_clock_is_read(world: TickedWorld, clock: LookedAt) -> None:
     async def main() -> None:
         async with world.ticking():
             await world._admit([world.now_ms + 40 * limits.DAY_MS])
@@ -244,7 +244,7 @@ def test_between_two_far_instants_only_the_clock_is_looked_at(world: TickedWorld
     world.run(main())
 
 
-def test_a_strategy_hears_of_a_clock_that_is_set_back(world: TickedWorld, clock: LookedAt) -> None:
+def test_clock_set_back_is_reported_to_the_scheduler(world: TickedWorld, clock: LookedAt) -> None:
     async def main() -> None:
         async with world.ticking():
             await world._admit([world.now_ms + limits.HOUR_MS])
@@ -256,7 +256,7 @@ def test_a_strategy_hears_of_a_clock_that_is_set_back(world: TickedWorld, clock:
     world.run(main())
 
 
-def test_with_nothing_to_wait_for_it_sleeps(world: TickedWorld) -> None:
+def test_ticker_sleeps_without_pending_messages(world: TickedWorld) -> None:
     async def main() -> None:
         async with world.ticking():
             await world.until(lambda: world.calls > 0)
@@ -272,8 +272,8 @@ def test_with_nothing_to_wait_for_it_sleeps(world: TickedWorld) -> None:
     world.run(main())
 
 
-def test_a_clock_is_read_though_nothing_waits(world: TickedWorld, clock: LookedAt) -> None:
-    """A glitch that is over is over for the next send, however long after it the broker had nothing to do."""
+def test_clock_is_read_without_pending_messages(world: TickedWorld, clock: LookedAt) -> None:
+    """A clock fault that is over must not affect the next send, however long the broker was idle."""
 
     async def main() -> None:
         async with world.ticking():
@@ -290,7 +290,7 @@ def test_a_clock_is_read_though_nothing_waits(world: TickedWorld, clock: LookedA
     world.run(main())
 
 
-def test_others_have_their_turn_between_two_hand_outs(
+def test_event_loop_runs_other_tasks_between_hand_outs(
     world: TickedWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "FRAME_ROWS_MAX", 1)

@@ -1,11 +1,11 @@
-"""The broker around one strategy: a real log, real files, clocks that move when told, and a model that knows better.
+"""The broker around one strategy: a real log and real files, clocks that tests set, and a model.
 
-`World` writes scheduled messages, releases, moves, cancels and attaches to the log, takes what is due, restarts from
-checkpoints, and compares every answer with `stage.Model`. Any difference is an AssertionError. It does in their
-order the steps of the broker's verbs, and none of what the edges add to them.
+`World` appends scheduled messages, releases, rewrites, cancels and attachments to the log, takes due messages, restarts
+from checkpoints, and compares every result with `stage.Model`. Any difference is an AssertionError. It takes the same
+steps in the same order as the broker, without its edges.
 
-What is handed out, and what is to be written again, stays in memory until the test lets it become durable
-(`release`, `land`); what the disk makes durable and nobody hears of is `restart(unheard=True)`.
+Handed-out messages and rewrites stay in memory until the test makes them durable (`release`, `land`). With
+`restart(unheard=True)` the disk has made them durable, but the broker stops before it is notified.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ IDLE_CALLS_MAX = 3  # calls in a row, at one instant, that hand out nothing: roo
 
 
 class World(Attaching):
-    """One strategy in its surroundings; see the module. All methods are called from outside the loop."""
+    """One strategy in its surroundings. Tests call all methods from outside the event loop."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class World(Attaching):
         self._counter = 0
         self._moves: deque[pa.RecordBatch] = deque()  # to be written again, not durable yet, oldest first
         self._saving: tuple[Saved, list[tuple[str, list[File]]]] | None = None
-        # What a ticker would sleep until (None: until woken), and whether it has been woken since.
+        # The time until which a ticker would sleep (None: until woken), and whether it has been woken since.
         self._asleep_until: int | None = None
         self._woken, self._told_ms = True, self.now_ms
         self.external = ExternalDelivery()
@@ -91,14 +91,14 @@ class World(Attaching):
         self.backlog: Backlog
         try:
             self.run(self._open())
-        except BaseException:  # power cuts too: the loop is nobody's then
+        except BaseException:  # power cuts too: the loop must be closed
             self.loop.close()
             raise
 
     # -- the broker's part: deciding, writing, telling the strategy ----------------------------------------
 
     def admit(self, dues: Sequence[int]) -> list[int]:
-        """Scheduled messages with these instants become durable; returns their sequence numbers."""
+        """Make scheduled messages with these due times durable. Returns their sequence numbers."""
         return self.run(self._admit(list(dues)))
 
     async def _admit(self, dues: list[int]) -> list[int]:
@@ -124,9 +124,9 @@ class World(Attaching):
         return seqs
 
     def take(self, limit: int = ALL) -> list[tuple[int, int]] | None:
-        """One hand-out, checked: its (due_ms, seq); None when there is none.
+        """Hand out once and check the result. Returns its (due_ms, seq), or None if nothing is due.
 
-        As a ticker: when nothing is due, what is to be written again is taken as well, and stays in memory.
+        If nothing is due, messages that must be rewritten are taken instead, as the ticker does. They stay in memory.
         """
         return self.run(self._take(limit))
 
@@ -151,13 +151,13 @@ class World(Attaching):
         raise AssertionError(f"turns in place: nothing is due at {now_ms}, yet next is {until}")
 
     def release(self, batches: int = ALL) -> None:
-        """The oldest hand-outs' release records become durable."""
+        """Make the release records of the oldest hand-out durable."""
         while self.model.in_flight and batches > 0:
             batches -= 1
             self.release_part(len(self.model.in_flight[0]))
 
     def release_part(self, rows: int) -> None:
-        """A frame with the first `rows` rows of the oldest hand-out becomes durable."""
+        """Make a frame with the first `rows` releases of the oldest hand-out durable."""
         if self.model.in_flight:
             self.run(self._release(list(self.model.in_flight[0])[:rows]))
 
@@ -171,13 +171,13 @@ class World(Attaching):
             self.model.in_flight.popleft()
 
     def land(self, batches: int = ALL) -> None:
-        """The rows of what was to be written again become durable, the oldest first."""
+        """Make the new rows of the oldest rewrite durable."""
         while self._moves and batches > 0:
             batches -= 1
             self.land_part(self._moves[0].num_rows)
 
     def land_part(self, rows: int) -> None:
-        """A frame with the first `rows` rows of the oldest of them becomes durable."""
+        """Make a frame with the first `rows` new rows of the oldest rewrite durable."""
         if self._moves:
             self.run(self._land(rows))
 
@@ -195,7 +195,7 @@ class World(Attaching):
         await self.writer.append(rows, on_durable=on_durable)[1]
 
     def cancel(self, seqs: Sequence[int]) -> list[bool]:
-        """Cancel these, each known to the log; the answer is checked against the model."""
+        """Cancel these messages of the log, and compare the result with the model."""
         return self.run(self._cancel(list(seqs)))
 
     async def _cancel(self, seqs: list[int]) -> list[bool]:
@@ -208,7 +208,7 @@ class World(Attaching):
         return answers
 
     def was_cancelled(self, seqs: Sequence[int]) -> list[bool]:
-        """What the strategy remembers."""
+        """Check which of these messages the strategy remembers as cancelled."""
         due = column(map(self.model.due_of, seqs))
         return [bool(answer) for answer in self.strategy.outcomes.was_cancelled(due, column(seqs))]
 
@@ -228,16 +228,16 @@ class World(Attaching):
         return self.clock.now_ms()
 
     def advance(self, ms: int) -> None:
-        """Real time passes."""
+        """Let real time pass."""
         self.manual.advance(ms)
 
     def save(self) -> None:
-        """A checkpoint; what it says is checked."""
+        """Save a checkpoint and check its content."""
         self.begin_save()
         self.end_save()
 
     def begin_save(self) -> None:
-        """The first half, on the loop: what is true now."""
+        """Take the first half of a checkpoint, on the event loop: its state."""
         settled = self.strategy.settled()
         self.model.check_settled(settled)
         self.model.check_settled_before(self.strategy.settled_before_ms)
@@ -249,7 +249,7 @@ class World(Attaching):
         self._saving = (Saved(self.reader.next_seq, settled, state), dirty)
 
     def end_save(self) -> None:
-        """The second half, in a thread of its own: what it vouches for is synced, then it is there."""
+        """Take the second half of a checkpoint, in another thread: sync the files, then save it."""
         assert self._saving is not None
         (saved, dirty), self._saving = self._saving, None
         for folder, files in [(folder, files) for folder, files in dirty if files]:
@@ -261,14 +261,14 @@ class World(Attaching):
         self.checkpoints.append(saved)
 
     def let_go(self) -> None:
-        """Segments of the log that nobody needs are removed, after a checkpoint that says so."""
+        """Save a checkpoint, then remove the segments that nothing needs."""
         self.save()
         seqs = [self.reader.next_seq, self.strategy.needed_seq()]
         seqs += [self.watermark] if self.rig.has_table else []
         needed, segments = min(seq for seq in seqs if seq is not None), self.reader.segments
-        gone = segments.expired(now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
-        segments.remove(self.files, gone)
-        if not self.rig.has_table:  # which keeps rows of what was settled for longer
+        expired = segments.expired(now_ms=1 << 62, retention_ms=0, needed_from_seq=needed)
+        segments.remove(self.files, expired)
+        if not self.rig.has_table:  # the table keeps rows of settled messages for longer
             self.model.let_go(self.reader.first_seq)
 
     def restart(self, *, back: int = 0, power_cut: int | None = None, unheard: bool = False) -> None:
@@ -312,7 +312,7 @@ class World(Attaching):
         saved = self.checkpoints[-1] if self.checkpoints else Saved(1, NOTHING_SETTLED)
         opened = open_log(
             self.files, segment_bytes=SEGMENT_BYTES, now_ms=self.manual.wall_ms(),
-            known_durable=saved.seq if self.checkpoints else 0,
+            durable_before_seq=saved.seq if self.checkpoints else 0,
         )  # fmt: skip
         self.reader = LogReader(opened.segments)
         self.writer = LogWriter(
@@ -341,11 +341,11 @@ class World(Attaching):
         self._woken = True
 
     def settle(self) -> None:
-        """Let the reader thread finish whatever it has been asked for."""
+        """Let the reader thread finish all its jobs."""
         self.run(self._pump(None))
 
     async def _pump(self, task: asyncio.Task[None] | None) -> None:
-        """Run the reader thread until `task` is done, or without one until nothing is left to do."""
+        """Run the reader thread until `task` is done. Without a task, run it until it is idle."""
         for _ in range(TURNS_MAX):
             self.reader_thread.step()
             await asyncio.sleep(0)
@@ -357,9 +357,9 @@ class World(Attaching):
         raise AssertionError("the strategy never came to rest")
 
     def drain(self, limit: int = ALL) -> list[tuple[int, int]]:
-        """All that is due now, as the ticker would take it; afterwards nothing due may be left.
+        """Hand out everything that is due now, as the ticker does. Afterwards nothing due may be left.
 
-        What is to be written again becomes durable at once.
+        Rewrites become durable at once.
         """
         taken: list[tuple[int, int]] = []
         for _ in range(TURNS_MAX):
@@ -377,7 +377,7 @@ class World(Attaching):
         return sorted(taken) if self._hands > 1 else taken
 
     def check_sleep(self) -> None:
-        """A ticker that has gone to sleep and was not woken wakes in time for the first scheduled message."""
+        """Check that a ticker that sleeps now and is not woken wakes in time for the first message."""
         first = self.model.wake_by_ms
         if first is None or self.strategy.is_busy:
             return
@@ -392,21 +392,21 @@ class World(Attaching):
     # -- small things --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """What is ready on the loop runs."""
+        """Run what is ready on the event loop."""
         self.run(asyncio.sleep(0))
 
     def memory(self) -> int:
-        """Scheduled messages that cost memory now."""
+        """Count the messages that take memory now."""
         scheduler = self.strategy
         held_rows = len(scheduler.loaded) + scheduler.rewrites.rows + len(scheduler.outcomes)
         return self.rig.rows_in_memory(self.backlog) + held_rows
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The outcome of a coroutine on the world's loop."""
+        """Run a coroutine on the world's loop. Returns its result."""
         return self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all files and the loop."""
         self.reader_thread.is_open = True
         try:
             self.settle()

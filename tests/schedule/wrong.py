@@ -1,7 +1,7 @@
-"""Schedules that are wrong, each in one way: the suites must notice every one of them.
+"""Wrong schedules, each with one fault. The suites must catch every one of them.
 
-`BY_CHANCE` are found by the machine, sooner or later; `AT_AN_EDGE` stand in the way of one test of the contract, with
-its arguments.
+The machine catches those of `BY_CHANCE` with random steps. A test of the contract, named with its arguments, catches
+each of `AT_AN_EDGE`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from timeball.table.attachment import Attachment
 
 
 class Early(Scheduler):
-    """Hands out a millisecond before the instant."""
+    """Hands out a millisecond before the due time."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         return super().take_due(now_ms + 1, limit)
@@ -55,7 +55,7 @@ class Forgets(Scheduler):
 
 
 class Doubles(Scheduler):
-    """Hands out every third batch once more."""
+    """Hands out every third batch twice."""
 
     _last: pa.RecordBatch | None = None
     _calls = 0
@@ -71,7 +71,7 @@ class Doubles(Scheduler):
 
 
 class Unsorted(Scheduler):
-    """Hands out the right rows in reverse."""
+    """Hands out the right rows in reverse order."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         rows = super().take_due(now_ms, limit)
@@ -79,21 +79,21 @@ class Unsorted(Scheduler):
 
 
 class RoundsUp(Scheduler):
-    """Hands out at the whole second after which it is due, as if a slot's precision were the scheduled message's."""
+    """Hands out everything due in the current second, as if slots rounded due times."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         return super().take_due(now_ms - now_ms % 1_000 + 999, limit)
 
 
 class RoundsDown(Scheduler):
-    """Hands out when the second is over, as RocketMQ does."""
+    """Hands out only when the second of a due time is over, as RocketMQ does."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         return super().take_due(now_ms - now_ms % 1_000 - 1, limit)
 
 
 class DeafToCancels(Scheduler):
-    """Says that a scheduled message is cancelled and hands it out all the same."""
+    """Confirms a cancel and hands the message out nevertheless."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         before, self.outcomes._cancelled = self.outcomes._cancelled, DueIndex()
@@ -103,14 +103,14 @@ class DeafToCancels(Scheduler):
 
 
 class CancelsAll(Scheduler):
-    """Says of every scheduled message that it was still waiting."""
+    """Confirms every cancel, even of settled messages."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
         return super().cancel(due_ms, seq) | True
 
 
 class KeepsTheCancelled(Scheduler):
-    """Remembers what is cancelled, and hands it out all the same."""
+    """Stores the cancel and hands the message out nevertheless."""
 
     def take_due(self, now_ms: int, limit: int) -> pa.RecordBatch | None:
         was, self.outcomes.was_cancelled = (
@@ -123,17 +123,17 @@ class KeepsTheCancelled(Scheduler):
 
 
 class CancelsOnlyTheNear(Scheduler):
-    """Says that what is being written again cannot be cancelled."""
+    """Refuses to cancel a message that is being rewritten."""
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        moving = [batch.scheduled_rows.seq for batch in self.rewrites._in_flight]
+        moving = [batch.opened.seq for batch in self.rewrites._in_flight]
         answers, here = np.zeros(len(seq), np.bool_), ~np.isin(seq, np.concatenate([seq[:0], *moving]))
         answers[here] = super().cancel(due_ms[here], seq[here])
         return answers
 
 
 class SleepsTooLong(Scheduler):
-    """Wants to be called a minute late."""
+    """Returns a next time that is a minute late."""
 
     def next_due_ms(self) -> int | None:
         upcoming = super().next_due_ms()
@@ -141,7 +141,7 @@ class SleepsTooLong(Scheduler):
 
 
 class TurnsInPlace(Scheduler):
-    """Wants to be called again at once, whatever there is to do."""
+    """Returns "now" as the next time, even without work."""
 
     def next_due_ms(self) -> int | None:
         upcoming = super().next_due_ms()
@@ -149,7 +149,7 @@ class TurnsInPlace(Scheduler):
 
 
 class NeverWakes(Scheduler):
-    """Lets the ticker sleep through the arrival of something earlier."""
+    """Does not wake the ticker when an earlier message arrives."""
 
     def add(self, backlog: Backlog, scheduled_rows: pa.RecordBatch) -> None:
         wake, self.on_earlier = self.on_earlier, lambda: None
@@ -158,20 +158,20 @@ class NeverWakes(Scheduler):
 
 
 class SleepsThroughOpenings(Scheduler):
-    """Wakes for what is loaded, and for no backlog."""
+    """Wakes the ticker for loaded messages but not for openings."""
 
-    def _open_ms(self, backlog: Backlog) -> int:
+    def _next_open_ms(self, backlog: Backlog) -> int:
         due_ms = self.loaded.first_due_ms()
-        return super()._open_ms(backlog) if due_ms <= self._now_ms else FAR_MS
+        return super()._next_open_ms(backlog) if due_ms <= self._now_ms else FAR_MS
 
     def _open_if_needed(self, now_ms: int) -> None:
         for backlog in self.backlogs:
-            if super()._open_ms(backlog) <= now_ms:
+            if super()._next_open_ms(backlog) <= now_ms:
                 self._start_opening(backlog, now_ms)
 
 
 class SettlesTooMuch(Scheduler):
-    """Tells a checkpoint that all is settled up to now and a little further."""
+    """Saves checkpoints in which everything is settled up to a little after now."""
 
     @property
     def settled_before_ms(self) -> int:
@@ -179,7 +179,7 @@ class SettlesTooMuch(Scheduler):
 
 
 class SettlesTheUnopened(Scheduler):
-    """Tells a checkpoint that all is settled before what is loaded."""
+    """Saves checkpoints in which all messages before the loaded ones are settled."""
 
     @property
     def settled_before_ms(self) -> int:
@@ -188,34 +188,34 @@ class SettlesTheUnopened(Scheduler):
 
 
 class NotTheEarliest(Scheduler):
-    """Hands out what is in memory, whatever earlier is still on disk."""
+    """Hands out messages in memory although an earlier one is still on disk."""
 
-    def _below_ms(self) -> int:
+    def _hand_out_bound_ms(self) -> int:
         return FAR_MS
 
 
 class LosesOnTheWay(Scheduler):
-    """Loses the last of many scheduled messages that a backlog has given up."""
+    """Loses the last of many messages that a backlog has opened."""
 
-    def _expect_loaded(self, backlog: Backlog, near: Waiting) -> None:
-        super()._expect_loaded(
+    def _load_later(self, backlog: Backlog, near: Waiting) -> None:
+        super()._load_later(
             backlog, near if len(near) < 6 else near.part(np.arange(len(near)) < len(near) - 1)
         )
 
 
 class AttachesInAnOpening(Scheduler):
-    """Does not wait for an opening before rows change place."""
+    """Attaches files without waiting for a running opening."""
 
     async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
         assert self._table is not None
         self._table.attach(attachment, now_ms)
         if attachment.job == "bulk":
             self.outcomes.add_late(attachment.ranges)
-        self._expect_opening(self._table)
+        self._wake_for_opening(self._table)
 
 
 class ForgetsAtARestart(Scheduler):
-    """Starts from the mark alone, and not from the pairs that are settled besides."""
+    """Restores the mark but not the settled pairs."""
 
     def restore(
         self, backlog: Backlog, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
@@ -225,7 +225,7 @@ class ForgetsAtARestart(Scheduler):
 
 
 class NeverGoesBack(Scheduler):
-    """What was once the time stays it."""
+    """Never sets its time back."""
 
     _latest_ms = 0
 
@@ -235,7 +235,7 @@ class NeverGoesBack(Scheduler):
 
 
 class WaitsForTheClock(Scheduler):
-    """Does nothing until the clock is where it was before it was set back."""
+    """Stands still after a clock was set back, until the clock has reached the old time."""
 
     _latest_ms = 0
 
@@ -248,11 +248,11 @@ class WaitsForTheClock(Scheduler):
         return None if upcoming is None else max(upcoming, self._latest_ms)
 
 
-# -- of what is written again ----------------------------------------------------------------------------------
+# -- wrong rewrites --------------------------------------------------------------------------------------------
 
 
 class MovesAgain(Scheduler):
-    """Writes a second row while the first is on its way."""
+    """Rewrites a message a second time while its first new row is in flight."""
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         rows, self._again = super().take_rewrites(limit), getattr(self, "_again", None)
@@ -264,7 +264,7 @@ class MovesAgain(Scheduler):
 
 
 class MovesTheCancelled(Scheduler):
-    """Writes again what was cancelled."""
+    """Rewrites cancelled messages."""
 
     _taken: pa.RecordBatch | None = None
     _was_cancelled = False
@@ -283,14 +283,14 @@ class MovesTheCancelled(Scheduler):
 
 
 class MovesTooMuch(Scheduler):
-    """Writes more again than it was asked for."""
+    """Returns more rewrites than the limit."""
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         return super().take_rewrites(limit + 1)
 
 
 class LosesBodiesOnTheMove(Scheduler):
-    """Writes something else again."""
+    """Rewrites messages with another body."""
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         rows = super().take_rewrites(limit)
@@ -301,7 +301,7 @@ class LosesBodiesOnTheMove(Scheduler):
 
 
 class MovesRows(Scheduler):
-    """Gives out rows of the log as they are, not the scheduled messages in them."""
+    """Hands out rows of the log instead of the messages in them."""
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         rows = super().take_rewrites(limit)
@@ -312,7 +312,7 @@ class MovesRows(Scheduler):
 
 
 class SleepsOnTheMove(Scheduler):
-    """Nothing is woken when a rewrite is done."""
+    """Does not wake the ticker when a rewrite is durable."""
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
         wake, self.on_earlier = self.on_earlier, lambda: None
@@ -321,18 +321,18 @@ class SleepsOnTheMove(Scheduler):
 
 
 class TurnsOnTheMove(Scheduler):
-    """Wants to be called at once for what is being written again."""
+    """Returns "now" as the next time while a message is being rewritten."""
 
     def next_due_ms(self) -> int | None:
         return 0 if self.rewrites.rows else super().next_due_ms()
 
 
 class LosesTheLast(Scheduler):
-    """Forgets the last of several scheduled messages that were written again."""
+    """Loses the last of several rewritten messages."""
 
     def rewritten(self, seq: Int64Array, row_seq: Int64Array, now_ms: int) -> None:
         batch = self.rewrites._in_flight[0]
-        few = np.arange(len(batch.scheduled_rows)) < max(1, len(seq) - 1)
+        few = np.arange(len(batch.opened)) < max(1, len(seq) - 1)
         add = batch.backlog.add
 
         def all_but_one(waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
@@ -350,7 +350,7 @@ class LosesTheLast(Scheduler):
 
 
 class NeedsTheNewest(Scheduler):
-    """Says that the log is needed from nowhere on."""
+    """Reports that no row of the log is needed."""
 
     def needed_seq(self) -> int | None:
         return None
@@ -360,7 +360,7 @@ class NeedsTheNewest(Scheduler):
 
 
 class BlindToLateFiles(HourLog):
-    """Does not look for what a file brings that is near, or late already."""
+    """Does not open near or overdue messages of an attached file."""
 
     def attach(self, attachment: Attachment, now_ms: int = 0) -> None:
         self.pending.attach(attachment, self._opened_ms, now_ms)
@@ -374,7 +374,7 @@ class BlindToLateFiles(HourLog):
 
 
 class LooseLatch(TimerWheel):
-    """Counts a slot as delivered once it has been opened, whatever has become of what was in it."""
+    """Treats a slot as delivered once it has been opened, even if its messages are not settled."""
 
     def _advance(self, settled_ms: int) -> None:
         super()._advance(settled_ms)
@@ -384,19 +384,19 @@ class LooseLatch(TimerWheel):
 
 
 class OnlyTheLastBatch(TimerWheel):
-    """Finds of each slot what came last, and does not follow the chain."""
+    """Reads only the newest link of each slot, not the rest of the chain."""
 
-    def _sorted_out(self, found: Entries) -> Opened:
+    def _split_opened(self, found: Entries) -> Opened:
         last = {slot: index for index, slot in zip(found.index.tolist(), found.slot.tolist(), strict=True)}
         keep = np.array(
             [abs(last[s] - i) < 8 for i, s in zip(found.index.tolist(), found.slot.tolist(), strict=True)],
             np.bool_,
         )
-        return super()._sorted_out(found.part(keep))
+        return super()._split_opened(found.part(keep))
 
 
 class BeginsWithAnEmptyRing(TimerWheel):
-    """Takes every slot for empty after a restart."""
+    """Treats every slot as empty after a restart."""
 
     def _push_links(self) -> RecordArray:
         links, bound = super()._push_links(), self._ring.bound
@@ -406,7 +406,7 @@ class BeginsWithAnEmptyRing(TimerWheel):
 
 
 class OpensOnce(TimerWheel):
-    """Begins after a restart behind what had been opened before it."""
+    """Starts after the slots that were opened before a restart."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
@@ -417,7 +417,7 @@ class OpensOnce(TimerWheel):
 
 
 class KeepsOnlyTheFar(TimerWheel):
-    """What comes when its slot is open already is in memory, and in no slot."""
+    """Stores a message of an opened slot only in memory."""
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
         opened = super().add(waiting, now_ms, rewritten)
@@ -427,12 +427,12 @@ class KeepsOnlyTheFar(TimerWheel):
 
 
 class UnmarkedLog(TimerLog):
-    def gone(self, index: Int64Array) -> None:
+    def mark_moved(self, index: Int64Array) -> None:
         pass
 
 
 class LeavesItWhereItStood(TimerWheel):
-    """What has been rolled stays in its old slot as well, for a restart to find."""
+    """Does not mark the old entry of a rolled message, so that a restart finds both."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
@@ -452,7 +452,7 @@ def unmarked_log() -> Iterator[None]:
 
 
 class WheelWithoutSync(TimerWheel):
-    """Its files reach the disk when the kernel pleases."""
+    """Does not sync its files."""
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         super().files_to_sync()
@@ -463,14 +463,14 @@ class WheelWithoutSync(TimerWheel):
 
 
 class StaysWhereItWas(LevelCascade):
-    """Finds after a restart a scheduled message where it was, though it has been written again since."""
+    """Finds a rewritten message in its old row after a restart."""
 
     def _forget_old_rows(self, seq: Int64Array) -> None:
         pass
 
 
 class SavesNoOldRows(LevelCascade):
-    """Does not save which entries' scheduled messages stand elsewhere."""
+    """Does not save which entries are superseded."""
 
     def state(self, settled_ms: int) -> CascadeState:
         state = super().state(settled_ms)
@@ -480,15 +480,15 @@ class SavesNoOldRows(LevelCascade):
 
 
 class ForgetsTheNear(LevelCascade):
-    """Does not look at those that were near before a restart."""
+    """Does not open messages again that were near before a restart."""
 
-    def _open_the_near(self, now_ms: int) -> Opened:
-        super()._open_the_near(now_ms)
+    def _reopen_near(self, now_ms: int) -> Opened:
+        super()._reopen_near(now_ms)
         return Opened.nothing()
 
 
 class ForgetsWhatCame(LevelCascade):
-    """Begins from what the checkpoint knew."""
+    """Starts from the checkpoint without the later messages."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
@@ -498,16 +498,16 @@ class ForgetsWhatCame(LevelCascade):
 
 
 class SleepsThroughHops(LevelCascade):
-    """Is opened for what is near, and not for the ends of hops."""
+    """Is opened for near messages but not at the ends of hops."""
 
-    def _keep_first(self) -> None:
+    def _update_first_due(self) -> None:
         queues, self.queues = self.queues, [queue for queue in self.queues if is_last(queue.number)]
-        super()._keep_first()
+        super()._update_first_due()
         self.queues = queues
 
 
 class CascadeWithoutSync(LevelCascade):
-    """As the wheel."""
+    """Does not sync its files."""
 
     def files_to_sync(self) -> list[tuple[str, list[File]]]:
         super().files_to_sync()
@@ -518,15 +518,15 @@ class CascadeWithoutSync(LevelCascade):
 
 
 class SavesTheEnd(DelayLevels):
-    """Moves a queue's offset when a scheduled message is opened, not when its release is durable."""
+    """Moves a queue's offset when a message is opened, not when its release is durable."""
 
     def _advance(self) -> None:
         for queue in self._queues.values():
-            queue.low = min((stretch.next for stretch in queue.stretches), default=queue.known)
+            queue.low = min((stretch.next for stretch in queue.stretches), default=queue.added_to)
 
 
 class SkipsToTheEnd(DelayLevels):
-    """Begins behind what was accepted since the checkpoint."""
+    """Starts after the messages that were accepted since the checkpoint."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
@@ -543,7 +543,7 @@ class SortedQueue(LevelQueue):
 
 
 class TakesQueuesForSorted(DelayLevels):
-    """Trusts that a level's queue is always sorted by instant."""
+    """Assumes that a level's queue is always sorted by due time."""
 
     def _queue(self, number: int, index: Any) -> LevelQueue:
         queue = self._queues[number] = SortedQueue(number, index, self.table.durations_ms[number])
@@ -559,7 +559,7 @@ class ForgetfulQueue(LevelQueue):
 
 
 class LosesEntries(DelayLevels):
-    """Loses the last of many entries that are opened."""
+    """Loses the last of many opened entries."""
 
     def _queue(self, number: int, index: Any) -> LevelQueue:
         queue = self._queues[number] = ForgetfulQueue(number, index, self.table.durations_ms[number])
@@ -567,7 +567,7 @@ class LosesEntries(DelayLevels):
 
 
 class TrustsTheWheel(DelayLevels):
-    """Keeps the bodies it has when the clock is set back, and opens the queues again all the same."""
+    """Keeps loaded bodies when the clock is set back, and opens the queues again as well."""
 
     def clock_stepped(self, now_ms: int, shift_of: Any) -> bool:
         super().clock_stepped(now_ms, shift_of)
@@ -580,7 +580,7 @@ NewRig = Callable[[], Rig]
 
 
 def _of(rig: type[HourLogRig], *wrongs: type, **options: Any) -> dict[str, NewRig]:
-    """A rig for each of these, by name; schedulers over the right backlog, and wrong backlogs."""
+    """Build a rig for each of these by name: schedulers over the right backlog, and wrong backlogs."""
     found: dict[str, NewRig] = {}
     for wrong in wrongs:
         if issubclass(wrong, Scheduler):
@@ -606,29 +606,35 @@ BY_CHANCE: dict[str, NewRig] = {
     **_of(LevelsRig, NotTheEarliest, SavesTheEnd, SkipsToTheEnd, TakesQueuesForSorted, LosesEntries),
 }  # fmt: skip
 
-COMES_DUE = "test_what_comes_due_on_the_move_waits_for_it"
-PARTS, RESTART = "test_a_move_that_becomes_durable_in_parts", "test_restart_on_the_move"
+COMES_DUE = "test_message_due_during_its_rewrite_is_released_after_it"
+PARTS, RESTART = (
+    "test_rewrite_that_becomes_durable_in_parts_loses_nothing",
+    "test_restart_during_a_rewrite_loses_nothing",
+)
 UNHEARD, STEP = {"saved": True, "unheard": True}, {"step_ms": -3_600_000, "restarts": False}
-LET_GO, AGAIN = "test_the_log_behind_what_has_moved_may_go", "test_restart_again_and_again"
+LET_GO, AGAIN = (
+    "test_rows_before_rewritten_messages_are_not_needed",
+    "test_repeated_restarts_lose_and_repeat_nothing",
+)
 
 AT_AN_EDGE: list[tuple[type, type[HourLogRig], str, dict[str, Any]]] = [
     (MovesAgain, WheelRig, PARTS, {"limit": 4}),
-    (MovesTheCancelled, CascadeRig, "test_what_is_cancelled_is_not_moved", {}),
+    (MovesTheCancelled, CascadeRig, "test_cancelled_message_is_not_rewritten", {}),
     (MovesTooMuch, WheelRig, PARTS, {"limit": 4}),
     (LosesBodiesOnTheMove, WheelRig, COMES_DUE, {}),
     (MovesRows, WheelRig, COMES_DUE, {}),
     (SleepsOnTheMove, WheelRig, COMES_DUE, {}),
     (TurnsOnTheMove, WheelRig, COMES_DUE, {}),
-    (CancelsOnlyTheNear, CascadeRig, "test_what_is_on_the_move_may_be_cancelled", {}),
+    (CancelsOnlyTheNear, CascadeRig, "test_message_being_rewritten_may_be_cancelled", {}),
     (NeedsTheNewest, CascadeRig, LET_GO, {}),
     (NeedsTheNewest, WheelRig, LET_GO, {}),
-    (NeverGoesBack, HourLogRig, "test_the_wall_is_set", STEP),
-    (WaitsForTheClock, HourLogRig, "test_the_wall_is_set", STEP),
+    (NeverGoesBack, HourLogRig, "test_wall_clock_step_is_waited_for_or_followed", STEP),
+    (WaitsForTheClock, HourLogRig, "test_wall_clock_step_is_waited_for_or_followed", STEP),
     (LeavesItWhereItStood, WheelRig, RESTART, UNHEARD),
     (LooseLatch, WheelRig, AGAIN, {}),
     (StaysWhereItWas, CascadeRig, RESTART, UNHEARD),
     (ForgetsTheNear, CascadeRig, AGAIN, {}),
-    (ForgetsWhatCame, CascadeRig, "test_restart_with_what_came_too_late", {}),
+    (ForgetsWhatCame, CascadeRig, "test_restart_releases_a_message_that_came_too_late", {}),
     (AttachesInAnOpening, HourLogRig, "test_files_are_rewritten_in_the_middle_of_an_opening", {}),
-    (TrustsTheWheel, LevelsRig, "test_the_wall_clock_is_set_back_while_something_is_near", {}),
+    (TrustsTheWheel, LevelsRig, "test_wall_clock_step_back_releases_no_near_message_early", {}),
 ]

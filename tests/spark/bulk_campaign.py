@@ -1,4 +1,4 @@
-"""A bulk write as a program of its own, so that a test can kill it: numbered rows of a week, some of them no messages.
+"""A bulk write as a separate program, so that a test can kill it: numbered rows of a week, some of them invalid.
 
 python bulk_campaign.py ENDPOINT CAMPAIGN ROWS FIRST_DUE_MS
 """

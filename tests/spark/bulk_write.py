@@ -1,4 +1,4 @@
-"""A bulk write as a program of its own, so that a test can kill it: numbered rows, due in many hours of a week.
+"""A bulk write as a separate program, so that a test can kill it: numbered rows, due in many hours of a week.
 
 python bulk_write.py ENDPOINT ROWS FIRST_DUE_MS [JOB_ID]
 """

@@ -1,4 +1,4 @@
-"""Campaigns for tests, attached without Spark, and what has become of their scheduled messages."""
+"""Campaigns for tests, attached without Spark, and the outcomes of their scheduled messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOPIC = "mail"
 def attach(
     campaign: Campaign, rows: int, parts: int = 2, after_ms: int = HOUR_MS, step_ms: int = 1_000
 ) -> None:
-    """What a bulk write does: numbered rows in `parts` ranges, keys k0, k1, …, `step_ms` apart."""
+    """Do the work of a bulk write: attach numbered rows in `parts` ranges, with keys k0, k1, …, due `step_ms` apart."""
     broker = campaign.broker
     now_ms = broker.status().now_ms
     campaign.plan(rows, now_ms)
@@ -37,7 +37,7 @@ def attach(
                 "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
             }
         )
-        shaped = scheduled_columns.with_unique_keys(scheduled_columns.normalise(table, now_ms))
+        shaped = scheduled_columns.with_unique_keys(scheduled_columns.to_table_columns(table, now_ms))
         first_seq = broker.reserve(len(numbers))
         files += Store(campaign.table_uri).put_rows(scheduled_columns.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
@@ -45,20 +45,20 @@ def attach(
 
 
 def released(broker: Endpoint) -> Counter[str]:
-    """How often each key was released, as far as the log is kept."""
+    """Count the releases of each key in the kept log."""
     log = broker.status().log
     rows = broker.read_log(log.first_seq, log.durable_seq, [Kind.RELEASE], columns=["keys"])
     return Counter(key for batch in rows for key in batch.column("keys").to_pylist())
 
 
 def waiting(broker: Endpoint) -> dict[str, int]:
-    """Key and due instant of everything that waits; each key once, or the test fails."""
+    """Read {key: due time} of all pending messages. Fails if a key occurs twice."""
     with SqlSession(broker.uri, bodies=False) as session:
-        found = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
-    assert len({row["keys"] for row in found}) == len(found), "a scheduled message waits twice"
-    return {row["keys"]: row["due_ms"] for row in found}
+        result = session.run("select keys, due_ms from pending").rows.read_all().to_pylist()
+    assert len({row["keys"] for row in result}) == len(result), "a scheduled message waits twice"
+    return {row["keys"]: row["due_ms"] for row in result}
 
 
 def campaign_of(node: RunningNode, name: str = "spring") -> Campaign:
-    """A campaign on a connection that the test need not close."""
+    """Open a campaign on a connection that the test need not close."""
     return Campaign(Endpoint(node.endpoint, patience_s=5), name)

@@ -45,7 +45,7 @@ def main(endpoint: str, folder: str, rows: str, first_due_ms: str) -> None:
     with Endpoint(endpoint) as broker:
         now_ms = broker.status().now_ms
     window = replay.Window(from_ms=now_ms - HOUR_MS, until_ms=now_ms, start_ms=now_ms + HOUR_MS)
-    again = replay.run(spark, endpoint, window)
+    repeated = replay.run(spark, endpoint, window)
     begin("dispatch")
     runner.run(["dispatch"], spark=spark, endpoint=endpoint, once=True, checkpoint=folder)
     begin("forecast")
@@ -54,8 +54,8 @@ def main(endpoint: str, folder: str, rows: str, first_due_ms: str) -> None:
     report = audit.run(spark, endpoint)
     known = ledger.scheduled_rows(spark, endpoint).where(f"topic = '{TOPIC}'").count()
     spark.stop()
-    found = {"known": known, "replayed": again.rows, "waiting": waiting, "audit": report}
-    print(msgspec.json.encode(found).decode())
+    result = {"known": known, "replayed": repeated.rows, "waiting": waiting, "audit": report}
+    print(msgspec.json.encode(result).decode())
 
 
 if __name__ == "__main__":

@@ -26,13 +26,13 @@ def spark() -> Iterator[SparkSession]:
 
 @pytest.fixture
 def engine(spark: SparkSession) -> OnSpark:
-    """The session, as the one who runs the tasks of jobs."""
+    """The engine that runs tasks of jobs in the Spark session."""
     return OnSpark(spark)
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
-    """A broker that leaves compaction to the test."""
+    """A broker that does not compact by itself."""
     with running_node(tmp_path / "data", compact_self=False, grpc_port=-1) as running:
         yield running
 

@@ -18,7 +18,7 @@ from timeball.table.layout import sort_rows
 
 
 def attach(broker: Endpoint, dues_ms: Sequence[int], topic: str = "due", job_id: str = "due") -> list[int]:
-    """Make one file of scheduled messages for these instants part of the table; returns their numbers."""
+    """Attach one file of scheduled messages with these due times. Returns their sequence numbers."""
     first_seq, count = broker.reserve(len(dues_ms)), len(dues_ms)
     status = broker.status()
     columns = {
@@ -38,22 +38,22 @@ def attach(broker: Endpoint, dues_ms: Sequence[int], topic: str = "due", job_id:
 
 
 def left(node: RunningNode) -> int:
-    """Rows that the broker has left to its dispatcher."""
+    """Count the rows that the broker has left to its dispatcher."""
     return int(status(node)["schedule"]["dispatched_rows"])
 
 
 def fetched(node: RunningNode) -> int:
-    """Rows that the broker has loaded because nobody brought them."""
+    """Count the rows that the broker has loaded because no dispatcher sent them."""
     return int(status(node)["schedule"]["fetched_rows"])
 
 
 def released(node: RunningNode) -> int:
-    """All that was released since the start."""
+    """Count all releases since the start."""
     return int(status(node)["lateness"]["released"])
 
 
 def status(node: RunningNode) -> dict[str, Any]:
-    """The broker's figures, taken on its own loop."""
+    """Read the broker's status on its own event loop."""
 
     async def ask() -> dict[str, Any]:
         return node.broker.status()
@@ -62,7 +62,7 @@ def status(node: RunningNode) -> dict[str, Any]:
 
 
 def all_out(node: RunningNode, rows: int, topic: str = "due") -> None:
-    """Wait until so many are visible, and there they end."""
+    """Wait until this number of messages is visible, and check that there are no more."""
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, topic) >= rows, f"{rows} rows released")
         assert visible(ball, topic) == rows

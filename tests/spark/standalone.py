@@ -42,7 +42,7 @@ exec "$@"
 
 
 class Standalone:
-    """A running cluster; `shared`: what workers see of the broker's data folder `data`."""
+    """A running cluster. `shared`: the part of the broker's data folder `data` that workers see."""
 
     def __init__(self, folder: Path, data: Path, net: Network | None, shared: Sequence[str]) -> None:
         self._folder, self._data, self._net, self._shared = folder, data, net, shared
@@ -53,7 +53,7 @@ class Standalone:
         self._log = open(folder / "daemons.log", "ab")  # noqa: SIM115 - closed with the cluster
 
     def conf(self) -> dict[str, str]:
-        """Return what a driver here must be told: small executors, and an address that they reach."""
+        """Build the settings of a driver: small executors, and an address that they reach."""
         return {
             "spark.driver.host": self.here,
             "spark.driver.bindAddress": self.here,
@@ -64,7 +64,7 @@ class Standalone:
         }
 
     def start(self) -> None:
-        """Return when the master knows both workers."""
+        """Start the cluster. Returns when the master knows both workers."""
         self._master = self._daemon(
             MASTER,
             f"{DEPLOY}.master.Master",
@@ -81,26 +81,26 @@ class Standalone:
         eventually(lambda: self._alive() == len(WORKERS), "the master knows both workers")
 
     def stop(self) -> None:
-        """End all of it."""
+        """Stop all processes of the cluster."""
         for process in (*self.workers.values(), self._master):
             kill_tree(process.pid)
             process.wait()
         self._log.close()
 
     def executors(self) -> list[psutil.Process]:
-        """Return the executors that run, of all applications."""
-        found = []
+        """List the running executors of all applications."""
+        result = []
         for worker in self.workers.values():
             for process in descendants(worker.pid):
                 try:
                     if EXECUTOR in " ".join(process.cmdline()):
-                        found.append(process)
+                        result.append(process)
                 except psutil.NoSuchProcess:
                     continue  # it ended while we looked
-        return found
+        return result
 
     def environment(self) -> dict[str, str]:
-        """Return what a daemon or a driver is given."""
+        """Build the environment of a daemon or a driver."""
         return environment(
             JAVA_HOME=str(java_home()),
             SPARK_HOME=str(SPARK_HOME),
@@ -132,7 +132,7 @@ class Standalone:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Return none of a process that has ended."""
+    """List the processes below a process. Empty if the process has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -143,7 +143,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 def standalone(
     folder: Path, data: Path, net: Network | None, shared: Sequence[str] = SHARED
 ) -> Iterator[Standalone]:
-    """Run a cluster for the length of a block."""
+    """Run a cluster within the block."""
     folder.mkdir(exist_ok=True)
     cluster = Standalone(folder, data, net, shared)
     try:
@@ -155,6 +155,6 @@ def standalone(
 
 @contextmanager
 def machines() -> Iterator[Network | None]:
-    """Make a network of a master and two workers; None where that is not allowed."""
+    """Make a network of a master and two workers. Returns None where that is not allowed."""
     with ExitStack() as made:
         yield made.enter_context(network(MASTER + WORKERS)) if os.geteuid() == 0 else None

@@ -1,4 +1,4 @@
-"""The jobs over two groups of a cluster, on Spark: what one broker shows, two show together."""
+"""The jobs over two groups of a cluster, on Spark: both groups together give the results of one broker."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Iterator[TwoGroups]:
-    with two_groups(tmp_path) as found:
-        yield found
+    with two_groups(tmp_path) as result:
+        yield result
 
 
 def run(spark: SparkSession, groups: TwoGroups, folder: Path, *jobs: str) -> None:
@@ -54,8 +54,8 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
     send(groups.one.endpoint, 5)
     run(spark, groups, tmp_path, "compact", "ledger", "archive")
 
-    told = ledger.scheduled_rows(spark, groups.endpoint).groupBy("group").count().collect()
-    assert {row["group"]: row["count"] for row in told} == {"g1": 65, "g2": 38}
+    reported = ledger.scheduled_rows(spark, groups.endpoint).groupBy("group").count().collect()
+    assert {row["group"]: row["count"] for row in reported} == {"g1": 65, "g2": 38}
     passed = archive.messages(spark, groups.endpoint).groupBy("group").count().collect()
     assert {row["group"]: row["count"] for row in passed} == {"g1": 10, "g2": 7}
     for node in (groups.one, groups.other):
@@ -80,9 +80,9 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
         ["ledger"], endpoint=groups.other.endpoint, once=True, checkpoint=str(tmp_path / "second"), spark=spark,
         options={"ledger": {"uri": elsewhere}},
     )  # fmt: skip
-    again = audit.run(spark, groups.endpoint, ledger_uri=elsewhere)
-    assert again.ok and again.accepted == 103
-    assert [each.scope.ledger_end > 1 for each in again.groups.values() if each.scope] == [True, True]
+    repeated = audit.run(spark, groups.endpoint, ledger_uri=elsewhere)
+    assert repeated.ok and repeated.accepted == 103
+    assert [each.scope.ledger_end > 1 for each in repeated.groups.values() if each.scope] == [True, True]
 
     # A second run finds no event that is not there yet.
     before = events(groups)
@@ -91,20 +91,20 @@ def test_ledger_archive_compact_and_audit(spark: SparkSession, groups: TwoGroups
 
 
 def events(groups: TwoGroups) -> list[int]:
-    """How many events the ledger of each group has."""
-    uris = [uri for _, uri in ledger.JOB.places(group_statuses(groups.endpoint), None).values()]
+    """Count the events in the ledger of each group."""
+    uris = [uri for _, uri in ledger.JOB.sinks_by_group(group_statuses(groups.endpoint), None).values()]
     return [DeltaTable(uri).to_pyarrow_table().num_rows for uri in uris]
 
 
 def people(spark: SparkSession, now_ms: int, rows: int) -> DataFrame:
-    """Rows due within a day, one of which has no topic."""
+    """Make rows due within a day, one of which has no topic."""
     due = f"timestamp_millis({now_ms + HOUR_MS} + (id * 7919) % {DAY_MS})"
     return spark.range(0, rows).selectExpr(
         "if(id = 7, 'not good', 'mail') as to", f"{due} as due", "concat('dear ', id) as body"
     )
 
 
-def test_bulk_deals_rows_out_and_goes_on_where_it_died(
+def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
     spark: SparkSession, groups: TwoGroups, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups.add()
@@ -141,8 +141,8 @@ def test_bulk_deals_rows_out_and_goes_on_where_it_died(
         done = schedule(groups.other.endpoint)
         assert (done.rows, done.rejected, done.repeated) == (399, 1, False)
         assert done.groups == planned.groups and set(done.groups) == {"g1", "g2"}
-        again = schedule()
-        assert again.repeated and (again.rows, again.groups) == (399, done.groups)
+        repeated = schedule()
+        assert repeated.repeated and (repeated.rows, repeated.groups) == (399, done.groups)
     groups.add()
     assert DeltaTable(done.rejects_uri).to_pyarrow_table().num_rows == 1, "put aside once"
     waiting = spark.read.format("timeball").option("endpoint", groups.endpoint).option("read", "pending")
@@ -187,8 +187,8 @@ def test_views_and_a_replay(spark: SparkSession, groups: TwoGroups) -> None:
     assert replay_groups.done_before(groups.endpoint, window.job_id) is None
     done = replay_groups.run(spark, groups.endpoint, window, planned=planned)
     assert (done.rows, done.repeated) == (16, False)
-    again = replay_groups.done_before(groups.other.endpoint, window.job_id)
-    assert again is not None and (again.rows, again.repeated) == (16, True)
+    repeated = replay_groups.done_before(groups.other.endpoint, window.job_id)
+    assert repeated is not None and (repeated.rows, repeated.repeated) == (16, True)
     with open_parts(groups.endpoint, window.job_id) as parts:
         assert CampaignParts(parts).progress().waiting == 16
 

@@ -43,7 +43,7 @@ def net() -> Iterator[Network | None]:
 
 @contextmanager
 def broker_for(tmp_path: Path, net: Network | None) -> Iterator[RunningNode]:
-    """A broker that executors on other machines reach."""
+    """Run a broker that executors on other machines can reach."""
     if net is None:
         where: dict[str, Any] = {}
     else:
@@ -74,7 +74,7 @@ def driver(cluster: Standalone, endpoint: str, folder: Path, due_ms: int) -> Ite
 
 
 def kill(victim: str, cluster: Standalone, process: subprocess.Popen[str]) -> None:
-    """Kill one of them, while a task is writing."""
+    """Kill one of these processes while a task is writing."""
     executors = cluster.executors()
     assert len(executors) == 2, "too late to kill anybody"
     if victim == "executor":
@@ -89,7 +89,7 @@ def kill(victim: str, cluster: Standalone, process: subprocess.Popen[str]) -> No
 @pytest.mark.siege
 @only_in_a_siege
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_what_is_killed_costs_nothing_but_time(victim: str, tmp_path: Path, net: Network | None) -> None:
+def test_killed_executor_loses_and_repeats_no_row(victim: str, tmp_path: Path, net: Network | None) -> None:
     table = tmp_path / "data" / "pending"
     with (
         broker_for(tmp_path, net) as node,
@@ -109,10 +109,10 @@ def test_what_is_killed_costs_nothing_but_time(victim: str, tmp_path: Path, net:
             with driver(cluster, endpoint, tmp_path / "checkpoints", due_ms) as process:
                 said, _ = process.communicate(timeout=BOUND_S)
         assert process.returncode == 0, said
-        found = msgspec.json.decode(said.splitlines()[-1])
-        assert found["audit"]["ok"], found
-        counts = [found["audit"][name] for name in ("accepted", "released", "pending", "lost", "duplicate")]
+        result = msgspec.json.decode(said.splitlines()[-1])
+        assert result["audit"]["ok"], result
+        counts = [result["audit"][name] for name in ("accepted", "released", "pending", "lost", "duplicate")]
         assert counts == [ROWS + 540, 20, ROWS + 520, 0, 0]
-        assert [found[name] for name in ("known", "replayed", "waiting")] == [ROWS, 20, ROWS + 520]
+        assert [result[name] for name in ("known", "replayed", "waiting")] == [ROWS, 20, ROWS + 520]
         keys = [key for key in bodies(table) if key.startswith("key ")]
         assert keys == sorted(f"key {i}" for i in range(ROWS))

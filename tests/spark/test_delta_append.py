@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.delta_append, without Spark; with it: tests/spark/source/test_delta_writer.py."""
+"""Tests of timeball.spark.delta_append without Spark. With Spark: tests/spark/source/test_delta_writer.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held(uri: str) -> list[int]:
     return sorted(DeltaTable(uri).to_pyarrow_table().column("a").to_pylist())
 
 
-def test_a_mark_that_is_there_adds_nothing(uri: str) -> None:
+def test_append_with_an_existing_mark_adds_nothing(uri: str) -> None:
     written = [write_file(uri, SCHEMA, batches(1, 2)), write_file(uri, SCHEMA, [])]
     assert [each.rows for each in written] == [2, 0]
     for _ in range(2):

@@ -47,7 +47,7 @@ def test_reserved_numbers_do_not_overlap(broker: Endpoint) -> None:
     assert second >= first + 100
 
 
-def test_what_a_bulk_job_has_attached_is_ended_as_one(broker: Endpoint) -> None:
+def test_ranges_of_a_bulk_job_are_cancelled_together(broker: Endpoint) -> None:
     first_seq, now_ms = broker.reserve(100), broker.status().now_ms
     rows = table_rows([now_ms + 3_600_000] * 100, first_seq=first_seq)
     files = list(Store(broker.status().table.uri).put_rows(rows, now_ms))

@@ -56,7 +56,7 @@ def process(*command: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextmanager
 def sending(node: RunningNode) -> Iterator[None]:
-    """Messages at once and for soon, a hundred at a time, until the block ends."""
+    """Send immediate messages and messages due soon, a hundred at a time, until the block ends."""
     stop, failed = threading.Event(), list[BaseException]()
 
     def send() -> None:
@@ -83,7 +83,7 @@ def sending(node: RunningNode) -> Iterator[None]:
 
 
 class Archive:
-    """The table as it lies there."""
+    """Reads the table directly."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -98,7 +98,7 @@ class Archive:
             return -1
 
     def known(self) -> set[str]:
-        """Files that some version names."""
+        """List the files that some version names."""
         named = set()
         table = DeltaTable(str(self.folder))
         for version in range(table.version() + 1):
@@ -120,7 +120,7 @@ def passed(node: RunningNode) -> list[tuple[int, int, str, bytes]]:
 
 @pytest.mark.siege
 @only_in_a_siege
-def test_the_archive_survives_its_death_and_a_second_one(tmp_path: Path) -> None:
+def test_killed_and_concurrent_archive_jobs_archive_each_message_once(tmp_path: Path) -> None:
     rng = np.random.default_rng(SEED)
     table = Archive(tmp_path / "data" / "archive")
     with running_node(tmp_path / "data", compact_self=False) as node:
@@ -166,7 +166,7 @@ def test_the_archive_survives_its_death_and_a_second_one(tmp_path: Path) -> None
 
 @pytest.mark.siege
 @only_in_a_siege
-def test_a_replay_that_is_killed_and_given_again_is_there_once(tmp_path: Path) -> None:
+def test_killed_and_repeated_replay_schedules_its_messages_once(tmp_path: Path) -> None:
     table = tmp_path / "data" / "pending"
     with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "orders", "body": b"%d" % n} for n in range(5_000)])

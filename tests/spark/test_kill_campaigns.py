@@ -74,7 +74,7 @@ def balances(spark: SparkSession, endpoint: str) -> audit.AuditReport:
 
 @pytest.mark.siege
 @only_in_a_siege
-def test_a_bulk_that_is_killed_anywhere_is_there_once(tmp_path: Path, spark: SparkSession) -> None:
+def test_bulk_job_killed_at_any_step_schedules_its_rows_once(tmp_path: Path, spark: SparkSession) -> None:
     data = tmp_path / "data"
     with Siege(data, SEED, QUIET) as siege, Endpoint(siege.broker.endpoint) as broker:
         endpoint, rng = siege.broker.endpoint, np.random.default_rng(SEED)
@@ -120,7 +120,7 @@ def test_a_bulk_that_is_killed_anywhere_is_there_once(tmp_path: Path, spark: Spa
 
 
 class Books:
-    """What the commands of one campaign have come to, seen from outside."""
+    """The progress of one campaign, observed from outside its commands."""
 
     def __init__(self, siege: Siege) -> None:
         self.siege = siege
@@ -132,13 +132,13 @@ class Books:
     def status(self) -> dict[str, object]:
         done = timeball("campaign", "status", "spring", "--json", "--endpoint", self.siege.broker.endpoint)
         assert done.returncode == 0, done.stderr
-        found: dict[str, object] = json.loads(done.stdout)
-        parts = [found[name] for name in ("released", "cancelled", "waiting", "held")]
-        assert found["rows"] == sum(parts), (found, self.moments)
-        return found
+        result: dict[str, object] = json.loads(done.stdout)
+        parts = [result[name] for name in ("released", "cancelled", "waiting", "held")]
+        assert result["rows"] == sum(parts), (result, self.moments)
+        return result
 
     def killed(self, act: str, *, broker_too: bool) -> None:
-        """The command, killed at some moment after its process has begun to work, or after its end."""
+        """Run the command, and kill it at a drawn moment after its process has begun to work, or let it end before."""
         wait_s, before = float(self.rng.uniform(0, 1.5)), self.status()["state"]
         self.moments.append(f"{act} after {wait_s:.3f} s{', and the broker' if broker_too else ''}")
         command = [*COMMAND, "campaign", act, "spring", "--endpoint", self.siege.broker.endpoint]
@@ -152,11 +152,11 @@ class Books:
     def done(self, act: str) -> dict[str, object]:
         done = timeball("campaign", act, "spring", "--json", "--endpoint", self.siege.broker.endpoint)
         assert done.returncode == 0, (done.stderr, self.moments)
-        found: dict[str, object] = json.loads(done.stdout)
-        return found
+        result: dict[str, object] = json.loads(done.stdout)
+        return result
 
 
-def test_pause_resume_and_cancel_are_killed_anywhere(tmp_path: Path, spark: SparkSession) -> None:
+def test_pause_resume_and_cancel_killed_at_any_step_apply_once(tmp_path: Path, spark: SparkSession) -> None:
     """While messages fall due all the time; in the end each was released once or cancelled, and never both."""
     with Siege(tmp_path / "data", SEED, QUIET) as siege, Endpoint(siege.broker.endpoint) as broker:
         books = Books(siege)

@@ -68,20 +68,20 @@ def spark_at_work(node: RunningNode, folder: Path) -> Iterator[subprocess.Popen[
 
 
 def releases(node: RunningNode) -> dict[int, tuple[int, int]]:
-    """Scheduled message -> (due, released); asserts that each is released once."""
+    """Read {scheduled message: (due, released)}. Asserts that each is released once."""
     reader = node.broker.log.reader
-    found: dict[int, tuple[int, int]] = {}
+    result: dict[int, tuple[int, int]] = {}
     for rows in reader.rows(reader.first_seq, reader.next_seq, [Kind.RELEASE]):
         columns = (int64(rows.column(name)).tolist() for name in ("source_seq", "due_ms", "store_ms"))
         for seq, due_ms, at_ms in zip(*columns, strict=True):
-            assert seq not in found, f"scheduled message {seq} is released twice"
-            found[seq] = due_ms, at_ms
-    return found
+            assert seq not in result, f"scheduled message {seq} is released twice"
+            result[seq] = due_ms, at_ms
+    return result
 
 
 @pytest.mark.siege
 @only_in_a_siege
-def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) -> None:
+def test_killed_dispatcher_loses_and_repeats_no_message(node: RunningNode, tmp_path: Path) -> None:
     chance = np.random.default_rng(SEED)
     promised: list[int] = []
     with Endpoint(node.endpoint) as broker:
@@ -90,16 +90,16 @@ def test_a_dispatcher_killed_while_it_brings(node: RunningNode, tmp_path: Path) 
                 live(node, broker, chance, promised)
                 assert spark.poll() is None, "Spark has ended by itself"
         eventually(lambda: done(node, len(promised)), "every scheduled message is released")
-    found = releases(node)
-    assert sorted(found) == sorted(promised)
-    assert all(at_ms >= due_ms for due_ms, at_ms in found.values()), "never early"
+    result = releases(node)
+    assert sorted(result) == sorted(promised)
+    assert all(at_ms >= due_ms for due_ms, at_ms in result.values()), "never early"
     assert brought(node) > 0, "Spark has brought some"
     assert fetched(node) > 0, "and the broker what was left of them"
     assert left(node) == 0
 
 
 def live(node: RunningNode, broker: Endpoint, chance: np.random.Generator, promised: list[int]) -> None:
-    """Messages are made, as long as it takes, for a Spark at work, until it is in the midst of bringing some."""
+    """Make messages for a running Spark until it is sending some of them."""
     dispatched = node.broker.scheduling.scheduler.external
     eventually(lambda: dispatched.is_leased(broker.status().now_ms), "Spark is at work")
     eventually(lambda: done(node, len(promised)), "all that was left by the one before is out")
@@ -116,7 +116,7 @@ def live(node: RunningNode, broker: Endpoint, chance: np.random.Generator, promi
 
 
 def brought(node: RunningNode) -> int:
-    """At least so many were brought; what a bulk attach brings near itself is in neither count."""
+    """Count the rows that Spark has sent, as a lower bound: rows that a bulk attach loads are in neither count."""
     return released(node) - fetched(node)
 
 

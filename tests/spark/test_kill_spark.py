@@ -48,7 +48,7 @@ SETTINGS = Settings(compact_rows=300, compact_interval_ms=500, compact_rows_min=
 
 
 def eventually(true: Callable[[], object], what: str, bound_s: int = BOUND_S) -> None:
-    """As node_fixture's, but as patient as Spark is slow, and quick to look: some moments are short."""
+    """Wait as node_fixture's function does, but for longer and with shorter intervals: some moments are short."""
     pause = threading.Event()
     begin_ns = CLOCK.monotonic_ns()
     while not true():
@@ -57,7 +57,7 @@ def eventually(true: Callable[[], object], what: str, bound_s: int = BOUND_S) ->
 
 
 def kill_tree(pid: int) -> int:
-    """SIGKILL for a process and all below it; how many there were."""
+    """Kill a process and all processes below it by SIGKILL. Returns their number."""
     try:
         parent = psutil.Process(pid)
         family = [parent, *parent.children(recursive=True)]
@@ -73,7 +73,7 @@ def kill_tree(pid: int) -> int:
 
 
 def is_dead(process: psutil.Process) -> bool:
-    """Gone, or waiting for a parent to notice."""
+    """Check whether a process has ended, also if its parent has not noticed yet."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -85,7 +85,7 @@ def data_files(table: Path) -> set[str]:
 
 
 class SupervisedSpark:
-    """The supervisor of `timeball up`, on a loop of its own, and the pid of its child."""
+    """The supervisor of `timeball up` on its own event loop, and the pid of its child."""
 
     def __init__(self, endpoint: str) -> None:
         self.pids: list[int] = []
@@ -104,7 +104,7 @@ class SupervisedSpark:
 
     @property
     def pid(self) -> int:
-        """Of the child at work; the first one may not have been started yet."""
+        """The pid of the running child, which may not have been started yet."""
         eventually(lambda: self.pids, "the supervisor has started Spark")
         return self.pids[-1]
 
@@ -129,7 +129,7 @@ def supervised(endpoint: str) -> Iterator[SupervisedSpark]:
 
 
 class Attack:
-    """Kills at drawn moments."""
+    """Kills processes at drawn moments."""
 
     def __init__(self, siege: Siege, spark: SupervisedSpark, ball: Timeball) -> None:
         self.siege, self.spark, self.ball = siege, spark, ball
@@ -142,22 +142,22 @@ class Attack:
         return int(self.ball.status()["watermark"])
 
     def spark_at_work(self) -> None:
-        """Wait until it has attached something since now."""
+        """Wait until Spark has attached something since this call."""
         before = self.watermark()
         eventually(lambda: self.watermark() > before, f"Spark moves the watermark again ({self.moments})")
 
     def on_start(self) -> None:
-        """As soon as the child has a JVM."""
+        """Wait until the child has a JVM."""
         pid = self.spark.pid
         eventually(lambda: psutil.Process(pid).children(), "Spark has begun to start")
 
     def on_file(self) -> None:
-        """As soon as a task has written a file; its attach comes a little later."""
+        """Wait until a task has written a file, shortly before its attach."""
         known = data_files(self.table)
         eventually(lambda: data_files(self.table) - known, "a new file")
 
     def on_attach(self) -> None:
-        """After one to three more attaches."""
+        """Wait for one to three more attaches."""
         self.spark_at_work()
         for _ in range(int(self.rng.integers(0, 3))):
             self.spark_at_work()
@@ -173,7 +173,7 @@ class Attack:
         eventually(lambda: len(self.spark.pids) > starts, "the supervisor starts it again")
 
     def kill_broker(self) -> None:
-        """When Spark has just written a file: its attach meets nobody."""
+        """Kill the broker when Spark has just written a file, so that its attach finds no broker."""
         self.moments.append("broker on_file")
         self.on_file()
         self.siege.strike()
@@ -186,15 +186,15 @@ class Attack:
 
 
 def check_table(siege: Siege, ball: Timeball) -> int:
-    """Each row of the table is a scheduled message of the log, once; returns how many rows there are."""
+    """Check that each row of the table is a scheduled message of the log, once. Returns the number of rows."""
     status = ball.status()
     rows = DeltaTable(status["table"]["uri"]).to_pyarrow_table(columns=["seq", "unique_key"])
     seqs = rows.column("seq").to_pylist()
     assert len(seqs) == len(set(seqs)), "the table holds a scheduled message twice"
     log = ball.read_log(status["log"]["first_seq"], status["watermark"], kinds=[Kind.SCHEDULED]).read_all()
     of_log = dict(zip(log.column("seq").to_pylist(), log.column("unique_key").to_pylist(), strict=True))
-    found = dict(zip(seqs, rows.column("unique_key").to_pylist(), strict=True))
-    foreign = {seq: key for seq, key in found.items() if of_log.get(seq) != key}
+    result = dict(zip(seqs, rows.column("unique_key").to_pylist(), strict=True))
+    foreign = {seq: key for seq, key in result.items() if of_log.get(seq) != key}
     assert not foreign, f"in the table but not in the log: {foreign}"
     settled = set(
         ball.read_log(
@@ -204,7 +204,7 @@ def check_table(siege: Siege, ball: Timeball) -> int:
         .column("source_seq")
         .to_pylist()
     )
-    missing = of_log.keys() - settled - found.keys()
+    missing = of_log.keys() - settled - result.keys()
     assert not missing, f"waiting, below the watermark, and not in the table: {sorted(missing)[:20]}"
     return len(seqs)
 
@@ -232,11 +232,11 @@ def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: S
         with Timeball(endpoint) as ball:
             report = audit.run(spark, endpoint)
             waiting = check_table(siege, ball)
-        found = siege.faults()
+        result = siege.faults()
     figures = f"{siege} waiting={waiting} kills={attack.moments} unattached={attack.unattached} {report}"
     print(figures)
-    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in found[:20])
-    assert not found, f"{len(found)} faults, {figures}:\n  {lines}"
+    lines = "\n  ".join(f"{fault.kind}: {fault.text}" for fault in result[:20])
+    assert not result, f"{len(result)} faults, {figures}:\n  {lines}"
     assert report.ok and report.overdue == 0, figures
     assert waiting and attack.unattached, f"no kill left a file that nobody had attached: {figures}"
 

@@ -1,4 +1,4 @@
-"""Events of rows of the log, and those that are no single scheduled message's: bulk attaches and starts."""
+"""Tests of events of log rows, also of rows that concern many messages or none: bulk attaches and starts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tests.node_fixture import RunningNode
 from tests.spark.traffic import log_rows, send
 
 from timeball import Timeball
-from timeball.model.message import NO_INSTANT_MS, Kind
+from timeball.model.message import NO_DUE_TIME_MS, Kind
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.log_events import EVENT_SCHEMA, attach_events, events_of, read_events, read_spans
+from timeball.spark.log_events import EVENT_SCHEMA, attach_events, derive_events, read_events, read_spans
 from timeball.table.attachment import Attachment, Reservation, encode
 
 
@@ -18,10 +18,10 @@ def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None
     bulk = Attachment(job="bulk", job_id="j", epoch=0, ranges=[(10, 5), (20, 1)])
     moved = Attachment(job="compact", job_id="c", epoch=1, from_seq=1, to_seq=9)
     body = pa.array([encode(bulk), encode(moved), encode(Reservation(5))], pa.binary())
-    found = pa.Table.from_pylist(
+    result = pa.Table.from_pylist(
         list(attach_events(log_rows(Kind.TABLE, 3, store_ms=7, body=body))), EVENT_SCHEMA
     )
-    assert [(row["first_seq"], row["rows"], row["at_ms"]) for row in found.to_pylist()] == [
+    assert [(row["first_seq"], row["rows"], row["at_ms"]) for row in result.to_pylist()] == [
         (10, 5, 7),
         (20, 1, 7),
     ]
@@ -30,26 +30,26 @@ def test_a_bulk_attach_is_an_event_a_range_and_other_attaches_are_none() -> None
 def test_each_start_of_the_broker_is_an_event(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 5)
     node.run(node.broker.compact())  # an attach, but not a bulk write
-    again = broker.status().log.next_seq
+    repeated = broker.status().log.next_seq
     node.stop()
     node.start()
     with Timeball(node.endpoint) as ball:
         ball.send("orders", b"the first row of another life")
     end = broker.status().log.durable_seq
-    found = read_spans(broker, 1, end).to_pylist()
-    assert [(row["event"], row["first_seq"], row["rows"]) for row in found] == [("started", again, 0)]
-    assert found[0]["lateness_ms"] >= 0
-    assert read_spans(broker, again + 1, end).num_rows == read_spans(broker, end, end).num_rows == 0
+    result = read_spans(broker, 1, end).to_pylist()
+    assert [(row["event"], row["first_seq"], row["rows"]) for row in result] == [("started", repeated, 0)]
+    assert result[0]["lateness_ms"] >= 0
+    assert read_spans(broker, repeated + 1, end).num_rows == read_spans(broker, end, end).num_rows == 0
 
 
 def events(rows: pa.RecordBatch) -> list[dict[str, object]]:
-    found = events_of(rows)
-    assert found.schema == EVENT_SCHEMA
-    told: list[dict[str, object]] = found.to_pylist()
-    return told
+    result = derive_events(rows)
+    assert result.schema == EVENT_SCHEMA
+    reported: list[dict[str, object]] = result.to_pylist()
+    return reported
 
 
-def test_a_release_says_where_and_how_late() -> None:
+def test_release_event_has_position_and_lateness() -> None:
     rows = log_rows(
         Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, queue_id=2, queue_offset=9,
         reconsume_times=1,
@@ -63,7 +63,7 @@ def test_a_release_says_where_and_how_late() -> None:
     ]  # fmt: skip
 
 
-def test_a_release_says_which_instant_was_promised_when_it_was_shifted() -> None:
+def test_shifted_release_event_has_the_original_due_time() -> None:
     rows = log_rows(Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, from_due_ms=9_000)
     assert [(event["due_ms"], event["from_due_ms"]) for event in events(rows)] == [(1_000, 9_000)]
     # A move has another meaning of this column.
@@ -74,7 +74,7 @@ def test_a_release_says_which_instant_was_promised_when_it_was_shifted() -> None
 @pytest.mark.parametrize(
     ("accepted_ms", "late_ms"), [(None, 7), (900, 7), (1_005, 2), (1_007, 0), (1_100, 0)]
 )
-def test_a_release_is_late_from_its_acceptance_on(accepted_ms: int | None, late_ms: int) -> None:
+def test_lateness_of_overdue_message_counts_from_acceptance(accepted_ms: int | None, late_ms: int) -> None:
     rows = log_rows(
         Kind.RELEASE, 1, topic="t", due_ms=1_000, store_ms=1_007, source_seq=5, accepted_ms=accepted_ms
     )
@@ -87,26 +87,26 @@ def test_a_half_message_and_its_end_are_no_events() -> None:
 
 
 def test_a_half_message_is_accepted_by_its_first_move_and_moved_by_others() -> None:
-    for from_due_ms, event in ((NO_INSTANT_MS, "accepted"), (900, "moved")):
+    for from_due_ms, event in ((NO_DUE_TIME_MS, "accepted"), (900, "moved")):
         row = log_rows(Kind.MOVED, 1, due_ms=1_000, store_ms=500, source_seq=8, from_due_ms=from_due_ms)
-        (found,) = events(row)
-        assert (found["event"], found["first_seq"], found["event_seq"]) == (event, 8, 1)
+        (result,) = events(row)
+        assert (result["event"], result["first_seq"], result["event_seq"]) == (event, 8, 1)
     assert events(log_rows(Kind.MOVED, 1, due_ms=1_000, store_ms=500, source_seq=8)) == []
 
 
-def test_what_is_accepted_or_cancelled_has_no_lateness_and_no_place() -> None:
+def test_accepted_and_cancelled_events_have_no_lateness_and_position() -> None:
     for kind, event, number in ((Kind.SCHEDULED, "accepted", 1), (Kind.CANCEL, "cancelled", 8)):
         rows = log_rows(kind, 1, due_ms=1_000, store_ms=2_000, source_seq=8, queue_id=-1)
-        (found,) = events(rows)
-        assert (found["event"], found["first_seq"], found["at_ms"]) == (event, number, 2_000)
-        assert found["lateness_ms"] is found["queue_id"] is found["queue_offset"] is None
+        (result,) = events(rows)
+        assert (result["event"], result["first_seq"], result["at_ms"]) == (event, number, 2_000)
+        assert result["lateness_ms"] is result["queue_id"] is result["queue_offset"] is None
 
 
-def test_all_events_of_a_range_are_told(node: RunningNode, broker: Endpoint) -> None:
+def test_read_events_yields_all_events_of_a_range(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 5)
     end = broker.status().log.durable_seq
-    found = [event for batch in read_events(broker, 1, end) for event in batch.to_pylist()]
-    assert [(each["event"], each["first_seq"], each["rows"]) for each in found] == [
+    result = [event for batch in read_events(broker, 1, end) for event in batch.to_pylist()]
+    assert [(each["event"], each["first_seq"], each["rows"]) for each in result] == [
         ("accepted", seq, 1) for seq in range(2, 7)
     ]
     assert list(read_events(broker, end, end)) == []

@@ -1,4 +1,4 @@
-"""Ledger, archive and pending table in an object store, which answers late, not at all, or falsely."""
+"""Ledger, archive and pending table in an object store that answers late, not at all, or wrongly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def store(proxy: FaultyStore) -> FaultyStore:
 
 @dataclass
 class Rows:
-    """A Delta table of numbers; each write appends one and carries its number as the application's version."""
+    """A Delta table of numbers. Each write appends one, with the number as the application's version."""
 
     uri: str
 
@@ -63,12 +63,12 @@ class Rows:
 
 @pytest.fixture
 def rows(store: FaultyStore) -> Rows:
-    found = Rows(f"s3a://{BUCKET}/{uuid.uuid4().hex}/rows")
+    result = Rows(f"s3a://{BUCKET}/{uuid.uuid4().hex}/rows")
     with pytest.raises(NotFound, match="no Delta table"):
-        open_table(found.uri)
-    create_table(found.uri, SCHEMA)
-    found.write(1)
-    return found
+        open_table(result.uri)
+    create_table(result.uri, SCHEMA)
+    result.write(1)
+    return result
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def rows(store: FaultyStore) -> Rows:
         ("lost_answer", "PUT", ".parquet"),
     ],
 )
-def test_each_row_is_there_once_whatever_the_store_does(
+def test_each_row_is_stored_once_with_a_faulty_store(
     rows: Rows, store: FaultyStore, fault: Fault, method: str, part: str
 ) -> None:
     made = store.break_next(fault, method, part)
@@ -98,7 +98,7 @@ def test_each_row_is_there_once_whatever_the_store_does(
 
 
 @pytest.mark.slow
-def test_a_stale_list_neither_hides_nor_doubles_a_row(rows: Rows, store: FaultyStore) -> None:
+def test_stale_listing_hides_and_repeats_no_row(rows: Rows, store: FaultyStore) -> None:
     rows.write(2)
     made = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
     with pytest.raises(OutOfRange, match="planned again"):
@@ -115,7 +115,7 @@ def test_of_two_commits_of_one_version_the_store_refuses_one(rows: Rows, store: 
 
 
 @pytest.mark.slow
-def test_a_store_without_conditional_puts_is_noticed(rows: Rows, store: FaultyStore) -> None:
+def test_store_without_conditional_puts_is_detected(rows: Rows, store: FaultyStore) -> None:
     """The control of the tests above: a put that overwrites a commit loses a row."""
     made = store.break_next("unconditional", "PUT", "_delta_log", times=100)
     assert _race(rows, store) != [1, 2]
@@ -123,7 +123,7 @@ def test_a_store_without_conditional_puts_is_noticed(rows: Rows, store: FaultySt
 
 
 def _race(rows: Rows, store: FaultyStore) -> list[int]:
-    """Two writers of different applications; the second one has not heard of the first one's commit."""
+    """Commit for two applications at once. The second does not know the commit of the first."""
     rows.write(2)
     written = write_file(rows.uri, SCHEMA, [pa.record_batch({"a": [7]})])
     stale = store.break_next("stale_list", "GET", "00000000000000000002", times=100)
@@ -135,7 +135,7 @@ def _race(rows: Rows, store: FaultyStore) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_no_missing_table(rows: Rows, store: FaultyStore) -> None:
+def test_silent_store_does_not_count_as_a_missing_table(rows: Rows, store: FaultyStore) -> None:
     store.break_next("unavailable", "GET", "", times=10**6)
     with pytest.raises(StorageError, match=f"cannot read the Delta table at {rows.uri}"):
         open_table(rows.uri)
@@ -156,8 +156,8 @@ def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
     made = store.break_next(fault, "PUT", "_delta_log")
     archive_writer.commit_epoch(uri, 0, 10, files)
     assert made.seen == 1
-    found = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
-    assert found["seq"].to_pylist() == [5]
+    result = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
+    assert result["seq"].to_pylist() == [5]
     assert app_version(open_table(uri), archive_writer.APP_ID) == 10
 
 
@@ -170,7 +170,7 @@ def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -
 
 @pytest.fixture
 def node(store: FaultyStore, tmp_path: Path) -> Iterator[RunningNode]:
-    """A broker whose pending table lies there, too."""
+    """A broker whose pending table is in the object store, too."""
     uri = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending"
     with running_node(tmp_path / "data", table=uri, compact_self=False) as running:
         yield running
@@ -178,7 +178,7 @@ def node(store: FaultyStore, tmp_path: Path) -> Iterator[RunningNode]:
 
 @pytest.fixture
 def on_s3(node: RunningNode, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let the node's ledger and archive lie in the store, and give it events; returns the folder of the two."""
+    """Put the node's ledger and archive into the store, and make events for them. Returns the folder of both."""
     folder = f"s3a://{BUCKET}/{uuid.uuid4().hex}"
     monkeypatch.setenv("TIMEBALL_LEDGER", f"{folder}/{{group}}ledger")
     monkeypatch.setenv("TIMEBALL_ARCHIVE", f"{folder}/{{group}}archive")
@@ -204,7 +204,7 @@ def test_without_spark_the_jobs_write_there_and_sql_reads_it(
 
 
 def command(*words: str) -> str:
-    """Run a command in a process of its own: Spark's workers have the environment that its JVM was started with."""
+    """Run a command in a separate process: Spark's workers have the environment in which the JVM was started."""
     ended = subprocess.run(
         [sys.executable, "-m", "timeball", *words],
         capture_output=True, text=True, timeout=RUN_S, check=False,
@@ -249,13 +249,13 @@ for line in sys.stdin:
 
 
 class Commands:
-    """A process that runs commands as they are given."""
+    """A process that runs one command after the other."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def answer(self, *words: str) -> dict[str, Any]:
-        """Run a command; return what it says as JSON."""
+        """Run a command. Returns its JSON output."""
         assert self._process.stdin is not None and self._process.stdout is not None
         print(*words, "--json", file=self._process.stdin, flush=True)
         said = list(iter(self._process.stdout.readline, "ended 0\n"))

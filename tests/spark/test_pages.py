@@ -1,4 +1,4 @@
-"""The pages of docs/pipeline are held to the code: examples and commands run, options, views and columns are there."""
+"""The pages of docs/pipeline agree with the code: examples and commands run, options, views and columns exist."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from timeball.spark.jobs.campaign import STATES
 from timeball.spark.log_events import ARCHIVE_SCHEMA
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.options import (
+    APPLIES_TO_READS,
+    BATCH_ONLY,
     DEFAULT_ENDPOINT,
-    FITS,
-    ONLY_BATCH,
-    ONLY_STREAM,
     SCHEMAS,
+    STREAM_ONLY,
     STREAMED,
     ReadOptions,
     WriteOptions,
@@ -66,7 +66,7 @@ def blocks(name: str, language: str) -> list[str]:
 
 
 def run_examples(name: str, endpoint: str, **instead: str) -> int:
-    """Run the Python blocks of a page, one after the other; returns how many there are."""
+    """Run the Python blocks of a page, one after the other. Returns their number."""
     names: dict[str, object] = {}
     examples = blocks(name, "python")
     for code in examples:
@@ -114,50 +114,50 @@ def test_the_commands_that_are_shown_have_these_options(name: str, count: int) -
     ],
 )
 def test_every_option_is_told(name: str, heading: str, command: str) -> None:
-    told = {word for word in first_cells(section(page(name), heading)) if re.match(r"--\w", word)}
-    assert told - IN_WORDS == options_of(command) - IN_WORDS
+    reported = {word for word in first_cells(section(page(name), heading)) if re.match(r"--\w", word)}
+    assert reported - IN_WORDS == options_of(command) - IN_WORDS
 
 
 def test_every_command_event_and_column_is_told() -> None:
-    told = first_cells(section(page(BULK), "Campaigns")) - {"", "command", "---"}
+    reported = first_cells(section(page(BULK), "Campaigns")) - {"", "command", "---"}
     commands: Any = typer.main.get_command(main.app)
-    assert told == set(commands.get_command(None, "campaign").list_commands(None))
+    assert reported == set(commands.get_command(None, "campaign").list_commands(None))
     assert all(f"`{state}`" in page(BULK) for state in STATES)
     assert all(f"`{name}`" in page(BULK) for name in REJECT_SCHEMA.names)
-    told = first_cells(section(page(ARCHIVE), "Keeping what passes").partition("### ")[0])
-    assert told - {"column", "---", ""} <= set(ARCHIVE_SCHEMA.names)
-    assert {"body", "topic", "day"} <= told
+    reported = first_cells(section(page(ARCHIVE), "Keeping what passes").partition("### ")[0])
+    assert reported - {"column", "---", ""} <= set(ARCHIVE_SCHEMA.names)
+    assert {"body", "topic", "day"} <= reported
 
 
 # ---- the data source ----------------------------------------------------------------------------------------
 
 
 def rows_of(text: str) -> list[list[str]]:
-    """The cells of the rows of a section's table, without its head."""
+    """Read the cells of a section's table, without its head."""
     rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in row] for row in rows]
 
 
 def fits(name: str) -> str:
-    """For what an option of a read is, as the page has it."""
-    when = "; stream" if name in ONLY_STREAM else "; batch" if name in ONLY_BATCH else ""
-    return ", ".join(FITS.get(name, ("all",))) + when
+    """Format the reads to which an option applies, as the page does."""
+    when = "; stream" if name in STREAM_ONLY else "; batch" if name in BATCH_ONLY else ""
+    return ", ".join(APPLIES_TO_READS.get(name, ("all",))) + when
 
 
 def test_every_option_of_a_read() -> None:
-    told = rows_of(section(page(SOURCE), "Options of a read"))
-    assert told == [[f"`{n}`", fits(n), describe()[n]] for n in ReadOptions.__struct_fields__]
+    reported = rows_of(section(page(SOURCE), "Options of a read"))
+    assert reported == [[f"`{n}`", fits(n), describe()[n]] for n in ReadOptions.__struct_fields__]
 
 
 def test_every_option_of_a_write() -> None:
-    told = rows_of(section(page(SOURCE), "Options of a write"))
-    assert told == [[f"`{name}`", describe()[name]] for name in WriteOptions.__struct_fields__]
+    reported = rows_of(section(page(SOURCE), "Options of a write"))
+    assert reported == [[f"`{name}`", describe()[name]] for name in WriteOptions.__struct_fields__]
 
 
 def test_everything_that_can_be_read() -> None:
-    told = rows_of(section(page(SOURCE), "Reading").partition("### ")[0])
-    wanted = [[f"`{read}`", "yes", "yes" if read in STREAMED else "no"] for read in SCHEMAS]
-    assert [row[:3] for row in told[1:]] == wanted  # its head begins with `read`
+    reported = rows_of(section(page(SOURCE), "Reading").partition("### ")[0])
+    expected = [[f"`{read}`", "yes", "yes" if read in STREAMED else "no"] for read in SCHEMAS]
+    assert [row[:3] for row in reported[1:]] == expected  # its head begins with `read`
 
 
 def test_a_wrong_row_is_noticed() -> None:
@@ -180,8 +180,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 
 def test_every_view_and_every_instant() -> None:
-    told = first_cells(section(page(SQL), "Views"))
-    assert set(view_sql.VIEWS) == told & set(view_sql.VIEWS)
+    reported = first_cells(section(page(SQL), "Views"))
+    assert set(view_sql.VIEWS) == reported & set(view_sql.VIEWS)
     columns = view_columns()
     assert list(columns) == list(view_sql.VIEWS)
     twins = re.findall(r"`(\w+_ms)` and `(\w+)`", page(SQL))
@@ -244,13 +244,23 @@ def test_the_commands_run(
 
 
 def test_the_fields_of_the_document(busy: RunningNode) -> None:
-    asked = ("--by-topic", "--consumer-rate", "5", "--within", "1m", "--extra-rows", "5", "--extra-at", "1h")
-    document = json.loads(run_here("forecast", "--json", "--endpoint", busy.endpoint, *asked).stdout)
-    told = set(
+    requested = (
+        "--by-topic",
+        "--consumer-rate",
+        "5",
+        "--within",
+        "1m",
+        "--extra-rows",
+        "5",
+        "--extra-at",
+        "1h",
+    )
+    document = json.loads(run_here("forecast", "--json", "--endpoint", busy.endpoint, *requested).stdout)
+    reported = set(
         re.findall(r"`(\w+)`", section(page(FORECAST), "JSON") + section(page(FORECAST), "What waited then"))
     )
     named = {*document, *document["load"], *document["load"]["curve"][0]} - {"within_ms"}
-    assert not named - told, named - told
+    assert not named - reported, named - reported
     assert {"backlog_max", "lateness_p99_ms", "caught_up_ms"} <= set(document["what_if"]["queues"]["*"])
 
 

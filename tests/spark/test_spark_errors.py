@@ -14,7 +14,7 @@ from timeball.model.errors import (
     TimeballError,
     Unavailable,
 )
-from timeball.spark.spark_errors import plain, spark_errors
+from timeball.spark.spark_errors import spark_errors, to_timeball_error
 
 PAGE = """An error occurred while calling o12.save.
 Traceback (most recent call last):
@@ -63,23 +63,25 @@ timeball.model.errors.OutOfRange: compact from seq 3: the watermark is 7
         ),
     ],
 )
-def test_the_sentence_in_a_page_of_stack_traces(text: str, kind: type[TimeballError], said: str) -> None:
-    found = plain(PySparkException(text))
-    assert type(found) is kind
+def test_stack_traces_become_one_sentence(text: str, kind: type[TimeballError], said: str) -> None:
+    result = to_timeball_error(PySparkException(text))
+    assert type(result) is kind
     with pytest.raises(kind, match=said):
-        raise found
+        raise result
 
 
-def test_a_query_that_cannot_be_planned_is_the_callers() -> None:
-    assert "cannot run this: no such column" in str(plain(AnalysisException("no such column\nlong plan")))
+def test_unplannable_query_raises_setup_error() -> None:
+    assert "cannot run this: no such column" in str(
+        to_timeball_error(AnalysisException("no such column\nlong plan"))
+    )
 
 
-def test_our_own_errors_stay_as_they_are() -> None:
+def test_errors_of_timeball_are_not_converted() -> None:
     error = InvalidMessage("tag: too long")
-    assert plain(error) is error
+    assert to_timeball_error(error) is error
 
 
-def test_the_cause_is_kept() -> None:
+def test_exception_of_spark_is_the_cause() -> None:
     for cause in (Py4JError("gateway gone"), ConnectionRefusedError("gateway gone")):
         with pytest.raises(Unavailable, match="gateway gone") as caught, spark_errors():
             raise cause

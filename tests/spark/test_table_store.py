@@ -31,19 +31,19 @@ def test_files_are_written_below_the_table_and_removed_again(tmp_path: Path) -> 
 def test_rows_become_readable_files(tmp_path: Path) -> None:
     due = [NOW_MS + 3_600_000 * i for i in range(5)]
     given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
-    rows = scheduled_columns.numbered(scheduled_columns.normalise(given, NOW_MS), 1)
+    rows = scheduled_columns.numbered(scheduled_columns.to_table_columns(given, NOW_MS), 1)
     entries = list(Store(tmp_path.as_uri()).put_rows(rows, NOW_MS))
-    found = pa.concat_tables(pq.read_table(tmp_path / entry.path, partitioning=None) for entry in entries)
-    assert found.schema == TABLE_SCHEMA
-    assert found.column("due_ms").to_pylist() == due
+    result = pa.concat_tables(pq.read_table(tmp_path / entry.path, partitioning=None) for entry in entries)
+    assert result.schema == TABLE_SCHEMA
+    assert result.column("due_ms").to_pylist() == due
     assert len(entries) == 5
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_unwritable_folder_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"cannot write bucket=x/a\.parquet"):
         Store(str(tmp_path / "file")).put("bucket=x/a.parquet", b"")
-    with pytest.raises(SetupError, match="nosuch://place/table: not a place"):
+    with pytest.raises(SetupError, match="nosuch://place/table: not a storage URI"):
         Store("nosuch://place/table")
 
 
@@ -72,7 +72,9 @@ def test_a_version_is_read_with_the_columns_asked_for(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 20), st.integers(1, 500))
-def test_runs_lose_nothing_and_stay_bounded(counts: list[int], most_rows: int, most_bytes: int) -> None:
+def test_chunks_lose_no_row_and_stay_within_the_limits(
+    counts: list[int], most_rows: int, most_bytes: int
+) -> None:
     before = module.CHUNK_ROWS, module.CHUNK_BYTES
     module.CHUNK_ROWS, module.CHUNK_BYTES = most_rows, most_bytes
     try:

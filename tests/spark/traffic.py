@@ -12,7 +12,7 @@ from timeball.spark.endpoint import Endpoint
 
 
 def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = "orders") -> None:
-    """Scheduled messages due `after_ms` from now and later, an hour apart in three hundred steps."""
+    """Send scheduled messages due `after_ms` from now and later, one hour apart in three hundred steps."""
     with Timeball(endpoint) as ball:
         now_ms = ball.status()["now_ms"]
         due = [now_ms + after_ms + HOUR_MS * (i % 300) for i in range(rows)]
@@ -28,7 +28,7 @@ def send(endpoint: str, rows: int, *, after_ms: int = 30 * DAY_MS, topic: str = 
 
 
 def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
-    """Scheduled messages that are due, and released, within moments."""
+    """Send scheduled messages that are due and released within moments."""
     with Timeball(endpoint) as ball:
         for i in range(rows):
             ball.send(topic, f"now {i}", after="1ms", keys=f"key{i}")
@@ -36,7 +36,7 @@ def send_due_now(endpoint: str, rows: int, topic: str = "orders") -> None:
 
 
 def commit_half(node: RunningNode, **delay: int) -> int:
-    """A half message, committed with a delay; returns its number."""
+    """Commit a half message with a delay. Returns its number."""
 
     async def commit() -> int:
         properties = encode_properties({"TRAN_MSG": "true", "PGROUP": "payers"})
@@ -56,14 +56,14 @@ def commit_half(node: RunningNode, **delay: int) -> int:
 
 
 def visible(ball: Timeball, topic: str) -> int:
-    """Rows that stand in the queues of a topic; a topic begins with its first release."""
+    """Count the rows in the queues of a topic. The topic may not exist before its first release."""
     if topic not in ball.topics():
         return 0
     return sum(queue.max - queue.min for queue in ball.queues(topic).values())
 
 
 def attached_seqs(broker: Endpoint) -> list[int]:
-    """Sequence numbers of all rows in the pending table, sorted."""
+    """List the sequence numbers of all rows in the pending table, sorted."""
     from deltalake import DeltaTable
 
     table = DeltaTable(broker.status().table.uri).to_pyarrow_table(columns=["seq"])
@@ -71,7 +71,7 @@ def attached_seqs(broker: Endpoint) -> list[int]:
 
 
 def log_rows(kind: Kind, count: int, **columns: object) -> pa.RecordBatch:
-    """Rows as `read_log` yields them, seq from 1 on."""
+    """Make rows as `read_log` yields them, with seq from 1 on."""
     rows = build_rows(count, kind=int(kind), **columns)
     seqs = columns.get("seq", pa.array(range(1, count + 1), pa.int64()))
     assert rows.schema == LOG_SCHEMA

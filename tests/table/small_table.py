@@ -1,4 +1,4 @@
-"""Rows of the pending table, and files of them with row groups so small that a search has something to choose."""
+"""Rows of the pending table, and files with row groups so small that searches have several to choose from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GROUP_ROWS = 8
 
 
 def table_rows(due_ms: Sequence[int], *, first_seq: int = 1, **columns: Sequence[Any]) -> pa.Table:
-    """Rows numbered in the order given; columns left out are what a compaction would write."""
+    """Make rows numbered in the given order. Columns that are not given are as in a compaction."""
     count = len(due_ms)
     seq = range(first_seq, first_seq + count)
     whole: dict[str, Any] = {
@@ -38,7 +38,7 @@ def table_rows(due_ms: Sequence[int], *, first_seq: int = 1, **columns: Sequence
 
 
 def write(files: Files, rows: pa.Table, now_ms: int = NOW_MS) -> list[FileEntry]:
-    """Cut rows into files of the table; nothing is durable or attached yet."""
+    """Cut rows into files of the table. They are neither durable nor attached yet."""
     entries = []
     for entry, data in layout.cut_files(layout.sort_rows(rows), now_ms):
         name = f"{layout.FOLDER}/{entry.path}"
@@ -50,13 +50,13 @@ def write(files: Files, rows: pa.Table, now_ms: int = NOW_MS) -> list[FileEntry]
 
 
 def attachment(files: list[FileEntry], **fields: Any) -> Attachment:
-    """A rewrite, which may add and remove whatever it likes."""
+    """Make a rewrite, which may add and remove any files."""
     return Attachment(**{"job": "rewrite", "job_id": "job", "epoch": 1, "files": files, **fields})
 
 
 @contextmanager
 def small_groups() -> Iterator[None]:
-    """Row groups of `GROUP_ROWS` rows; around the body of a property, which no fixture reaches."""
+    """Use row groups of `GROUP_ROWS` rows within the block, for tests of properties, which cannot use fixtures."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "ROW_GROUP_ROWS", GROUP_ROWS)
         yield

@@ -1,4 +1,4 @@
-"""An attachment says the same before and after its travels, and what is none is refused by name."""
+"""Tests of timeball.table.attachment: encoding and decoding, and errors that name malformed fields."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def with_path(path: str) -> bytes:
 
 
 @given(ATTACHMENTS)
-def test_what_is_encoded_is_decoded(attachment: Attachment) -> None:
+def test_encoded_attachment_decodes_to_itself(attachment: Attachment) -> None:
     assert decode(encode(attachment)) == decode_change(encode(attachment)) == attachment
 
 
-def test_a_row_of_the_log_says_which_change_it_is() -> None:
+def test_row_of_the_log_names_its_kind_of_change() -> None:
     assert decode_change(encode(Reservation(7))) == Reservation(7)
     with pytest.raises(InvalidMessage):
         decode(encode(Reservation(7)))
@@ -62,7 +62,7 @@ def test_a_row_of_the_log_says_which_change_it_is() -> None:
     lambda inner: st.lists(inner, max_size=3)
     | st.dictionaries(st.sampled_from(["job", "job_id", "epoch", "files", "ranges"]) | TEXTS, inner, max_size=5),
 ).map(msgspec.json.encode))  # fmt: skip
-def test_anything_else_is_refused_and_nothing_worse(data: bytes) -> None:
+def test_malformed_attachment_raises_only_invalid_message(data: bytes) -> None:
     try:
         assert isinstance(decode(data), Attachment)
     except InvalidMessage as error:
@@ -76,14 +76,14 @@ def test_anything_else_is_refused_and_nothing_worse(data: bytes) -> None:
         ("files", {}), ("files", [{}]), ("ranges", [[1]]), ("ranges", [[1, 2, 3]]), ("removes", [1]),
     ],
 )  # fmt: skip
-def test_a_field_of_the_wrong_sort_is_named(field: str, value: object) -> None:
+def test_field_of_wrong_type_is_named_in_the_error(field: str, value: object) -> None:
     right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1, files=[ENTRY])))
     with pytest.raises(InvalidMessage, match=rf"\$\.{field}"):
         decode(msgspec.json.encode({**right, field: value}))
 
 
 @pytest.mark.parametrize("field", ["job", "job_id", "epoch"])
-def test_what_makes_a_repeat_a_repeat_must_be_there(field: str) -> None:
+def test_attachment_without_job_id_or_epoch_is_refused(field: str) -> None:
     right = msgspec.json.decode(encode(Attachment(job="bulk", job_id="j", epoch=1)))
     del right[field]
     with pytest.raises(InvalidMessage, match=field):
@@ -100,7 +100,7 @@ def test_what_makes_a_repeat_a_repeat_must_be_there(field: str) -> None:
         f"bucket=2026-12/{NAME}.parquet",  # of another bucket than it says
     ],
 )  # fmt: skip
-def test_a_path_that_is_none_of_ours_is_refused(path: str) -> None:
+def test_path_of_another_form_is_refused(path: str) -> None:
     with pytest.raises(InvalidMessage, match="relative to the table"):
         decode(with_path(path))
 
@@ -114,6 +114,6 @@ def test_too_many_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=5))
-def test_rows_are_those_of_all_files(rows: list[int]) -> None:
+def test_rows_is_the_sum_over_all_files(rows: list[int]) -> None:
     files = [msgspec.structs.replace(ENTRY, rows=count) for count in rows]
     assert Attachment(job="bulk", job_id="j", epoch=1, files=files).rows == sum(rows)

@@ -1,4 +1,4 @@
-"""The Delta log of the pending table: durable commits, torn ones made again, and a table others can read."""
+"""Tests of the pending table's Delta log: durable commits, repeated torn commits, and readers outside the broker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def opened(files: Files) -> Catalog:
 
 
 def put(catalog: Catalog, files: Files, seq: int, removed: list[FileEntry] | None = None) -> list[FileEntry]:
-    """Attach a file of one row, numbered as the TABLE row it stands for; all steps, in their order."""
+    """Attach a file of one row, with its number as the TABLE row. Does all steps in their order."""
     entries = write(files, table_rows([DUES[seq % 3]], first_seq=seq))
     change = attachment(entries, epoch=seq, removes=[entry.path for entry in removed or []])
     catalog.sync_data(change.files)
@@ -43,7 +43,7 @@ def put(catalog: Catalog, files: Files, seq: int, removed: list[FileEntry] | Non
 
 
 def as_delta(catalog: Catalog) -> DeltaTable:
-    """The table as a stranger sees it."""
+    """Open the table as another program does."""
     return DeltaTable(catalog.uri)
 
 
@@ -63,13 +63,13 @@ def files(request: pytest.FixtureRequest, tmp_path: Path) -> Files:
 # ---- attach -------------------------------------------------------------------------------------------------
 
 
-def test_a_new_table_is_empty_and_opened_again_as_it_was(files: Files) -> None:
+def test_new_table_is_empty_and_reopens_unchanged(files: Files) -> None:
     first = Catalog(files).open()
     assert first == Catalog(files).open() == TableState(0, 0, [])
     assert len(commits(files)) == 1
 
 
-def test_files_join_and_leave(files: Files) -> None:
+def test_attach_adds_and_removes_files(files: Files) -> None:
     catalog = opened(files)
     one, two = put(catalog, files, 5), put(catalog, files, 9)
     three = put(catalog, files, 12, removed=one)
@@ -80,7 +80,7 @@ def test_files_join_and_leave(files: Files) -> None:
     assert catalog.version == 3
 
 
-def test_an_attach_that_the_table_has_changes_nothing(files: Files) -> None:
+def test_repeated_attach_changes_nothing(files: Files) -> None:
     catalog = opened(files)
     entries = put(catalog, files, 9)
     before = commits(files)
@@ -112,7 +112,7 @@ def test_deltalake_reads_rows_statistics_and_our_transaction(files: Files) -> No
     }
 
 
-def test_a_rewrite_is_no_change_of_the_data(files: Files) -> None:
+def test_rewrite_commits_without_data_change(files: Files) -> None:
     """A stream that follows the table must not see rows again because they moved."""
     catalog = opened(files)
     one = put(catalog, files, 5)
@@ -130,9 +130,7 @@ def test_readers_of_an_older_version_are_undisturbed(files: Files) -> None:
     assert (seqs(old), seqs(as_delta(catalog))) == ([5], [6])
 
 
-def test_a_checkpoint_now_and_then_spares_readers_the_log(
-    files: Files, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_is_written_at_regular_versions(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "CHECKPOINT_EVERY", 3)
     catalog = opened(files)
     for seq in range(1, 8):
@@ -145,7 +143,7 @@ def test_a_checkpoint_now_and_then_spares_readers_the_log(
 # ---- torn commits -------------------------------------------------------------------------------------------
 
 
-def test_a_newest_commit_that_is_torn_is_dropped_and_made_again(tmp_path: Path) -> None:
+def test_torn_newest_commit_is_removed_and_repeated(tmp_path: Path) -> None:
     files = RealFiles(tmp_path)
     catalog = opened(files)
     put(catalog, files, 5)
@@ -156,18 +154,18 @@ def test_a_newest_commit_that_is_torn_is_dropped_and_made_again(tmp_path: Path) 
         catalog.commit(attachment(entries), 6, [], NOW_MS)
         whole = bytes(files.map_readonly(newest))
         (tmp_path / newest).write_bytes(whole[:size] if size else b"")
-        again = Catalog(files).open()
-        if again.attach_seq == 6:  # only the last newline was missing
+        repeated = Catalog(files).open()
+        if repeated.attach_seq == 6:  # only the last newline was missing
             assert size == -1
             (tmp_path / newest).unlink()
         else:
-            assert (again.version, again.attach_seq, len(again.files)) == (1, 5, 1)
+            assert (repeated.version, repeated.attach_seq, len(repeated.files)) == (1, 5, 1)
     catalog = opened(files)
     assert catalog.commit(attachment(entries), 6, [], NOW_MS) == 2
     assert seqs(as_delta(catalog)) == [5, 6]
 
 
-def test_zeros_where_a_commit_should_be_are_torn_too(files: Files) -> None:
+def test_commit_entry_of_zeros_counts_as_torn(files: Files) -> None:
     """What a file system shows whose size was durable and whose content was not."""
     catalog = opened(files)
     put(catalog, files, 5)
@@ -175,28 +173,28 @@ def test_zeros_where_a_commit_should_be_are_torn_too(files: Files) -> None:
     assert Catalog(files).open() == TableState(0, 0, [])
 
 
-def test_a_table_that_was_being_created_is_created_again(files: Files) -> None:
+def test_interrupted_creation_of_the_table_is_repeated(files: Files) -> None:
     opened(files)
     files.replace(f"{DELTA_LOG}/{0:020d}.json", b'{"protocol":{"minReader')
     assert Catalog(files).open() == TableState(0, 0, [])
     assert len(commits(files)) == 1
 
 
-def test_what_is_left_of_writing_is_swept(files: Files) -> None:
+def test_temporary_files_of_delta_are_removed_at_open(files: Files) -> None:
     catalog = opened(files)
     put(catalog, files, 5)
     files.replace(f"{DELTA_LOG}/_commit_1234.json.tmp", b"{")
     files.replace(f"{DELTA_LOG}/_last_checkpoint", b'{"version":1,"si')
     assert Catalog(files).open().attach_seq == 5
-    left = files.list_dir(DELTA_LOG)
-    assert not [name for name in left if name.endswith(".tmp") or name == "_last_checkpoint"]
+    remaining = files.list_dir(DELTA_LOG)
+    assert not [name for name in remaining if name.endswith(".tmp") or name == "_last_checkpoint"]
 
 
 # ---- a table that is not what the log says ------------------------------------------------------------------
 
 
 def lived(files: Files) -> list[FileEntry]:
-    """Three attaches; what lives after them."""
+    """Make three attaches. Returns the live files."""
     catalog = opened(files)
     one, two = put(catalog, files, 5), put(catalog, files, 6)
     return [*two, *put(catalog, files, 9, removed=one)]
@@ -208,7 +206,7 @@ def as_the_log_says(files: Files, live: list[FileEntry]) -> Catalog:
     return catalog
 
 
-def test_a_table_that_is_as_the_log_says_is_left_alone(files: Files) -> None:
+def test_table_that_agrees_with_the_log_is_not_changed(files: Files) -> None:
     live = lived(files)
     before = {name: bytes(files.map_readonly(f"{DELTA_LOG}/{name}")) for name in files.list_dir(DELTA_LOG)}
     assert as_the_log_says(files, live).version == 3
@@ -222,7 +220,7 @@ def flipped(files: Files, name: str, old: bytes, new: bytes) -> None:
 
 
 def left_with_a_checkpoint(files: Files) -> None:
-    """delta-rs opens such a table, and can commit nothing to it."""
+    """Leave only a checkpoint. delta-rs opens this table, but cannot commit to it."""
     DeltaTable(Catalog(files).uri).create_checkpoint()
     files.absorb(FOLDER)
     files.remove(f"{DELTA_LOG}/{NEWEST}")
@@ -247,14 +245,14 @@ DAMAGE: dict[str, Callable[[Files], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
-def test_a_table_that_differs_from_the_log_is_made_anew(
+def test_table_that_differs_from_the_log_is_recreated(
     files: Files, damage: Callable[[Files], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     """One flipped digit of an entry was two scheduled messages that never came."""
     live = lived(files)
     damage(files)
     catalog = as_the_log_says(files, live)
-    assert "table made anew from the log folder=pending/_delta_log" in caplog.text
+    assert "table recreated from the log folder=pending/_delta_log" in caplog.text
     for state in (catalog.state(), Catalog(files).open()):
         assert state.attach_seq == 9
         assert {entry.path: entry for entry in state.files} == {entry.path: entry for entry in live}
@@ -263,7 +261,7 @@ def test_a_table_that_differs_from_the_log_is_made_anew(
     assert seqs(as_delta(catalog)) == [6, 9, 12]
 
 
-def test_a_data_file_that_is_gone_or_cut_is_named(files: Files) -> None:
+def test_missing_or_truncated_data_file_is_named_in_the_error(files: Files) -> None:
     live = lived(files)
     name = f"{FOLDER}/{live[0].path}"
     data = bytes(files.map_readonly(name))
@@ -286,7 +284,7 @@ def on_disk(tmp_path: Path) -> tuple[RealFiles, Catalog]:
 
 
 def age(files: RealFiles, entries: list[FileEntry], hours: int = 48) -> None:
-    """As old as files of a job that failed long ago; deltalake looks at the machine's clock, so must we."""
+    """Make files look like those of a job that failed long ago. deltalake compares them with the machine's clock."""
     then = time.time() - hours * 3_600
     for entry in entries:
         os.utime(files.root / FOLDER / entry.path, (then, then))
@@ -296,7 +294,7 @@ def there(files: Files, entries: list[FileEntry]) -> list[bool]:
     return [files.exists(f"{FOLDER}/{entry.path}") for entry in entries]
 
 
-def test_vacuum_removes_what_nobody_names_and_leaves_no_entry(on_disk: tuple[RealFiles, Catalog]) -> None:
+def test_vacuum_removes_unnamed_files_without_a_log_entry(on_disk: tuple[RealFiles, Catalog]) -> None:
     files, catalog = on_disk
     one, two = put(catalog, files, 5), put(catalog, files, 6)
     put(catalog, files, 7, removed=one)
@@ -312,7 +310,7 @@ def test_vacuum_removes_what_nobody_names_and_leaves_no_entry(on_disk: tuple[Rea
     assert catalog.vacuum(DAY_MS) == 0
 
 
-def test_vacuum_keeps_what_a_reader_of_the_last_hours_may_need(on_disk: tuple[RealFiles, Catalog]) -> None:
+def test_vacuum_keeps_files_of_versions_within_the_age_limit(on_disk: tuple[RealFiles, Catalog]) -> None:
     files, catalog = on_disk
     one = put(catalog, files, 5)
     change = attachment([], epoch=6, removes=[one[0].path])
@@ -322,15 +320,15 @@ def test_vacuum_keeps_what_a_reader_of_the_last_hours_may_need(on_disk: tuple[Re
     assert there(files, one) == [True]
 
 
-def test_what_this_life_took_out_goes_when_its_time_is_over(on_disk: tuple[RealFiles, Catalog]) -> None:
+def test_files_removed_in_this_run_are_deleted_after_their_time(on_disk: tuple[RealFiles, Catalog]) -> None:
     files, catalog = on_disk
     one, two = put(catalog, files, 5), put(catalog, files, 6)
     put(catalog, files, 7, removed=one)
-    assert catalog.remove_left(NOW_MS) == 0
+    assert catalog.delete_removed_files(NOW_MS) == 0
     assert there(files, [*one, *two]) == [True, True]
-    assert catalog.remove_left(NOW_MS + 1) == 1
+    assert catalog.delete_removed_files(NOW_MS + 1) == 1
     assert there(files, [*one, *two]) == [False, True]
-    assert catalog.remove_left(NOW_MS + 1) == 0
+    assert catalog.delete_removed_files(NOW_MS + 1) == 0
     assert seqs(as_delta(catalog)) == [6, 7]
 
 
@@ -340,7 +338,7 @@ SEQS = [5, 6, 7, 8]
 
 
 def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[Attachment, int]]) -> None:
-    """Four attaches, one of which takes a file out; `log` is what the TABLE rows say, `done` what has returned."""
+    """Make four attaches, one of which removes a file. `log` gets the TABLE rows, `done` the attaches that returned."""
     catalog = opened(files)
     removed: list[FileEntry] = []
     for seq in SEQS:
@@ -354,7 +352,7 @@ def life(files: CrashFiles, done: list[tuple[Attachment, int]], log: list[tuple[
 
 
 def brought_up(files: CrashFiles, log: list[tuple[Attachment, int]]) -> tuple[TableState, Catalog]:
-    """What recovery does: open, and commit again what the table has not got."""
+    """Open the table as recovery does, and repeat the commits that it lacks."""
     catalog = Catalog(files)
     state = first = catalog.open()
     for change, seq in log:
@@ -370,13 +368,13 @@ def wrong_after(
     state, catalog = brought_up(files, log)
     if done and state.attach_seq < done[-1][1]:
         yield f"attach {done[-1][1]} had returned; the table stands at {state.attach_seq}"
-    gone = {path for change, _ in log for path in change.removes}
-    wanted = {entry.path for change, _ in log for entry in change.files} - gone
-    found = {entry.path for entry in catalog.state().files}
-    if found != wanted:
-        yield f"files {found ^ wanted}"
+    deleted = {path for change, _ in log for path in change.removes}
+    expected = {entry.path for change, _ in log for entry in change.files} - deleted
+    result = {entry.path for entry in catalog.state().files}
+    if result != expected:
+        yield f"files {result ^ expected}"
     elif seqs(as_delta(catalog)) != sorted(
-        e.min_seq for change, _ in log for e in change.files if e.path in wanted
+        e.min_seq for change, _ in log for e in change.files if e.path in expected
     ):
         yield "rows are missing"
 
@@ -389,14 +387,14 @@ def faults_of_cut(call: int | None, seeds: range, **control: bool) -> list[str]:
         life(files, done, log)
     except PowerCut:
         pass
-    found = []
+    result = []
     for seed in seeds:
         image = files.crash(seed, "nothing" if seed == 0 else "random")
         try:
-            found += list(wrong_after(image, done, log))
+            result += list(wrong_after(image, done, log))
         except (Corrupt, OSError) as error:
-            found.append(repr(error))
-    return [f"call {call}: {fault}" for fault in found]
+            result.append(repr(error))
+    return [f"call {call}: {fault}" for fault in result]
 
 
 def calls_of_a_life() -> int:
@@ -406,7 +404,7 @@ def calls_of_a_life() -> int:
 
 
 @pytest.mark.parametrize("third", range(3))
-def test_every_commit_survives_the_power(third: int) -> None:
+def test_commits_survive_a_power_cut_at_every_call(third: int) -> None:
     wrong = [
         fault
         for call in range(1 + third, calls_of_a_life() + 1, 3)

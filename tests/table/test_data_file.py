@@ -1,4 +1,4 @@
-"""A data file gives out the rows asked for, all of them and no others, or says that it is damaged (G8)."""
+"""Tests of timeball.table.data_file: a file yields exactly the requested rows, or raises Corrupt (G8)."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ def ids(rows: pa.Table) -> list[str]:
 
 @settings(max_examples=60)
 @given(DUES, st.lists(st.tuples(POSITIONS, POSITIONS), min_size=1, max_size=6))
-def test_a_window_is_what_a_filter_would_give(
+def test_rows_between_positions_equal_a_filter_of_all_rows(
     dues: list[int], windows: list[tuple[Position, Position]]
 ) -> None:
     rows = table_rows(dues)
     file = one_file(rows)
     every = sorted(order(rows))
     for low, high in [*windows, EVERYTHING]:
-        wanted = [position for position in every if low <= position < high]
-        found = file.rows_between(low, high)
-        assert order(found) == wanted
-        assert found.schema == TABLE_SCHEMA
-        assert found.column("body").to_pylist() == [b"body %d" % seq for _, seq in wanted]
+        expected = [position for position in every if low <= position < high]
+        result = file.rows_between(low, high)
+        assert order(result) == expected
+        assert result.schema == TABLE_SCHEMA
+        assert result.column("body").to_pylist() == [b"body %d" % seq for _, seq in expected]
         due, seq = file.positions_between(low, high)
-        assert list(zip(due.tolist(), seq.tolist(), strict=True)) == wanted
+        assert list(zip(due.tolist(), seq.tolist(), strict=True)) == expected
         inside = [position for position in every if low[0] <= position[0] <= high[0]]
-        assert len(inside) <= file.row_count_up_to(low[0], high[0]) <= len(every)
+        assert len(inside) <= file.max_rows_due_between(low[0], high[0]) <= len(every)
 
 
 @given(DUES)
-def test_windows_side_by_side_hold_every_row_once(dues: list[int]) -> None:
+def test_adjacent_ranges_contain_every_row_once(dues: list[int]) -> None:
     """As gathers walk through a file: each begins where the last one ended, also within an instant."""
     rows = table_rows(dues)
     file, every = one_file(rows), sorted(order(rows))
@@ -79,33 +79,35 @@ def test_windows_side_by_side_hold_every_row_once(dues: list[int]) -> None:
 
 
 @given(DUES, st.data())
-def test_rows_by_instant_and_number(dues: list[int], data: st.DataObject) -> None:
+def test_rows_of_finds_rows_by_due_time_and_number(dues: list[int], data: st.DataObject) -> None:
     file, every = one_file(table_rows(dues)), sorted(order(table_rows(dues)))
-    wanted = data.draw(st.lists(st.sampled_from(every), unique=True))
-    asked = [*wanted, (BEGIN_MS + 3, 10**9), (BEGIN_MS - 50, 1)]  # and what lies nowhere
-    due, seq = (np.array(side, dtype=np.int64) for side in zip(*asked, strict=True))
+    expected = data.draw(st.lists(st.sampled_from(every), unique=True))
+    requested = [*expected, (BEGIN_MS + 3, 10**9), (BEGIN_MS - 50, 1)]  # and what lies nowhere
+    due, seq = (np.array(side, dtype=np.int64) for side in zip(*requested, strict=True))
     # Whoever asks for a number by another instant may be given it; nobody does.
     assert (
-        set(wanted) <= set(order(file.rows_of(due, seq))) <= {*wanted, *(one for one in every if one[1] == 1)}
+        set(expected)
+        <= set(order(file.rows_of(due, seq)))
+        <= {*expected, *(one for one in every if one[1] == 1)}
     )
     assert not file.is_open
 
 
-def test_a_window_reads_only_the_row_groups_that_may_hold_it() -> None:
+def test_range_reads_only_row_groups_that_may_contain_it() -> None:
     file = one_file(table_rows([BEGIN_MS + i for i in range(10 * GROUP_ROWS)]))
-    assert file.row_count_up_to(BEGIN_MS, BEGIN_MS) == GROUP_ROWS
-    assert file.row_count_up_to(BEGIN_MS + 70, BEGIN_MS + 72) == 2 * GROUP_ROWS
-    assert file.row_count_up_to(BEGIN_MS - 9, BEGIN_MS - 1) == 0
-    assert file.row_count_up_to(BEGIN_MS, BEGIN_MS + 1_000) == 10 * GROUP_ROWS
+    assert file.max_rows_due_between(BEGIN_MS, BEGIN_MS) == GROUP_ROWS
+    assert file.max_rows_due_between(BEGIN_MS + 70, BEGIN_MS + 72) == 2 * GROUP_ROWS
+    assert file.max_rows_due_between(BEGIN_MS - 9, BEGIN_MS - 1) == 0
+    assert file.max_rows_due_between(BEGIN_MS, BEGIN_MS + 1_000) == 10 * GROUP_ROWS
 
 
-def test_a_part_of_one_instant_reads_its_own_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_range_within_one_due_time_reads_only_its_row_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million due at one instant are read in parts: if each read all of them, twice as many would take four times."""
-    file, asked = one_file(table_rows([BEGIN_MS] * (10 * GROUP_ROWS))), []
+    file, requested = one_file(table_rows([BEGIN_MS] * (10 * GROUP_ROWS))), []
     read = pq.ParquetFile.read_row_groups
 
     def noted(parquet: pq.ParquetFile, groups: list[int], **more: Any) -> pa.Table:
-        asked.append(groups)
+        requested.append(groups)
         return read(parquet, groups, **more)
 
     monkeypatch.setattr(pq.ParquetFile, "read_row_groups", noted)
@@ -116,30 +118,32 @@ def test_a_part_of_one_instant_reads_its_own_row_groups(monkeypatch: pytest.Monk
         (3 * GROUP_ROWS - 1, 4 * GROUP_ROWS + 1, [2, 3, 4]),
         (10 * GROUP_ROWS - 1, 10 * GROUP_ROWS, [9]),
     ):
-        found = file.rows_between((BEGIN_MS, seqs[begin]), (BEGIN_MS, seqs[end - 1] + 1))
-        assert [seq for _, seq in order(found)] == seqs[begin:end]
-        assert asked.pop() == groups
+        result = file.rows_between((BEGIN_MS, seqs[begin]), (BEGIN_MS, seqs[end - 1] + 1))
+        assert [seq for _, seq in order(result)] == seqs[begin:end]
+        assert requested.pop() == groups
 
 
 @given(DUES, POSITIONS)
-def test_search_counts_what_lies_before(dues: list[int], position: Position) -> None:
+def test_search_counts_rows_before_the_position(dues: list[int], position: Position) -> None:
     every = sorted(order(table_rows(dues)))
     due, seq = (np.array(side, dtype=np.int64) for side in zip(*every, strict=True))
     assert data_file.search(due, seq, position) == sum(1 for one in every if one < position)
 
 
 @given(DUES, st.lists(st.integers(BEGIN_MS - 2, BEGIN_MS + 14), min_size=1, max_size=5))
-def test_the_first_instant_from_anywhere_on(dues: list[int], asked: list[int]) -> None:
+def test_first_due_from_finds_the_next_due_time(dues: list[int], asked: list[int]) -> None:
     file = one_file(table_rows(dues))
     for from_ms in asked:
-        assert file.first_due_from(from_ms) == min((due for due in dues if due >= from_ms), default=None)
+        assert file.first_due_at_or_after(from_ms) == min(
+            (due for due in dues if due >= from_ms), default=None
+        )
 
 
-def test_who_walks_leaves_it_open_and_who_looks_up_leaves_it_as_it_was() -> None:
+def test_range_read_leaves_file_open_and_look_up_restores_its_state() -> None:
     file = one_file(table_rows([BEGIN_MS + i for i in range(3 * GROUP_ROWS)]))
     walks = [
         lambda: file.positions_between(*EVERYTHING), lambda: file.rows_between(*EVERYTHING),
-        lambda: file.row_count_up_to(BEGIN_MS, BEGIN_MS), lambda: file.first_due_from(BEGIN_MS), file.check,
+        lambda: file.max_rows_due_between(BEGIN_MS, BEGIN_MS), lambda: file.first_due_at_or_after(BEGIN_MS), file.check,
     ]  # fmt: skip
     look_ups = [
         lambda: file.identities_at([7]),
@@ -161,7 +165,7 @@ def footers() -> int:
     return sum(isinstance(each, pq.FileMetaData) for each in gc.get_objects())
 
 
-def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
+def test_closed_file_leaves_no_reference_cycle() -> None:
     """A footer weighs more than the rows of a small file, and that collector comes rarely (broker/tables/memory.py)."""
     file = one_file(table_rows([1, 2, 3]))
     gc.collect()
@@ -177,7 +181,7 @@ def test_a_closed_file_leaves_nothing_for_the_collector_of_cycles() -> None:
         gc.enable()
 
 
-def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+def test_failed_look_up_leaves_the_file_closed(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
     entry, data, _ = whole
     numbers = pq.ParquetFile(pa.BufferReader(data)).metadata.row_group(0).column(0)
     last = numbers.dictionary_page_offset or numbers.data_page_offset
@@ -192,7 +196,7 @@ def test_a_look_up_that_fails_leaves_it_closed(whole: tuple[FileEntry, bytes, li
 
 @settings(max_examples=40)
 @given(st.sets(st.integers(0, 3 * GROUP_ROWS - 1), min_size=1), st.booleans())
-def test_identities_at_places_of_the_file(places: set[int], has_them: bool) -> None:
+def test_identities_at_reads_rows_by_number_with_and_without_blocks(places: set[int], has_them: bool) -> None:
     """Also of a file without them, which is read by its row groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identities, "BLOCK_ROWS", 4)
@@ -209,17 +213,17 @@ def test_identities_at_places_of_the_file(places: set[int], has_them: bool) -> N
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(-2, 3 * GROUP_ROWS + 2), max_size=9))
-def test_numbers_find_their_rows(asked: list[int]) -> None:
+def test_find_seqs_reads_the_rows_with_these_numbers(asked: list[int]) -> None:
     file = one_file(table_rows([BEGIN_MS + i // 2 for i in range(2 * GROUP_ROWS)], first_seq=5))
-    found = file.find_seqs(np.array(asked, dtype=np.int64)).column("seq").to_pylist()
-    assert found == sorted(set(asked) & set(range(5, 5 + 2 * GROUP_ROWS)))
+    result = file.find_seqs(np.array(asked, dtype=np.int64)).column("seq").to_pylist()
+    assert result == sorted(set(asked) & set(range(5, 5 + 2 * GROUP_ROWS)))
 
 
 # ---- damage -------------------------------------------------------------------------------------------------
 
 
 class OneFile(CrashFiles):
-    """A disk on which every name shows these bytes."""
+    """A disk on which every name has these bytes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__()
@@ -231,18 +235,18 @@ class OneFile(CrashFiles):
 
 @pytest.fixture(scope="module")
 def whole() -> tuple[FileEntry, bytes, list[pa.Table]]:
-    """A file of several groups: its entry, its bytes, and what it answers."""
+    """A file of several row groups: its entry, its bytes and its answers."""
     file = one_file(table_rows([BEGIN_MS + i // 3 for i in range(3 * GROUP_ROWS)]))
     return file.entry, file._files.content(f"{FOLDER}/{file.entry.path}"), answers(file)
 
 
 def answers(file: DataFile) -> list[pa.Table]:
     windows = [EVERYTHING, ((BEGIN_MS + 1, 4), (BEGIN_MS + 6, 0))]
-    found = [file.rows_between(low, high) for low, high in windows]
+    result = [file.rows_between(low, high) for low, high in windows]
     known = pa.Table.from_pylist(
         file.identities_at([n for n in (0, 9, 20) if n < file.entry.rows]), identities.ID_SCHEMA
     )
-    return [*found, file.find_seqs(np.array([9, 20])), known]
+    return [*result, file.find_seqs(np.array([9, 20])), known]
 
 
 def damaged(data: bytes, at: int, bit: int) -> bytes:
@@ -251,7 +255,7 @@ def damaged(data: bytes, at: int, bit: int) -> bytes:
     return bytes(copy)
 
 
-def test_no_flipped_bit_changes_what_is_read(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+def test_flipped_bit_raises_or_changes_no_row(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
     """The answer is the right one, or an error that names the file."""
     entry, data, right = whole
     noticed, places = 0, range(0, len(data), 3)
@@ -266,7 +270,7 @@ def test_no_flipped_bit_changes_what_is_read(whole: tuple[FileEntry, bytes, list
     assert noticed > 0.8 * len(places)
 
 
-def test_without_the_seal_a_footer_that_has_changed_loses_rows(
+def test_damaged_footer_loses_rows_without_the_seal_check(
     whole: tuple[FileEntry, bytes, list[pa.Table]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the test above, and why there is a seal: statistics say that a group begins later."""
@@ -276,11 +280,11 @@ def test_without_the_seal_a_footer_that_has_changed_loses_rows(
     begin, later = (value.to_bytes(8, "little") for value in (BEGIN_MS + 5, BEGIN_MS + 7))
     assert begin in data[footer:]  # the least instant of the last group
     moved = data[:footer] + data[footer:].replace(begin, later)
-    found = answers(DataFile(OneFile(moved), entry))
-    assert found[1].num_rows < right[1].num_rows
+    result = answers(DataFile(OneFile(moved), entry))
+    assert result[1].num_rows < right[1].num_rows
 
 
-def test_a_file_cut_short_is_damaged(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
+def test_truncated_file_raises_corrupt(whole: tuple[FileEntry, bytes, list[pa.Table]]) -> None:
     entry, data, _ = whole
     for size in [0, 1, 11, *range(16, len(data), 97), len(data) - 1]:
         with pytest.raises(Corrupt, match="restore this file"):
@@ -294,7 +298,7 @@ def other_claims(entry: FileEntry) -> Iterator[tuple[str, FileEntry]]:
             yield name, msgspec.structs.replace(entry, **changed)
 
 
-def test_a_claim_that_the_footer_does_not_bear_out_is_refused(
+def test_entry_that_differs_from_the_footer_is_refused(
     whole: tuple[FileEntry, bytes, list[pa.Table]],
 ) -> None:
     """A narrower due range would leave scheduled messages unread, without a word."""
@@ -305,7 +309,7 @@ def test_a_claim_that_the_footer_does_not_bear_out_is_refused(
             DataFile(OneFile(data), claim).check()
 
 
-def test_rows_that_nobody_sorted_are_refused() -> None:
+def test_unsorted_file_is_refused() -> None:
     rows = table_rows([BEGIN_MS + 50 - i for i in range(3 * GROUP_ROWS)])
     files = CrashFiles()
     with small_groups(), pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The pending table as delta-rs has it: none, a new one, one with an attach, and one that cannot be read."""
+"""Tests of timeball.table.delta_rs: no table, a new table, an attach, and an unreadable table."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def test_a_table_is_opened_only_when_there_is_one(tmp_path: Path) -> None:
     assert table.version() == 0
 
 
-def test_an_attach_is_an_entry_with_its_row(tmp_path: Path) -> None:
+def test_commit_stores_the_attach_and_its_table_row(tmp_path: Path) -> None:
     table = delta_rs.create_table(str(tmp_path), None)
     attach = Attachment(job="compact", job_id="j", epoch=1, files=[FILE], to_seq=6)
     delta_rs.commit(table, attach, 77, [], NOW_MS)
-    found = delta_rs.open_table(str(tmp_path), None)
-    assert found is not None
-    assert found.transaction_version(delta_rs.APP_ID) == 77
-    assert found.file_uris() == [f"{tmp_path}/{FILE.path}"]
-    gone = Attachment(job="rewrite", job_id="j", epoch=2, removes=[FILE.path])
-    delta_rs.commit(found, gone, 78, [FILE], NOW_MS)
-    found.update_incremental()
-    assert found.file_uris() == []
+    result = delta_rs.open_table(str(tmp_path), None)
+    assert result is not None
+    assert result.transaction_version(delta_rs.APP_ID) == 77
+    assert result.file_uris() == [f"{tmp_path}/{FILE.path}"]
+    deleted = Attachment(job="rewrite", job_id="j", epoch=2, removes=[FILE.path])
+    delta_rs.commit(result, deleted, 78, [FILE], NOW_MS)
+    result.update_incremental()
+    assert result.file_uris() == []
 
 
-def test_a_table_that_cannot_be_read_is_told_in_one_line(tmp_path: Path) -> None:
+def test_error_of_unreadable_table_is_formatted_as_one_line(tmp_path: Path) -> None:
     delta_rs.create_table(str(tmp_path), None)
     (entry,) = (tmp_path / "_delta_log").glob("*.json")
     entry.write_text("not an entry")
     with pytest.raises(delta_rs.DeltaError) as failure:
         delta_rs.open_table(str(tmp_path), None)
-    assert "\n" not in delta_rs.said(failure.value)
+    assert "\n" not in delta_rs.one_line(failure.value)
 
 
 # ---- what delta-rs does when two work from one version: docs/formats/pending-table.md, docs/pipeline/archive.md -----

@@ -20,7 +20,7 @@ from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
-from timeball.table.file_cache import FileCache, Ranged
+from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.layout import FOLDER
 from timeball.table.object_store import ObjectStore
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 def stored(store: ObjectStore, tmp_path: Path, count: int = 3) -> list[FileEntry]:
-    """Files of another writer, an hour apart."""
+    """Put files of another writer into the store, due an hour apart."""
     elsewhere = RealFiles(tmp_path / "elsewhere")
     entries = []
     for hour in range(count):
@@ -42,7 +42,7 @@ def opened(store: ObjectStore, tmp_path: Path, size_bytes_max: int = 1 << 30) ->
     return FileCache(RealFiles(tmp_path / "data"), store, size_bytes_max)
 
 
-def test_a_file_is_fetched_once_and_found_again_by_the_next_life(
+def test_file_is_fetched_once_and_reused_after_a_restart(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     [entry, *_] = stored(store, tmp_path)
@@ -55,20 +55,22 @@ def test_a_file_is_fetched_once_and_found_again_by_the_next_life(
     cache.close()
     (tmp_path / "data" / FOLDER / f"{entry.path}.fetched").write_bytes(b"cut off")
     proxy.go_away()
-    again = opened(store, tmp_path)
-    assert not again.is_local(entry.path)
-    again.fetch(entry.path)
-    assert again.is_local(entry.path) and again.fetched_files == 0
+    repeated = opened(store, tmp_path)
+    assert not repeated.is_local(entry.path)
+    repeated.fetch(entry.path)
+    assert repeated.is_local(entry.path) and repeated.fetched_files == 0
     assert [path.name for path in (tmp_path / "data" / FOLDER).glob("bucket=*/*")] == [
         entry.path.rpartition("/")[2]
     ]
-    again.close()
+    repeated.close()
 
 
-def test_what_is_pinned_stays_and_what_was_used_last_goes_last(store: ObjectStore, tmp_path: Path) -> None:
+def test_pinned_files_stay_and_least_recently_used_are_evicted_first(
+    store: ObjectStore, tmp_path: Path
+) -> None:
     first, second, third = stored(store, tmp_path)
     cache = opened(store, tmp_path, first.size_bytes + second.size_bytes + 10)
-    cache.bring([first, second, third])
+    cache.upload_missing([first, second, third])
     cache.pin([first.path])
     for entry in (first, second, third):
         cache.map_readonly(f"{FOLDER}/{entry.path}")
@@ -80,7 +82,9 @@ def test_what_is_pinned_stays_and_what_was_used_last_goes_last(store: ObjectStor
     cache.close()
 
 
-def test_a_file_that_is_not_as_claimed_or_damaged_is_refused(store: ObjectStore, tmp_path: Path) -> None:
+def test_file_that_differs_from_its_entry_or_is_damaged_is_refused(
+    store: ObjectStore, tmp_path: Path
+) -> None:
     [entry, *_] = stored(store, tmp_path)
     cache = opened(store, tmp_path)
     with pytest.raises(Corrupt, match="rows 100, its attach says 99"):
@@ -96,12 +100,12 @@ def test_a_file_that_is_not_as_claimed_or_damaged_is_refused(store: ObjectStore,
         with pytest.raises(NotFound):
             ask()
     with pytest.raises(Corrupt, match="is missing"):
-        cache.bring([entry])
+        cache.upload_missing([entry])
     assert not cache.is_local(entry.path) and cache.size_bytes == 0
     cache.close()
 
 
-def test_a_large_file_is_read_by_ranges_until_there_is_a_copy(
+def test_large_file_is_read_by_ranges_until_it_is_local(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     elsewhere = RealFiles(tmp_path / "elsewhere")
@@ -111,23 +115,23 @@ def test_a_large_file_is_read_by_ranges_until_there_is_a_copy(
     name = f"{FOLDER}/{entry.path}"
     store.put(name, elsewhere.map_readonly(name))
     cache = opened(store, tmp_path)
-    file = DataFile(Ranged(cache, 1), entry)
+    file = DataFile(RangedFiles(cache, 1), entry)
     proxy.asked.clear()
     assert [row["unique_key"] for row in file.identities_at([7, 19_000])] == ["id8", "id19001"]
-    asked = [span for method, _, span in proxy.asked if method == "GET"]
-    assert len(asked) <= 4 and sum(_length(span) for span in asked) < entry.size_bytes / 20
+    requested = [span for method, _, span in proxy.asked if method == "GET"]
+    assert len(requested) <= 4 and sum(_length(span) for span in requested) < entry.size_bytes / 20
     proxy.asked.clear()
     assert file.rows_of(np.array([NOW_MS + HOUR_MS]), np.array([8])).num_rows == 1
     assert not cache.is_local(entry.path)
-    asked = [span for method, _, span in proxy.asked if method == "GET"]
-    assert asked
+    requested = [span for method, _, span in proxy.asked if method == "GET"]
+    assert requested
     proxy.go_away()
     with pytest.raises(Unavailable):
         file.identities_at([7])
     proxy.heal()
     cache.fetch(entry.path)
     proxy.go_away()
-    assert len(DataFile(Ranged(cache, 1), entry).identities_at([7])) == 1
+    assert len(DataFile(RangedFiles(cache, 1), entry).identities_at([7])) == 1
     cache.close()
 
 

@@ -1,4 +1,4 @@
-"""Which files may hold a number is what asking each of them would say."""
+"""Tests of FileSet: searching the columns of bounds gives the same files as checking each entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def entry(number: int, seqs: Span, dues: Span) -> FileEntry:
 @given(
     st.lists(st.tuples(spans, spans), max_size=6), st.lists(st.tuples(st.integers(0, 32), st.integers(0, 32)))
 )
-def test_it_says_what_each_entry_says(bounds: list[tuple[Span, Span]], asked: list[tuple[int, int]]) -> None:
+def test_file_set_finds_the_files_whose_entries_admit_a_pair(
+    bounds: list[tuple[Span, Span]], asked: list[tuple[int, int]]
+) -> None:
     entries = [entry(number, *both) for number, both in enumerate(bounds)]
     live = FileSet(entries)
     seq = np.array([number for number, _ in asked], np.int64)
@@ -38,7 +40,7 @@ def test_it_says_what_each_entry_says(bounds: list[tuple[Span, Span]], asked: li
             for at, (instant, number) in enumerate(zip(due.tolist(), seq.tolist(), strict=True))
             if one.min_seq <= number <= one.max_seq and one.min_due_ms <= instant <= one.max_due_ms
         ]
-        found = [there.tolist() for that, there in live.with_pairs(due, seq) if that is one]
-        assert found == ([places] if places else [])
+        result = [there.tolist() for that, there in live.with_pairs(due, seq) if that is one]
+        assert result == ([places] if places else [])
         assert live.get(one.path) is one
     assert len(live) == len(entries) and live.get("bucket=2026-11/x.parquet") is None

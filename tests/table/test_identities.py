@@ -1,4 +1,4 @@
-"""Identities of rows in blocks: what was put in comes out, by place, and a byte that is not its own is noticed."""
+"""Tests of timeball.table.identities: blocks decode to their rows, by number, and every changed byte is detected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.table.small_table import NOW_MS, table_rows
 
 from timeball.model.errors import Corrupt
 from timeball.table import identities
-from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, is_there
+from timeball.table.identities import ID_COLUMNS, ID_SCHEMA, Identities, encode, has_identities
 
 BEFORE = b"pages of a Parquet file"
 # Ids of ours, of RocketMQ's clients, those of others, and what is nearly one of ours.
@@ -35,12 +35,12 @@ TEXT = st.one_of(
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(identities, "BLOCK_ROWS", 4)
-        patch.setattr(identities, "_PART_ROWS", 8)
+        patch.setattr(identities, "_CHUNK_ROWS", 8)
         yield
 
 
 def opened(data: bytes) -> Identities:
-    """Identities as they stand in a file, behind something else."""
+    """Open identities that are in a file, after other bytes."""
     whole = BEFORE + data
     return Identities(pa.py_buffer(whole).slice, len(whole))
 
@@ -49,33 +49,33 @@ def opened(data: bytes) -> Identities:
     st.lists(st.tuples(st.none() | st.integers(0, 1 << 60), TEXT, TEXT), min_size=1, max_size=14),
     st.lists(st.integers(0, 13), max_size=6),
 )
-def test_a_row_is_what_was_written(
+def test_decoded_identities_equal_the_encoded_rows(
     rows: list[tuple[int | None, str | None, str | None]], asked: list[int]
 ) -> None:
     numbers, ids, keys = zip(*rows, strict=True)
     table = table_rows([NOW_MS + n for n in range(len(rows))], number=numbers, unique_key=ids, keys=keys)
-    found, right = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
+    result, right = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
     places = [place for place in asked if place < len(rows)]
-    assert found.rows == len(rows)
-    assert found.rows_at(places) == [right[place] for place in places]
-    found.check()
-    with pytest.raises(Corrupt, match="was asked for"):
-        found.rows_at([len(rows)])
+    assert result.rows == len(rows)
+    assert result.rows_at(places) == [right[place] for place in places]
+    result.check()
+    with pytest.raises(Corrupt, match="is needed"):
+        result.rows_at([len(rows)])
 
 
 @pytest.mark.parametrize(
     "digits", ["0123456789abcdef", "ABCDEF0123456789", "ABCDEF012345678a", "0123456789abcdeg", "é" * 8]
 )
-def test_ids_of_ours_take_half_as_much(digits: str) -> None:
+def test_hexadecimal_ids_take_half_the_space(digits: str) -> None:
     names = [digits[n:] + digits + digits[:n] for n in range(16)]
     sliced = table_rows([NOW_MS] * 16, unique_key=names).slice(3, 12)
-    found = opened(encode(sliced))
-    assert [row["unique_key"] for row in found.rows_at(range(12))] == names[3:15]
-    packed = pa.ipc.read_record_batch(found._block(0), identities._BLOCK_SCHEMA).column("id16")
+    result = opened(encode(sliced))
+    assert [row["unique_key"] for row in result.rows_at(range(12))] == names[3:15]
+    packed = pa.ipc.read_record_batch(result._block(0), identities._BLOCK_SCHEMA).column("id16")
     assert packed.null_count == (0 if digits in ("0123456789abcdef", "ABCDEF0123456789") else 4)
 
 
-def test_columns_of_other_types_become_those_of_the_table() -> None:
+def test_columns_are_cast_to_the_types_of_the_table() -> None:
     rows = table_rows([NOW_MS] * 5)
     wider = rows.set_column(2, "topic", rows.column("topic").cast(pa.large_string()))
     assert encode(wider) == encode(rows)
@@ -91,7 +91,7 @@ def test_every_flipped_bit_is_noticed() -> None:
             with pytest.raises(Corrupt):
                 assert opened(bytes(damaged)).rows_at(range(9)) == right
     for at in range(len(data) - len(identities.MAGIC), len(data)):
-        assert not is_there(pa.py_buffer(data[:at] + b"?" + data[at + 1 :]).slice, len(data))
+        assert not has_identities(pa.py_buffer(data[:at] + b"?" + data[at + 1 :]).slice, len(data))
 
 
 def test_what_is_short_is_refused() -> None:
@@ -99,10 +99,10 @@ def test_what_is_short_is_refused() -> None:
     for size in range(identities.TRAILER.size, len(data)):
         with pytest.raises(Corrupt, match="shorter"):
             Identities(pa.py_buffer(data[-size:]).slice, size)
-    assert not is_there(pa.py_buffer(b"").slice, 0)
+    assert not has_identities(pa.py_buffer(b"").slice, 0)
 
 
-def test_without_its_checksum_a_block_that_rotted_is_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_block_is_decoded_without_the_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the bits above: with all checksums equal, another row is found, and no one is told."""
     monkeypatch.setattr(identities.google_crc32c, "value", lambda data: 0)
     monkeypatch.setattr(identities.google_crc32c, "extend", lambda crc, data: 0)
@@ -112,5 +112,5 @@ def test_without_its_checksum_a_block_that_rotted_is_believed(monkeypatch: pytes
     assert opened(moved).rows_at([3]) != opened(data).rows_at([3])
 
 
-def test_they_are_the_columns_that_tell_a_scheduled_message() -> None:
+def test_id_columns_identify_a_scheduled_message() -> None:
     assert ID_SCHEMA.names == ID_COLUMNS

@@ -1,4 +1,4 @@
-"""The index answers as reading every live file would: after each change, without its runs, after each power cut."""
+"""Tests of the key index: it answers like a scan of all live files, after each change, loss and power cut."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEGIN_MS = ONE_BUCKET[0]
 
 @contextmanager
 def small() -> Iterator[None]:
-    """Blocks of four pairs, merges from three runs on, few open files."""
+    """Use blocks of four pairs, merges from three runs on, and few open files."""
     with small_groups(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(key_hash, "BLOCK_PAIRS", 4)
         patch.setattr(key_hash, "MERGE_PAIRS", 8)
@@ -49,7 +49,7 @@ def hashes(texts: Sequence[str]) -> np.ndarray:
 
 @dataclass
 class Table:
-    """Files of a table, and what is in each, by path."""
+    """The files of a table, and their rows, by path."""
 
     files: CrashFiles
     rows: dict[str, pa.Table] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Table:
         return FileSet(self.entries.values())
 
     def add(self, keys: Sequence[str | None], *, with_run: bool = True) -> None:
-        """Write and attach a file, with the run that its writer leaves, or without."""
+        """Write and attach a file, with or without the run that its writer leaves."""
         rows = table_rows([BEGIN_MS + n for n in range(len(keys))], first_seq=self.next_seq, keys=keys)
         before = self.files.list_dir(KEYS_FOLDER)
         [entry] = write_files(self.files, rows, NOW_MS)
@@ -72,13 +72,13 @@ class Table:
         self.next_seq += len(keys)
 
     def remove(self, place: int) -> None:
-        """Let a file leave the table, and the disk."""
+        """Remove a file from the table and from the disk."""
         path = sorted(self.entries, key=lambda path: self.entries[path].min_seq)[place % len(self.entries)]
         del self.entries[path], self.rows[path]
         self.files.remove(f"{FOLDER}/{path}")
 
     def scanned(self, texts: Sequence[str]) -> list[int]:
-        """The numbers of the rows with one of these keys, by reading all."""
+        """Find the numbers of the rows with one of these keys by reading all rows."""
         return sorted(
             row["seq"]
             for rows in self.rows.values()
@@ -112,7 +112,7 @@ STEPS = st.one_of(
 @given(
     st.lists(STEPS, min_size=1, max_size=14), st.lists(st.sampled_from([*WORDS, "id3", "id9"]), min_size=1)
 )
-def test_it_answers_as_a_scan_of_all_files_does(steps: list[tuple[str, object]], asked: list[str]) -> None:
+def test_index_answers_like_a_scan_of_all_files(steps: list[tuple[str, object]], asked: list[str]) -> None:
     with small():
         table = Table(CrashFiles())
         index = TableKeys(table.files)
@@ -154,9 +154,9 @@ def change(table: Table, index: TableKeys, step: str, what: object) -> FileSet:
     return live
 
 
-def test_an_index_that_skips_a_file_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_that_skips_a_file_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: it believes of a new file that its keys are known."""
-    monkeypatch.setattr(TableKeys, "_missing", lambda self, live: {})
+    monkeypatch.setattr(TableKeys, "_unlisted", lambda self, live: {})
     table = Table(CrashFiles())
     table.add(["red"], with_run=False)
     assert found(TableKeys(table.files), table.live, ["red"]) != table.scanned(["red"])
@@ -169,7 +169,7 @@ def many(count: int) -> Table:
     return table
 
 
-def test_many_runs_become_few_and_what_has_left_is_left_out() -> None:
+def test_merge_reduces_runs_and_drops_pairs_of_removed_files() -> None:
     with small():
         table = many(9)
         index = TableKeys(table.files)
@@ -188,7 +188,7 @@ def test_many_runs_become_few_and_what_has_left_is_left_out() -> None:
         assert len(table.files.list_dir(KEYS_FOLDER)) == 1
 
 
-def test_a_run_that_speaks_of_no_live_file_goes() -> None:
+def test_run_without_live_files_is_removed() -> None:
     table = many(2)
     index = TableKeys(table.files)
     index.bring_up(table.live)
@@ -197,38 +197,40 @@ def test_a_run_that_speaks_of_no_live_file_goes() -> None:
     assert index.statistics()["key_runs"] == len(table.files.list_dir(KEYS_FOLDER)) == 1
 
 
-def test_a_look_up_asks_the_runs_and_reads_the_rows_found_and_no_other_file(
+def test_look_up_reads_only_the_files_that_the_runs_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = many(5)
-    index, live, asked, parsed = TableKeys(table.files), table.live, [], []
+    index, live, requested, parsed = TableKeys(table.files), table.live, [], []
     index.bring_up(live)
     identities_at, check = DataFile.identities_at, DataFile.check
     monkeypatch.setattr(
         DataFile,
         "identities_at",
-        lambda file, *at: (asked.append(file.entry.min_seq), identities_at(file, *at))[1],
+        lambda file, *at: (requested.append(file.entry.min_seq), identities_at(file, *at))[1],
     )
     monkeypatch.setattr(DataFile, "check", lambda file: (parsed.append(file.entry.path), check(file)))
     assert found(index, live, ["id4"]) == [4]
     assert found(index, live, ["nothing"]) == []
-    assert asked == [4] and parsed == []
+    assert requested == [4] and parsed == []
     [rows] = index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
     assert rows.column("seq").to_pylist() == [4] and len(parsed) == 1
     index.rows_of(live, np.array([BEGIN_MS]), np.array([4]))
     assert len(parsed) == 1, "it stays open for a while"
 
 
-def test_the_files_that_were_used_longest_ago_are_closed() -> None:
+def test_least_recently_used_files_are_closed() -> None:
     with small():
         table = many(9)
         index, live = TableKeys(table.files), table.live
         for seq in range(1, 28):
             assert index.find_seqs(live, np.array([seq])).num_rows == 1
-            assert 1 <= index._open_groups == sum(file.group_count() for file in index._open.values()) <= 3
+            assert (
+                1 <= index._open_groups == sum(file.group_count() for file in index._open_files.values()) <= 3
+            )
 
 
-def test_few_files_stay_mapped_and_none_that_has_left() -> None:
+def test_mapped_files_are_limited_and_live() -> None:
     with small():
         table = many(5)
         index = TableKeys(table.files)
@@ -236,14 +238,14 @@ def test_few_files_stay_mapped_and_none_that_has_left() -> None:
             assert found(index, table.live, [f"id{seq}"]) == [seq]
         # Those that were mapped last, and not one more.
         assert [table.entries[path].min_seq for path in index._mapped] == [4, 7]
-        gone = next(iter(index._mapped))
-        del table.entries[gone]
+        deleted = next(iter(index._mapped))
+        del table.entries[deleted]
         index.bring_up(table.live)
-        assert gone not in index._mapped and len(index._mapped) == 1
+        assert deleted not in index._mapped and len(index._mapped) == 1
         assert found(index, table.live, ["id4"]) == []
 
 
-def test_a_mapped_file_that_rotted_is_an_error_until_a_copy_takes_its_place() -> None:
+def test_damaged_mapped_file_raises_until_it_is_restored() -> None:
     table = many(2)
     index, path = TableKeys(table.files), next(iter(table.entries))
     whole = bytes(table.files.map_readonly(f"{FOLDER}/{path}"))
@@ -257,7 +259,7 @@ def test_a_mapped_file_that_rotted_is_an_error_until_a_copy_takes_its_place() ->
     assert found(index, table.live, ["id1"]) == [1]
 
 
-def test_a_file_that_cannot_be_read_is_an_error_and_never_an_empty_answer() -> None:
+def test_unreadable_file_raises_and_never_gives_an_empty_result() -> None:
     table = many(1)
     table.add(["red"], with_run=False)
     path = list(table.entries)[1]
@@ -269,7 +271,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_never_an_empty_answer() -> N
             index.find_keys(table.live, hashes(["red"]))
 
 
-def test_a_file_that_has_gone_is_not_found() -> None:
+def test_look_up_in_deleted_file_raises_not_found() -> None:
     table = many(1)
     index, live = TableKeys(table.files), table.live
     table.remove(0)
@@ -281,7 +283,7 @@ def test_a_file_that_has_gone_is_not_found() -> None:
 
 
 def life(files: Files, table: Table) -> None:
-    """Attach, cover, merge, let a file leave, merge again."""
+    """Attach, cover, merge, remove a file, and merge again."""
     index = TableKeys(files)
     for number in range(5):
         table.add([WORDS[number % 3]] * 2, with_run=number != 2)
@@ -299,7 +301,7 @@ def life(files: Files, table: Table) -> None:
 
 
 @pytest.mark.slow
-def test_after_a_power_cut_at_every_call_it_answers_as_a_scan_does() -> None:
+def test_index_answers_like_a_scan_after_a_power_cut_at_every_call() -> None:
     with small():
         whole = CrashFiles()
         life(whole, Table(whole))
@@ -310,17 +312,17 @@ def test_after_a_power_cut_at_every_call_it_answers_as_a_scan_does() -> None:
             for seed in range(2):
                 after = table.files.crash(seed)
                 entries = [e for e in table.entries.values() if survives(after, e)]
-                left = Table(
+                remaining = Table(
                     after, {e.path: table.rows[e.path] for e in entries}, {e.path: e for e in entries}
                 )
                 after.make_dir(KEYS_FOLDER)
                 index = TableKeys(after)
-                assert found(index, left.live, WORDS) == left.scanned(WORDS), (cut, seed)
-                assert found(index, left.live, ["id3"]) == left.scanned(["id3"]), (cut, seed)
+                assert found(index, remaining.live, WORDS) == remaining.scanned(WORDS), (cut, seed)
+                assert found(index, remaining.live, ["id3"]) == remaining.scanned(["id3"]), (cut, seed)
 
 
 def survives(files: CrashFiles, entry: FileEntry) -> bool:
-    """Whether the file is whole: a row of the log names no other."""
+    """Check whether a file is complete. A row of the log names only complete files."""
     try:
         DataFile(files, entry).check()
         DataFile(files, entry).rows_between((0, 0), (1 << 62, 0))
@@ -329,7 +331,7 @@ def survives(files: CrashFiles, entry: FileEntry) -> bool:
     return True
 
 
-def test_a_run_that_was_merged_and_is_still_there_says_nothing_twice() -> None:
+def test_leftover_merged_run_gives_no_row_twice() -> None:
     with small():
         table = many(4)
         old = {
@@ -340,13 +342,13 @@ def test_a_run_that_was_merged_and_is_still_there_says_nothing_twice() -> None:
         assert index.merge(live)
         for name, data in old.items():
             table.files.replace(f"{KEYS_FOLDER}/{name}", data)
-        again = TableKeys(table.files)
-        again.bring_up(live)
-        assert again.statistics() == {"key_runs": 1, "key_pairs": 24}
-        assert found(again, live, ["red"]) == table.scanned(["red"])
+        repeated = TableKeys(table.files)
+        repeated.bring_up(live)
+        assert repeated.statistics() == {"key_runs": 1, "key_pairs": 24}
+        assert found(repeated, live, ["red"]) == table.scanned(["red"])
 
 
-def test_a_run_is_written_piece_by_piece_and_not_kept_when_that_fails() -> None:
+def test_failed_write_of_a_run_leaves_no_file() -> None:
     files = CrashFiles()
 
     def pieces() -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""Where a message lies: every row in one file, every file in one bucket; and no bit of a sealed footer may change."""
+"""Tests of timeball.table.layout: every row in one file, every file in one bucket, and seals that protect footers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def order(rows: pa.Table) -> list[tuple[int, int]]:
         (3_653 * DAY_MS, "2033-11"),
     ],
 )
-def test_bucket_of_an_instant(ahead_ms: int, bucket: str) -> None:
+def test_bucket_of_a_due_time(ahead_ms: int, bucket: str) -> None:
     assert layout.bucket_names(np.array([NOW_MS + ahead_ms]), NOW_MS) == [bucket]
 
 
@@ -60,7 +60,7 @@ def test_every_row_is_in_one_file_and_every_file_in_one_bucket(dues: list[int], 
 
 
 @given(DUES, NOWS)
-def test_an_entry_says_what_its_file_holds(dues: list[int], now_ms: int) -> None:
+def test_entry_describes_the_rows_of_its_file(dues: list[int], now_ms: int) -> None:
     for entry, data in layout.cut_files(layout.sort_rows(table_rows(dues, first_seq=50)), now_ms):
         positions = order(pq.read_table(io.BytesIO(data)))
         seqs = [seq for _, seq in positions]
@@ -72,7 +72,7 @@ def test_an_entry_says_what_its_file_holds(dues: list[int], now_ms: int) -> None
 
 
 @given(st.lists(st.integers(NOW_MS, NOW_MS + 20), min_size=1, max_size=60))
-def test_rows_are_sorted_by_instant_and_then_by_number(dues: list[int]) -> None:
+def test_rows_are_sorted_by_due_time_and_number(dues: list[int]) -> None:
     rows = table_rows(dues)
     shuffled = rows.take(np.random.default_rng(len(dues)).permutation(len(dues)))
     by_hand = sorted(order(rows))
@@ -81,7 +81,7 @@ def test_rows_are_sorted_by_instant_and_then_by_number(dues: list[int]) -> None:
     assert order(layout.sort_rows(rows.combine_chunks().to_batches()[0])) == by_hand
 
 
-def test_no_rows_are_no_files() -> None:
+def test_without_rows_there_are_no_files() -> None:
     assert list(layout.cut_files(table_rows([]), NOW_MS)) == []
 
 
@@ -90,7 +90,7 @@ def test_no_rows_are_no_files() -> None:
     st.lists(st.integers(0, 60), max_size=4),
     st.integers(1, 70),
 )
-def test_rows_in_any_order_become_the_files_of_the_sorted_ones(
+def test_sorted_files_equal_the_files_of_sorted_rows(
     dues: list[int], cuts: list[int], part_rows: int
 ) -> None:
     """However few are sorted and written at a time: a bucket of more is one file all the same."""
@@ -106,8 +106,8 @@ def test_rows_in_any_order_become_the_files_of_the_sorted_ones(
     expected = list(layout.cut_files(layout.sort_rows(chunked), NOW_MS, expected_keys))
     for (entry, data), (other, wanted) in zip(files, expected, strict=True):
         check_seal(pa.py_buffer(data))
-        found = pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA)
-        assert found.equals(pq.read_table(io.BytesIO(wanted), schema=TABLE_SCHEMA))
+        result = pq.read_table(io.BytesIO(data), schema=TABLE_SCHEMA)
+        assert result.equals(pq.read_table(io.BytesIO(wanted), schema=TABLE_SCHEMA))
         assert msgspec.structs.replace(entry, path="", size_bytes=0) == msgspec.structs.replace(
             other, path="", size_bytes=0
         )
@@ -115,14 +115,14 @@ def test_rows_in_any_order_become_the_files_of_the_sorted_ones(
     assert keys.pairs == expected_keys.pairs
 
 
-def test_a_task_that_is_tried_again_overwrites_nothing() -> None:
+def test_repeated_task_writes_files_with_new_names() -> None:
     rows = table_rows([NOW_MS + HOUR_MS])
-    [(first, data)], [(second, again)] = (list(layout.cut_files(rows, NOW_MS)) for _ in range(2))
+    [(first, data)], [(second, repeated)] = (list(layout.cut_files(rows, NOW_MS)) for _ in range(2))
     assert first.path != second.path
-    assert data == again
+    assert data == repeated
 
 
-def test_two_years_are_few_buckets() -> None:
+def test_two_years_need_few_buckets() -> None:
     """A row an hour; as many files as the module's argument says, and one for each border that cuts a bucket."""
     dues = [NOW_MS + hour * HOUR_MS for hour in range(2 * 365 * 24)]
     names = [name for name, _ in layout.split_by_bucket(table_rows(dues), NOW_MS)]
@@ -132,7 +132,7 @@ def test_two_years_are_few_buckets() -> None:
 
 
 @given(st.integers(1, 3 * GROUP_ROWS))
-def test_row_groups_say_which_instants_they_hold(count: int) -> None:
+def test_row_group_statistics_contain_the_due_times(count: int) -> None:
     with small_groups():
         data = layout.encode_file(table_rows([NOW_MS + i for i in range(count)]))
     metadata = pq.ParquetFile(io.BytesIO(data)).metadata
@@ -172,7 +172,7 @@ def test_a_file_of_the_table_is_sealed() -> None:
     check_seal(pa.py_buffer(encode_file(ROWS)))
 
 
-def test_every_bit_of_seal_and_footer_counts() -> None:
+def test_every_flipped_bit_of_seal_and_footer_is_detected() -> None:
     sealed = seal(parquet())
     for at in range(footer_begins(sealed) - SEAL.size, len(sealed)):
         for bit in range(8):
@@ -189,12 +189,12 @@ def test_what_is_short_of_its_end_is_refused() -> None:
             check_seal(pa.py_buffer(sealed[:size]))
 
 
-def test_a_file_that_somebody_else_wrote_is_refused() -> None:
+def test_file_of_another_writer_is_refused() -> None:
     with pytest.raises(Corrupt, match="has no seal"):
         check_seal(pa.py_buffer(parquet()))
 
 
-def test_only_a_whole_file_is_sealed() -> None:
+def test_truncated_file_cannot_be_sealed() -> None:
     with pytest.raises(AssertionError, match="whole Parquet file"):
         seal(parquet()[:-1])
 

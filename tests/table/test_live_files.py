@@ -1,4 +1,4 @@
-"""The second names of live data files: made by an attach, used when a first name is gone, given up with the file."""
+"""Tests of the links of live data files: made by an attach, used to restore files, removed with the file."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ def made(folder: Path, count: int = 2) -> tuple[RealFiles, LiveFiles, list[FileE
         for entry in write(files, table_rows([NOW_MS + seq * HOUR_MS], first_seq=seq))
     ]
     data = LiveFiles(files)
-    data.keep_only({entry.path: entry for entry in entries})
+    data.link_only({entry.path: entry for entry in entries})
     return files, data, entries
 
 
-def test_a_name_that_is_gone_is_put_back(tmp_path: Path) -> None:
+def test_missing_name_is_restored_from_the_link(tmp_path: Path) -> None:
     files, data, (one, two) = made(tmp_path)
     content = files.map_readonly(f"{FOLDER}/{one.path}").to_pybytes()
     for entry in (one, two):
         files.remove(f"{FOLDER}/{entry.path}")
         (tmp_path / FOLDER / entry.path).parent.rmdir()
     assert data.map_readonly(f"{FOLDER}/{one.path}").to_pybytes() == content
-    assert data.put_back() == []
+    assert data.restore_missing() == []
     assert all(files.exists(f"{FOLDER}/{entry.path}") for entry in (one, two))
 
 
-def test_a_file_that_is_gone_for_good_is_named(tmp_path: Path) -> None:
+def test_lost_file_is_named_in_the_error(tmp_path: Path) -> None:
     files, data, (one, two) = made(tmp_path)
     remove(files, one.path)
-    assert data.put_back() == [one]
+    assert data.restore_missing() == [one]
     with pytest.raises(MissingFile, match=f"{one.path} is missing: put this file back"):
         data.map_readonly(f"{FOLDER}/{one.path}")
-    data.keep_only({two.path: two})  # it has left the table
+    data.link_only({two.path: two})  # it has left the table
     with pytest.raises(NotFound, match="no such file"):
         data.map_readonly(f"{FOLDER}/{one.path}")
 
 
-def test_a_link_of_another_size_is_not_taken_for_the_file(tmp_path: Path) -> None:
+def test_link_of_another_size_is_not_restored(tmp_path: Path) -> None:
     files, data, (one, _) = made(tmp_path)
     files.remove(f"{FOLDER}/{one.path}")
     with (tmp_path / live_name(one.path)).open("ab") as file:
         file.write(b"!")
-    assert data.put_back() == [one]
+    assert data.restore_missing() == [one]
 
 
-def test_links_are_those_of_live_files(tmp_path: Path) -> None:
+def test_only_live_files_have_links(tmp_path: Path) -> None:
     """Of other brokers' lives too: a link that stays would keep the room of its file."""
     files, data, (_one, two) = made(tmp_path)
     assert len(files.list_dir(LIVE_FOLDER)) == 2
-    data.keep_only({two.path: two})
+    data.link_only({two.path: two})
     assert files.list_dir(LIVE_FOLDER) == [live_name(two.path).rpartition("/")[2]]
     remove(files, two.path)
     assert files.list_dir(LIVE_FOLDER) == files.list_dir(f"{FOLDER}/bucket={two.bucket}") == []
@@ -93,7 +93,7 @@ def test_a_file_system_without_links_works_without(tmp_path: Path, monkeypatch: 
     files, data, (one, _) = made(tmp_path)
     assert files.list_dir(LIVE_FOLDER) == []
     files.remove(f"{FOLDER}/{one.path}")
-    assert data.put_back() == [one]
+    assert data.restore_missing() == [one]
     memory = LiveFiles(CrashFiles())
-    memory.keep_only({one.path: one})
-    assert memory.put_back() == [one]
+    memory.link_only({one.path: one})
+    assert memory.restore_missing() == [one]

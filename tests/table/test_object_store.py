@@ -17,7 +17,7 @@ from timeball.table.object_store import ObjectStore
 NAME = f"{FOLDER}/bucket=2026-11/file.parquet"
 
 
-def test_a_folder_is_no_object_store() -> None:
+def test_uri_of_a_folder_is_refused() -> None:
     for place in ("/var/lib/timeball", "file:///var/lib/timeball", "hdfs://name/pending"):
         with pytest.raises(SetupError, match="s3://bucket/path"):
             ObjectStore(place)
@@ -44,7 +44,7 @@ def test_files_are_put_read_listed_and_removed(store: ObjectStore) -> None:
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_is_unavailable_and_one_that_refuses_is_for_the_operator(
+def test_silent_store_is_unavailable_and_refused_access_is_a_setup_error(
     store: ObjectStore, proxy: FaultyStore
 ) -> None:
     with pytest.raises(SetupError, match="there is no bucket not-"):

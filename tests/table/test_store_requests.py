@@ -1,4 +1,4 @@
-"""Requests that may have no answer: how long is waited for one, and what becomes of the request."""
+"""Tests of requests that may get no answer: the time limit, and abandoned requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from timeball.table.object_store import StoreRequests
 
 @pytest.fixture
 def silence() -> Iterator[threading.Event]:
-    """What hangs until the end of the test."""
+    """A request that blocks until the end of the test."""
     answered = threading.Event()
     yield answered
     answered.set()
 
 
-def test_an_answer_or_an_error_comes_through() -> None:
+def test_result_or_error_of_a_request_reaches_the_caller() -> None:
     requests = StoreRequests()
     assert requests.ask(lambda: 3, BOUND_S) == requests.ask(lambda: 3, None) == 3
 
@@ -33,14 +33,14 @@ def test_an_answer_or_an_error_comes_through() -> None:
         requests.ask(fail, BOUND_S)
 
 
-def test_one_without_an_answer_is_left_behind_and_others_go_on(silence: threading.Event) -> None:
+def test_request_without_answer_is_abandoned_and_others_go_on(silence: threading.Event) -> None:
     requests = StoreRequests()
     with pytest.raises(Unavailable, match=r"no answer within 0\.01 s"):
         requests.ask(silence.wait, 0.01)
     assert requests.ask(lambda: 3, BOUND_S) == 3
 
 
-def test_what_is_under_way_at_the_end_is_not_waited_for(
+def test_close_does_not_wait_for_pending_requests(
     silence: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "LAST_ANSWERS_S", 0.01)
@@ -51,17 +51,17 @@ def test_what_is_under_way_at_the_end_is_not_waited_for(
         return silence.wait()
 
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(requests.ask, hang, None)
+        requested = pool.submit(requests.ask, hang, None)
         assert begun.wait(BOUND_S)
         requests.close()
         with pytest.raises(Unavailable, match="the broker stops"):
-            asked.result(BOUND_S)
+            requested.result(BOUND_S)
     assert not silence.is_set()
     with pytest.raises(Unavailable, match="the broker stops"):
         requests.ask(lambda: 3, None)
 
 
-def test_an_answer_on_its_way_at_the_end_still_comes() -> None:
+def test_answer_shortly_after_close_still_arrives() -> None:
     requests, begun, may_end = StoreRequests(), threading.Event(), threading.Event()
 
     def answer() -> int:
@@ -70,9 +70,9 @@ def test_an_answer_on_its_way_at_the_end_still_comes() -> None:
         return 3
 
     with ThreadPoolExecutor(2) as pool:
-        asked = pool.submit(requests.ask, answer, None)
+        requested = pool.submit(requests.ask, answer, None)
         assert begun.wait(BOUND_S)
         closing = pool.submit(requests.close)
         may_end.set()
-        assert asked.result(BOUND_S) == 3
+        assert requested.result(BOUND_S) == 3
         closing.result(BOUND_S)

@@ -32,13 +32,13 @@ def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
     return write(RealFiles(tmp_path), table_rows([NOW_MS + HOUR_MS] * 3, first_seq=first_seq))
 
 
-def test_without_a_place_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
+def test_without_a_uri_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
     catalog, cache = open_table("", RealFiles(tmp_path), 1, is_known=False)
     assert type(catalog) is Catalog and cache is None and catalog.uri == str(tmp_path / FOLDER)
 
 
 @pytest.mark.slow
-def test_attaches_are_versions_and_a_lost_answer_is_no_second_one(
+def test_each_attach_is_one_version_even_after_a_lost_answer(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     catalog, cache = opened(store, tmp_path)
@@ -56,20 +56,20 @@ def test_attaches_are_versions_and_a_lost_answer_is_no_second_one(
     more = written(tmp_path, 4)
     catalog.sync_data(more)
     assert catalog.commit(attachment(more, removes=[files[0].path]), 6, files, NOW_MS) == 2
-    assert catalog.remove_left(NOW_MS + 1) == 1
+    assert catalog.delete_removed_files(NOW_MS + 1) == 1
     assert list(store.sizes().keys() & {files[0].path, more[0].path}) == [more[0].path]
     assert catalog.vacuum(DAY_MS) == 0
     # A table that lags the log follows it; a log that knows none of its files is another broker's.
-    again, other_cache = opened(store, tmp_path / "other")
-    again.bring_up(more, [], 6, 1, NOW_MS)
+    repeated, other_cache = opened(store, tmp_path / "other")
+    repeated.bring_up(more, [], 6, 1, NOW_MS)
     with pytest.raises(SetupError, match="another broker's"):
-        again.bring_up([], [], 0, 1, NOW_MS)
+        repeated.bring_up([], [], 0, 1, NOW_MS)
     for each in (cache, other_cache):
         each.close()
 
 
 @pytest.mark.slow
-def test_a_store_that_is_away_makes_no_table_anew(
+def test_silent_store_does_not_recreate_the_table(
     store: ObjectStore, proxy: FaultyStore, tmp_path: Path
 ) -> None:
     catalog, cache = opened(store, tmp_path)

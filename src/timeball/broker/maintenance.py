@@ -1,8 +1,8 @@
 """The broker's periodic duties: checkpoints, snapshots, compaction, key indexes, retention.
 
-Each duty runs at its own interval. No release depends on a duty: if one lags, the log is longer and the next start is
-slower, but nothing else changes. A duty that fails because the disk is full is tried again. Any other storage error
-stops the broker.
+Each duty runs at its own interval. Releases do not depend on duties: if a duty is late, the log is longer and the next
+start is slower, but nothing else changes. A duty that fails because the disk is full is tried again. Any other storage
+error stops the broker.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ logger = logging.getLogger(__name__)
 
 OFFSETS_INTERVAL_MS = 1_000
 RETENTION_INTERVAL_MS = 60_000
-COMPACT_LOOK_MS = 1_000
+COMPACT_CHECK_INTERVAL_MS = 1_000
 # A cancel by key reads the keys of every data file, so the keys of a new file should be indexed before the first
 # cancel.
 KEYS_INTERVAL_MS = 1_000
-SEAL_LOOK_MS = 1_000
-ROOM_LOOK_MS = 1_000
-# Bytes of loaded messages from which disk space for the log is prepared in advance.
-ROOM_BYTES_MIN = 16 * 1024 * 1024
+SEAL_INTERVAL_MS = 1_000
+BURST_INTERVAL_MS = 1_000
+# From this many bytes of messages that are due within seconds, space for the log is prepared in advance.
+BURST_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
 IDEMPOTENCY_INTERVAL_MS = 10_000
 SUBSCRIPTIONS_INTERVAL_MS = 1_000
-# Minimum number of files with only past messages to remove at a time: each removal is a row.
+# Files whose messages are all settled are removed in groups of at least this size, because each removal is a row.
 BEHIND_FILES_MIN = 64
 REMOVE_JOB_ID = "broker-behind"
 
@@ -55,9 +55,10 @@ class Maintenance:
     """The periodic duties of one broker."""
 
     def __init__(self, broker: Broker, snapshot_seq: int, log_from_seq: int = 1) -> None:
-        """Create the duties. `snapshot_seq` is the row of the last snapshot.
+        """Create the duties, which begin with `start`.
 
-        `log_from_seq` is the first row that the log must keep, according to that snapshot.
+        `snapshot_seq` is the row of the last snapshot. `log_from_seq` is the first row that the log must keep,
+        according to this snapshot.
         """
         self._broker = broker
         self._files, self._clock, self._log, self._tables = (
@@ -73,16 +74,16 @@ class Maintenance:
         )
         self._settings = broker.settings
         self._retention = Retention(settings=broker.settings, clock=broker.clock, tables=broker.tables)
-        # Rows below this number are covered by a checkpoint on disk. -1: none was saved yet.
+        # A checkpoint on disk covers the rows below this number. -1: none was saved yet.
         self._checkpoint_seq = -1
         self._snapshot_seq = snapshot_seq
-        self._saved: tuple[int, int] | None = None  # (seq, log_from_seq) of the last checkpoint
+        self._saved_seqs: tuple[int, int] | None = None  # (seq, log_from_seq) of the last checkpoint
         # Never decreases, because another replica of this log may have removed older rows.
         self._log_from_seq = max(log_from_seq, broker.log.reader.first_seq)
-        # The log's end after the last retention pass if it was quiet: only retention had written since the pass before.
+        # The end of the log after the last retention pass, if retention alone had written since the pass before it.
         self._quiet_seq = -1
         self._is_burst = False  # True while many bytes are due within seconds
-        self._keys_of: FileSet | None = None  # the set of files whose keys are indexed
+        self._indexed_files: FileSet | None = None  # the set of files whose keys are indexed
         self._tasks: list[asyncio.Task[None]] = []
         self._compacted_ms = broker.clock.elapsed_ms()
         self.watch = TableWatch(
@@ -97,8 +98,8 @@ class Maintenance:
             (self._settings.checkpoint_interval_ms, self.checkpoint),
             (RETENTION_INTERVAL_MS, self.apply_retention),
             (KEYS_INTERVAL_MS, self.index_keys),
-            (SEAL_LOOK_MS, self.seal_queues),
-            (ROOM_LOOK_MS, self.make_room),
+            (SEAL_INTERVAL_MS, self.seal_queues),
+            (BURST_INTERVAL_MS, self.prepare_log_space),
             (IDEMPOTENCY_INTERVAL_MS, self.drop_idempotency_keys),
             (SUBSCRIPTIONS_INTERVAL_MS, self._broker.consuming.subscriptions.drain),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
@@ -106,35 +107,35 @@ class Maintenance:
         # With a pipeline, the external compactor takes a lease, and the broker does not touch the tail. Without one,
         # the broker compacts.
         if self._settings.compact_self:
-            duties.append((COMPACT_LOOK_MS, self.compact_if_worth))
+            duties.append((COMPACT_CHECK_INTERVAL_MS, self.compact_if_worth))
         broker = self._broker
         cache = broker.pending_table.cache
-        look_ms = table_changes.LOOK_MS if cache is None else stored_table.LOOK_MS
-        # Less often for an object store, where a look costs two network requests.
-        duties.append((look_ms, self.watch.watch_table))
+        watch_ms = table_changes.LOOK_MS if cache is None else stored_table.LOOK_MS
+        # Less often for an object store, where each check costs two network requests.
+        duties.append((watch_ms, self.watch.watch_table))
         if cache is not None:
-            stored = StoredTable(
+            store_watch = StoredTable(
                 cache, broker.mover, settings=broker.settings, clock=broker.clock,
                 scheduler=broker.scheduling.scheduler, hour_log=broker.scheduling.hour_log,
                 table_thread=broker.threads.table,
             )  # fmt: skip
-            duties.append((stored_table.LOOK_MS, stored.look))
-            self._tasks = [
-                asyncio.create_task(stored.look())
-            ]  # at once, because messages may be due before the first interval ends
+            duties.append((stored_table.LOOK_MS, store_watch.look))
+            # The first time at once, because messages may be due before the first interval ends.
+            self._tasks = [asyncio.create_task(store_watch.look())]
         duties += self._broker.duties
         self._tasks += [asyncio.create_task(self._repeat(ms, duty)) for ms, duty in duties]
 
     async def stop(self, *, saves: bool = True) -> None:
-        """End all duties, then save the offsets and a checkpoint. Not `saves` if a failure stops the broker.
+        """End all duties, then save the offsets and a checkpoint.
 
-        A failure may have left memory ahead of the files. Then only a start, which reads the files again, may continue.
+        Call it without `saves` if a failure stops the broker. Then memory may be ahead of the files, and must not be
+        saved: the next start reads the files again.
         """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if saves and self._log.writer.failed is None:
-            # Offsets first: they are rows, which the checkpoint then covers.
+            # Offsets first: they are rows of the log, which the checkpoint then covers.
             for duty in (self.save_offsets, self.checkpoint):
                 try:
                     await duty()
@@ -144,24 +145,26 @@ class Maintenance:
 
     async def _repeat(self, interval_ms: int, duty: Callable[[], Awaitable[None]]) -> None:
         # Without an object store, Unavailable means that this node no longer leads its group. That must stop the
-        # broker, so it is not caught here.
-        waits_for: tuple[type[Exception], ...] = () if self._pending_table.cache is None else (Unavailable,)
-        is_away = False
+        # broker, so it is not among the errors that are tried again.
+        retried_errors: tuple[type[Exception], ...] = (
+            () if self._pending_table.cache is None else (Unavailable,)
+        )
+        is_unreachable = False
         while True:
-            # Sleep first, because a start has just done the work of these duties.
+            # Sleep first, because the start has just done this work.
             await asyncio.sleep(interval_ms / 1000)
             try:
                 await duty()
-                is_away = False
+                is_unreachable = False
             # Retry: a full disk may get space, a missing file may be restored, and a table that changed during the duty
             # is read again.
             except (OverLimit, RequestError, MissingFile) as error:
                 logger.warning("duty not done, trying again later duty=%s reason=%s", duty.__name__, error)
-            except waits_for as error:
+            except retried_errors as error:
                 # Retry: an object store may be unreachable for an hour. Log one warning, not one per second.
-                level = logging.DEBUG if is_away else logging.WARNING
+                level = logging.DEBUG if is_unreachable else logging.WARNING
                 logger.log(level, "duty not done duty=%s reason=%s", duty.__name__, error)
-                is_away = True
+                is_unreachable = True
             except asyncio.CancelledError:
                 raise
             except Exception as error:
@@ -170,19 +173,19 @@ class Maintenance:
                 return
 
     async def save_offsets(self) -> None:
-        """Append the changes of consumer offsets. Durable on return."""
-        self._log.writer.check_room()
+        """Append the changes of consumer offsets to the log. Durable on return."""
+        self._log.writer.check_admission()
         self._broker.save_offsets()
         await self._log.writer.flushed()
 
     async def checkpoint(self) -> None:
         """Save the state of the caches in a checkpoint, after syncing all files that it depends on."""
-        # A commit to an object store that does not answer holds the lock. Until it has ended, no checkpoint may be
-        # saved anyway.
-        if self._pending_table.cache is not None and self._broker.mover.is_unfinished:
+        # An attach to an object store that does not answer holds the lock below. No checkpoint may be saved before it
+        # has ended, so do not wait for the lock.
+        if self._pending_table.cache is not None and self._broker.mover.has_unfinished_attach:
             return
         if (
-            checkpoint.bytes_behind(self._log.reader.segments, self._snapshot_seq)
+            checkpoint.log_bytes_from(self._log.reader.segments, self._snapshot_seq)
             >= checkpoint.SNAPSHOT_BYTES
         ):
             await self.snapshot()
@@ -191,12 +194,11 @@ class Maintenance:
             seq, log_from_seq = self._log.reader.next_seq, self._log_from_seq
             # Either there is nothing new to save, or an attach is half done and a checkpoint would hide it from
             # recovery.
-            if (seq, log_from_seq) == self._saved or self._broker.mover.is_unfinished:
+            if (seq, log_from_seq) == self._saved_seqs or self._broker.mover.has_unfinished_attach:
                 return
             settled = self._scheduling.scheduler.settled()
-            # Collected on the loop together with the facts, without an await, so that the thread below saves exactly
-            # this state.
-            dirty = self._scheduling.backlog.files_to_sync()
+            # Collected together with the facts, without an await, so that the thread below saves exactly this state.
+            unsynced = self._scheduling.backlog.files_to_sync()
             state = (
                 None
                 if self._scheduling.compacts
@@ -211,41 +213,41 @@ class Maintenance:
             # This order is required: the index, then the strategy's files, then the checkpoint that depends on both.
             def save() -> None:
                 queues.write()
-                for folder, files in dirty:
+                for folder, files in unsynced:
                     for file in files:
                         file.sync()
                     if files:
                         self._files.sync_dir(folder)
-                known = msgspec.structs.replace(facts, queues=queues.lengths())
-                checkpoint.save(self._files, Checkpoint(known, settled.due_ms, settled.seq))
+                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths())
+                checkpoint.save(self._files, Checkpoint(complete_facts, settled.due_ms, settled.seq))
                 frame_index.save_sealed(self._files, self._log.reader.segments)
 
             try:
                 await self._log.writer.synced()
                 await in_thread(self._threads.reader, save)
             except BaseException:  # also a cancellation by the stop
-                # The files that `dirty` named are still to be synced by the next checkpoint.
+                # The next checkpoint must sync the files of `unsynced` again.
                 self._scheduling.backlog.sync_failed()
                 raise
             self._tables.topics.indexes.finish(queues)
             # Only after the checkpoint is saved, because retention removes rows below this number.
             self._checkpoint_seq = seq
-            self._saved = seq, log_from_seq
+            self._saved_seqs = seq, log_from_seq
 
     async def snapshot(self) -> bool:
         """Append a snapshot: the state of the log so far. Durable on return. False while an attach is half done."""
         async with self._broker.mover.lock:
-            if self._broker.mover.is_unfinished:
+            if self._broker.mover.has_unfinished_attach:
                 return False
             seq, settled = self._log.reader.next_seq, self._scheduling.scheduler.settled()
             facts, queues = self._facts(seq, settled), self._tables.topics.indexes.flush(seq)
 
-            def encoded() -> pa.RecordBatch:
-                known = msgspec.structs.replace(facts, queues=queues.lengths())
-                state = Checkpoint(known, settled.due_ms, settled.seq)
+            def encode() -> pa.RecordBatch:
+                complete_facts = msgspec.structs.replace(facts, queues=queues.lengths())
+                state = Checkpoint(complete_facts, settled.due_ms, settled.seq)
                 return checkpoint.snapshot_row(state, self._clock.now_ms())
 
-            row = await in_thread(self._threads.reader, encoded)
+            row = await in_thread(self._threads.reader, encode)
             # Rows may have been appended since `seq`, so a start reads the log from `seq` on.
             first_seq, durable = self._log.writer.append(row, flags=SNAPSHOT)
             await durable
@@ -254,7 +256,10 @@ class Maintenance:
             return True
 
     def _facts(self, seq: int, settled: Settled) -> Facts:
-        """Collect the facts of the rows below `seq`. The caller adds the strategy's state and the queues' lengths."""
+        """Collect the state after the rows below `seq`, without the strategy's state and the lengths of the queues.
+
+        The caller adds these two.
+        """
         return Facts(
             seq=seq,
             settled_before_ms=settled.before_ms,
@@ -283,7 +288,10 @@ class Maintenance:
         )
 
     async def seal_queues(self) -> None:
-        """Write the newest entries of the queue indexes if there are many. Otherwise a checkpoint writes them."""
+        """Write new entries of the queue indexes to disk if there are many.
+
+        Otherwise the next checkpoint writes them.
+        """
         indexes = self._tables.topics.indexes
         if indexes.unsealed >= SEAL_ENTRIES:
             async with self._broker.mover.lock:  # under the lock, because a checkpoint writes the same files
@@ -294,26 +302,26 @@ class Maintenance:
 
     async def drop_idempotency_keys(self) -> None:
         """Append rows that delete expired idempotency keys."""
-        self._log.writer.check_room()
+        self._log.writer.check_admission()
         before_ms = self._clock.now_ms() - self._settings.idempotency_ms
         self._tables.idempotency_keys.drop(before_ms, self._scheduling.outcomes.moved.last_due_ms)
 
     async def index_keys(self) -> None:
         """Index the keys of new data files, and merge runs of keys."""
         live = self._scheduling.hour_log.pending.live
-        if live is self._keys_of:
+        if live is self._indexed_files:
             return
         await in_thread(self._threads.background, self._pending_table.file_keys.bring_up, live)
         while await in_thread(self._threads.background, self._pending_table.file_keys.merge, live):
             pass
-        self._keys_of = live
+        self._indexed_files = live
         # Building runs takes large, short-lived arrays, whose memory malloc would keep (memory.py).
         await in_thread(self._threads.background, give_back)
 
-    async def make_room(self) -> None:
-        """Prepare log space if many bytes are due within seconds. Afterwards return the memory of the burst."""
+    async def prepare_log_space(self) -> None:
+        """Prepare disk space for the log if many bytes are due within seconds. After the burst, free its memory."""
         size_bytes = self._scheduling.scheduler.loaded.size_bytes
-        if size_bytes >= ROOM_BYTES_MIN:
+        if size_bytes >= BURST_BYTES_MIN:
             self._is_burst = True
             await self._log.writer.next_segment.make_ready(size_bytes)
         elif self._is_burst:
@@ -322,132 +330,136 @@ class Maintenance:
             await in_thread(self._threads.background, give_back)
 
     async def compact_if_worth(self) -> None:
-        """Compact the tail, unless it is short or an external compactor has a lease.
+        """Compact the tail of the log, unless it is short or an external compactor has a lease.
 
-        Then rewrite files if worth the cost.
+        Afterwards rewrite data files if that is worth the cost.
         """
         now_ms, rows = self._clock.elapsed_ms(), self._broker.mover.tail_count.rows
-        ours = now_ms >= self._broker.mover.outside_compactor_until_ms
-        waited = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
+        may_compact = now_ms >= self._broker.mover.external_compactor_until_ms
+        is_interval_over = now_ms - self._compacted_ms >= self._settings.compact_interval_ms
         if (
             self._scheduling.compacts
-            and ours
-            and (rows >= self._settings.compact_rows or (waited and rows >= self._settings.compact_rows_min))
+            and may_compact
+            and (
+                rows >= self._settings.compact_rows
+                or (is_interval_over and rows >= self._settings.compact_rows_min)
+            )
         ):
-            # Also move the watermark if all are settled (released or cancelled), as receipts of leases almost always
-            # are. Otherwise each look would read these rows again.
+            # Move the watermark even if all messages of the tail are settled (released or cancelled), as those of
+            # leases almost always are. Otherwise each call would read these rows again.
             await self._broker.mover.compact(even_without_rows=True)
             self._compacted_ms = now_ms
         await self._broker.mover.rewrite()
 
     async def apply_retention(self) -> None:
-        """Remove old segments of the log, and data files whose messages are all settled."""
+        """Remove log segments that are older than the retention, and data files whose messages are all settled."""
         is_quiet = self._log.writer.next_seq == self._quiet_seq
         has_ended = await self._end_old_segment(is_quiet=is_quiet)
-        await self._remove_old()
+        await self._remove_expired()
         if is_quiet or has_ended:
             self._quiet_seq = self._log.writer.next_seq
 
     async def _end_old_segment(self, *, is_quiet: bool) -> bool:
-        """Start a new segment if the newest one is old, because the segment that is written cannot be removed.
+        """Start a new segment if the current one is old, because the current segment cannot be removed.
 
-        Returns whether retention itself began the new segment with a snapshot row, because no other row arrived. It
-        writes none while `is_quiet`.
+        If even its newest row is old, no other row will begin the new segment soon. Then retention writes a snapshot
+        row into it, except while `is_quiet`. Returns whether it did.
         """
         retention_ms = self._settings.retention_ms
-        last, now_ms = self._log.reader.segments.last, self._clock.now_ms()
+        current, now_ms = self._log.reader.segments.last, self._clock.now_ms()
         # At half the retention time, so that rows are removed after 1.5 times the retention, and segments stay few.
-        if last.first_append_ms is None or last.first_append_ms > now_ms - retention_ms // 2:
+        if current.first_append_ms is None or current.first_append_ms > now_ms - retention_ms // 2:
             return False
         try:
             await self._log.writer.roll()
         except OverLimit as error:
-            # Continue: removing the older segments may free space.
+            # Continue, because removing older segments may free space.
             logger.warning("the log stays in its old segment reason=%s", error)
             return False
-        # Retention's own rows grow old too. Without this check, retention would write to an unused log for ever.
-        return not is_quiet and last.newest_append_ms <= now_ms - retention_ms and await self.snapshot()
+        # The snapshot rows grow old too. Without `is_quiet`, retention would write to an unused log for ever.
+        return not is_quiet and current.newest_append_ms <= now_ms - retention_ms and await self.snapshot()
 
-    async def _remove_old(self) -> None:
+    async def _remove_expired(self) -> None:
         if await self._remove_segments():
             await self._remove_files()
 
     async def _remove_segments(self) -> bool:
-        """Remove the segments that retention allows. False while the snapshot that it needs cannot be written."""
+        """Remove the segments that are old and needed by nobody. False if the snapshot for it cannot be written now."""
         oldest = self._log.reader.segments.all[0]
-        old = oldest.newest_append_ms <= self._clock.now_ms() - self._settings.retention_ms
+        is_old = oldest.newest_append_ms <= self._clock.now_ms() - self._settings.retention_ms
         if (
             self._scheduling.compacts
-            and old
+            and is_old
             and self._broker.attach_state.watermark < oldest.next_seq < self._log.reader.next_seq
         ):
             # The tail is too short for the usual compaction, but it keeps an old segment from being removed.
             await self._broker.mover.compact(even_without_rows=True)
             await self.checkpoint()
-        # With another strategy, scheduled messages do not wait for compaction: `needed_seq` covers the strategy's own
-        # needs.
-        kept_from = self._broker.attach_state.watermark if self._scheduling.compacts else None
-        # The minimum of all rows that a restart, an open transaction, a backlog, the table or a drain still reads.
-        needed = max(0, self._checkpoint_seq)
+        # Strategies without compaction do not use the watermark: `needed_seq` covers the rows that they need.
+        compacted_to = self._broker.attach_state.watermark if self._scheduling.compacts else None
+        # The first row that a restart, an open transaction, the backlog, the table or a drain still reads.
+        needed_seq = max(0, self._checkpoint_seq)
         for seq in (
-            kept_from,
+            compacted_to,
             self._broker.transactions.oldest_seq,
             self._scheduling.scheduler.needed_seq(),
             self._tables.drains.needed_seq,
         ):
-            needed = needed if seq is None else min(needed, seq)
-        gone = self._log.reader.segments.expired(
+            needed_seq = needed_seq if seq is None else min(needed_seq, seq)
+        expired = self._log.reader.segments.expired(
             now_ms=self._clock.now_ms(),
             retention_ms=self._settings.retention_ms,
-            needed_from_seq=needed,
+            needed_from_seq=needed_seq,
         )
-        if gone:
-            # Offsets are stored once a second. Store them now, so that messages that a group has just read do not count
+        if expired:
+            # Offsets are saved once a second. Save them now, so that messages that a group has just read do not count
             # as unread.
             self._broker.save_offsets()
-            gone = await self._retention.may_go(gone)
+            expired = await self._retention.select_removable(expired)
         # Segments may be removed only after a snapshot, and none can be written while an attach is half done.
-        if gone and not self._broker.mover.is_unfinished:
+        if expired and not self._broker.mover.has_unfinished_attach:
             # Before the snapshot, because replicas remove segments as soon as they have applied it.
-            await self._broker.dead_letters.repeat(gone[-1].next_seq)
-            await self._retention.count_expired(gone[-1].next_seq)
-            # First write a snapshot with the state of these rows and with the permission to remove them. Otherwise a
-            # start would refuse a log that lacks them. Then write a checkpoint, because one that needs the removed rows
-            # would be ignored.
-            self._log_from_seq = gone[-1].next_seq
+            await self._broker.dead_letters.repeat(expired[-1].next_seq)
+            await self._retention.count_expired(expired[-1].next_seq)
+            # First write a snapshot with the state of these rows. Its `log_from_seq` permits their removal: without it,
+            # a start would refuse the shorter log. Then write a checkpoint, because a start ignores a checkpoint that
+            # needs removed rows.
+            self._log_from_seq = expired[-1].next_seq
             if not await self.snapshot():
                 return False
             await self.checkpoint()
-            await in_thread(self._threads.reader, self._log.reader.segments.remove, self._files, gone)
+            await in_thread(self._threads.reader, self._log.reader.segments.remove, self._files, expired)
             for name in self._tables.topics.indexes.forget(self._log.reader.first_seq):
                 await in_thread(self._threads.reader, self._files.remove, name)
-            # Other strategies than the hour log do not compact, so the watermark moves here. All pending messages are
-            # after the removed rows.
+            # Only the hour log compacts. With other strategies the watermark moves here: all pending messages are after
+            # the removed rows.
             self._broker.attach_state.watermark = max(
                 self._broker.attach_state.watermark, self._log.reader.first_seq
             )
         return True
 
     async def _remove_files(self) -> None:
-        """Remove the files of the pending table that nobody reads any more."""
+        """Remove the files of the pending table that no reader needs any more."""
         # Readers of an older version of the table may read its files as long as the log is kept, but at most a day.
         readable_ms = min(self._settings.retention_ms, limits.DAY_MS)
-        left_ms = self._clock.now_ms() - readable_ms
-        await in_thread(self._threads.table, self._pending_table.catalog.remove_left, left_ms)
+        replaced_before_ms = self._clock.now_ms() - readable_ms
+        await in_thread(
+            self._threads.table, self._pending_table.catalog.delete_removed_files, replaced_before_ms
+        )
         if self._pending_table.catalog.foreign.commits:
-            # Another program's VACUUM may continue after the commit that the broker has seen, and makes no commit
-            # itself. So check the files again.
-            await in_thread(self._threads.table, self._pending_table.catalog.look_for_missing)
-        behind = self._scheduling.hour_log.pending.behind(
+            # Another program's VACUUM may run after the commits that the broker has seen, and deletes files without a
+            # commit. So check that the files still exist.
+            await in_thread(self._threads.table, self._pending_table.catalog.restore_missing_live_files)
+        settled_files = self._scheduling.hour_log.pending.behind(
             min(
                 self._scheduling.scheduler.settled_before_ms,
                 self._scheduling.outcomes.holds.from_ms,
             )
         )
-        if len(behind) >= BEHIND_FILES_MIN:
+        if len(settled_files) >= BEHIND_FILES_MIN:
             epoch = self._log.reader.next_seq
-            # An attach that only removes files: the log must record the removal, or a start would miss the files.
-            removes = [entry.path for entry in behind[: limits.ATTACH_FILES_MAX]]
+            # An attach that only removes files. The log must record the removal, or a start would look for the files.
+            removes = [entry.path for entry in settled_files[: limits.ATTACH_FILES_MAX]]
             await self._broker.attach(
                 Attachment(job="rewrite", job_id=REMOVE_JOB_ID, epoch=epoch, removes=removes)
             )

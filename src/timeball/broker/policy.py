@@ -1,23 +1,23 @@
 """Policy: the permissions of a caller for topics and consumer groups, decided here for every edge.
 
     a caller                    checks
-    makes any request           `allow`: the rights of its account (access.py); ANONYMOUS may do everything
+    makes any request           `allow`: the permissions of its account (access.py); ANONYMOUS may do everything
     sends, now or for later     `destination`, then `admit`: a name that is not reserved, write permission, a queue to
                                 write to; creates a missing topic where that is allowed
-    hands a message back        `returning`: the group's own topic, created if it is missing
+    returns a message           `returning`: the retry or dead letter topic of the group, created if it is missing
     pulls, receives, pops       `readable`: read permission; reading never creates a topic
     consumes as a group         `joined`, `check_group`: consume_enable, and whether it may broadcast
     creates, deletes a topic    `check_managed`: a name that is not reserved
 
-Each operation of service.py has a caller and makes its checks. Requests that are no operation of service.py
-(heartbeats, routes, queries of tools) are listed with the required rights in a table of their edge, which calls
-`allow`.
+Each operation of service.py has a caller and makes these checks itself. Other requests (heartbeats, routes, queries of
+tools) do not use service.py. Their edge has a table of the required permissions and calls `allow`.
 
-Checks apply at admission, not at delivery. An accepted message is delivered when it is due, even if its topic was
-closed to writers or deleted since. Edges translate the errors into the codes of their protocol and add no rules.
+The checks apply when a message is sent, not when it is delivered. An accepted message is delivered when it is due, even
+if its topic was closed to writers or deleted since. Edges translate the errors into the codes of their protocol and add
+no rules.
 
-A client may write to %DLQ%<group> as to any topic, and to %RETRY%<group> while the group exists: RocketMQ's consumers
-return messages in this way when the request for it fails.
+A client may write to %DLQ%<group> as to any topic, and to %RETRY%<group> while the group exists: if the request that
+returns a message fails, RocketMQ's consumers send the message to these topics themselves.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
 
 
 class Policy:
-    """The rules, applied to the existing topics and groups. Belongs to the event loop."""
+    """Checks requests against the existing topics and groups. Belongs to the event loop."""
 
     def __init__(self, topics: Topics, groups: Groups, settings: Settings, clock: Clock) -> None:
         self._topics, self._groups, self._settings = topics, groups, settings
-        self._new = NewTopics(topics, clock)
+        self._new_topics = NewTopics(topics, clock)
         self.closed = ""  # the reason why nothing new is accepted; empty while sends are accepted
-        # Cache of the topics that clients may send to, because every message checks its topic. Valid for one version of
-        # `_topics`.
+        # The topics that clients may send to, cached because every message checks its topic. Valid for `_version`, a
+        # version of `_topics`.
         self._destinations: dict[str, Topic] = {}
         self._version = -1
 
@@ -58,9 +58,9 @@ class Policy:
 
     @staticmethod
     def allow_somewhere(caller: Caller, verb: Verb) -> None:
-        """Raise Forbidden or Unauthorized if there can be no topic for which the caller may do this."""
+        """Raise Forbidden or Unauthorized if the caller may not do this for any topic."""
         if caller is not ANONYMOUS:
-            caller.check_somewhere(verb)
+            caller.check_on_any_topic(verb)
 
     @staticmethod
     def allows(caller: Caller, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
@@ -68,10 +68,10 @@ class Policy:
         return caller is ANONYMOUS or caller.may(verb, topic=topic, group=group)
 
     def cancellable(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Return a filter for the topics whose scheduled messages the caller may cancel or move. None: all topics.
+        """Build a filter for the topics whose scheduled messages the caller may cancel or move. None: all topics.
 
-        A cancel request names messages, and the topic is known only after the look-up. For this caller, messages of
-        other topics do not exist.
+        A request to cancel names messages, so their topics are known only after the look-up. The look-up hides messages
+        of other topics from this caller.
         """
         self.allow(caller, Verb.LOOK)
         if self.allows(caller, Verb.ADMIN):
@@ -79,29 +79,29 @@ class Policy:
         return lambda topic: caller.may(Verb.CANCEL, topic=topic)
 
     def visible(self, caller: Caller) -> Callable[[str], bool] | None:
-        """Return a filter for the topics whose scheduled messages the caller may see. None: all topics."""
+        """Build a filter for the topics whose scheduled messages the caller may see. None: all topics."""
         return None if self.allows(caller, Verb.ADMIN) else lambda topic: caller.may(Verb.LOOK, topic=topic)
 
     # -- sending ---------------------------------------------------------------------------------------------
 
     def destination(self, name: str, caller: Caller) -> Topic | None:
-        """Find the topic that a caller may send to. None if its first message would create it. Creates nothing.
+        """Find a topic to send to, and check that the caller may. None if the first message would create the topic.
 
-        Raises InvalidName, Forbidden and NotFound.
+        Creates no topic. Raises InvalidName, Forbidden and NotFound.
         """
         if caller is not ANONYMOUS:
             caller.check(Verb.SEND, topic=name)
-        # Consumers of a closed broker continue, so their retries are accepted.
+        # Consumers of a closed broker continue, so it still accepts retries and dead letters.
         if self.closed and not name.startswith((RETRY_PREFIX, DLQ_PREFIX)):
             raise Forbidden(self.closed)
-        # Any change of a topic clears the cache: topics change rarely, and every message reads the cache.
+        # Any change of a topic clears the whole cache, because topics change rarely and every message reads it.
         if self._version != self._topics.version:
             self._destinations.clear()
             self._version = self._topics.version
         topic = self._destinations.get(name)
         if topic is None:
-            topic = self._checked(name)
-            # Not cached, because the group may be deleted.
+            topic = self._find_destination(name)
+            # A retry topic is not cached, because its group may be deleted.
             if topic is not None and not name.startswith(RETRY_PREFIX):
                 self._destinations[name] = topic
         return topic
@@ -117,7 +117,7 @@ class Policy:
         return topics
 
     def admit(self, names: Iterable[str], caller: Caller, queues: int | None = None) -> None:
-        """Create the missing ones of these topics, if the caller may send to all of them.
+        """Check that the caller may send to all of these topics, and create the missing ones.
 
         `queues` is the number of queues that the client requests for a new topic, limited by the settings. Raises
         InvalidName, Forbidden, NotFound and OverLimit.
@@ -126,10 +126,10 @@ class Policy:
         missing = [name for name in names if self.destination(name, caller) is None]
         if not missing:
             return
-        # Before the first topic is created, because it may refuse.
-        self._new.admit(missing, caller.name)
+        # Before the first topic is created, because this check may refuse.
+        self._new_topics.admit(missing, caller.name)
         for name in missing:
-            self._topics.ensure(name, self._queues_of_new(name, queues), made_by=caller.name)
+            self._topics.ensure(name, self._new_topic_queues(name, queues), made_by=caller.name)
 
     def returning(self, name: str, queues: int = 1) -> Topic:
         """Find or create the retry or dead letter topic to which a client returns a message. Raises Forbidden."""
@@ -137,8 +137,8 @@ class Policy:
         _check_writable(topic)
         return topic
 
-    def _checked(self, name: str) -> Topic | None:
-        """`destination` without the cache."""
+    def _find_destination(self, name: str) -> Topic | None:
+        """Check a topic and find it, without the cache of `destination`. None if the first message would create it."""
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
         # Reserved names are forbidden even if such a topic exists, because only the broker writes to it.
         reason = reserved.forbidden(name)
@@ -151,7 +151,7 @@ class Policy:
         elif (
             topic is None and not self._settings.auto_create_topics and self.system_topic_queues(name) is None
         ):
-            raise self._missing(name)
+            raise self._not_found(name)
         if topic is not None:
             _check_writable(topic)
         return topic
@@ -159,33 +159,33 @@ class Policy:
     def check_known(self, name: str | None, *, has_messages: bool) -> None:
         """Raise NotFound if a query names a missing topic, so that a typing error does not look like an empty result.
 
-        `has_messages` means that the query found messages, and prevents the error: messages of bulk writes and of
-        deleted topics are pending without a topic.
+        There is no error if the query found messages (`has_messages`), because messages of bulk writes and of deleted
+        topics are pending without a topic.
         """
         if name is not None and not has_messages and self._topics.find_topic(name) is None:
-            raise self._missing(name)
+            raise self._not_found(name)
 
-    def _missing(self, name: str) -> NotFound:
-        then = "; create it, or start with --auto-create-topics"
+    def _not_found(self, name: str) -> NotFound:
+        hint = "; create it, or start with --auto-create-topics"
         if self._settings.auto_create_topics:
-            then = "; its first message makes it"
+            hint = "; its first message makes it"
         # No hint, because neither an administrator nor a first message can create such a topic.
         if reserved.conflict(name) is not None or name.startswith(RETRY_PREFIX):
-            then = ""
-        return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{then}")
+            hint = ""
+        return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{hint}")
 
-    def _queues_of_new(self, name: str, wanted: int | None) -> int:
+    def _new_topic_queues(self, name: str, requested: int | None) -> int:
         if name.startswith(RETRY_PREFIX):
             # The group's configuration determines the queues of its retry topic.
             return max(1, self._groups.get(name.removeprefix(RETRY_PREFIX)).retry_queue_nums)
-        most = self._settings.queues_per_topic
+        queues_max = self._settings.queues_per_topic
         # The settings limit a client's request, because each queue costs index entries and polls.
-        return self.system_topic_queues(name) or max(1, min(wanted or most, most))
+        return self.system_topic_queues(name) or max(1, min(requested or queues_max, queues_max))
 
     def close(self, reason: str) -> None:
         """Refuse new messages from now on, except those that consumers of this broker return."""
         self.closed = reason
-        # Invalidates the caches of edges, which keep the topics that clients may send to.
+        # Invalidates the caches of the edges, which contain topics that clients may send to.
         self._topics.version += 1
 
     def check_open(self) -> None:
@@ -196,11 +196,14 @@ class Policy:
     # -- consuming -------------------------------------------------------------------------------------------
 
     def readable(self, name: str, caller: Caller, verb: Verb = Verb.RECEIVE) -> Topic:
-        """Find the topic that a caller may read, or do `verb` to. Never creates it. Raises NotFound, Forbidden."""
+        """Find a topic, and check that the caller may read it or do `verb`.
+
+        Creates none. Raises NotFound, Forbidden.
+        """
         self.allow(caller, verb, topic=name)
         topic = self._topics.find_topic(name)
         if topic is None:
-            raise self._missing(name)
+            raise self._not_found(name)
         if not topic.perm & READ:
             raise Forbidden(
                 f"topic {name!r} is not for reading: its permission is {topic.perm}, give it 4 or 6"
@@ -208,7 +211,7 @@ class Policy:
         return topic
 
     def joined(self, name: str, caller: Caller, *, broadcasting: bool = False) -> SubscriptionGroup:
-        """Find the group that a caller consumes as, or create it. Raises Forbidden, InvalidName, OverLimit."""
+        """Find or create the group that a caller consumes as. Raises Forbidden, InvalidName, OverLimit."""
         self.allow(caller, Verb.RECEIVE, group=name)
         group = self._groups.ensure(name)
         self.check_group(name)
@@ -226,10 +229,13 @@ class Policy:
             raise Forbidden(f"consumer group {name!r} is switched off: switch its consumeEnable on")
 
     def register(self, name: str, caller: Caller) -> None:
-        """Create a consumer group and its retry topic, because its clients request the route of that topic next."""
+        """Create a consumer group and its retry topic, whose route its clients request next.
+
+        Raises Forbidden, InvalidName, OverLimit.
+        """
         self.allow(caller, Verb.RECEIVE, group=name)
-        # A client may name any number of groups, and each costs a retry topic. So they count as new topics.
-        self._new.admit([RETRY_PREFIX + name], caller.name)
+        # A client may name any number of groups, and each costs a retry topic. So the retry topics count as new topics.
+        self._new_topics.admit([RETRY_PREFIX + name], caller.name)
         group = self._groups.ensure(name)
         if self._topics.find_topic(RETRY_PREFIX + name) is None:
             self._topics.ensure(RETRY_PREFIX + name, max(1, group.retry_queue_nums), made_by=caller.name)
@@ -245,11 +251,11 @@ class Policy:
         return topic.write_queues if self.permission(topic.name, topic.perm) & WRITE else 0
 
     def system_topic_queues(self, name: str) -> int | None:
-        """The number of queues of a topic that need not be created by an administrator. None for other topics.
+        """Find the number of queues of a system topic, which any first message creates. None for other topics.
 
-        Tools send to the topics named like the cluster and the broker, clients to the topics of traces and replies. The
-        route returns this number before the topic exists, and the first send creates the topic with this number of
-        queues.
+        System topics are the topics named like the cluster and the broker, to which tools send, and the topics of
+        traces and replies, to which clients send. The route shows this number of queues before the topic exists, and
+        the first send creates the topic with it.
         """
         if name in (self._settings.cluster_name, self._settings.broker_name):
             return self._settings.queues_per_topic
@@ -259,7 +265,7 @@ class Policy:
 
     @property
     def has_template(self) -> bool:
-        """True if producers see RocketMQ's template topic, which means that a message creates its topic."""
+        """True if routes show RocketMQ's template topic, which tells producers that a message creates its topic."""
         return self._settings.auto_create_topics
 
     def is_auto_created(self, name: str) -> bool:
@@ -272,7 +278,7 @@ class Policy:
         return is_user_topic and self._settings.auto_create_topics
 
     def is_awaited(self, name: str) -> bool:
-        """Check whether a topic is missing and its first message would create it. A receive waits for such a topic."""
+        """Check whether a topic is missing but its first message would create it. A receive waits for this message."""
         return self._topics.find_topic(name) is None and self.is_auto_created(name)
 
     def check_managed(self, name: str, caller: Caller) -> None:
@@ -284,11 +290,14 @@ class Policy:
             raise InvalidName(reason)
 
     def admit_managed(self, names: Iterable[str], caller: Caller) -> None:
-        """Check that an administrator may create the missing ones of these topics. Raises Forbidden or OverLimit."""
+        """Check that an administrator may create those of these topics that are missing.
+
+        Raises InvalidName, Forbidden and OverLimit.
+        """
         # A set, because a name that is given twice is only one new topic.
-        for name in (wanted := set(names)):
+        for name in (distinct_names := set(names)):
             self.check_managed(name, caller)
-        self._new.admit(wanted, caller.name)
+        self._new_topics.admit(distinct_names, caller.name)
 
 
 def queues_to_read(topic: Topic) -> int:
@@ -315,11 +324,14 @@ class NewTopics:
 
     def __init__(self, topics: Topics, clock: Clock) -> None:
         self._topics, self._clock = topics, clock
-        # By account: (tokens, time in ms at which they were computed).
-        self._allowance: dict[str, tuple[float, int]] = {}
+        # Token buckets by account: (tokens, time in ms at which they were computed).
+        self._buckets: dict[str, tuple[float, int]] = {}
 
     def admit(self, names: Iterable[str], account: str = "") -> None:
-        """Count the missing ones of these topics as new topics of an account. OverLimit: none of them is counted."""
+        """Count those of these topics that are missing as new topics of an account.
+
+        Raises OverLimit, and then counts none of them.
+        """
         count = sum(self._topics.find_topic(name) is None for name in names)
         if count:
             self._admit(count, account)
@@ -338,13 +350,16 @@ class NewTopics:
                 "send to topics that exist"
             )
         # The monotonic clock: a wall clock that is set back would block an account for hours.
-        now_ms, left = self._clock.monotonic_ns() // 1_000_000, float(limits.NEW_TOPICS_BURST)
-        if account in self._allowance:
-            before, at_ms = self._allowance[account]
-            # A token bucket: it fills with time up to the burst, and each new topic takes one token.
-            left = min(left, before + (now_ms - at_ms) * limits.NEW_TOPICS_PER_SECOND / limits.SECOND_MS)
-        if count > left:
+        now_ms, tokens = self._clock.monotonic_ns() // 1_000_000, float(limits.NEW_TOPICS_BURST)
+        if account in self._buckets:
+            tokens_before, computed_ms = self._buckets[account]
+            # The bucket fills with time up to the burst, and each new topic takes one token.
+            tokens = min(
+                tokens,
+                tokens_before + (now_ms - computed_ms) * limits.NEW_TOPICS_PER_SECOND / limits.SECOND_MS,
+            )
+        if count > tokens:
             raise OverLimit(
                 f"more than {limits.NEW_TOPICS_PER_SECOND} new topics a second; try again in a moment"
             )
-        self._allowance[account] = (left - count, now_ms)
+        self._buckets[account] = (tokens - count, now_ms)

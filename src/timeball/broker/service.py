@@ -1,9 +1,9 @@
-"""The operations that all edges call, and the order of the steps between a request and its answer.
+"""The facade of the broker: the operations that all edges call.
 
 Each operation has a caller, and policy.py checks the caller's permissions. The broker itself acts as ANONYMOUS.
 
-All code runs on one event loop, and sending a message takes no lock. The steps are: validate, append to the log (which
-fixes the order), and update the caches in the commit's callback before the answer. Only attaches wait for each other.
+All code runs on one event loop, and a send takes no lock. It has these steps: validate, append to the log (which fixes
+the order), update the caches in the callback of the commit, and answer. Only attaches wait for each other.
 """
 
 from __future__ import annotations
@@ -109,15 +109,17 @@ class Broker:
     ) -> None:
         """Create the broker from the objects that node.py has recovered. They are never replaced.
 
-        `on_failure` stops the broker when memory may be ahead of the files. `traces` is None if tracing is off,
-        `file_replication` is None for a broker without replicas.
+        `on_failure` stops the broker: it is called when memory may be ahead of the files. `traces` is None if tracing
+        is off. `file_replication` is None for a broker without replicas. `scheduled_since_watermark` is the number of
+        scheduled messages in the log since the watermark, `halves` are the open half messages of transactions.
         """
         self.settings, self.files, self.clock, self.threads = settings, files, clock, threads
         self.log, self.tables, self.lease_counts, self.attach_state = log, tables, lease_counts, attach_state
         self.scheduling, self.pending_table = scheduling, pending_table
         self.traces, self.on_failure = traces, on_failure
         self.rates = Rates()
-        self.gate = Gate()  # open to requests that cancel or move scheduled messages, closed by a resume
+        # Requests that cancel or move scheduled messages share the gate. A resume holds it exclusively.
+        self.gate = Gate()
         self.policy = Policy(tables.topics, tables.groups, settings, clock.clock)
         self._loop = asyncio.get_running_loop()
         self.waiters = Waiters()
@@ -154,8 +156,8 @@ class Broker:
             self.policy, self.waiters, self.mover.tail_count, settings=settings, clock=clock, writer=log.writer,
             topics=tables.topics, scheduling=self.scheduling, rates=self.rates,
         )  # fmt: skip
-        # Two ingresses: half messages become scheduled messages without a due time, so they cannot share a batch with
-        # sends.
+        # Half messages have their own ingress: they become scheduled messages without a due time, so they cannot share
+        # a batch with sends.
         self.sends = Ingress(traced(self.appender.send, self.traces))
         self.halves = Ingress(traced(self.prepare_nowait, self.traces))
         self.keyed_sends = KeyedSends(
@@ -229,8 +231,8 @@ class Broker:
 
     @property
     def pending_messages(self) -> int:
-        """The number of pending messages, without cancelled ones and leases."""
-        # Clamped at 0, because a lease is counted slightly longer than its message (delivery.py).
+        """The number of scheduled messages that are pending, without leases."""
+        # Not below 0: `lease_counts` counts a lease slightly longer than `outcomes` counts its message (delivery.py).
         return max(0, self.scheduling.outcomes.waiting_rows - self.lease_counts.waiting_rows)
 
     # -- producing ---------------------------------------------------------------------------------------
@@ -252,18 +254,22 @@ class Broker:
     def prepare_nowait(
         self, sends: Sends, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept messages that are hidden until `transactions.end` commits them. Their delays begin at the commit."""
+        """Append half messages. They are hidden until `transactions.end` commits them.
+
+        The future is done when they are durable. Their delays begin at the commit. Raises the errors of a send.
+        """
         rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(sends)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
-        # After the admission, which refuses all messages that a commit would refuse later.
+        # After the admission, so that messages which a commit would refuse are refused now.
         rows = transactions.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
+        """Append the rows that commit these half messages. `batch` contains their messages in the same order."""
         rows, level, now_ms = self.appender.admit(batch)
         rows = transactions.ending_rows(rows, halves)
-        # No permission check here: the policy has admitted these topics with the half messages.
+        # No permission check here: the policy has checked these topics when the half messages arrived.
         self.appender.make_topics(rows)
         rows = transactions.as_first_moves(self.appender.prepare(rows, now_ms, level))
         moves = transactions.first_versions(rows, self.log.writer.next_seq)
@@ -285,17 +291,16 @@ class Broker:
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
     ) -> list[Verdict]:
-        """Cancel these messages if they are pending, with one final verdict each (see revoking/cancel.py).
+        """Cancel those of these messages that are pending. Returns one final verdict each (revoking/cancel.py).
 
-        `topic` limits the request to messages for this topic, because producers of different topics may use the same
-        id.
+        `topic` limits the request to messages of this topic, because producers of different topics may use the same id.
         """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
-        # The look-up hides messages that the caller may not cancel, so the verdict not_found reveals nothing about
-        # them.
-        return await settle(self.look_ups, names, self._cancel_as(caller))
+        # The look-up hides messages that the caller may not cancel: their verdict is `not_found`, which reveals
+        # nothing.
+        return await settle(self.look_ups, names, self._cancel_for(caller))
 
-    def _cancel_as(self, caller: Caller) -> Act:
+    def _cancel_for(self, caller: Caller) -> Act:
         return partial(
             cancel, self.appender, by=caller.name, clock=self.clock, lease_counts=self.lease_counts,
             scheduler=self.scheduling.scheduler, rates=self.rates,
@@ -312,7 +317,10 @@ class Broker:
         due_ms: int | None = None,
         delay_ms: int | None = None,
     ) -> list[Verdict]:
-        """Give the pending ones of these messages another due time, with one verdict each (revoking/reschedule.py)."""
+        """Change the due time of those of these messages that are pending. Returns one verdict each.
+
+        See revoking/reschedule.py.
+        """
         names = Names(ids, keys, seqs, topic, self.policy.cancellable(caller))
         return await reschedule(
             self.look_ups, self.appender, names, due_ms=due_ms, delay_ms=delay_ms, settings=self.settings,
@@ -321,10 +329,13 @@ class Broker:
         )  # fmt: skip
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
-        """Cancel the message of a recall handle, and return its id. revoking/recall.py lists the errors."""
+        """Cancel the message of a recall handle.
+
+        Returns the id of the message. For the errors see revoking/recall.py.
+        """
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(
-            self.look_ups, self._cancel_as(caller), topic, handle, settings=self.settings, clock=self.clock,
+            self.look_ups, self._cancel_for(caller), topic, handle, settings=self.settings, clock=self.clock,
             reader=self.log.reader, topics=self.tables.topics, drains=self.tables.drains,
             reader_thread=self.threads.reader,
         )  # fmt: skip
@@ -332,7 +343,7 @@ class Broker:
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
     ) -> list[MessagePlace]:
-        """Find the messages with this id, and where they are (revoking/find_message.py)."""
+        """Find the messages with this id: their states and queue positions (revoking/find_message.py)."""
         self.policy.allow(caller, Verb.LOOK)
         names = Names([message_id], topic=topic, may=self.policy.visible(caller))
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
@@ -348,7 +359,7 @@ class Broker:
     async def cancel_ranges(
         self, ranges: Sequence[tuple[int, int]], reason: str = "", caller: Caller = ANONYMOUS
     ) -> RangesCancelled:
-        """Cancel the pending messages in a bulk job's ranges of numbers, (first_seq, rows). See revoking/ranges.py."""
+        """Cancel the pending messages of a bulk job, given as ranges (first_seq, rows). See revoking/ranges.py."""
         self.policy.allow(caller, Verb.ADMIN)
         return await cancel_ranges(
             self.mover.lock, ranges, reason, clock=self.clock, log=self.log, attach_state=self.attach_state,
@@ -359,7 +370,7 @@ class Broker:
     # -- campaigns ---------------------------------------------------------------------------------------
 
     def campaigns(self, campaign: str | None = None, caller: Caller = ANONYMOUS) -> list[Campaign]:
-        """Return one campaign with its ranges, or all campaigns without them. Raises NotFound, InvalidMessage."""
+        """Find a campaign with its ranges, or list all campaigns without them. Raises NotFound, InvalidMessage."""
         self.policy.allow(caller, Verb.ADMIN)
         return self.campaign_changes.all() if campaign is None else [self.campaign_changes.get(campaign)]
 
@@ -376,9 +387,8 @@ class Broker:
     ) -> Campaign:
         """Plan, pause, resume or cancel a campaign. Durable on return (campaign_changes.py).
 
-        `rows`, `at_ms` and `groups` belong to a plan: its number of rows, the time at which they were checked, and the
-        cluster groups that each have a part. `shift` belongs to a resume: delay all messages by the length of the
-        pause.
+        A plan has the number of its `rows`, the time `at_ms` at which they were checked, and the cluster `groups` that
+        each have a part of them. A resume with `shift` delays all messages by the length of the pause.
         """
         self.policy.allow(caller, Verb.ADMIN)
         if change == "plan":
@@ -394,32 +404,32 @@ class Broker:
     async def pull(
         self, topic: str, offsets: dict[int, int], rows: int, wait_ms: int, caller: Caller = ANONYMOUS
     ) -> pa.RecordBatch:
-        """Return up to `rows` visible rows from these queues' offsets on. Waits up to `wait_ms` for the first one.
+        """Read up to `rows` visible rows, from the given offsets of the queues on. Waits up to `wait_ms` for a row.
 
-        If the topic is missing and its first message may create it, the call also waits. It then returns no rows, and
-        the client asks again.
+        If the topic is missing and its first message would create it, the call waits for that message. It then returns
+        no rows, and the client asks again.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
         # The loop's clock is monotonic: a change of the wall clock must not prolong a poll.
-        deadline = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
+        deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         if wait_ms > 0 and self.policy.is_awaited(topic):
-            await self.waiters.wait(topic, deadline - self._loop.time())
+            await self.waiters.wait(topic, deadline_s - self._loop.time())
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         while True:
-            # Checked in each turn, because the topic may have been deleted or closed to readers.
-            seqs = pull.locate(self.policy.readable(topic, caller), offsets, rows)
+            # Checked in each round, because the topic may have been deleted or closed to readers.
+            seqs = pull.find_seqs(self.policy.readable(topic, caller), offsets, rows)
             if len(seqs):
                 # Without a group, only the broker's own rate counts these rows.
                 self.rates.add(Stat.BROKER_GET_NUMS, "", len(seqs))
                 return await in_thread(self.threads.reader, pull.read, self.log.reader, seqs)
-            left = deadline - self._loop.time()
-            if left <= 0 or not await self.waiters.wait(topic, left):
+            left_s = deadline_s - self._loop.time()
+            if left_s <= 0 or not await self.waiters.wait(topic, left_s):
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
 
     async def read_queue(
         self, topic: str, queue_id: int, offset: int, rows: int, caller: Caller = ANONYMOUS
     ) -> pa.RecordBatch:
-        """Return up to `rows` rows of one queue from `offset` on."""
+        """Read up to `rows` rows of one queue from `offset` on, without waiting."""
         return await self.pull(topic, {queue_id: offset}, rows, 0, caller)
 
     def read_log(
@@ -432,7 +442,7 @@ class Broker:
         caller: Caller = ANONYMOUS,
         placed: bool | None = None,
     ) -> Iterator[pa.RecordBatch]:
-        """Read rows of the log (LogReader.coalesced), without secret values. Any thread."""
+        """Read rows of the log [from_seq, to_seq), without secret values (see LogReader.coalesced). Any thread."""
         self.policy.allow(caller, Verb.ADMIN)
         kinds, names = None if kinds is None else set(kinds), columns or READ_SCHEMA.names
         # Only the bodies of META rows contain secrets. A read without bodies or without META rows has nothing to hide.
@@ -444,12 +454,12 @@ class Broker:
         return (without_secrets(batch).select(names) for batch in rows)
 
     def starts(self, from_seq: int, to_seq: int, caller: Caller = ANONYMOUS) -> list[Start]:
-        """List the broker starts recorded in this log, each by the first row written after it. Any thread."""
+        """List the starts of brokers on this log, each with the first row written after it. Any thread."""
         self.policy.allow(caller, Verb.ADMIN)
         return starts(self.log.reader.segments, from_seq, to_seq)
 
     def topics(self, caller: Caller = ANONYMOUS) -> dict[str, dict[str, int]]:
-        """List the topics that the caller may look at, with their numbers of queues."""
+        """List the topics that the caller may see, with their numbers of queues."""
         self.policy.allow(caller, Verb.LOOK)
         return {
             topic.name: {"queues": len(topic.queues)}
@@ -458,7 +468,7 @@ class Broker:
         }
 
     async def create_topic(self, name: str, queues: int | None = None, caller: Caller = ANONYMOUS) -> None:
-        """Create a topic, or give it more queues. Durable on return."""
+        """Create a topic, or add queues to it. Durable on return. Raises OutOfRange, and the errors of the policy."""
         if queues is not None and not 1 <= queues <= limits.QUEUES_PER_TOPIC_MAX:
             raise OutOfRange(f"queues {queues}: between 1 and {limits.QUEUES_PER_TOPIC_MAX}")
         self.policy.admit_managed([name], caller)
@@ -466,47 +476,49 @@ class Broker:
         await self.log.writer.flushed()
 
     def queues(self, topic: str, caller: Caller = ANONYMOUS) -> dict[int, tuple[int, int]]:
-        """Return (min_offset, max_offset) of each queue."""
+        """List the offsets that each queue of a topic holds: (min_offset, max_offset). Raises NotFound."""
         self.policy.allow(caller, Verb.LOOK, topic=topic)
         queues = self.tables.topics.get(topic).queues
-        return {i: (q.index.min_offset, q.index.max_offset) for i, q in enumerate(queues)}
+        return {
+            number: (queue.index.min_offset, queue.index.max_offset) for number, queue in enumerate(queues)
+        }
 
     def offsets(self, group: str, topic: str, caller: Caller = ANONYMOUS) -> dict[int, int]:
-        """Return a group's stored offsets by queue."""
+        """Find the stored offsets of a group in a topic, by queue."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
         self.policy.check_group(group)
         return self.tables.offsets.get(group, topic)
 
     def is_group(self, group: str) -> bool:
-        """Check whether a consumer group exists here: it has a configuration or stored offsets."""
+        """Check whether a consumer group exists on this broker: it has a configuration or stored offsets."""
         # Clients that only commit offsets never configure their group.
         return self.tables.groups.find_group(group) is not None or group in self.tables.offsets.table
 
     async def offsets_at(self, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> dict[int, int]:
-        """Find, by queue, the offset of the first message stored at or after a time in ms.
+        """Find the offset of the first message stored at or after `at_ms` (ms since 1970), in each queue.
 
-        For END, the end of the queue.
+        END stands for the end of the queue.
         """
         self.policy.allow(caller, Verb.RECEIVE, topic=topic)
-        found = {}
+        offsets = {}
         for number, queue in enumerate(self.tables.topics.get(topic).queues):
-            # END is a mark and not a time.
+            # END is a special value and not a time.
             if at_ms <= time_parsing.END:
-                found[number] = queue.index.max_offset
+                offsets[number] = queue.index.max_offset
             else:
-                found[number] = await in_thread(
+                offsets[number] = await in_thread(
                     self.threads.reader, pull.offset_at, self.log.reader, queue.index, at_ms
                 )
-        return found
+        return offsets
 
     async def begin(self, group: str, topic: str, at_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Set a group's offsets in a topic as in `offsets_at`, unless it has offsets there already."""
+        """Let a group begin in a topic at a time (see `offsets_at`), unless it has stored offsets there."""
         self.policy.allow(caller, Verb.RECEIVE, topic=topic, group=group)
-        # A group that has read some of the queues keeps its offsets: it will still read the others.
+        # A group that has offsets for only some of the queues keeps them, and still reads the other queues.
         if self.tables.offsets.get(group, topic):
             return
         offsets = await self.offsets_at(topic, at_ms, caller)
-        # Another member may have begun during the look-up, and may have acknowledged messages since.
+        # Another member may have stored offsets during the look-up, and may have read messages since.
         if not self.tables.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
 
@@ -524,67 +536,70 @@ class Broker:
         self.tables.offsets.commit(group, topic, offsets, ends)
 
     async def _count_pending(self, topic: str) -> int | None:
-        """Count the pending messages of a topic, without those of paused campaigns. None if there are too many."""
+        """Count the pending messages of a topic, without those of paused campaigns. None if counting costs too much."""
         if not self.pending_messages:
             return 0
         now_ms = self.clock.now_ms()
         # From a day ago, for overdue messages, to the longest delay of a send or a bulk write.
         window = now_ms - limits.DAY_MS, now_ms + limits.DELAY_MS_MAX
         try:
-            # Count by day, so that ten years need few buckets.
+            # Buckets of a day, so that ten years need few buckets.
             counted = await self.forecast.counted("day", *window, topic)
         except OverLimit:
             return None
         return counted.topics.get(topic, 0)
 
-    # -- moving what waits (see table_changes.py) -----------------------------------------------------------------
+    # -- changes of the pending table (see table_changes.py) -------------------------------------------------------
 
     async def drain(self, heir: str, *, dry_run: bool = False, caller: Caller = ANONYMOUS) -> wire.Drained:
-        """Hand over all pending messages to another group of the cluster. Here it raises NotFound (see grouped.py)."""
+        """Hand over all pending messages to another group of the cluster.
+
+        Only a broker of a cluster can do this (groups/grouped.py): this class raises NotFound.
+        """
         self.policy.allow(caller, Verb.ADMIN)
         raise NotFound("this broker belongs to no cluster: it was started without --cluster")
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
-        """Reserve sequence numbers for a bulk attach, and return the first."""
+        """Reserve `rows` sequence numbers for a bulk attach. Returns the first of them."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.reserve(rows)
 
     async def attach(self, attachment: Attachment, caller: Caller = ANONYMOUS) -> Attached:
-        """Attach files to the pending table atomically."""
+        """Attach data files to the pending table atomically."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.attach(attachment)
 
     async def compact(self, caller: Caller = ANONYMOUS) -> Attached | None:
-        """Move the scheduled messages of the log's tail to the pending table. None if there are none."""
+        """Move the scheduled messages of the log's tail to the pending table. None if the tail has no messages."""
         self.policy.allow(caller, Verb.ADMIN)
         return await self.mover.compact()
 
     def compactor_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Leave the log's tail to an external compactor for `lease_ms`."""
+        """Let an external compactor compact the tail of the log for `lease_ms`, instead of the broker."""
         self.policy.allow(caller, Verb.ADMIN)
         self.mover.lease(lease_ms)
 
     def dispatcher_lease(self, lease_ms: int, caller: Caller = ANONYMOUS) -> None:
-        """Leave due messages in files to an external dispatcher for `lease_ms`."""
+        """Let an external dispatcher release the due messages in data files for `lease_ms`, instead of the broker."""
         self.policy.allow(caller, Verb.ADMIN)
         self.delivery.lease_to_dispatcher(lease_ms)
 
     async def release(self, rows: pa.RecordBatch, caller: Caller = ANONYMOUS) -> delivery.Brought:
-        """Release due rows that a dispatcher has brought. Durable on return."""
+        """Release due rows that an external dispatcher has read from data files. Durable on return."""
         self.policy.allow(caller, Verb.ADMIN)
-        return await self.delivery.release_brought(rows)
+        return await self.delivery.release_dispatched(rows)
 
-    # -- people ------------------------------------------------------------------------------------------
+    # -- status ------------------------------------------------------------------------------------------
 
     def status(self, caller: Caller = ANONYMOUS) -> dict[str, object]:
-        """Collect figures for users and for jobs. See docs/flight.md."""
+        """Collect the figures of the broker for users and for jobs. docs/flight.md explains them."""
         self.policy.allow(caller, Verb.LOOK)
         segments = self.log.reader.segments
         return {
             "now_ms": self.clock.now_ms(),
             "log": {
                 "first_seq": segments.first_seq,
-                # Assigned, but maybe not durable yet. `durable_seq` is the end of the durable rows.
+                # Rows below it may not be durable yet. `durable_seq` is the end of the durable rows.
                 "next_seq": self.log.writer.next_seq,
                 "durable_seq": segments.next_seq,
                 "bytes": segments.size_bytes,
@@ -604,7 +619,7 @@ class Broker:
             "lateness": self.lateness.summary(),
             "delivered": self.rates.total(Stat.BROKER_GET_NUMS),
             "clock_suspect": self.clock.suspect,
-            # Only groups that the caller may consume as.
+            # Only groups as which the caller may consume.
             "conflicting_groups": [
                 group
                 for group in self.consuming.subscriptions.groups()
@@ -613,16 +628,16 @@ class Broker:
         }
 
     def schedule_statistics(self) -> dict[str, int]:
-        """Collect the counts of the scheduler, of the table and its keys, and of the strategy."""
+        """Collect the counts of the scheduler, of the pending table, and of the strategy."""
         counts = self.scheduling.scheduler.statistics() | self.scheduling.hour_log.statistics()
         if not self.scheduling.compacts:
-            kept = self.scheduling.backlog.statistics()
+            stored = self.scheduling.backlog.statistics()
             # Cancelled messages stay in the backlog until their due time, so subtract them.
-            opened = counts["near_rows"] + counts["moving_rows"]
-            waiting = kept["waiting_rows"] + opened - counts["cancelled_rows"]
-            counts |= kept | {"waiting_rows": max(0, waiting)}
+            loaded_rows = counts["near_rows"] + counts["moving_rows"]
+            pending_rows = stored["waiting_rows"] + loaded_rows - counts["cancelled_rows"]
+            counts |= stored | {"waiting_rows": max(0, pending_rows)}
         return counts
 
     def save_offsets(self) -> None:
-        """Append to the log the changes of consumer offsets since the last call."""
+        """Append the changes of consumer offsets since the last call to the log."""
         self.tables.offsets.save(self.consuming.parked())

@@ -68,7 +68,10 @@ def audit(
 
         report = job.run(session, endpoint, ledger_uri=ledger)
         # The status file gets the counts alone: the lists of messages may be long, and are printed below.
-        groups = {name: msgspec.structs.replace(each, offenders={}) for name, each in report.groups.items()}
+        groups = {
+            name: msgspec.structs.replace(group_report, offenders={})
+            for name, group_report in report.groups.items()
+        }
         counts = msgspec.structs.replace(report, offenders={}, groups=groups)
         Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
     show(report, describe(report), as_json=as_json)
@@ -78,8 +81,8 @@ def audit(
 
 def describe(report: AuditReport) -> Iterator[str]:
     """Yield the report for people: the balance, each breach with some of its messages, and the verdict."""
-    for name, each in report.groups.items():
-        yield f"group {name}: {balance(each)}{'' if each.ok else ', IT DOES NOT BALANCE'}"
+    for name, group_report in report.groups.items():
+        yield f"group {name}: {balance(group_report)}{'' if group_report.ok else ', IT DOES NOT BALANCE'}"
     yield f"{'all groups: ' if report.groups else ''}{balance(report)}"
     for name, offenders in report.offenders.items():
         # The job lists at most 100 messages of a breach (OFFENDERS_MAX), so 100 may stand for more.
@@ -95,7 +98,7 @@ def describe(report: AuditReport) -> Iterator[str]:
 
 
 def balance(report: AuditReport) -> str:
-    """Format the equation with its numbers."""
+    """Format the audit's equation with its numbers."""
     return (
         f"accepted {report.accepted:,} = released {report.released:,} + cancelled {report.cancelled:,} "
         f"+ expired {report.expired:,} + pending {report.pending:,}"

@@ -1,4 +1,4 @@
-"""`timeball backup` and `timeball restore`: copy a data folder consistently, and copy it back."""
+"""`timeball backup` and `timeball restore`: make a consistent copy of a data folder, and restore it."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def backup(
         raise SetupError(f"--data {data}: there is no such folder")
     if target.resolve().is_relative_to(data.resolve()):
         raise SetupError(f"{target} lies in the data folder: name a folder elsewhere")
-    with _progress("copying", as_json) as told:
-        made = copying.backup(RealFiles(data), RealFiles(target), SystemClock(), told)
-    _report(made, f"backup of {data} in {target}", as_json=as_json)
+    with _progress("copying", as_json) as report_progress:
+        manifest = copying.backup(RealFiles(data), RealFiles(target), SystemClock(), report_progress)
+    _report(manifest, f"backup of {data} in {target}", as_json=as_json)
 
 
 def restore(
@@ -72,25 +72,27 @@ def restore(
 
     if not source.is_dir():
         raise SetupError(f"{source}: there is no such folder")
-    with _progress("restoring", as_json) as told:
-        made = copying.restore(RealFiles(source), RealFiles(data), told)
-    _report(made, f"{source} restored into {data}", as_json=as_json)
+    with _progress("restoring", as_json) as report_progress:
+        manifest = copying.restore(RealFiles(source), RealFiles(data), report_progress)
+    _report(manifest, f"{source} restored into {data}", as_json=as_json)
 
 
 @contextmanager
-def _progress(doing: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(activity: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar, and yield a function that sets the completed bytes and the total."""
     with progress_bar(quiet=as_json) as progress:
-        task = progress.add_task(doing, total=None)
-        yield lambda done, of: progress.update(task, completed=done, total=of)
+        task = progress.add_task(activity, total=None)
+        yield lambda completed, total: progress.update(task, completed=completed, total=total)
 
 
-def _report(made: Manifest, what: str, *, as_json: bool) -> None:
-    size_bytes, count = made.used_bytes, len(made.files)
+def _report(manifest: Manifest, subject: str, *, as_json: bool) -> None:
+    size_bytes, count = manifest.used_bytes, len(manifest.files)
     document = {
-        "row": made.row, "first_row": made.first_row, "made_ms": made.made_ms, "files": count, "bytes": size_bytes,
+        "row": manifest.row, "first_row": manifest.first_row, "made_ms": manifest.made_ms,
+        "files": count, "bytes": size_bytes,
     }  # fmt: skip
     line = (
-        f"{what}: rows {made.first_row:,} to {made.row - 1:,} as of {show_instant(made.made_ms)}, "
+        f"{subject}: rows {manifest.first_row:,} to {manifest.row - 1:,} as of {show_instant(manifest.made_ms)}, "
         f"{count:,} files, {show_bytes(size_bytes)}"
     )
     show(document, [line], as_json=as_json)

@@ -1,7 +1,7 @@
 """`timeball bench`: run the benchmarks of a checkout.
 
-The benchmarks are in `benchmarks/`, beside the package and not in it. They measure this code on your machine, so an
-installed broker has no use for them. This command only finds and runs them.
+The benchmarks are in the folder `benchmarks/` of a checkout, and not in the package: an installed broker does not need
+them. They measure this code on your machine.
 """
 
 from __future__ import annotations
@@ -57,45 +57,45 @@ def bench(
       timeball bench remoting --profile "send JSON 8x512"
       timeball bench soak                 # an hour
     """
-    found = _load()
+    benchmarks = _import_benchmarks()
     if listing:
-        for name, module in found.items():
+        for name, module in benchmarks.items():
             about = (module.__doc__ or "").strip().splitlines()[0]
             if as_json:
                 print_json({"name": name, "about": about})
             else:
                 print_line(f"{name:10} {about}")
         return
-    unknown = sorted(set(names or ()) - found.keys())
+    unknown = sorted(set(names or ()) - benchmarks.keys())
     if unknown:
-        raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(found)}")
-    chosen = names or [name for name in found if not getattr(found[name], "ONLY_BY_NAME", False)]
+        raise RequestError(f"no benchmark named {', '.join(unknown)}: there are {', '.join(benchmarks)}")
+    chosen = names or [name for name in benchmarks if not getattr(benchmarks[name], "ONLY_BY_NAME", False)]
     with importlib.import_module("benchmarks.harness").profiling(profile) as rows:
         for name in chosen:
-            _print(found[name].run(small=size is Size.SMALL), _not_measured(found[name]), as_json)
+            _print(benchmarks[name].run(small=size is Size.SMALL), _limits(benchmarks[name]), as_json)
     if profile is not None and profile not in rows:
         raise RequestError(f"--profile: no row is named {profile!r}: there are {', '.join(rows)}")
 
 
-def _print(report: Any, left_out: str, as_json: bool) -> None:
+def _print(report: Any, limits: str, as_json: bool) -> None:
     if as_json:
-        print_json({**report.as_dict(), "not_measured": left_out})
+        print_json({**report.as_dict(), "not_measured": limits})
         return
     for line in report.lines():
         print_line(line)
-    print_line(f"  not measured: {left_out}\n")
+    print_line(f"  not measured: {limits}\n")
 
 
-def _not_measured(module: Any) -> str:
-    """Find the limits of a benchmark's figures in the docstring of its module, as one line.
+def _limits(module: Any) -> str:
+    """Read the paragraph "Not measured" from the docstring of a benchmark's module, as one line.
 
-    They are printed below the figures, which would claim too much without them.
+    It is printed below the figures, so that nobody reads too much into them.
     """
-    _, _, said = (module.__doc__ or "").partition("Not measured: ")
-    return " ".join(said.split("\n\n")[0].split())
+    _, _, limits = (module.__doc__ or "").partition("Not measured: ")
+    return " ".join(limits.split("\n\n")[0].split())
 
 
-def _load() -> dict[str, Any]:
+def _import_benchmarks() -> dict[str, Any]:
     """Import the benchmark modules, by name. SetupError outside of a checkout."""
     checkout = Path(timeball.__file__).resolve().parents[2]
     if not (checkout / "benchmarks" / "harness.py").is_file():

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 PEAKS_SHOWN = 3
 LOOK_EVERY_S = 0.2
-STEPS = {"survey": "looking at the rows", "rejects": "putting rejects aside", "write": "writing"}
+STEPS = {"survey": "reading the rows", "rejects": "writing rejects", "write": "writing"}
 
 
 class Format(StrEnum):
@@ -57,34 +57,44 @@ class Format(StrEnum):
 _SUFFIXES = {".parquet": Format.PARQUET, ".csv": Format.CSV, ".json": Format.JSON, ".jsonl": Format.JSON}
 
 
-def _column(name: str, what: str) -> Any:
-    return typer.Option(name, metavar="COLUMN", help=what)
+def _column_option(option: str, help_text: str) -> Any:
+    return typer.Option(option, metavar="COLUMN", help=help_text)
 
 
 Files = Annotated[
     list[str] | None, typer.Argument(metavar="[FILE]...", help="Files, folders, patterns or URIs.")
 ]
-Topic = Annotated[str | None, typer.Option("--topic", help="One topic for all.")]
-TopicColumn = Annotated[str | None, _column("--topic-column", "Or the column that holds it.")]
-DueColumn = Annotated[str, _column("--due-column", "When: a timestamp, text, or milliseconds.")]
-BodyColumn = Annotated[str | None, _column("--body-column", "The body; by default 'body'.")]
+Topic = Annotated[str | None, typer.Option("--topic", help="The topic of all messages.")]
+TopicColumn = Annotated[str | None, _column_option("--topic-column", "Or the column with the topic.")]
+DueColumn = Annotated[
+    str, _column_option("--due-column", "The column with the due time: timestamp, text or milliseconds.")
+]
+BodyColumn = Annotated[
+    str | None, _column_option("--body-column", "The column with the body; by default 'body'.")
+]
 BodyJson = Annotated[bool, typer.Option("--body-json", help="Or: all other columns as one JSON object.")]
-KeyColumn = Annotated[str | None, _column("--key-column", "Business keys, to cancel by.")]
-TagColumn = Annotated[str | None, _column("--tag-column", "A tag, to filter by.")]
-IdColumn = Annotated[str | None, _column("--id-column", "Message ids; by default made up.")]
+KeyColumn = Annotated[
+    str | None, _column_option("--key-column", "The column with business keys, by which you can cancel.")
+]
+TagColumn = Annotated[
+    str | None, _column_option("--tag-column", "The column with tags, by which consumers can filter.")
+]
+IdColumn = Annotated[
+    str | None, _column_option("--id-column", "The column with message ids; by default they are generated.")
+]
 Zone = Annotated[
     str | None,
     typer.Option("--zone", help="Time zone of wall-clock times without one, such as Europe/Paris."),
 ]
 FormatOption = Annotated[
-    Format | None, typer.Option("--format", help="By default by the name of the first file.")
+    Format | None, typer.Option("--format", help="By default chosen by the name of the first file.")
 ]
 Options = Annotated[
     list[str] | None,
     typer.Option("--option", metavar="NAME=VALUE", help="An option of Spark's reader; may be repeated."),
 ]
 CampaignOption = Annotated[
-    str | None, typer.Option("--campaign", metavar="ID", help="By default from files and options.")
+    str | None, typer.Option("--campaign", metavar="ID", help="By default derived from files and options.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be scheduled and rejected.")]
 Rejects = Annotated[
@@ -138,8 +148,8 @@ def bulk(
     if body_json and body_column is not None:
         raise RequestError("--body-column and --body-json: give one of them")
     if (topic is None) == (topic_column is None):
-        raise RequestError("say where the messages go: exactly one of --topic and --topic-column")
-    meaning = {
+        raise RequestError("give exactly one of --topic and --topic-column")
+    columns = {
         "due": due_column,
         "topic": topic_column,
         "topic_name": topic,
@@ -149,18 +159,18 @@ def bulk(
         "unique_key": id_column,
         "zone": zone,
     }
-    source = source_of(files or [], format_, options or [])
+    source = build_source(files or [], format_, options or [])
     if source.format is Format.JDBC and campaign is None and not dry_run:
         raise RequestError("--format jdbc: name the campaign with --campaign, since a table's rows change")
-    name = campaign or campaign_id(source, meaning)
-    where = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
+    name = campaign or campaign_id(source, columns)
+    job_options = {"campaign": name, "dry_run": dry_run, "rejects_uri": rejects, "table_uri": table_uri}
     from timeball.cli.spark import spark_session
 
     reach(endpoint)
     if not dry_run:
         print_note(f"campaign {name}")
     with spark_session(spark, "timeball-bulk") as session:
-        report = _run(session, source, endpoint, meaning, where, quiet=as_json)
+        report = _run(session, source, endpoint, columns, job_options, quiet=as_json)
     show(document(report), describe(report), as_json=as_json)
     if report.rejected:
         raise typer.Exit(ExitCode.CHECK_FAILED)
@@ -170,41 +180,41 @@ def _run(
     spark: SparkSession,
     source: Source,
     endpoint: str,
-    meaning: dict[str, str | None],
-    where: dict[str, Any],
+    columns: dict[str, str | None],
+    job_options: dict[str, Any],
     *,
     quiet: bool,
 ) -> BulkReport:
     from timeball.spark.jobs import bulk as job
     from timeball.spark.jobs.bulk_input import Columns
 
-    with _progress(spark, quiet=quiet) as tell:
+    with _progress(spark, quiet=quiet) as show_step:
         frame = _read(spark, source)
-        return job.run(spark, frame, endpoint, columns=Columns(**meaning), tell=tell, **where)  # type: ignore[arg-type]
+        return job.run(spark, frame, endpoint, columns=Columns(**columns), tell=show_step, **job_options)  # type: ignore[arg-type]
 
 
-# ---- what is read -----------------------------------------------------------------------------------------
+# ---- the input ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Source:
     """The input of a bulk write: paths or URIs, their format, and the options of Spark's reader."""
 
-    places: list[str]
+    uris: list[str]
     format: Format
     options: dict[str, str]
 
 
-def source_of(files: Sequence[str], format_: Format | None, options: Sequence[str]) -> Source:
-    """Build the source from the command's arguments. RequestError or NotFound names the wrong one."""
-    places = [place(each) for each in files]
-    chosen = format_of(places, format_)
-    read = {"header": "true"} if chosen is Format.CSV else {}
-    return Source(places, chosen, read | dict(pair("--option", each) for each in options))
+def build_source(files: Sequence[str], format_: Format | None, options: Sequence[str]) -> Source:
+    """Build the source from the command's arguments. Raises RequestError or NotFound, which name the wrong argument."""
+    uris = [absolute_uri(file) for file in files]
+    source_format = choose_format(uris, format_)
+    reader_options = {"header": "true"} if source_format is Format.CSV else {}
+    return Source(uris, source_format, reader_options | dict(pair("--option", option) for option in options))
 
 
-def place(text: str) -> str:
-    """Convert a file, folder or pattern into an absolute path, and keep a URI. NotFound if a path does not exist."""
+def absolute_uri(text: str) -> str:
+    """Convert a file, folder or pattern into an absolute path. A URI stays as it is. NotFound without such a path."""
     if "://" in text:
         return text
     path = Path(text).absolute()
@@ -213,40 +223,42 @@ def place(text: str) -> str:
     return str(path)
 
 
-def format_of(places: Sequence[str], wanted: Format | None) -> Format:
-    """Choose the format: the option's, or that of the first file's suffix (of a folder: of a file in it).
+def choose_format(uris: Sequence[str], requested: Format | None) -> Format:
+    """Choose the format: `requested`, or by the suffix of the first file. For a folder, the suffix of a file in it.
 
     RequestError when neither decides, and for `jdbc` with files or another format without any.
     """
-    if wanted is Format.JDBC:
-        if places:
+    if requested is Format.JDBC:
+        if uris:
             raise RequestError("--format jdbc: the table is named with --option dbtable=…, not as a file")
-        return wanted
-    if not places:
+        return requested
+    if not uris:
         raise RequestError("name a file, or --format jdbc with --option url=… --option dbtable=…")
-    found = wanted or _SUFFIXES.get(Path(places[0].removesuffix(".gz")).suffix.lower())
-    if found is None and Path(places[0]).is_dir():
-        found = next(
-            (_SUFFIXES[suffix] for suffix in _SUFFIXES if any(Path(places[0]).glob(f"*{suffix}"))), None
+    source_format = requested or _SUFFIXES.get(Path(uris[0].removesuffix(".gz")).suffix.lower())
+    if source_format is None and Path(uris[0]).is_dir():
+        source_format = next(
+            (_SUFFIXES[suffix] for suffix in _SUFFIXES if any(Path(uris[0]).glob(f"*{suffix}"))), None
         )
-    if found is None:
-        raise RequestError(f"{places[0]}: its name does not tell the format; add --format")
-    return found
+    if source_format is None:
+        raise RequestError(f"{uris[0]}: the format is not clear from its name; add --format")
+    return source_format
 
 
-def campaign_id(source: Source, meaning: Mapping[str, str | None]) -> str:
-    """Derive the campaign's id from the files, the reader's options and the meaning of the columns.
+def campaign_id(source: Source, columns: Mapping[str, str | None]) -> str:
+    """Derive the campaign's id from the files, the reader's options and the mapping of the columns.
 
-    Local files count with name, size and modification time, so a changed file makes another campaign. A URI counts with
-    its text only.
+    For a local file, name, size and modification time enter the id, so a changed file makes another campaign. For a
+    URI, only its text does.
     """
     stamps = []
-    for each in source.places:
-        found = [Path(name) for name in sorted(glob.glob(each))]
-        found = [file for path in found for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-        stamps += [(str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in found if p.is_file()]
-    said = [source.places, source.format, sorted(source.options.items()), sorted(meaning.items()), stamps]
-    return f"bulk-{hashlib.sha256(msgspec.json.encode(said)).hexdigest()[:16]}"
+    for uri in source.uris:
+        paths = [Path(name) for name in sorted(glob.glob(uri))]
+        paths = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+        stamps += [
+            (str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in paths if file.is_file()
+        ]
+    identity = [source.uris, source.format, sorted(source.options.items()), sorted(columns.items()), stamps]
+    return f"bulk-{hashlib.sha256(msgspec.json.encode(identity)).hexdigest()[:16]}"
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:
@@ -255,9 +267,9 @@ def _read(spark: SparkSession, source: Source) -> DataFrame:
     reader = spark.read.format(source.format.value).options(**source.options)
     try:
         with spark_errors():
-            return reader.load(source.places) if source.places else reader.load()
+            return reader.load(source.uris) if source.uris else reader.load()
     except SetupError as error:
-        raise RequestError(f"{source.places[0] if source.places else 'jdbc'}: {error}") from error
+        raise RequestError(f"{source.uris[0] if source.uris else 'jdbc'}: {error}") from error
 
 
 @contextmanager
@@ -265,11 +277,11 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
     """Show Spark's completed tasks as a progress bar, and yield a function that sets the current step."""
     with progress_bar(quiet=quiet) as bar:
         task = bar.add_task(STEPS["survey"], total=None)
-        over = threading.Event()
+        stopped = threading.Event()
         tracker = spark.sparkContext.statusTracker()
 
         def show_progress() -> None:
-            while not over.wait(LOOK_EVERY_S):
+            while not stopped.wait(LOOK_EVERY_S):
                 stages = [tracker.getStageInfo(i) for i in tracker.getActiveStageIds()]
                 totals = [(s.numCompletedTasks, s.numTasks) for s in stages if s is not None]
                 if totals:
@@ -282,21 +294,21 @@ def _progress(spark: SparkSession, *, quiet: bool) -> Iterator[Any]:
         try:
             yield lambda step: bar.update(task, description=STEPS.get(step, step), completed=0, total=None)
         finally:
-            over.set()
+            stopped.set()
             if thread.is_alive():
                 thread.join()
 
 
-# ---- what is told -----------------------------------------------------------------------------------------
+# ---- the output ---------------------------------------------------------------------------------------------
 
 
 def document(report: BulkReport) -> dict[str, Any]:
-    """Build the report as JSON, with the due load in bars of one unit of time."""
+    """Build the JSON document of a report, with the due load as counts per bar."""
     unit, due = curve(report)
-    left_out = {"load"} if report.groups else {"load", "groups"}
-    found = {name: getattr(report, name) for name in report.__struct_fields__ if name not in left_out}
+    excluded = {"load"} if report.groups else {"load", "groups"}
+    fields = {name: getattr(report, name) for name in report.__struct_fields__ if name not in excluded}
     return {
-        **found,
+        **fields,
         "rows_per_s": report.rows_per_s,
         "amplification": report.amplification,
         "by": unit,
@@ -305,13 +317,13 @@ def document(report: BulkReport) -> dict[str, Any]:
 
 
 def curve(report: BulkReport) -> tuple[str, dict[str, int]]:
-    """Find the unit of time of a bar, and count the messages by the name of the bar in which they are due."""
+    """Count the messages by the name of the bar in which they are due. Returns the width of a bar and the counts."""
     from timeball.spark.views.due_histogram import bar_name
 
-    found = report.load.curve()
-    starts_ms = (found.start_s * 1_000).tolist()
-    return found.unit.value, {
-        bar_name(at_ms, found.unit): rows for at_ms, rows in zip(starts_ms, found.rows.tolist(), strict=True)
+    load = report.load.curve()
+    starts_ms = (load.start_s * 1_000).tolist()
+    return load.unit.value, {
+        bar_name(at_ms, load.unit): rows for at_ms, rows in zip(starts_ms, load.rows.tolist(), strict=True)
     }
 
 

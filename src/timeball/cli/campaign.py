@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from timeball.spark.jobs.campaign import Progress
     from timeball.spark.jobs.campaign_groups import CampaignParts
 
-app = typer.Typer(help="Look at bulk writes, pause, resume and cancel them.", no_args_is_help=True)
+app = typer.Typer(help="Inspect, pause, resume and cancel bulk writes.", no_args_is_help=True)
 
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="The campaign's id.")]
 TableOption = Annotated[
@@ -28,7 +28,7 @@ TableOption = Annotated[
     typer.Option(
         "--table-uri",
         metavar="URI",
-        help="Where this machine reaches the pending table, if not as the broker.",
+        help="The pending table's URI on this machine, if it differs from the broker's.",
     ),
 ]
 
@@ -50,21 +50,21 @@ def list_(endpoint: EndpointOption = DEFAULT_ENDPOINT, as_json: JsonOption = Fal
     from timeball.spark.endpoint import Endpoint, read_groups
 
     reach(endpoint)
-    groups, found = read_groups(endpoint), []
+    groups, campaigns = read_groups(endpoint), []
     for group in groups:
         with Endpoint(group.endpoint) as broker:
-            found += [(group.name, each) for each in broker.campaigns()]
-    for name, each in found:
+            campaigns += [(group.name, row) for row in broker.campaigns()]
+    for name, row in campaigns:
         if as_json:
-            shown = {field: getattr(each, field) for field in ("campaign", "state", "rows", "planned_ms")}
-            print_json({**shown, "group": name} if len(groups) > 1 else shown)
+            document = {field: getattr(row, field) for field in ("campaign", "state", "rows", "planned_ms")}
+            print_json({**document, "group": name} if len(groups) > 1 else document)
         else:
-            where = f", in group {name}" if len(groups) > 1 else ""
+            in_group = f", in group {name}" if len(groups) > 1 else ""
             print_line(
-                f"{each.campaign}  {each.state}  {each.rows:,} messages, of {show_instant(each.planned_ms)}{where}"
+                f"{row.campaign}  {row.state}  {row.rows:,} messages, of {show_instant(row.planned_ms)}{in_group}"
             )
-    if not found and not as_json:
-        print_line("no campaigns yet: timeball bulk makes them")
+    if not campaigns and not as_json:
+        print_line("no campaigns yet: create one with timeball bulk")
 
 
 @app.command("status")
@@ -83,8 +83,8 @@ def status(
       timeball campaign status spring-2027
       timeball campaign status spring-2027 --json | jq .percent
     """
-    with _opened(endpoint, campaign, table_uri) as found, _busy("counting", as_json):
-        progress = found.progress()
+    with _open_campaign(endpoint, campaign, table_uri) as campaign_jobs, _busy("counting", as_json):
+        progress = campaign_jobs.progress()
     show(progress, describe(progress), as_json=as_json)
 
 
@@ -101,10 +101,10 @@ def pause(
     Examples:
       timeball campaign pause spring-2027
     """
-    with _opened(endpoint, campaign, table_uri) as found, _busy("holding it", as_json):
-        paused = found.pause()
-    before = "was paused before" if paused.repeated else "paused"
-    show(paused, [f"{campaign}: {before}, {paused.held:,} messages are held"], as_json=as_json)
+    with _open_campaign(endpoint, campaign, table_uri) as campaign_jobs, _busy("pausing", as_json):
+        paused = campaign_jobs.pause()
+    outcome = "was already paused" if paused.repeated else "paused"
+    show(paused, [f"{campaign}: {outcome}, {paused.held:,} messages are held"], as_json=as_json)
 
 
 @app.command("resume")
@@ -112,7 +112,10 @@ def resume(
     campaign: IdArgument,
     shift: Annotated[
         bool,
-        typer.Option("--shift", help="Later by the length of the pause, instead of overdue ones at once."),
+        typer.Option(
+            "--shift",
+            help="Move all due times by the length of the pause. Else overdue messages go out at once.",
+        ),
     ] = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     table_uri: TableOption = None,
@@ -125,11 +128,11 @@ def resume(
       timeball campaign resume spring-2027
       timeball campaign resume spring-2027 --shift
     """
-    with _opened(endpoint, campaign, table_uri) as found, _busy("writing it again", as_json):
-        resumed = found.resume(shift=shift)
+    with _open_campaign(endpoint, campaign, table_uri) as campaign_jobs, _busy("scheduling again", as_json):
+        resumed = campaign_jobs.resume(shift=shift)
     later = f", each {show_ms(resumed.shift_ms)} later" if resumed.shift_ms else ""
-    said = "nothing is held" if resumed.repeated else f"{resumed.rows:,} messages wait again{later}"
-    show(resumed, [f"{campaign}: {said}"], as_json=as_json)
+    outcome = "nothing is held" if resumed.repeated else f"{resumed.rows:,} messages wait again{later}"
+    show(resumed, [f"{campaign}: {outcome}"], as_json=as_json)
 
 
 @app.command("cancel")
@@ -146,13 +149,13 @@ def cancel(
       timeball campaign cancel spring-2027
       timeball campaign cancel spring-2027 --json | jq .cancelled
     """
-    with _opened(endpoint, campaign, table_uri) as found, _busy("cancelling", as_json):
-        done = found.cancel()
-    said = (
-        f"{campaign}: {done.cancelled:,} of {done.rows:,} messages are cancelled, {done.newly:,} of them now; "
-        f"{done.released:,} were released"
+    with _open_campaign(endpoint, campaign, table_uri) as campaign_jobs, _busy("cancelling", as_json):
+        report = campaign_jobs.cancel()
+    summary = (
+        f"{campaign}: {report.cancelled:,} of {report.rows:,} messages are cancelled, {report.newly:,} of them now; "
+        f"{report.released:,} were released"
     )
-    show(done, [said], as_json=as_json)
+    show(report, [summary], as_json=as_json)
 
 
 # ---- for people -------------------------------------------------------------------------------------------
@@ -168,23 +171,24 @@ def describe(progress: Progress) -> Iterator[str]:
     if progress.next_due_ms is not None and progress.last_due_ms is not None:
         yield f"next at {show_instant(progress.next_due_ms)}, last at {show_instant(progress.last_due_ms)}"
     if not progress.whole:
-        yield "retention has let go of a part of its log: what it says nothing of counts as released"
+        yield "retention has deleted a part of the campaign's log: messages without a record count as released"
 
 
 @contextmanager
-def _opened(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[CampaignParts]:
+def _open_campaign(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[CampaignParts]:
+    """Open the campaign in all groups of the cluster. Raises Unavailable when no broker answers."""
     from timeball.spark.jobs.campaign_groups import CampaignParts, open_parts
 
     reach(endpoint)
-    with open_parts(endpoint, campaign, table_uri) as parts:
-        yield CampaignParts(parts)
+    with open_parts(endpoint, campaign, table_uri) as groups:
+        yield CampaignParts(groups)
 
 
 @contextmanager
-def _busy(what: str, as_json: bool) -> Iterator[None]:
+def _busy(activity: str, as_json: bool) -> Iterator[None]:
     """Show the current activity on stderr, if that is a terminal and the output is not JSON."""
     if as_json or not err().is_terminal:
         yield
         return
-    with err().status(what):
+    with err().status(activity):
         yield

@@ -10,7 +10,7 @@ import typer
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import show
-from timeball.cli.send import AfterOption, AtOption, timing
+from timeball.cli.send import AfterOption, AtOption, parse_due
 from timeball.cli.units import show_instant
 from timeball.model.errors import RequestError
 
@@ -24,7 +24,7 @@ SENTENCES = {
     "released": "{subject}: too late, released at {at}",
     "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
     "not_found": "{subject}: no such scheduled message",
-    "handed": "{subject}: waits in another group of the cluster, name it by its id or key",
+    "handed": "{subject}: is pending in another group of the cluster; use its id or key",
     "unavailable": "{subject}: a group of the cluster did not answer; try again",
 }
 
@@ -54,10 +54,10 @@ def cancel(
       timeball schedule orders close --after 30m | xargs timeball cancel --json
     """
     if bool(ids) == (key is not None):
-        raise RequestError("name either message ids or --key, not both and not neither")
-    with connect(endpoint) as ball:
-        verdicts = ball.cancel(key=key) if key is not None else ball.cancel(ids=ids or [])
-    report(verdicts, fine={"cancelled", "already_cancelled"}, as_json=as_json)
+        raise RequestError("give either message ids or --key")
+    with connect(endpoint) as client:
+        verdicts = client.cancel(key=key) if key is not None else client.cancel(ids=ids or [])
+    report(verdicts, success_verdicts={"cancelled", "already_cancelled"}, as_json=as_json)
 
 
 def reschedule(
@@ -84,22 +84,22 @@ def reschedule(
       timeball schedule orders close --after 30m | xargs timeball reschedule --after 2h --json
     """
     if bool(ids) == (key is not None):
-        raise RequestError("name either message ids or --key, not both and not neither")
-    when = timing(after, at)
-    delay = None if when["delay_ms"] is None else f"{when['delay_ms']}ms"
-    with connect(endpoint) as ball:
+        raise RequestError("give either message ids or --key")
+    due = parse_due(after, at)
+    delay = None if due["delay_ms"] is None else f"{due['delay_ms']}ms"
+    with connect(endpoint) as client:
         if key is not None:
-            verdicts = ball.reschedule(key=key, after=delay, at=when["due_ms"])
+            verdicts = client.reschedule(key=key, after=delay, at=due["due_ms"])
         else:
-            verdicts = ball.reschedule(ids=ids or [], after=delay, at=when["due_ms"])
-    report(verdicts, fine={"rescheduled"}, as_json=as_json)
+            verdicts = client.reschedule(ids=ids or [], after=delay, at=due["due_ms"])
+    report(verdicts, success_verdicts={"rescheduled"}, as_json=as_json)
 
 
-def report(verdicts: Iterable[Verdict], *, fine: set[str], as_json: bool) -> None:
-    """Print each verdict, as a sentence or as JSON, and exit with code 1 when one is not in `fine`."""
+def report(verdicts: Iterable[Verdict], *, success_verdicts: set[str], as_json: bool) -> None:
+    """Print each verdict, as a sentence or as JSON, and exit with code 1 when one is not in `success_verdicts`."""
     failed = False
     for verdict in verdicts:
-        failed |= verdict.verdict not in fine
+        failed |= verdict.verdict not in success_verdicts
         show(verdict, [sentence(verdict)], as_json=as_json)
     if failed:
         raise typer.Exit(ExitCode.CHECK_FAILED)
@@ -108,9 +108,9 @@ def report(verdicts: Iterable[Verdict], *, fine: set[str], as_json: bool) -> Non
 def sentence(verdict: Verdict) -> str:
     """Format a verdict as a line for people."""
     return SENTENCES[verdict.verdict].format(
-        subject=verdict.subject, at=_instant(verdict.at_ms), due=_instant(verdict.due_ms)
+        subject=verdict.subject, at=_time_text(verdict.at_ms), due=_time_text(verdict.due_ms)
     )
 
 
-def _instant(instant_ms: int | None) -> str:
-    return "an unknown instant" if instant_ms is None else show_instant(instant_ms)
+def _time_text(time_ms: int | None) -> str:
+    return "an unknown time" if time_ms is None else show_instant(time_ms)

@@ -30,18 +30,20 @@ from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
 # `timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
 #
-# The leader of the group hands them over (broker/groups/draining.py). This process repeats its request every `LOOK_S`
-# seconds, until nothing is left to hand over. If this process ends, the leader continues.
+# The leader of the drained group does the work (broker/groups/draining.py). This process repeats its request every
+# `POLL_S` seconds until nothing is left to hand over. If this process ends, the leader continues.
 
 if TYPE_CHECKING:
     from timeball.model.wire import Drained
 
-LOOK_S = 0.5
+POLL_S = 0.5
 
 
 def drain(
     group: Annotated[str, typer.Option("--group", metavar="GROUP", help="The group to drain.")],
-    heir: Annotated[str, typer.Option("--to", metavar="GROUP", help="The group that takes all over.")],
+    drain_target: Annotated[
+        str, typer.Option("--to", metavar="GROUP", help="The group that receives the messages.")
+    ],
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     wait_ms: Annotated[
         int,
@@ -80,30 +82,38 @@ def drain(
     until_ms = clock.boot_ms() + wait_ms
     # Calls are retried for the whole wait time: a group that has lost its leader soon has a new one.
     with Endpoint(f"{addresses_of(endpoint)}#{group}", patience_s=wait_ms / 1_000) as leader:
-        found, problem = leader.drain(heir, dry_run=dry_run), ""
-        with progress_bar(quiet=as_json) as bar:
-            task = bar.add_task(f"{group} to {heir}")
-            while not (dry_run or found.is_done):
-                bar.update(task, completed=found.moved, total=found.moved + found.moving + found.waiting)
-                if found.problem and found.problem != problem:
-                    print_note(f"group {group}: {found.problem}; it tries again")
-                problem = found.problem
+        progress, problem = leader.drain(drain_target, dry_run=dry_run), ""
+        with progress_bar(quiet=as_json) as display:
+            task = display.add_task(f"{group} to {drain_target}")
+            while not (dry_run or progress.is_done):
+                display.update(
+                    task, completed=progress.moved, total=progress.moved + progress.moving + progress.waiting
+                )
+                if progress.problem and progress.problem != problem:
+                    print_note(f"group {group}: {progress.problem}; it tries again")
+                problem = progress.problem
                 if clock.boot_ms() >= until_ms:
                     raise Unavailable(
-                        f"group {group} still hands over, {found.moved:,} messages so far"
+                        f"group {group} still hands over, {progress.moved:,} messages so far"
                         f"{': ' + problem if problem else ''}; it goes on by itself"
                     )
-                time.sleep(LOOK_S)
-                found = leader.drain(heir)
-    document: dict[str, Any] = {**msgspec.structs.asdict(found), "dry_run": dry_run}
-    show(document, [_sentence(found, dry_run=dry_run)], as_json=as_json)
+                time.sleep(POLL_S)
+                progress = leader.drain(drain_target)
+    document: dict[str, Any] = {**msgspec.structs.asdict(progress), "dry_run": dry_run}
+    show(document, [_drain_sentence(progress, dry_run=dry_run)], as_json=as_json)
 
 
-def _sentence(found: Drained, *, dry_run: bool) -> str:
+def _drain_sentence(progress: Drained, *, dry_run: bool) -> str:
     if dry_run:
-        return f"group {found.group} would hand over to {found.heir}: {found.waiting:,} messages wait"
-    left = f"; {found.waiting:,} stay, due within a minute or for its consumers" if found.waiting else ""
-    return f"group {found.group} is drained to {found.heir}: {found.moved:,} messages handed over{left}"
+        return (
+            f"group {progress.group} would hand over to {progress.heir}: {progress.waiting:,} messages wait"
+        )
+    rest = (
+        f"; {progress.waiting:,} stay, due within a minute or for its consumers" if progress.waiting else ""
+    )
+    return (
+        f"group {progress.group} is drained to {progress.heir}: {progress.moved:,} messages handed over{rest}"
+    )
 
 
 if TYPE_CHECKING:
@@ -112,9 +122,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = typer.Typer(help="Make, look at and change a cluster, by its etcd alone.", no_args_is_help=True)
+app = typer.Typer(help="Create, inspect and change a cluster. Needs its etcd only.", no_args_is_help=True)
 
-NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="The node, by its --node.")]
+NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="The node's name (its --node).")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Say what would be changed, and change nothing.")
 ]
@@ -168,9 +178,9 @@ def init(
             await operations.begin(record)
         return record
 
-    record = _asked(settings, ask)
-    word = "would have" if dry_run else "has"
-    text = f"group {settings.group} of cluster {settings.cluster} {word} the replicas {', '.join(record.replicas)}"
+    record = _run_with_coordinator(settings, ask)
+    verb = "would have" if dry_run else "has"
+    text = f"group {settings.group} of cluster {settings.cluster} {verb} the replicas {', '.join(record.replicas)}"
     show(_document(settings, record, dry_run), [text], as_json=as_json)
 
 
@@ -193,7 +203,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
     from timeball.cli.cluster import lines
     from timeball.cluster.operating.survey import survey
 
-    groups = _asked(settings, survey)
+    groups = _run_with_coordinator(settings, survey)
     for group in groups:
         if as_json:
             print_json(group)
@@ -228,7 +238,7 @@ def add_replica(
       timeball cluster add-replica d --cluster shop --etcd http://etcd1:2379
       timeball cluster add-replica d --settings timeball.toml --dry-run --json
     """
-    _change(settings, lambda to: to.plan_add(node), wait_ms, dry_run=dry_run, as_json=as_json)
+    _change(settings, lambda operations: operations.plan_add(node), wait_ms, dry_run=dry_run, as_json=as_json)
 
 
 @app.command("remove-replica")
@@ -250,7 +260,9 @@ def remove_replica(
       timeball cluster remove-replica b --cluster shop --etcd http://etcd1:2379
       timeball cluster remove-replica b --settings timeball.toml --dry-run
     """
-    _change(settings, lambda to: to.plan_remove(node), wait_ms, dry_run=dry_run, as_json=as_json)
+    _change(
+        settings, lambda operations: operations.plan_remove(node), wait_ms, dry_run=dry_run, as_json=as_json
+    )
 
 
 @app.command("hand-over")
@@ -258,7 +270,10 @@ def remove_replica(
 def hand_over(
     settings: Settings,
     to: Annotated[
-        str, typer.Option("--to", metavar="NODE", help="The next leader; without it, the one that has most.")
+        str,
+        typer.Option(
+            "--to", metavar="NODE", help="The next leader; by default the replica with the longest log."
+        ),
     ] = "",
     wait_ms: WaitOption = "30s",  # type: ignore[assignment]  # Typer parses a default like a given value
     dry_run: DryRunOption = False,
@@ -273,7 +288,9 @@ def hand_over(
       timeball cluster hand-over --to b --cluster shop --etcd http://etcd1:2379
       timeball cluster hand-over --settings timeball.toml       # before its machine is restarted
     """
-    _change(settings, lambda group: group.plan_hand_over(to), wait_ms, dry_run=dry_run, as_json=as_json)
+    _change(
+        settings, lambda operations: operations.plan_hand_over(to), wait_ms, dry_run=dry_run, as_json=as_json
+    )
 
 
 app.command("drain")(drain)
@@ -285,7 +302,10 @@ def force(
     settings: Settings,
     node: NodeArgument,
     lose_acknowledged: Annotated[
-        bool, typer.Option("--lose-acknowledged", help="What the other replicas alone have may be lost.")
+        bool,
+        typer.Option(
+            "--lose-acknowledged", help="Accept that messages which only the other replicas have are lost."
+        ),
     ] = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -304,8 +324,8 @@ def force(
     """
     if not lose_acknowledged:
         raise RequestError(
-            "--lose-acknowledged is missing: what the other replicas have and this one has not, acknowledged messages "
-            "among it, is lost by this. If one of them can be started, start it instead"
+            "--lose-acknowledged is missing: this command loses everything that only the other replicas have, "
+            "including acknowledged messages. If one of them can be started, start it instead"
         )
 
     from timeball.cluster.operating.operations import Operations
@@ -317,10 +337,12 @@ def force(
         view, record = await operations.plan_force(node)
         return view.record, record
 
-    before, record = _asked(settings, ask)
-    left = [] if before is None else [each for each in before.replicas if each not in record.replicas]
-    word = "would be" if dry_run else "is"
-    text = f"group {settings.group} {word} replica {record.replicas[0]} alone; left out: {', '.join(left) or 'none'}"
+    before, record = _run_with_coordinator(settings, ask)
+    removed = (
+        [] if before is None else [replica for replica in before.replicas if replica not in record.replicas]
+    )
+    verb = "would be" if dry_run else "is"
+    text = f"group {settings.group} {verb} replica {record.replicas[0]} alone; left out: {', '.join(removed) or 'none'}"
     show(_document(settings, record, dry_run), [text], as_json=as_json)
 
 
@@ -332,7 +354,7 @@ def _change(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Ask the leader for a change, wait for the outcome, and print it. With `dry_run`, print the plan only."""
+    """Request a change from the leader, wait for the outcome, and print it. With `dry_run`, print the plan only."""
     from timeball.cluster.operating.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
@@ -341,34 +363,34 @@ def _change(
         assert view.record is not None
         if wish is None:
             return view, view.record
-        wanted = _wanted(view.record, wish)
+        predicted = _predict_record(view.record, wish)
         if dry_run:
-            return view, wanted
+            return view, predicted
         if not as_json:
-            print_note(f"asked {view.leader}, which leads, for {_told(wanted)}")
-        done = await operations.carry_out(view, wish, wait_ms / 1_000)
-        assert done.record is not None
-        return view, done.record
+            print_note(f"asked {view.leader}, which leads, for {_describe(predicted)}")
+        changed = await operations.carry_out(view, wish, wait_ms / 1_000)
+        assert changed.record is not None
+        return view, changed.record
 
-    before, record = _asked(settings, ask)
+    before, record = _run_with_coordinator(settings, ask)
     is_same = record == before.record
-    word = "is so already" if is_same else "would be" if dry_run else "done"
+    outcome = "is so already" if is_same else "would be" if dry_run else "done"
     show(
         {**_document(settings, record, dry_run), "changed": not (is_same or dry_run)},
-        [f"group {settings.group}: {_told(record)}: {word}", *_warnings(record)],
+        [f"group {settings.group}: {_describe(record)}: {outcome}", *_warnings(record)],
         as_json=as_json,
     )
 
 
-def _wanted(record: Record, wish: Wish) -> Record:
-    """Predict the group's record after the change, as far as it is known."""
+def _predict_record(record: Record, wish: Wish) -> Record:
+    """Predict the group's record after the change. The leader may have changed it otherwise by then."""
     if wish.replicas:
         return Record(record.epoch, record.leader, wish.replicas, record.generation + 1)
     (leader,) = [replica for replica in record.replicas if node_of(replica) == wish.hand_over_to]
     return Record(record.epoch + 1, leader, record.replicas, record.generation)
 
 
-def _told(record: Record) -> str:
+def _describe(record: Record) -> str:
     return f"leader {node_of(record.leader)}, replicas {', '.join(record.replicas)}"
 
 
@@ -390,17 +412,19 @@ def _document(settings: Settings, record: Record, dry_run: bool) -> dict[str, An
     }
 
 
-def _asked(settings: Settings, ask: Callable[[Coordinator], Awaitable[T]]) -> T:
+def _run_with_coordinator(settings: Settings, call: Callable[[Coordinator], Awaitable[T]]) -> T:
     """Run `ask` with the cluster's coordinator, and return its answer. Raises RequestError, SetupError, Unavailable."""
     if not settings.cluster:
-        raise SetupError("which cluster? Name it with --cluster and --etcd, or with the --settings of a node")
+        raise SetupError(
+            "name the cluster with --cluster and --etcd, or with --settings and a node's settings file"
+        )
 
-    from timeball.cluster.coordination.etcd import coordinator_of
+    from timeball.cluster.coordination.etcd import create_coordinator
 
     async def run() -> T:
-        coordinator = coordinator_of(settings, SystemClock())
+        coordinator = create_coordinator(settings, SystemClock())
         try:
-            return await ask(coordinator)
+            return await call(coordinator)
         finally:
             await coordinator.close()
 
@@ -416,7 +440,7 @@ def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
     """Yield the lines of one group, as of `now_ms` (wall clock)."""
     leader = f"leader {group.leader}, epoch {group.epoch}" if group.leader else "no leader"
     yield f"group {group.group}: {leader}"
-    rows = [HEADINGS, *(_row(each, now_ms) for each in group.replicas)]
+    rows = [HEADINGS, *(_row(replica, now_ms) for replica in group.replicas)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -426,12 +450,14 @@ def lines(group: ReplicaGroup, now_ms: int) -> Iterator[str]:
         yield f"  ! {problem}"
 
 
-def _row(each: ReplicaState, now_ms: int) -> tuple[str, ...]:
-    role = each.role if each.is_in_record or each.role == "learner" else f"{each.role}, no replica"
-    offset = "" if each.clock_offset_ms is None else f"{each.clock_offset_ms:+.1f} ms"
-    since = "" if each.since_ms is None else show_wait(max(0, now_ms - each.since_ms))
-    numbers = (each.log_seq, each.committed_seq, each.applied_seq, each.lag_rows)
-    return (each.node, role, *(_count(number) for number in numbers), offset, each.version, since)
+def _row(replica: ReplicaState, now_ms: int) -> tuple[str, ...]:
+    role = (
+        replica.role if replica.is_in_record or replica.role == "learner" else f"{replica.role}, no replica"
+    )
+    offset = "" if replica.clock_offset_ms is None else f"{replica.clock_offset_ms:+.1f} ms"
+    since = "" if replica.since_ms is None else show_wait(max(0, now_ms - replica.since_ms))
+    numbers = (replica.log_seq, replica.committed_seq, replica.applied_seq, replica.lag_rows)
+    return (replica.node, role, *(_count(number) for number in numbers), offset, replica.version, since)
 
 
 def _count(number: int | None) -> str:

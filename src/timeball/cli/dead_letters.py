@@ -17,16 +17,19 @@ from timeball.model.errors import RequestError
 if TYPE_CHECKING:
     from timeball.model.wire import DeadLetterRow, Resolved
 
-app = typer.Typer(help="Look at what a group has given up, send it again, delete it.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, resend and delete the messages that a group has given up.", no_args_is_help=True
+)
 
 PAGE_ROWS = 100
 BODY_SHOWN = 60  # characters in the output for people (--json prints all that the broker returns)
 
 GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", help="The consumer group.")]
 NamesArgument = Annotated[
-    list[str] | None, typer.Argument(metavar="[DEAD_LETTER]...", help="Which, as `list` names them.")
+    list[str] | None,
+    typer.Argument(metavar="[DEAD_LETTER]...", help="Names of dead letters, as `list` prints them."),
 ]
-AllOption = Annotated[bool, typer.Option("--all", help="All that are left.")]
+AllOption = Annotated[bool, typer.Option("--all", help="All remaining dead letters.")]
 
 
 @app.callback()
@@ -48,14 +51,14 @@ def list_(
       timeball dead-letters list billing
       timeball dead-letters list billing --max 1000 --json | jq -r 'select(.topic == "orders").dead_letter'
     """
-    left, after, count = max_messages, None, 0
-    with connect(endpoint) as ball:
-        while left:
-            page = ball.dead_letters(group, max_messages=min(left, PAGE_ROWS), after=after)
+    remaining, after, count = max_messages, None, 0
+    with connect(endpoint) as client:
+        while remaining:
+            page = client.dead_letters(group, max_messages=min(remaining, PAGE_ROWS), after=after)
             for row in page.dead_letters:
                 _print(row, as_json=as_json)
             count += len(page.dead_letters)
-            left, after = left - len(page.dead_letters), page.next_page
+            remaining, after = remaining - len(page.dead_letters), page.next_page
             if after is None:
                 break
     if not as_json:
@@ -79,9 +82,9 @@ def resend(
       timeball dead-letters resend billing --all
       timeball dead-letters list billing --json | jq -r .dead_letter | xargs timeball dead-letters resend billing
     """
-    wanted = _which(names, all_left=all_left)
-    with connect(endpoint) as ball:
-        _report(ball.resend_dead_letters(group, wanted), "sent again", as_json=as_json)
+    selected = _select_names(names, all_left=all_left)
+    with connect(endpoint) as client:
+        _report(client.resend_dead_letters(group, selected), "sent again", as_json=as_json)
 
 
 @app.command()
@@ -101,21 +104,23 @@ def delete(
       timeball dead-letters delete billing --all
       timeball dead-letters delete billing 0.17 --json
     """
-    wanted = _which(names, all_left=all_left)
-    with connect(endpoint) as ball:
-        _report(ball.delete_dead_letters(group, wanted), "deleted", as_json=as_json)
+    selected = _select_names(names, all_left=all_left)
+    with connect(endpoint) as client:
+        _report(client.delete_dead_letters(group, selected), "deleted", as_json=as_json)
 
 
-def _which(names: list[str] | None, *, all_left: bool) -> list[str] | None:
-    """Choose the dead letters: the names, or None for all. RequestError unless exactly one of the two is given."""
+def _select_names(names: list[str] | None, *, all_left: bool) -> list[str] | None:
+    """Check that either names or --all is given, and return the names, or None for all. Raises RequestError."""
     if bool(names) == all_left:
-        raise RequestError("say which: their names, as `timeball dead-letters list` has them, or --all")
+        raise RequestError(
+            "give either names of dead letters, as `timeball dead-letters list` prints them, or --all"
+        )
     return names or None
 
 
-def _report(resolved: Resolved, done: str, *, as_json: bool) -> None:
+def _report(resolved: Resolved, outcome: str, *, as_json: bool) -> None:
     missing = resolved.found.count(False)
-    lines = [f"{resolved.rows:,} {done}"] + ([f"{missing:,} not there any more"] if missing else [])
+    lines = [f"{resolved.rows:,} {outcome}"] + ([f"{missing:,} not there any more"] if missing else [])
     show(resolved, lines, as_json=as_json)
     if missing:
         raise typer.Exit(ExitCode.CHECK_FAILED)
@@ -127,13 +132,13 @@ def _print(row: DeadLetterRow, *, as_json: bool) -> None:
     except UnicodeDecodeError:
         text = None
     if as_json:
-        facts = msgspec.structs.asdict(row)
-        del facts["body"]
+        fields = msgspec.structs.asdict(row)
+        del fields["body"]
         body = {"body": text} if text is not None else {"body_base64": base64.b64encode(row.body).decode()}
-        print_json(facts | body)
+        print_json(fields | body)
         return
-    shown = text if text is not None else repr(row.body)
-    cut = shown if len(shown) <= BODY_SHOWN else f"{shown[:BODY_SHOWN]}…"
+    readable = text if text is not None else repr(row.body)
+    excerpt = readable if len(readable) <= BODY_SHOWN else f"{readable[:BODY_SHOWN]}…"
     print_line(
-        f"{row.dead_letter}  {show_instant(row.died_ms)}  {row.topic}  {row.attempts} attempts  {row.id}  {cut!r}"
+        f"{row.dead_letter}  {show_instant(row.died_ms)}  {row.topic}  {row.attempts} attempts  {row.id}  {excerpt!r}"
     )

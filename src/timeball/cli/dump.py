@@ -43,10 +43,8 @@ def dump(
         ),
     ] = None,
     from_seq: Annotated[int, typer.Option("--from-seq", help="Only from this sequence number on.")] = 0,
-    to_seq: Annotated[int | None, typer.Option("--to-seq", help="Only below this one.")] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Compare the caches beside the log with it, too.")
-    ] = False,
+    to_seq: Annotated[int | None, typer.Option("--to-seq", help="Only below this sequence number.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Also compare the caches with the log.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the contents of a data folder: segments, torn tail, damage, checkpoint, queues.
@@ -61,34 +59,36 @@ def dump(
       timeball dump
       timeball dump --data /var/lib/timeball --verify
       timeball dump --frames --segment 3
-      timeball dump --rows --kind scheduled message --kind cancel --from-seq 1000 --to-seq 2000 --json | jq .due_ms
+      timeball dump --rows --kind scheduled --kind cancel --from-seq 1000 --to-seq 2000 --json | jq .due_ms
     """
     if frames and rows:
         raise RequestError("--frames or --rows, not both")
     if verify and (frames or rows or segment or kind or from_seq or to_seq is not None):
-        raise RequestError("--verify looks at everything: leave the other choices out")
+        raise RequestError("--verify reads the whole folder: omit the other options")
     from timeball.node.inspect.report import Selection
 
-    selection = Selection(frozenset(segment or ()), _kinds(kind), from_seq, to_seq)
-    folder = _open(data, selection)
+    selection = Selection(frozenset(segment or ()), _parse_kinds(kind), from_seq, to_seq)
+    folder = _open_folder(data, selection)
     if frames or rows:
-        is_damaged = _list(folder, selection, rows=rows, as_json=as_json)
+        is_damaged = _print_log(folder, selection, rows=rows, as_json=as_json)
     else:
-        is_damaged = _summarise(data, folder, selection, verify=verify, as_json=as_json)
+        is_damaged = _print_summary(data, folder, selection, verify=verify, as_json=as_json)
     if is_damaged:
         raise typer.Exit(ExitCode.STORAGE)
 
 
-def _kinds(names: list[str] | None) -> frozenset[int]:
+def _parse_kinds(names: list[str] | None) -> frozenset[int]:
     from timeball.model.message import Kind
 
     for name in names or ():
         if name.upper() not in Kind.__members__:
-            raise RequestError(f"--kind {name}: one of {', '.join(Kind.__members__).lower()}")
+            raise RequestError(
+                f"--kind {name}: no such kind; write one of {', '.join(Kind.__members__).lower()}"
+            )
     return frozenset(int(Kind[name.upper()]) for name in names or ())
 
 
-def _open(data: Path, selection: Selection) -> FolderDump:
+def _open_folder(data: Path, selection: Selection) -> FolderDump:
     from timeball.io.files import RealFiles
     from timeball.node.data_folder import FORMAT_NAME, check_folder
     from timeball.node.inspect.folder import FolderDump
@@ -107,61 +107,63 @@ def _open(data: Path, selection: Selection) -> FolderDump:
 # ---- frames and rows -------------------------------------------------------------------------------------
 
 
-def _list(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
-    """Print the selected rows or frames while reading, and return whether there is damage."""
-    from timeball.node.inspect.folder import Damage, FrameFound
+def _print_log(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
+    """Print the selected rows or frames while reading. True if a part of the folder is damaged."""
+    from timeball.node.inspect.folder import Damage, InspectedFrame
     from timeball.node.inspect.report import describe_frame, describe_rows, find_rows
 
     is_damaged = False
-    for found in find_rows(folder, selection):
-        if isinstance(found, FrameFound):
-            for line in describe_rows(found, selection) if rows else [describe_frame(found)]:
+    for entry in find_rows(folder, selection):
+        if isinstance(entry, InspectedFrame):
+            for line in describe_rows(entry, selection) if rows else [describe_frame(entry)]:
                 if as_json:
                     print_json(line)
                 else:
                     print_line(_row_text(line) if rows else _frame_text(line))
             continue
-        is_damaged |= isinstance(found, Damage)
+        is_damaged |= isinstance(entry, Damage)
         if as_json:
-            print_json({"damage" if isinstance(found, Damage) else "torn": asdict(found)})
+            print_json({"damage" if isinstance(entry, Damage) else "torn": asdict(entry)})
         else:
-            print_line(_flaw_text(found))
+            print_line(_problem_text(entry))
     return is_damaged
 
 
 def _frame_text(frame: dict[str, Any]) -> str:
-    aside = frame["span"] - frame["rows"]
-    kinds = _counts_text(frame["kinds"]) + (f", {aside:,} numbers set aside" if aside else "")
-    where = f"{frame['segment']:>4} @{frame['position']:<10}"
-    return f"{where} seq {frame['first_seq']:<10} {show_instant(frame['append_ms'])}  {frame['length']:>9,} B  {kinds}"
+    reserved = frame["span"] - frame["rows"]
+    kinds = _counts_text(frame["kinds"]) + (f", {reserved:,} reserved numbers" if reserved else "")
+    at = f"{frame['segment']:>4} @{frame['position']:<10}"
+    return f"{at} seq {frame['first_seq']:<10} {show_instant(frame['append_ms'])}  {frame['length']:>9,} B  {kinds}"
 
 
 def _row_text(row: dict[str, Any]) -> str:
-    rest = [f"{name} {row[name]}" for name in ("topic", "unique_key", "keys", "source_seq") if name in row]
+    fields = [f"{name} {row[name]}" for name in ("topic", "unique_key", "keys", "source_seq") if name in row]
     if row.get("queue_offset") is not None:
-        rest.insert(1, f"queue {row['queue_id']}@{row['queue_offset']}")
+        fields.insert(1, f"queue {row['queue_id']}@{row['queue_offset']}")
     if "due_ms" in row:
-        rest.append(f"due {show_instant(row['due_ms'])}")
+        fields.append(f"due {show_instant(row['due_ms'])}")
     body = repr(row.get("body", row.get("body_base64", "")))
-    rest.append(body if len(body) <= BODY_SHOWN else f"{body[:BODY_SHOWN]}…")
-    return f"{row['seq']:>10} {row['kind']:<8} {'  '.join(rest)}"
+    fields.append(body if len(body) <= BODY_SHOWN else f"{body[:BODY_SHOWN]}…")
+    return f"{row['seq']:>10} {row['kind']:<8} {'  '.join(fields)}"
 
 
-def _flaw_text(found: Torn | Damage) -> str:
+def _problem_text(problem: Torn | Damage) -> str:
     from timeball.node.inspect.folder import Torn
 
-    at = "" if found.position is None else f", byte {found.position}"
-    if isinstance(found, Torn):
-        size = f"{found.size_bytes:,} bytes of a commit that was never acknowledged"
-        return f"torn tail: {found.file}{at}: {size}, which a start cuts off ({found.text})"
-    return f"DAMAGE: {found.file}{at}: {found.text}"
+    position = "" if problem.position is None else f", byte {problem.position}"
+    if isinstance(problem, Torn):
+        lost = f"{problem.size_bytes:,} bytes of a commit that was never acknowledged"
+        return f"torn tail: {problem.file}{position}: {lost}, which a start cuts off ({problem.text})"
+    return f"DAMAGE: {problem.file}{position}: {problem.text}"
 
 
 # ---- the summary -----------------------------------------------------------------------------------------
 
 
-def _summarise(data: Path, folder: FolderDump, selection: Selection, *, verify: bool, as_json: bool) -> bool:
-    """Print the summary, and return whether there is damage."""
+def _print_summary(
+    data: Path, folder: FolderDump, selection: Selection, *, verify: bool, as_json: bool
+) -> bool:
+    """Print the summary. True if a part of the folder is damaged."""
     from timeball.node.inspect.report import summarise
 
     summary = summarise(folder, selection, verify=verify)
@@ -186,7 +188,7 @@ def _summary_lines(data: Path, summary: Summary) -> Iterator[str]:
         queues[queue["topic"]] += 1
     for topic, count in queues.items():
         yield f"topic {topic}: {entries[topic]:,} in {count} queue{'s' if count > 1 else ''}, as of the checkpoint"
-    yield from map(_flaw_text, summary.flaws)
+    yield from map(_problem_text, summary.flaws)
     if damaged := len(summary.damage):
         yield f"{damaged:,} damaged place{'s' if damaged > 1 else ''}"
     else:
@@ -194,19 +196,19 @@ def _summary_lines(data: Path, summary: Summary) -> Iterator[str]:
 
 
 def _segment_text(segment: SegmentSummary) -> str:
-    head = f"{segment.file}  {segment.state:<6} {show_bytes(segment.size_bytes)}"
+    file_text = f"{segment.file}  {segment.state:<6} {show_bytes(segment.size_bytes)}"
     if not segment.frames or segment.next_seq is None or segment.last_append_ms is None:
-        return head if segment.state == "spare" else f"{head}, nothing of it"
-    rows = f"seq {segment.first_seq} to {segment.next_seq - 1}, {segment.frames:,} frames"
-    return f"{head}, {rows}, until {show_instant(segment.last_append_ms)}: {_counts_text(segment.kinds)}"
+        return file_text if segment.state == "spare" else f"{file_text}, no frame selected"
+    rows_text = f"seq {segment.first_seq} to {segment.next_seq - 1}, {segment.frames:,} frames"
+    return f"{file_text}, {rows_text}, until {show_instant(segment.last_append_ms)}: {_counts_text(segment.kinds)}"
 
 
 def _counts_text(kinds: dict[str, int]) -> str:
     return ", ".join(f"{count:,} {name.lower()}" for name, count in kinds.items())
 
 
-def _checkpoint_text(facts: dict[str, Any] | None) -> str:
-    if facts is None:
-        return "no checkpoint that can be read"
-    settled = f"{facts['settled_rows']:,} settled before their instant"
-    return f"checkpoint at seq {facts['seq']}, watermark {facts['watermark']}, {settled}"
+def _checkpoint_text(checkpoint: dict[str, Any] | None) -> str:
+    if checkpoint is None:
+        return "no readable checkpoint"
+    settled = f"{checkpoint['settled_rows']:,} settled before their due time"
+    return f"checkpoint at seq {checkpoint['seq']}, watermark {checkpoint['watermark']}, {settled}"

@@ -1,6 +1,6 @@
 """The event loop of the server processes: uvloop's, which is built on libuv (docs/decisions/0076-uvloop.md).
 
-No code below the commands depends on the kind of loop. Tests use asyncio's own loop, and so do the client commands.
+Only the server commands use uvloop. No other code depends on the kind of loop: tests and client commands use asyncio's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 
 
 def runner() -> asyncio.Runner:
-    """Create a runner that executes a coroutine on a loop of uvloop."""
+    """Create a runner that runs a coroutine on a uvloop event loop."""
     import uvloop  # imported here: client commands are installed without uvloop
 
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)

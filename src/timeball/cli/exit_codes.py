@@ -1,18 +1,18 @@
 """The exit codes of the commands, and the one place where an error becomes a sentence and a code.
 
     0   done
-    1   a check did not hold: the audit does not balance, a cancel or a move came too late or found
-        nothing
-    2   usage: an option, an argument or a request that cannot be granted as it stands
-    3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may mend it
+    1   a check failed: the audit does not balance, a cancel or a reschedule came too late, or no message has
+        the id or key
+    2   usage: the broker or the command refuses an option, an argument or a request
+    3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may help
     4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
         in use
     5   storage: disk full, over a limit, corrupt bytes, a failed write
     70  a fault in Timeball itself; TIMEBALL_DEBUG=1 shows where
     130 interrupted
 
-The codes are in the order of the classes in `errors.py`: the code depends on who must act. A stack trace is shown only
-with TIMEBALL_DEBUG=1, because it hides the sentence that helps a user.
+Each code stands for a class of errors in `errors.py`, and each class for the person who must act. A stack trace is
+shown only with TIMEBALL_DEBUG=1, because it would hide the sentence that helps a user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import errno
 from enum import IntEnum
 
-from timeball.cli.options import BROKER, is_of_others, not_installed
+from timeball.cli.options import BROKER, is_third_party, not_installed
 from timeball.model.errors import (
     OverLimit,
     PeerError,
@@ -33,7 +33,7 @@ from timeball.model.errors import (
 
 
 class ExitCode(IntEnum):
-    """The codes of the module's table. Scripts depend on them, so a number never changes its meaning."""
+    """The codes in this module's table. Scripts depend on them, so a number never changes its meaning."""
 
     OK = 0
     CHECK_FAILED = 1
@@ -62,7 +62,7 @@ def explain(error: BaseException) -> tuple[str, ExitCode]:
     if isinstance(error, OSError):
         return _explain_os(error)
     # The commands themselves report missing packages of the other extras. Any other package is in the broker's extra.
-    if isinstance(error, ModuleNotFoundError) and is_of_others(error):
+    if isinstance(error, ModuleNotFoundError) and is_third_party(error):
         return explain(not_installed(error, BROKER))
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", ExitCode.INTERRUPTED
@@ -74,7 +74,7 @@ def explain(error: BaseException) -> tuple[str, ExitCode]:
 
 
 def _code_of(error: TimeballError) -> ExitCode:
-    return next((code for kind, code in _BY_CLASS if isinstance(error, kind)), ExitCode.FAULT)
+    return next((code for error_class, code in _BY_CLASS if isinstance(error, error_class)), ExitCode.FAULT)
 
 
 def _sentence(error: BaseException) -> str:
@@ -83,10 +83,10 @@ def _sentence(error: BaseException) -> str:
 
 
 def _explain_os(error: OSError) -> tuple[str, ExitCode]:
-    where = f"{error.filename}: " if error.filename else ""
-    said = f"{where}{error.strerror or _sentence(error)}"
+    prefix = f"{error.filename}: " if error.filename else ""
+    reason = f"{prefix}{error.strerror or _sentence(error)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"disk full: {said}; free some space, then go on", ExitCode.STORAGE
+        return f"disk full: {reason}; free some space, then go on", ExitCode.STORAGE
     if error.errno == errno.EADDRINUSE:
-        return f"{said}; another program has this port, choose one with --port", ExitCode.SETUP
-    return said, ExitCode.SETUP
+        return f"{reason}; another program has this port, choose one with --port", ExitCode.SETUP
+    return reason, ExitCode.SETUP

@@ -1,4 +1,4 @@
-"""`timeball get`: show where a message is, by its id."""
+"""`timeball get`: show the state of a message, by its id, and the progress of each consumer group with it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 
 
 def get(
-    message_id: Annotated[str, typer.Argument(metavar="ID", help="The id that its sender was given.")],
-    topic: Annotated[str | None, typer.Option("--topic", help="Of those sent to this topic.")] = None,
+    message_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The message's id, as printed by send and schedule.")
+    ],
+    topic: Annotated[str | None, typer.Option("--topic", help="Only a message of this topic.")] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
 ) -> None:
@@ -32,35 +34,35 @@ def get(
       timeball get order-17-reminder --topic orders
       timeball get 0d50af5b8e604b4ab4bf7a2f5b5f1f55 --json | jq .due_ms
     """
-    with connect(endpoint) as ball:
-        place = ball.get(message_id, topic)
-    document = {"id": message_id, **msgspec.to_builtins(place)}
-    show(document, _lines(place), as_json=as_json)
+    with connect(endpoint) as client:
+        located = client.get(message_id, topic)
+    document = {"id": message_id, **msgspec.to_builtins(located)}
+    show(document, _lines(located), as_json=as_json)
 
 
-def _lines(place: MessagePlace) -> Iterator[str]:
-    told = [place.state]
-    if place.topic is not None:
-        told.append(f"topic {place.topic}")
-    if place.queue_id is not None:
-        told.append(f"queue {place.queue_id} at {place.queue_offset}")
-    if place.due_ms is not None:
-        told.append(f"due {show_instant(place.due_ms)}")
-    if place.at_ms is not None:
-        told.append(f"since {show_instant(place.at_ms)}")
-    if place.by is not None:
-        told.append(f"by {place.by}")
-    if place.reason is not None:
-        told.append(f"reason: {place.reason}")
-    yield ", ".join(told)
-    for one in place.groups:
-        yield ", ".join(_told_of(one))
+def _lines(located: MessagePlace) -> Iterator[str]:
+    words = [located.state]
+    if located.topic is not None:
+        words.append(f"topic {located.topic}")
+    if located.queue_id is not None:
+        words.append(f"queue {located.queue_id} at {located.queue_offset}")
+    if located.due_ms is not None:
+        words.append(f"due {show_instant(located.due_ms)}")
+    if located.at_ms is not None:
+        words.append(f"since {show_instant(located.at_ms)}")
+    if located.by is not None:
+        words.append(f"by {located.by}")
+    if located.reason is not None:
+        words.append(f"reason: {located.reason}")
+    yield ", ".join(words)
+    for group in located.groups:
+        yield ", ".join(_group_words(group))
 
 
-def _told_of(one: GroupPlace) -> Iterator[str]:
-    """Yield a consumer group's progress with the message, in parts."""
-    yield f"  group {one.group}: {one.state}"
-    if one.until_ms is not None:
-        yield f"until {show_instant(one.until_ms)}"
-    if one.attempts:
-        yield f"attempt {one.attempts}"
+def _group_words(progress: GroupPlace) -> Iterator[str]:
+    """Yield the words about a consumer group's progress with the message."""
+    yield f"  group {progress.group}: {progress.state}"
+    if progress.until_ms is not None:
+        yield f"until {show_instant(progress.until_ms)}"
+    if progress.attempts:
+        yield f"attempt {progress.attempts}"

@@ -18,7 +18,7 @@ COLUMNS = ("group", "topic", "lag", "in flight", "expired", "dead letters", "att
 
 def groups(
     group: Annotated[
-        str | None, typer.Argument(metavar="[GROUP]", help="Only this one, topic by topic.")
+        str | None, typer.Argument(metavar="[GROUP]", help="Only this group, topic by topic.")
     ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -35,43 +35,51 @@ def groups(
       timeball groups billing
       timeball groups --json | jq -r 'select(.dead_letters > 0).group'
     """
-    with connect(endpoint) as ball:
-        found = ball.groups(group)
+    with connect(endpoint) as client:
+        states = client.groups(group)
     if as_json:
-        for state in found:
+        for state in states:
             print_json(state)
         return
-    if not found:
-        print_note("there are no groups yet: the first member makes one")
+    if not states:
+        print_note("there are no groups yet: a group is created by its first member")
         return
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("group", "topic") else "right")
-    for state in found:
-        _add(table, state, by_topic=group is not None)
+    for state in states:
+        _add_rows(table, state, by_topic=group is not None)
     out().print(table)
-    for state in found:
+    for state in states:
         for conflict in state.conflicts:
-            of_topic = f"topic {conflict.topic}" if conflict.topic else "topics"
+            subject = f"topic {conflict.topic}" if conflict.topic else "topics"
             print_note(
-                f"group {state.group}: members want different {of_topic}: {'; '.join(conflict.wanted)}. "
+                f"group {state.group}: members want different {subject}: {'; '.join(conflict.wanted)}. "
                 "Each loses messages: give all members of a group the same subscriptions"
             )
 
 
-def _add(table: Table, state: GroupState, *, by_topic: bool) -> None:
-    topics = ", ".join(each.topic for each in state.topics)
-    letters = f"{state.dead_letters:,}"
+def _add_rows(table: Table, state: GroupState, *, by_topic: bool) -> None:
+    topics = ", ".join(progress.topic for progress in state.topics)
+    dead_letters = f"{state.dead_letters:,}"
     if state.expired_dead_letters:
-        letters += f" ({state.expired_dead_letters:,} expired)"
+        dead_letters += f" ({state.expired_dead_letters:,} expired)"
     counts = (
         f"{state.lag:,}",
         f"{state.in_flight:,}",
         f"{state.expired:,}",
-        letters,
+        dead_letters,
         f"{state.attempts_max:,}",
     )
     table.add_row(state.group, "all" if by_topic and len(state.topics) > 1 else topics, *counts)
     if by_topic and len(state.topics) > 1:
-        for each in state.topics:
-            table.add_row("", each.topic, f"{each.lag:,}", f"{each.in_flight:,}", f"{each.expired:,}", "", "")
+        for progress in state.topics:
+            table.add_row(
+                "",
+                progress.topic,
+                f"{progress.lag:,}",
+                f"{progress.in_flight:,}",
+                f"{progress.expired:,}",
+                "",
+                "",
+            )

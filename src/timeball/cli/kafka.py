@@ -17,7 +17,7 @@ from timeball.cli.options import (
     KAFKA,
     EndpointOption,
     JsonOption,
-    is_of_others,
+    is_third_party,
     naming,
     not_installed,
 )
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 SWITCH_S = 0.001
 
 
-def _topic(name: str, text: str) -> Any:
-    return typer.Option(name, metavar="TOPIC", help=text)
+def _topic_option(option: str, help_text: str) -> Any:
+    return typer.Option(option, metavar="TOPIC", help=help_text)
 
 
 _BROKERS = typer.Option(
@@ -59,19 +59,23 @@ _FORMAT = typer.Option("--log-format", envvar="TIMEBALL_LOG_FORMAT", help="json:
 
 
 def kafka(
-    own: Annotated[str, _topic("--in", "Kafka topic of records that say when.")],
-    out: Annotated[str | None, _topic("--out", "Where they go, unless header deliver-to says.")] = None,
+    in_topic: Annotated[str, _topic_option("--in", "Kafka topic of records that say when.")],
+    out_topic: Annotated[
+        str | None, _topic_option("--out", "Where they go, unless header deliver-to says.")
+    ] = None,
     bootstrap: Annotated[str, _BROKERS] = "127.0.0.1:9092",
-    dead: Annotated[str | None, _topic("--dead", "For what cannot be taken; by default IN.dead.")] = None,
+    dead_topic: Annotated[
+        str | None, _topic_option("--dead", "For what cannot be taken; by default IN.dead.")
+    ] = None,
     name: Annotated[str | None, _NAME] = None,
     position_topic: Annotated[
-        str | None, _topic("--position-topic", "Of its position; by default timeball.NAME.position.")
+        str | None, _topic_option("--position-topic", "Of its position; by default timeball.NAME.position.")
     ] = None,
     undeliverable: Annotated[Path | None, _FILE] = None,
     start: Annotated[str, _START] = "earliest",
     config: Annotated[Path | None, _CONFIG] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    every: Annotated[str, _EVERY] = "10s",
+    status_every: Annotated[str, _EVERY] = "10s",
     log_level: Annotated[LogLevel, _LEVEL] = "warning",
     log_format: Annotated[LogFormat, _FORMAT] = "text",
     as_json: JsonOption = False,
@@ -92,64 +96,66 @@ def kafka(
     """
     log_lines.configure(log_level, log_format)
     with naming("--status-every"):
-        every_s = parse_duration_ms(every) / 1000
-    name = name or own
-    where = {
-        "bootstrap": bootstrap, "own": own, "out": out, "dead": dead or f"{own}.dead", "name": name,
-        "position_topic": position_topic or f"timeball.{name}.position", "start": start,
+        status_every_s = parse_duration_ms(status_every) / 1000
+    name = name or in_topic
+    options = {
+        "bootstrap": bootstrap, "own": in_topic, "out": out_topic, "dead": dead_topic or f"{in_topic}.dead",
+        "name": name, "position_topic": position_topic or f"timeball.{name}.position", "start": start,
         "undeliverable": undeliverable or Path(f"{name}.undeliverable.jsonl"),
     }  # fmt: skip
     sys.setswitchinterval(SWITCH_S)
     stop = threading.Event()
-    bridge = _bridge(where, config, endpoint)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    telling = threading.Thread(target=_tell, args=(bridge, stop, every_s, as_json), name="status")
-    telling.start()
+    bridge = _build_bridge(options, config, endpoint)
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signal_number, lambda *_: stop.set())
+    status_thread = threading.Thread(
+        target=_print_statuses, args=(bridge, stop, status_every_s, as_json), name="status"
+    )
+    status_thread.start()
     try:
-        bridge.run(stop, lambda: _ready(bridge.options, as_json))
+        bridge.run(stop, lambda: _print_ready(bridge.options, as_json))
     finally:
         stop.set()
-        telling.join()
+        status_thread.join()
 
 
-def _bridge(where: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
+def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
         from timeball.broker.tables.memory import collect_cycles_rarely
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
         from timeball.io.clock import SystemClock
     except ModuleNotFoundError as error:
-        if not is_of_others(error):
+        if not is_third_party(error):
             raise
         raise not_installed(error, KAFKA) from error
-    client = {} if config is None else read_properties(_text(config), str(config))
+    client = {} if config is None else read_properties(_read_config(config), str(config))
     collect_cycles_rarely()  # records allocate and free containers, which would start collections often
-    return Bridge(BridgeOptions(**where, client=client), endpoint, SystemClock())
+    return Bridge(BridgeOptions(**options, client=client), endpoint, SystemClock())
 
 
-def _text(file: Path) -> str:
+def _read_config(file: Path) -> str:
     try:
         return file.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise SetupError(f"--kafka-config {file}: {error}") from error
 
 
-def _ready(options: BridgeOptions, as_json: bool) -> None:
+def _print_ready(options: BridgeOptions, as_json: bool) -> None:
     if as_json:
-        where = {"in": options.own, "out": options.out, "dead": options.dead, "topic": options.topic}
-        print_json({"event": "ready", "name": options.name, **where})
+        topics = {"in": options.own, "out": options.out, "dead": options.dead, "topic": options.topic}
+        print_json({"event": "ready", "name": options.name, **topics})
     else:
         print_line(
             f"{options.own} -> {options.out or 'the topic of each record'}, dead letters -> {options.dead}"
         )
 
 
-def _tell(bridge: Bridge, stop: threading.Event, every_s: float, as_json: bool) -> None:
-    """Print a status line every `every_s` seconds, and one at the end."""
-    is_over = False
-    while not is_over:
-        is_over = stop.wait(every_s)
+def _print_statuses(bridge: Bridge, stop: threading.Event, interval_s: float, as_json: bool) -> None:
+    """Print a status line every `interval_s` seconds, and one at the end."""
+    is_last = False
+    while not is_last:
+        is_last = stop.wait(interval_s)
         counts = msgspec.to_builtins(bridge.counts)
         bridge.counts.late_ms = 0  # the largest lateness since the last status line
         if as_json:

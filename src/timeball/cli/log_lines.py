@@ -3,8 +3,8 @@
     2030-01-31T08:00:00.123Z WARNING timeball.log.writer: no room for the next segment: …
     {"time":"2030-01-31T08:00:00.123Z","level":"WARNING","logger":"timeball.log.writer","message":"…"}
 
-A lasting fault logs the same line many times a second, and buries the lines that name its cause. So a line that was
-written less than `REPEAT_S` ago is only counted. The count is written when that time is over and any other line comes,
+A lasting fault logs the same line many times a second, and hides the lines that name its cause. So a line that was
+written less than `REPEAT_S` ago is only counted. The count is written with the first line that comes after that time,
 or when the process ends. Times are UTC, so lines of several machines can be merged by sorting.
 """
 
@@ -23,7 +23,7 @@ import msgspec
 from timeball.model.config import LogFormat, LogLevel
 
 REPEAT_S = 60.0
-# Different lines remembered. When it is reached, the oldest line is forgotten and its count written.
+# Distinct lines that are remembered. When the limit is reached, the oldest is forgotten and its count written.
 LINES_MAX = 256
 
 
@@ -32,10 +32,10 @@ def configure(level: LogLevel, line_format: LogFormat, stream: TextIO | None = N
     handler = CountingHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if line_format == "json" else TextLines())
     root = logging.getLogger()
-    for old in root.handlers[:]:
-        if isinstance(old, CountingHandler):
-            root.removeHandler(old)
-            old.close()
+    for earlier in root.handlers[:]:
+        if isinstance(earlier, CountingHandler):
+            root.removeHandler(earlier)
+            earlier.close()
     root.addHandler(handler)
     root.setLevel(level.upper())
 
@@ -83,11 +83,11 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._written: OrderedDict[tuple[str, int, str], _Written] = OrderedDict()  # oldest first
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record, or count it as a repeat. Called with the handler's lock held."""
+        """Write the record, or count it as a repeat. `logging` calls this with the handler's lock held."""
         self._write_counts(record.created)
         key = (record.name, record.levelno, record.getMessage())
-        if (known := self._written.get(key)) is not None:
-            known.repeats += 1
+        if (earlier := self._written.get(key)) is not None:
+            earlier.repeats += 1
             return
         self._written[key] = _Written(record)
         super().emit(record)
@@ -104,25 +104,25 @@ class CountingHandler(logging.StreamHandler[TextIO]):
     def _write_counts(self, now_s: float | None) -> None:
         """Forget the lines that are at least `REPEAT_S` before or after `now_s`, and write their counts.
 
-        `None` stands for all lines. When `LINES_MAX` lines are remembered, the oldest is forgotten too.
+        With None, forget all lines. If `LINES_MAX` lines are remembered, forget the oldest too.
         """
         while self._written:
-            first = next(iter(self._written.values()))
-            # abs(): when the clock is set back, a line must not stay silent until the old time comes again.
-            recent = now_s is not None and abs(now_s - first.record.created) < REPEAT_S
-            if recent and len(self._written) < LINES_MAX:
+            oldest = next(iter(self._written.values()))
+            # abs(): if the clock was set back, a line must not be suppressed until the clock reaches its time again.
+            is_recent = now_s is not None and abs(now_s - oldest.record.created) < REPEAT_S
+            if is_recent and len(self._written) < LINES_MAX:
                 return
             self._written.popitem(last=False)
-            if first.repeats:
-                counted = copy.copy(first.record)
-                counted.repeats = first.repeats
-                counted.exc_info = None  # the stack trace was written with the first one
-                super().emit(counted)
+            if oldest.repeats:
+                summary = copy.copy(oldest.record)
+                summary.repeats = oldest.repeats
+                summary.exc_info = None  # the stack trace was written with the first one
+                super().emit(summary)
 
 
 def _time(record: logging.LogRecord) -> str:
-    instant = datetime.fromtimestamp(record.created, UTC)
-    return instant.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    created = datetime.fromtimestamp(record.created, UTC)
+    return created.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def _message(record: logging.LogRecord) -> str:

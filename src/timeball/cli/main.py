@@ -23,13 +23,13 @@ from timeball.cli.exit_codes import explain
 from timeball.cli.output import print_note
 
 EPILOG = (
-    "Exit codes: 0 done, 1 a check did not hold, 2 usage, 3 broker out of reach, "
+    "Exit codes: 0 done, 1 a check failed, 2 usage, 3 broker not reached, "
     "4 set-up, 5 storage. TIMEBALL_DEBUG=1 shows stack traces."
 )
 
-# Section of the help -> its commands. A command is in the module of its name, or in the one that `PLACES` names. A
-# module with a group of commands has an `app`.
-PARTS = {
+# Section of the help -> its commands. A command is defined in the module of the same name, unless `MODULES` names
+# another one. A module that defines a group of subcommands has a variable `app`.
+SECTIONS = {
     "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "kafka", "backup", "restore"],
     "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
     "Look and check": [
@@ -45,22 +45,22 @@ PARTS = {
         "bench",
     ],
 }
-PLACES = {
+MODULES = {
     "dead-letters": "dead_letters",
     "name-server": "name_server",
     "restore": "backup",
     "schedule": "send",
     "reschedule": "cancel",
 }
-COMMANDS = {name: part for part, names in PARTS.items() for name in names}
+COMMANDS = {name: section for section, names in SECTIONS.items() for name in names}  # command -> its section
 
 
 class Commands(TyperGroup):
-    """The commands by name. A command's module is imported when it runs. The list in the help imports all of them."""
+    """The commands by name. A command's module is imported when it runs, and all modules for `timeball --help`."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        names: Any = dict.fromkeys(COMMANDS)  # names only, for the list and for "Did you mean …?"
+        names: Any = dict.fromkeys(COMMANDS)  # the keys alone: for the list in the help and "Did you mean …?"
         self.commands = names
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -72,22 +72,22 @@ class Commands(TyperGroup):
         """Import and build one command. None for an unknown name."""
         if cmd_name not in COMMANDS:
             return None
-        module = import_module(f"timeball.cli.{PLACES.get(cmd_name, cmd_name)}")
-        alone, part = typer.Typer(callback=_no_options, rich_markup_mode="rich"), COMMANDS[cmd_name]
+        module = import_module(f"timeball.cli.{MODULES.get(cmd_name, cmd_name)}")
+        single, section = typer.Typer(callback=_empty_callback, rich_markup_mode="rich"), COMMANDS[cmd_name]
         if hasattr(module, "app"):
-            alone.add_typer(module.app, name=cmd_name, rich_help_panel=part)
+            single.add_typer(module.app, name=cmd_name, rich_help_panel=section)
         else:
-            alone.command(cmd_name, rich_help_panel=part)(getattr(module, cmd_name.replace("-", "_")))
-        return plain_parameters(get_group(alone).commands[cmd_name], ctx)
+            single.command(cmd_name, rich_help_panel=section)(getattr(module, cmd_name.replace("-", "_")))
+        return plain_parameters(get_group(single).commands[cmd_name], ctx)
 
 
-def _no_options() -> None:
-    """Serve as the callback of a Typer app that has no options: without one, Typer makes no group of one command."""
+def _empty_callback() -> None:
+    """Do nothing. An app with one command needs a callback: without it, Typer makes no group of the app."""
 
 
 app = typer.Typer(
     cls=Commands,
-    help="Timeball keeps a message until its instant, and then delivers it exactly once into its queue.",
+    help="Timeball keeps a message until its due time, and then puts it into its queue exactly once.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -96,8 +96,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         from timeball import __version__
 
         typer.echo(f"timeball {__version__}")
@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-# Options read without Typer's validators, because Pydantic takes as long to import as numpy and Arrow together.
+# Readers of options that avoid Typer's validators: Pydantic takes as long to import as numpy and Arrow together.
 #
-# Typer reads every parameter with a Pydantic model, even one that was not given. Texts, whole numbers, paths and
-# parameters with a parser of Timeball need no model. All other parameters, and each value that is refused, are left to
-# Typer, which names the fault.
+# Typer reads every parameter with a Pydantic model, even if the user did not give it. Texts, whole numbers, paths and
+# parameters with one of Timeball's parsers need no model. Typer reads all other parameters. It also reads each value
+# that a reader here refuses, because its error names the option.
 
 
 class PlainParameter:
@@ -141,7 +141,7 @@ class PlainParameter:
         self._read = read
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
-        """Convert a text. None stays None. Other values, and texts that are refused, go to Typer's reader."""
+        """Convert a text. None stays None. Typer reads other values, and texts that this reader refuses."""
         if value is None:
             return None
         # A parser may raise any error. Typer calls the parser again, and names the option in its message.
@@ -153,42 +153,48 @@ class PlainParameter:
 
 
 def plain_parameters(command: Any, ctx: Any) -> Any:
-    """Give the parameters of a command and its subcommands plain readers where possible, and return the command."""
+    """Set plain readers for the parameters of a command and its subcommands where possible. Returns the command."""
     for parameter in command.get_params(ctx) if ctx is not None else ():
         # These attributes are internal to Typer. In a version without them, Typer's own readers stay.
         descriptor = getattr(parameter, "type_descriptor", None)
         if descriptor is None or getattr(parameter, "_runtime_param", "") is not None:
             continue
-        read = _reader(descriptor.annotation, descriptor.parameter_info)
+        read = _plain_reader(descriptor.annotation, descriptor.parameter_info)
         if read is not None and parameter.nargs == 1 and not parameter.multiple:
             parameter._runtime_param = PlainParameter(read)
-    for inner in getattr(command, "commands", {}).values():
-        if inner is not None:
-            plain_parameters(inner, ctx)
+    for subcommand in getattr(command, "commands", {}).values():
+        if subcommand is not None:
+            plain_parameters(subcommand, ctx)
     return command
 
 
-def _reader(kind: Any, about: Any) -> Callable[[str], Any] | None:
-    if about.parser is not None:
-        parser: Callable[[str], Any] = about.parser
+def _plain_reader(annotation: Any, info: Any) -> Callable[[str], Any] | None:
+    """Choose the reader of a parameter by Typer's description of it. None if Typer must read it."""
+    if info.parser is not None:
+        parser: Callable[[str], Any] = info.parser
         return parser
-    if about.min is not None or about.max is not None or about.exists or about.resolve_path or about.writable:
+    if info.min is not None or info.max is not None or info.exists or info.resolve_path or info.writable:
         return None
-    readers: dict[Any, Callable[[str], Any]] = {str: str, int: _whole, Path: _path, bool: _flag}
-    return readers.get(kind)
+    readers: dict[Any, Callable[[str], Any]] = {
+        str: str,
+        int: _parse_int,
+        Path: _parse_path,
+        bool: _refuse_flag,
+    }
+    return readers.get(annotation)
 
 
-def _whole(text: str) -> int:
+def _parse_int(text: str) -> int:
     if not (text.isascii() and text.isdecimal()):
-        raise ValueError("a sign, or no number")
+        raise ValueError("not a number, or a number with a sign")
     return int(text)
 
 
-def _flag(text: str) -> bool:
-    raise ValueError("from the environment: Typer knows all the words for yes and no")
+def _refuse_flag(text: str) -> bool:
+    raise ValueError("a text from the environment: Typer reads all the words for yes and no")
 
 
-def _path(text: str) -> Path:
+def _parse_path(text: str) -> Path:
     if os.path.exists(text) and not os.access(text, os.R_OK):
         raise ValueError("not readable")
     return Path(text)

@@ -1,11 +1,11 @@
-"""`timeball name-server`: answer RocketMQ's look-ups for all groups of a cluster, on a machine without replicas."""
+"""`timeball name-server`: RocketMQ's name server for all groups of a cluster, on a machine without replicas."""
 
 from __future__ import annotations
 
 from timeball.cli import event_loop, log_lines
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import print_json, print_line
-from timeball.io.stop_signals import stop_asked
+from timeball.io.stop_signals import watch_stop_signals
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 
@@ -31,11 +31,11 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def _run(settings: Settings, as_json: bool) -> None:
-    from timeball.cluster.coordination.etcd import coordinator_of
+    from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.io.clock import SystemClock
     from timeball.node.name_service import NameService
 
-    coordinator = coordinator_of(settings, SystemClock())
+    coordinator = create_coordinator(settings, SystemClock())
     service = NameService(settings, coordinator)
     port = await service.start()
     address = f"{settings.host}:{port}"
@@ -43,6 +43,6 @@ async def _run(settings: Settings, as_json: bool) -> None:
         print_json({"event": "ready", "cluster": settings.cluster, "name_server": address})
     else:
         print_line(f"name server of cluster {settings.cluster} at {address}")
-    await stop_asked()
+    await watch_stop_signals()
     await service.close()
     await coordinator.close()

@@ -80,8 +80,8 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
     """Give `command(settings, …)` the options by which a node finds its cluster, and --settings.
 
-    So an operator can use the settings file and the environment of a node. The node's name is set to `operator`,
-    because the process is not a node of the cluster.
+    An operator can run the command with the settings file and the environment of a node. The node's name is set to
+    `operator`, because the process is not a node of the cluster.
     """
     return _with_settings(command, CLUSTER_NAMES, {"node": "operator"})
 
@@ -89,18 +89,26 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 def _with_settings(
     command: Callable[..., None], names: Sequence[str], fixed: dict[str, Any]
 ) -> Callable[..., None]:
-    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    made = [_option(field, types()[field.name]) for field in fields(Settings) if field.name in names]
+    own_parameters = [
+        parameter
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != "settings"
+    ]
+    setting_parameters = [
+        _build_parameter(field, types()[field.name]) for field in fields(Settings) if field.name in names
+    ]
     file = inspect.Parameter("settings_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
 
     @functools.wraps(command)
-    def with_settings(**given: Any) -> None:
-        chosen = {name: given.pop(name) for name in names} | fixed
-        command(build_settings(given.pop("settings_file"), chosen), **given)
+    def with_settings(**arguments: Any) -> None:
+        chosen = {name: arguments.pop(name) for name in names} | fixed
+        command(build_settings(arguments.pop("settings_file"), chosen), **arguments)
 
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    with_settings.__signature__ = inspect.Signature([*made, file, *parameters])  # type: ignore[attr-defined]
-    with_settings.__annotations__ = {p.name: p.annotation for p in [*made, file, *parameters]}
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own_parameters]
+    with_settings.__signature__ = inspect.Signature([*setting_parameters, file, *parameters])  # type: ignore[attr-defined]
+    with_settings.__annotations__ = {
+        parameter.name: parameter.annotation for parameter in [*setting_parameters, file, *parameters]
+    }
     return with_settings
 
 
@@ -112,8 +120,8 @@ _FILE = Annotated[
 ]
 
 
-def _unit(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] | None:
-    """Choose parser, formatter and metavar for a size or a duration, by the name's ending. None for other fields."""
+def _unit_of_name(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] | None:
+    """Choose parser, formatter and metavar of a size or duration, by the setting's name. None for other settings."""
     if name.endswith("_bytes"):
         return parse_size_bytes, show_bytes, "SIZE"
     if name.endswith("_ms") or "_ms_" in name:
@@ -121,26 +129,26 @@ def _unit(name: str) -> tuple[Callable[[str], int], Callable[[int], str], str] |
     return None
 
 
-def _option(field: Field[Any], hint: Any) -> inspect.Parameter:
+def _build_parameter(field: Field[Any], value_type: Any) -> inspect.Parameter:
     """Build the command's parameter for one field. Its value is None if the option is not given."""
-    name, unit = option_name(field.name), _unit(field.name)
-    about: dict[str, Any] = {
+    name, unit = option_name(field.name), _unit_of_name(field.name)
+    attributes: dict[str, Any] = {
         "help": field.metadata["help"],
         "envvar": f"TIMEBALL_{field.name.upper()}",
         "show_envvar": False,
-        "show_default": _show(field.default, unit),
+        "show_default": _format_default(field.default, unit),
     }
-    declared = f"{name}/--no-{name[2:]}" if hint is bool else name
+    declaration = f"{name}/--no-{name[2:]}" if value_type is bool else name
     if unit is not None:
-        about |= {"parser": as_parameter(unit[0]), "metavar": unit[2]}
-    elif hint not in (bool, int, Path):
-        hint = str
-        about["metavar"] = "TEXT"
-    annotation = Annotated[hint | None, typer.Option(declared, **about)]
+        attributes |= {"parser": as_parameter(unit[0]), "metavar": unit[2]}
+    elif value_type not in (bool, int, Path):
+        value_type = str
+        attributes["metavar"] = "TEXT"
+    annotation = Annotated[value_type | None, typer.Option(declaration, **attributes)]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _show(default: Any, unit: Any) -> str:
+def _format_default(default: Any, unit: Any) -> str:
     if unit is not None:
         return str(unit[1](default))
     if isinstance(default, bool):
@@ -148,35 +156,35 @@ def _show(default: Any, unit: Any) -> str:
     return f"{default:,}" if isinstance(default, int) and default >= 100_000 else str(default)
 
 
-def build_settings(file: Path | None, chosen: dict[str, Any]) -> Settings:
+def build_settings(file: Path | None, options: dict[str, Any]) -> Settings:
     """Combine the file's settings with the chosen options, which win unless None. SetupError names the fault."""
-    values = _read(file) if file is not None else {}
-    values |= {name: value for name, value in chosen.items() if value is not None}
+    values = _read_file(file) if file is not None else {}
+    values |= {name: value for name, value in options.items() if value is not None}
     return Settings(**values)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_file(file: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(file.read_text())
+        document = tomllib.loads(file.read_text())
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SetupError(f"--settings {file}: {error}") from error
-    return {name: _value(file, name, value) for name, value in found.items()}
+    return {name: _convert_setting(file, name, value) for name, value in document.items()}
 
 
-def _value(file: Path, name: str, value: Any) -> Any:
+def _convert_setting(file: Path, name: str, value: Any) -> Any:
     """Convert one entry of the settings file, with the same rules as the option of that name."""
     if name not in types():
         raise SetupError(f"--settings {file}: {name!r} is no setting; 'timeball serve --help' lists them")
-    if isinstance(value, str) and (unit := _unit(name)) is not None:
+    if isinstance(value, str) and (unit := _unit_of_name(name)) is not None:
         try:
             return unit[0](value)
         except RequestError as error:
             raise SetupError(f"--settings {file}: {name} = {error}") from error
-    wanted = types()[name] if types()[name] in (int, bool, Path) else str
-    if wanted is Path and isinstance(value, str):
+    expected_type = types()[name] if types()[name] in (int, bool, Path) else str
+    if expected_type is Path and isinstance(value, str):
         return Path(value)
-    if type(value) is not wanted:
-        raise SetupError(f"--settings {file}: {name} = {value!r} should be of type {wanted.__name__}")
+    if type(value) is not expected_type:
+        raise SetupError(f"--settings {file}: {name} = {value!r} should be of type {expected_type.__name__}")
     return value
 
 
@@ -228,9 +236,9 @@ def spark_options(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def with_spark(*before: Any, **given: Any) -> None:
-        chosen = build_spark_options(**{name: given.pop(name) for name in _SPARK})
-        command(*before, **given, spark=chosen)
+    def with_spark(*positional: Any, **arguments: Any) -> None:
+        options = build_spark_options(**{name: arguments.pop(name) for name in _SPARK})
+        command(*positional, **arguments, spark=options)
 
     with_spark.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_spark.__annotations__ = {p.name: p.annotation for p in parameters}
@@ -244,7 +252,7 @@ def build_spark_options(
 
     RequestError for a --conf that is not NAME=VALUE, and for --packages under spark-submit, where Spark runs already.
     """
-    settings = dict(pair("--conf", each) for each in conf or [])
+    settings = dict(pair("--conf", text) for text in conf or [])
     if packages:
         from timeball.spark.run import SUBMITTED
 
@@ -266,7 +274,7 @@ def pair(option: str, text: str) -> tuple[str, str]:
     return name, value
 
 
-# ---- the way to a broker --------------------------------------------------------------------------------------
+# ---- connecting to a broker -----------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -275,29 +283,29 @@ def connect(endpoint: str) -> Iterator[Timeball]:
     from timeball.client import Timeball
 
     try:
-        with Timeball(endpoint) as ball:
-            yield ball
+        with Timeball(endpoint) as client:
+            yield client
     except Unavailable as error:
-        said = str(error)
-        if not said.startswith("no broker answers") or "handshake" in said:
+        reason = str(error)
+        if not reason.startswith("no broker answers") or "handshake" in reason:
             raise
-        is_closed = "Socket closed" in said or "reset by peer" in said
+        is_closed = "Socket closed" in reason or "reset by peer" in reason
         if is_closed and not endpoint.startswith("grpc+tls"):
             # A broker that accepts only TLS closes the connection of a client without TLS.
-            raise Unavailable(f"{said}; if the broker has a certificate, write grpc+tls://") from error
+            raise Unavailable(f"{reason}; if the broker has a certificate, write grpc+tls://") from error
         raise Unavailable(
             f"no broker answers at {endpoint}: start one with 'timeball up', or name another with --endpoint"
         ) from error
 
 
 def reach(endpoint: str) -> None:
-    """Raise Unavailable when no broker answers: an early check, which saves the seconds that Spark takes to start."""
-    with connect(addresses_of(endpoint)) as ball:
-        ball.status()
+    """Raise Unavailable when no broker answers. An early check, before Spark takes seconds to start."""
+    with connect(addresses_of(endpoint)) as client:
+        client.status()
 
 
 def addresses_of(endpoint: str) -> str:
-    """Cut off the group to which an endpoint confines the pipeline, such as #g2 in grpc://host:port#g2."""
+    """Remove the group from an endpoint, such as #g2 in grpc://host:port#g2. It confines the pipeline to one group."""
     return endpoint.partition("#")[0]
 
 
@@ -326,7 +334,7 @@ def not_installed(error: ModuleNotFoundError, extra: str) -> SetupError:
     )
 
 
-def is_of_others(error: ModuleNotFoundError) -> bool:
-    """Return whether a third-party package is missing. A missing module of Timeball or Python would be a fault."""
+def is_third_party(error: ModuleNotFoundError) -> bool:
+    """True if a third-party package is missing. A missing module of Timeball or Python would be a fault."""
     name = (error.name or "timeball").partition(".")[0]
     return name != "timeball" and name not in sys.stdlib_module_names

@@ -1,7 +1,7 @@
-"""The output of commands: results go to stdout, everything else to stderr.
+"""The output of commands: results go to stdout, progress and notes to stderr.
 
-With --json, a command prints one JSON document per line on stdout and nothing else, so that a pipe can rely on it.
-Progress and notes go to stderr. Progress bars appear on a terminal only.
+With --json, stdout has only JSON documents, one per line, so that a pipe can rely on it. Progress bars appear on a
+terminal only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def out() -> Console:
-    """Return the console for results, on stdout."""
+    """Get the console for results, on stdout."""
     from rich.console import Console
 
     return Console(soft_wrap=True, highlight=False)
@@ -29,7 +29,7 @@ def out() -> Console:
 
 @functools.cache
 def err() -> Console:
-    """Return the console for everything else, on stderr."""
+    """Get the console for progress and notes, on stderr."""
     from rich.console import Console
 
     return Console(stderr=True, soft_wrap=True, highlight=False)
@@ -83,11 +83,11 @@ def bars(counts: Mapping[str, int], width: int = 40) -> list[str]:
     """
     if not counts:
         return []
-    most = max(counts.values())
+    largest = max(counts.values())
     label_width = max(map(len, counts))
     number_width = max(len(f"{count:,}") for count in counts.values())
     lines = []
     for label, count in counts.items():
-        length = max(1, round(width * count / most)) if count else 0
+        length = max(1, round(width * count / largest)) if count else 0
         lines.append(f"{label:<{label_width}}  {'█' * length:<{width}}  {count:>{number_width},}")
     return lines

@@ -1,8 +1,8 @@
 """`timeball pending`: count the pending messages by due time.
 
-The SQL that counts runs in this process, not in the broker. It reads the pending table from its Parquet files, and the
-log's tail over Flight, both of one version (spark/views/snapshot.py). A scheduled message that is due after the
-broker's "now" cannot have been released. Those due earlier count as being delivered.
+The counting SQL runs in this process, not in the broker. It reads the Parquet files of the pending table, and the tail
+of the log over Flight, both as of one version (spark/views/snapshot.py). A scheduled message that is due after the
+broker's "now" cannot have been released yet. Messages due earlier are not counted, because they may be released.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMPY_UNIT = {Unit.HOUR: "h", Unit.DAY: "D", Unit.MONTH: "M", Unit.YEAR: "Y"}
 
 
 @dataclass
-class Waiting:
+class PendingCounts:
     """Pending messages by the hour of their due time. Keys are hours since 1970, values are counts."""
 
     now_ms: int
@@ -47,12 +47,12 @@ class Waiting:
     level_rows: int = 0  # for RocketMQ's delay levels, which stay in the log until they are due
 
     def by(self, unit: Unit) -> dict[str, int]:
-        """Count by label, in time order. AUTO takes the finest unit that gives at most BARS_MAX bars."""
+        """Add up the counts by bar label, in time order. AUTO: the finest unit that gives at most BARS_MAX bars."""
         import numpy as np
 
         if unit is Unit.AUTO:
-            grouped = (self.by(each) for each in _NUMPY_UNIT)
-            return next((found for found in grouped if len(found) <= BARS_MAX), self.by(Unit.YEAR))
+            grouped = (self.by(finer_unit) for finer_unit in _NUMPY_UNIT)
+            return next((counts for counts in grouped if len(counts) <= BARS_MAX), self.by(Unit.YEAR))
         labels: dict[str, int] = {}
         for hour in sorted(self.hours):
             label = str(np.datetime64(hour, "h").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
@@ -77,37 +77,37 @@ def pending(
       timeball pending --by hour --json | jq .due
     """
     with connect(endpoint):
-        found = count_waiting(endpoint)
-    groups = found.by(by)
-    total = sum(groups.values())
+        counts = count_waiting(endpoint)
+    bar_counts = counts.by(by)
+    total = sum(bar_counts.values())
     if as_json:
         print_json(
             {
-                "now_ms": found.now_ms,
+                "now_ms": counts.now_ms,
                 "waiting": total,
-                "tail_rows": found.tail_rows,
-                "table_rows": found.table_rows,
-                "level_rows": found.level_rows,
-                "due": groups,
+                "tail_rows": counts.tail_rows,
+                "table_rows": counts.table_rows,
+                "level_rows": counts.level_rows,
+                "due": bar_counts,
             }
         )
         return
-    for line in bars(groups):
+    for line in bars(bar_counts):
         print_line(line)
-    where = f"{found.tail_rows:,} in the log's tail, {found.table_rows:,} in the pending table"
-    if found.level_rows:
-        where += f", {found.level_rows:,} for delay levels"
-    print_line(f"{total:,} waiting: {where}" if total else "nothing waits")
+    breakdown = f"{counts.tail_rows:,} in the log's tail, {counts.table_rows:,} in the pending table"
+    if counts.level_rows:
+        breakdown += f", {counts.level_rows:,} for delay levels"
+    print_line(f"{total:,} waiting: {breakdown}" if total else "nothing waits")
 
 
-def count_waiting(endpoint: str) -> Waiting:
+def count_waiting(endpoint: str) -> PendingCounts:
     """Count all scheduled messages that are due after the broker's "now" and not cancelled."""
     from timeball.spark.views.duckdb_session import SqlSession
 
     with SqlSession(endpoint, upcoming=True, bodies=False) as session:
-        found = Waiting(now_ms=session.version.now_ms)
+        counts = PendingCounts(now_ms=session.version.now_ms)
         for row in session.run(BY_HOUR).rows.read_all().to_pylist():
-            found.hours[row["hour"]] = found.hours.get(row["hour"], 0) + row["messages"]
-            name = f"{row['place']}_rows"
-            setattr(found, name, getattr(found, name) + row["messages"])
-    return found
+            counts.hours[row["hour"]] = counts.hours.get(row["hour"], 0) + row["messages"]
+            field_name = f"{row['place']}_rows"
+            setattr(counts, field_name, getattr(counts, field_name) + row["messages"])
+    return counts

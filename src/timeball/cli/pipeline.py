@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from timeball.spark.run.job_status import JobStatus
 
 
-app = typer.Typer(help="Run Spark jobs on the log and on what waits.", no_args_is_help=True)
+app = typer.Typer(help="Run Spark jobs on the log and on pending messages.", no_args_is_help=True)
 
 
 class Job(StrEnum):
@@ -63,13 +63,13 @@ def run(
     jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
     spark: SparkOptions = SPARK_AS_IT_IS,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
-    once: Annotated[bool, typer.Option("--once", help="Process what is there now, then end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Process everything up to now, then end.")] = False,
     checkpoint: Annotated[
         str | None,
         typer.Option(
             "--checkpoint",
             metavar="URI",
-            help="Where jobs say how they are, and dispatch keeps its place; by default beside the data.",
+            help="Folder for the jobs' status files and dispatch's position; by default beside the data.",
         ),
     ] = None,
     no_spark: NoSparkOption = False,
@@ -106,7 +106,7 @@ def run(
     """
     if len(set(jobs)) < len(jobs):
         raise RequestError(f"{' '.join(jobs)}: name each job once")
-    chosen = parse_job_options(jobs, options or [])
+    job_options = parse_job_options(jobs, options or [])
     log_lines.configure(log_level, log_format)
     from timeball.cli.spark import load_runner, spark_session
 
@@ -114,33 +114,33 @@ def run(
     if stop_on_eof:
         _stop_on_eof()
     names = [job.value for job in jobs]
-    asked = {"endpoint": endpoint, "once": once, "checkpoint": checkpoint, "options": chosen}
+    arguments = {"endpoint": endpoint, "once": once, "checkpoint": checkpoint, "options": job_options}
     if no_spark:
-        runner.run(names, with_spark=False, **asked)
+        runner.run(names, with_spark=False, **arguments)
         return
     from timeball.spark.run.session import continuous
 
-    chosen_spark = SparkOptions(spark.master, tuple(continuous(spark.master, dict(spark.conf)).items()))
-    with spark_session(chosen_spark, "timeball " + " ".join(names)) as session:
-        runner.run(names, spark=session, **asked)
+    session_options = SparkOptions(spark.master, tuple(continuous(spark.master, dict(spark.conf)).items()))
+    with spark_session(session_options, "timeball " + " ".join(names)) as session:
+        runner.run(names, spark=session, **arguments)
 
 
-def parse_job_options(jobs: list[Job], given: list[str]) -> dict[str, dict[str, str]]:
+def parse_job_options(jobs: list[Job], texts: list[str]) -> dict[str, dict[str, str]]:
     """Group JOB.NAME=VALUE by job. RequestError for a job that is not run, and for another form."""
-    found: dict[str, dict[str, str]] = {}
-    for text in given:
+    options_by_job: dict[str, dict[str, str]] = {}
+    for text in texts:
         job, dot, rest = text.partition(".")
         name, equals, value = rest.partition("=")
         if not (dot and name and equals):
             raise RequestError(f"--option {text}: write JOB.NAME=VALUE, such as compact.few_rows=1000")
-        if job not in [each.value for each in jobs]:
+        if job not in [chosen_job.value for chosen_job in jobs]:
             raise RequestError(f"--option {text}: the job {job!r} is not among those to run")
-        found.setdefault(job, {})[name] = value
-    return found
+        options_by_job.setdefault(job, {})[name] = value
+    return options_by_job
 
 
 def _stop_on_eof() -> None:
-    """End as on SIGTERM when stdin closes: the parent process, which holds the other end of the pipe, has died."""
+    """Send SIGTERM to this process when stdin closes: then the parent process, which holds the other end, has died."""
 
     stdin = sys.stdin.fileno()
 
@@ -181,19 +181,19 @@ def status(
     from timeball.io.clock import SystemClock
     from timeball.spark.run.job_status import read_statuses
 
-    broker = _ask(endpoint, needed=checkpoint is None)
+    broker = _read_broker_status(endpoint, needed=checkpoint is None)
     folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"
     now_ms = SystemClock().wall_ms()
-    found = [_document(each, broker, now_ms) for each in read_statuses(folder)]
+    documents = [_document(job_status, broker, now_ms) for job_status in read_statuses(folder)]
     if as_json:
-        for document in found:
+        for document in documents:
             print_json(document)
         return
-    if not found:
+    if not documents:
         print_line(f"no job has run with its checkpoints in {folder}")
         return
-    out().print(_table(found))
-    for document in found:
+    out().print(_table(documents))
+    for document in documents:
         # A separate line: a column would wrap the text, and a search would not find it.
         if document["error"]:
             print_line(f"{document['job']}: {document['error']}")
@@ -201,12 +201,12 @@ def status(
         print_line(f"the log ends at row {broker['log']['durable_seq']:,}; watermark {broker['watermark']:,}")
 
 
-def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
+def _read_broker_status(endpoint: str, *, needed: bool) -> dict[str, Any]:
     """Read the broker's status. It is empty when the broker is away and the status is not `needed`."""
     try:
-        with connect(addresses_of(endpoint)) as ball:
-            found: dict[str, Any] = ball.status()
-            return found
+        with connect(addresses_of(endpoint)) as client:
+            state: dict[str, Any] = client.status()
+            return state
     except Unavailable:
         if needed:
             raise
@@ -215,22 +215,22 @@ def _ask(endpoint: str, *, needed: bool) -> dict[str, Any]:
 
 def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, Any]:
     last = job.last
-    stands = last.position if last is not None and last.unit == "seq" else None
+    position_seq = last.position if last is not None and last.unit == "seq" else None
     is_one_log = (
         bool(broker) and len(broker.get("groups") or []) < 2
     )  # with several groups, the broker's status has the log of one only
     if job.job == Job.COMPACT and is_one_log:
         # The tail is moved up to the watermark. The broker moves it as well, while the job does not.
-        stands = max(stands or 0, broker["watermark"])
-    behind = None if stands is None else last.lag if last is not None else None
-    if stands is not None and is_one_log:
-        behind = max(0, broker["log"]["durable_seq"] - stands)
+        position_seq = max(position_seq or 0, broker["watermark"])
+    behind_rows = None if position_seq is None else last.lag if last is not None else None
+    if position_seq is not None and is_one_log:
+        behind_rows = max(0, broker["log"]["durable_seq"] - position_seq)
     position = None if last is None else {last.unit: last.position}
     return {
         "job": job.job,
         "state": job.shown(now_ms),
-        "position": position if stands is None else {"seq": stands},
-        "behind_rows": behind,
+        "position": position if position_seq is None else {"seq": position_seq},
+        "behind_rows": behind_rows,
         "behind_ms": last.lag if last is not None and last.unit == "due_ms" else None,
         "watermark": broker.get("watermark"),
         "epoch": None if last is None else last.epoch,
@@ -248,20 +248,25 @@ def _document(job: JobStatus, broker: dict[str, Any], now_ms: int) -> dict[str, 
     }
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
+def _table(documents: list[dict[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("job", "state"):
         table.add_column(name)
     for name in ("at", "behind", "rows/s", "epoch", "epoch took", "failures"):
         table.add_column(name, justify="right")
-    for job in found:
-        behind = _number(job["behind_rows"], " rows") or _number(job["behind_ms"], " ms")
-        at = next(iter((job["position"] or {}).values()), None)
-        numbers = [_number(at), behind, _number(job["rows_per_s"]), _number(job["epoch"])]
-        took, failures = _number(job["epoch_ms"], " ms"), str(job["failures"])
-        table.add_row(job["job"], job["state"], *numbers, took, failures)
+    for job in documents:
+        behind = _format_number(job["behind_rows"], " rows") or _format_number(job["behind_ms"], " ms")
+        position = next(iter((job["position"] or {}).values()), None)
+        numbers = [
+            _format_number(position),
+            behind,
+            _format_number(job["rows_per_s"]),
+            _format_number(job["epoch"]),
+        ]
+        duration, failures = _format_number(job["epoch_ms"], " ms"), str(job["failures"])
+        table.add_row(job["job"], job["state"], *numbers, duration, failures)
     return table
 
 
-def _number(value: int | None, unit: str = "") -> str:
+def _format_number(value: int | None, unit: str = "") -> str:
     return "" if value is None else f"{value:,}{unit}"

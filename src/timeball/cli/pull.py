@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def pull(
     topic: Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to read.")],
     group: Annotated[
-        str, typer.Option("--group", help="Consumer group; its members share the messages out.")
+        str, typer.Option("--group", help="Consumer group; each message goes to one of its members.")
     ] = "cli",
     max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = 10,
     wait_ms: Annotated[
@@ -30,12 +30,12 @@ def pull(
             "--wait",
             parser=as_parameter(parse_duration_ms),
             metavar="DURATION",
-            help="How long to wait for the first; by default not at all. Also for a topic to come.",
+            help="How long to wait for the first message, or for the topic; by default not at all.",
         ),
     ] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Go on until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Continue until Ctrl-C.")] = False,
     peek: Annotated[
-        bool, typer.Option("--peek", help="Read where the group stands, and take nothing.")
+        bool, typer.Option("--peek", help="Read from the group's position without acknowledging.")
     ] = False,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -54,16 +54,16 @@ def pull(
     count = 0
     # --follow waits anyway, so let the broker hold each call: for 5 s, or for --wait if that is longer.
     wait = timedelta(milliseconds=max(wait_ms or 0, 5_000 if follow else 0))
-    with connect(endpoint) as ball:
+    with connect(endpoint) as client:
         try:
             while True:
-                read = ball.browse if peek else ball.pull
-                messages = read(topic, group, max_messages=max_messages, wait=wait)
+                pull_messages = client.browse if peek else client.pull
+                messages = pull_messages(topic, group, max_messages=max_messages, wait=wait)
                 for message in messages:
                     _print(message, as_json)
                 count += len(messages)
                 if messages and not peek:
-                    ball.ack(messages)
+                    client.ack(messages)
                 if not follow or peek:
                     break
         except KeyboardInterrupt:
@@ -72,22 +72,22 @@ def pull(
             if wait:  # the wait time has passed, so do not advise to wait
                 raise
             raise NotFound(f"{error}; to wait for its first message, say --wait 30s or --follow") from error
-        why = "" if count else f": {_why_nothing(ball, topic, group)}"
+        explanation = "" if count else f": {_explain_empty(client, topic, group)}"
     if not as_json:
-        print_note(f"{count:,} message{'s' if count != 1 else ''}{why}")
+        print_note(f"{count:,} message{'s' if count != 1 else ''}{explanation}")
 
 
-def _why_nothing(ball: Timeball, topic: str, group: str) -> str:
+def _explain_empty(client: Timeball, topic: str, group: str) -> str:
     """Explain an empty result: a topic with a typing error in its name must not look like an empty topic."""
     try:
-        ball.queues(topic)
+        client.queues(topic)
     except NotFound:
         return f"there is no topic {topic!r} yet"
     return f"nothing new for group {group}"
 
 
 def _print(message: Message, as_json: bool) -> None:
-    text = _text(message.body)
+    text = _decode_text(message.body)
     if not as_json:
         late = f"  {message.lateness_ms:+d} ms" if message.due_ms is not None else ""
         print_line(
@@ -114,7 +114,7 @@ def _print(message: Message, as_json: bool) -> None:
     )
 
 
-def _text(body: bytes) -> str | None:
+def _decode_text(body: bytes) -> str | None:
     """Decode a body as UTF-8. None when it is not text."""
     try:
         return body.decode()

@@ -1,8 +1,8 @@
-"""`timeball replay`: schedule the messages of a past window again, later, slower or faster.
+"""`timeball replay`: schedule the messages of a past time window again, later, slower or faster.
 
-The command first shows the outcome (a batch query on Spark, spark/jobs/replay.py), and schedules only when that is
-confirmed. The same arguments identify the same replay: run the command again after an interruption, or if its outcome
-is unknown.
+The command first shows a plan, computed by a batch query on Spark (spark/jobs/replay.py). It schedules the messages
+only after the user confirms the plan. The same arguments identify the same replay, so you can run the command again
+after an interruption, or if its outcome is unknown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TOPICS_SHOWN = 10
 
-_INSTANT: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(instant_ms)}
+_TIME: dict[str, Any] = {"metavar": "INSTANT", "parser": as_parameter(instant_ms)}
 
 
 class By(StrEnum):
@@ -51,15 +51,16 @@ class By(StrEnum):
     DUE = "due"
 
 
-FromOption = Annotated[int, typer.Option("--from", help="First instant of the window.", **_INSTANT)]
-UntilOption = Annotated[int, typer.Option("--until", help="First instant behind it.", **_INSTANT)]
-AtOption = Annotated[
-    int | None, typer.Option("--at", help="Instant at which the window begins again.", **_INSTANT)
-]
+FromOption = Annotated[int, typer.Option("--from", help="Start of the window.", **_TIME)]
+UntilOption = Annotated[int, typer.Option("--until", help="End of the window; not in it.", **_TIME)]
+AtOption = Annotated[int | None, typer.Option("--at", help="Due time of the window's first moment.", **_TIME)]
 ShiftOption = Annotated[
     int | None,
     typer.Option(
-        "--shift", metavar="DURATION", parser=as_parameter(parse_duration_ms), help="Or by how much later."
+        "--shift",
+        metavar="DURATION",
+        parser=as_parameter(parse_duration_ms),
+        help="Or: how much later than the first time.",
     ),
 ]
 StretchOption = Annotated[
@@ -72,7 +73,10 @@ ArchiveOption = Annotated[
     ),
 ]
 NameOption = Annotated[
-    str | None, typer.Option("--job-id", metavar="ID", help="Name of this replay, to do one twice.")
+    str | None,
+    typer.Option(
+        "--job-id", metavar="ID", help="Name of this replay; a new name runs the same replay twice."
+    ),
 ]
 
 
@@ -88,11 +92,13 @@ def replay(
     ] = None,
     to_topic: Annotated[str | None, typer.Option("--to-topic", help="Into this topic instead.")] = None,
     by: Annotated[
-        By, typer.Option("--by", help="Instant that counts: became visible, or was due.")
+        By, typer.Option("--by", help="Which time must be in the window: visible or due.")
     ] = By.VISIBLE,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be scheduled.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
-    late: Annotated[bool, typer.Option("--late", help="Also what would be due before now: at once.")] = False,
+    late: Annotated[
+        bool, typer.Option("--late", help="Also schedule messages that would be due before now: at once.")
+    ] = False,
     job_id: NameOption = None,
     archive: ArchiveOption = None,
     table_uri: TableOption = None,
@@ -114,7 +120,7 @@ def replay(
       timeball replay --from 2026-11-20T00:00Z --until 2026-11-21T00:00Z --at 2026-12-01T00:00Z \\
           --stretch 0.1 --to-topic load-test
     """
-    start_ms = beginning(from_ms, at_ms, shift_ms)
+    start_ms = find_start_ms(from_ms, at_ms, shift_ms)
     from timeball.cli.spark import spark_session
     from timeball.model.rules import check_campaign
 
@@ -134,11 +140,13 @@ def replay(
             to_topic=to_topic,
             by=by.value,
         )
-        carry_out(session, endpoint, window, Wish(archive, table_uri, job_id, dry_run, yes, late, as_json))
+        show_and_schedule(
+            session, endpoint, window, ReplayOptions(archive, table_uri, job_id, dry_run, yes, late, as_json)
+        )
 
 
 @dataclass(frozen=True)
-class Wish:
+class ReplayOptions:
     """The options of a replay, except for its window. They are described at the command."""
 
     archive: str | None
@@ -150,48 +158,48 @@ class Wish:
     as_json: bool
 
 
-def carry_out(spark: SparkSession, endpoint: str, window: Window, wish: Wish) -> None:
-    """Show the plan of a replay and, if it is confirmed, carry it out. With --json, print one document."""
+def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, chosen: ReplayOptions) -> None:
+    """Show the plan of a replay, and schedule its messages if the user confirms. With --json, print one document."""
     from timeball.spark.jobs import replay_groups as job
 
     window.check()
-    places = {"archive_uri": wish.archive, "table_uri": wish.table_uri}
-    if not wish.dry_run:
-        done = job.done_before(endpoint, wish.job_id or window.job_id, wish.table_uri)
-        if done is not None:
-            return print_report(done, wish.as_json)
-    with working("reading what passed", wish):
-        plan = job.plan(spark, endpoint, window, **places)
-    if wish.as_json and (wish.dry_run or not plan.rows):
+    tables = {"archive_uri": chosen.archive, "table_uri": chosen.table_uri}
+    if not chosen.dry_run:
+        earlier = job.done_before(endpoint, chosen.job_id or window.job_id, chosen.table_uri)
+        if earlier is not None:
+            return print_report(earlier, chosen.as_json)
+    with busy("reading past messages", chosen):
+        plan = job.plan(spark, endpoint, window, **tables)
+    if chosen.as_json and (chosen.dry_run or not plan.rows):
         return print_json(plan)
-    if not wish.as_json:
+    if not chosen.as_json:
         for line in describe_plan(plan):
             print_line(line)
-    if wish.dry_run or not plan.rows:
+    if chosen.dry_run or not plan.rows:
         return None
-    agree(plan, late=wish.late, yes=wish.yes)
-    with working(f"scheduling {plan.rows:,} messages", wish):
-        report = job.run(spark, endpoint, window, job_id=wish.job_id, planned=plan, **places)
-    return print_report(report, wish.as_json)
+    confirm(plan, late=chosen.late, yes=chosen.yes)
+    with busy(f"scheduling {plan.rows:,} messages", chosen):
+        report = job.run(spark, endpoint, window, job_id=chosen.job_id, planned=plan, **tables)
+    return print_report(report, chosen.as_json)
 
 
 @contextmanager
-def working(what: str, wish: Wish) -> Iterator[None]:
-    """Show on a terminal that a query is running, without a total: its length is not known in advance."""
-    with progress_bar(quiet=wish.as_json) as progress:
-        progress.add_task(what, total=None)
+def busy(activity: str, chosen: ReplayOptions) -> Iterator[None]:
+    """Show on a terminal that a query is running. There is no total, because the duration is unknown."""
+    with progress_bar(quiet=chosen.as_json) as progress:
+        progress.add_task(activity, total=None)
         yield
 
 
-def beginning(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
-    """Find the time at which the window begins again. InvalidDelay unless exactly one of the options is given."""
+def find_start_ms(from_ms: int, at_ms: int | None, shift_ms: int | None) -> int:
+    """Compute the due time of the window's first moment. InvalidDelay unless exactly one of the options is given."""
     if (at_ms is None) == (shift_ms is None):
-        raise InvalidDelay("say when: exactly one of --at (an instant) and --shift (such as 7d)")
+        raise InvalidDelay("give exactly one of --at (a time) and --shift (such as 7d)")
     return at_ms if at_ms is not None else from_ms + (shift_ms or 0)
 
 
-def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
-    """Return if the replay is confirmed. Otherwise raise RequestError, or abort the command."""
+def confirm(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
+    """Ask the user to confirm the replay, unless `yes`. Raises RequestError, or aborts the command."""
     if plan.overdue and not late:
         raise RequestError(
             f"{plan.overdue:,} of {plan.rows:,} messages would be due before now, and go out all at once: "
@@ -200,7 +208,7 @@ def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
     if yes:
         return
     if not sys.stdin.isatty():
-        raise RequestError("nothing scheduled: add --yes, or --dry-run to look only")
+        raise RequestError("nothing scheduled: add --yes, or --dry-run to see the plan only")
     typer.confirm(f"Schedule {plan.rows:,} messages?", abort=True, err=True)
 
 
@@ -208,9 +216,9 @@ def agree(plan: ReplayPlan, *, late: bool, yes: bool) -> None:
 
 
 def print_report(report: ReplayReport, as_json: bool) -> None:
-    """Print the number of messages that were scheduled, now or by an earlier run."""
-    said = f"done before, at {instant(report.at_ms)}:" if report.repeated else "scheduled"
-    show(report, [f"{said} {report.rows:,} messages as {report.job_id}"], as_json=as_json)
+    """Print the number of scheduled messages, and whether an earlier run has scheduled them."""
+    outcome = f"done before, at {show_time(report.at_ms)}:" if report.repeated else "scheduled"
+    show(report, [f"{outcome} {report.rows:,} messages as {report.job_id}"], as_json=as_json)
 
 
 def describe_plan(plan: ReplayPlan) -> Iterator[str]:
@@ -218,18 +226,18 @@ def describe_plan(plan: ReplayPlan) -> Iterator[str]:
     if plan.first_due_ms is None or plan.last_due_ms is None:
         yield "nothing passed in this window"
         return
-    yield from bars({instant(begin_ms): rows for begin_ms, rows in plan.curve.items()})
+    yield from bars({show_time(begin_ms): rows for begin_ms, rows in plan.curve.items()})
     shown = list(plan.topics.items())[:TOPICS_SHOWN]
-    more = f", and {len(plan.topics) - len(shown):,} topics more" if len(plan.topics) > len(shown) else ""
-    yield "from " + ", ".join(f"{topic} {rows:,}" for topic, rows in shown) + more
-    begin, end = instant(plan.first_due_ms), instant(plan.last_due_ms)
+    others = f", and {len(plan.topics) - len(shown):,} topics more" if len(plan.topics) > len(shown) else ""
+    yield "from " + ", ".join(f"{topic} {rows:,}" for topic, rows in shown) + others
+    begin, end = show_time(plan.first_due_ms), show_time(plan.last_due_ms)
     yield f"{plan.rows:,} messages, {show_bytes(plan.body_bytes)} of bodies, due {begin} to {end}"
     yield f"each bar is {show_ms(plan.width_ms)}"
     if plan.overdue:
         yield f"{plan.overdue:,} of them would be due before now"
 
 
-def instant(at_ms: int) -> str:
+def show_time(at_ms: int) -> str:
     """Format a time for people, in UTC: 2026-11-22T13:05:00Z, with milliseconds unless they are 0."""
     unit = "seconds" if at_ms % 1000 == 0 else "milliseconds"
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec=unit).replace("+00:00", "Z")

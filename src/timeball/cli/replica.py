@@ -1,7 +1,7 @@
 """`timeball serve --cluster …`: run one replica in the foreground, until SIGTERM or SIGINT.
 
-A process that has lost the lead, or whose disk has failed once, starts anew in place: it keeps its process id, forgets
-its memory and reads the log from the disk.
+A process that has lost the lead, or whose disk has failed once, replaces itself by a new process with the same process
+id (execv). The new process starts with empty memory and reads the log from the disk.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 def run_replica(settings: Settings, as_json: bool) -> None:
     """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
     from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
-    from timeball.io.descriptors import allow_many
+    from timeball.io.descriptors import raise_open_files_limit
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
     collect_cycles_rarely()
-    allow_many()
+    raise_open_files_limit()
     with event_loop.runner() as runner:
         runner.run(_run(settings, as_json))
 
@@ -56,21 +56,21 @@ async def _run(settings: Settings, as_json: bool) -> None:
         )
     systemd.ready(f"replica {replica} of group {settings.group}")
     watchdog = asyncio.create_task(systemd.run_watchdog())
-    telling = asyncio.create_task(_tell_when_serving(node, as_json))
+    announcing = asyncio.create_task(_announce_leading(node, as_json))
     try:
-        ended = await node.run_until_signal()
-        if isinstance(ended, StorageError | SetupError):
-            raise ended
-        if ended is not None:
-            # Immediately: pending work of threads and sockets belongs to the run that is over.
-            logger.warning("begins anew reason=%r", ended)
-            _begin_anew()
+        cause = await node.run_until_signal()
+        if isinstance(cause, StorageError | SetupError):
+            raise cause
+        if cause is not None:
+            # Restart without a shutdown: the pending work of threads and sockets belongs to the run that is over.
+            logger.warning("begins anew reason=%r", cause)
+            _restart_process()
     finally:
         watchdog.cancel()
-        telling.cancel()
+        announcing.cancel()
 
 
-async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
+async def _announce_leading(node: ReplicatedNode, as_json: bool) -> None:
     await node.serving.wait()
     epoch = node.thread.epoch
     if as_json:
@@ -81,8 +81,8 @@ async def _tell_when_serving(node: ReplicatedNode, as_json: bool) -> None:
         print_line(f"leads group {node.settings.group} in epoch {epoch}, serves port {node.settings.port}")
 
 
-def _begin_anew() -> None:
-    """Replace this process by a new one with the same command. Of its descriptors it inherits only 0, 1 and 2."""
+def _restart_process() -> None:
+    """Replace this process by a new one with the same command, which inherits only the descriptors 0, 1 and 2."""
     sys.stdout.flush()
     sys.stderr.flush()
     for name in os.listdir("/proc/self/fd"):

@@ -1,7 +1,8 @@
 """`timeball send` and `timeball schedule`: send a message for now, or for a due time.
 
-A body comes from an argument or a stream, as one message or one per line. Lines become columns, `CHUNK_LINES` at a
-time, so a file of any size is sent in bounded memory. The client splits a large chunk into pipelined batches.
+The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as
+columns, `CHUNK_LINES` at a time, so a file of any size needs bounded memory. The client splits a large chunk into
+pipelined batches.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from timeball.client import Timeball
     from timeball.client.sender import Receipt
 
-AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or an instant with --at"
+AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or a time with --at"
 CHUNK_LINES = 50_000
 
 TopicArgument = Annotated[str, typer.Argument(metavar="TOPIC", help="Topic to send to.")]
@@ -76,13 +77,13 @@ def send(
       timeball send orders --lines orders.jsonl
       timeball send orders hello --property region=eu --json
     """
-    only_lines(lines, body, message_id)
-    with connect(endpoint) as ball:
+    check_lines_alone(lines, body, message_id)
+    with connect(endpoint) as client:
         if lines is not None:
             encoded = encode_columns(topic, tag, keys, properties)
-            send_lines(ball, lines, encoded, as_json=as_json)
+            send_lines(client, lines, encoded, as_json=as_json)
             return
-        receipt = ball.send(
+        receipt = client.send(
             topic,
             read_body(body),
             tag=tag,
@@ -118,16 +119,16 @@ def schedule(
       timeball schedule reminders --lines people.txt --after 7d
       timeball schedule orders hello --after 250ms --json
     """
-    when = timing(after, at)
-    only_lines(lines, body, message_id)
-    with connect(endpoint) as ball:
+    due = parse_due(after, at)
+    check_lines_alone(lines, body, message_id)
+    with connect(endpoint) as client:
         if lines is not None:
-            given = {name: value for name, value in when.items() if value is not None}
-            columns = encode_columns(topic, tag, keys, properties) | given
-            send_lines(ball, lines, columns, as_json=as_json)
+            due_columns = {name: value for name, value in due.items() if value is not None}
+            columns = encode_columns(topic, tag, keys, properties) | due_columns
+            send_lines(client, lines, columns, as_json=as_json)
             return
-        due_ms, delay_ms = when["due_ms"], when["delay_ms"]
-        receipt = ball.send(
+        due_ms, delay_ms = due["due_ms"], due["delay_ms"]
+        receipt = client.send(
             topic,
             read_body(body),
             tag=tag,
@@ -140,11 +141,11 @@ def schedule(
         report(receipt, as_json=as_json)
 
 
-def timing(after: str | None, at: str | None) -> dict[str, int | None]:
-    """Convert --at or --after into columns, of which one is null. InvalidDelay unless exactly one is given."""
+def parse_due(after: str | None, at: str | None) -> dict[str, int | None]:
+    """Parse --after or --at into `due_ms` and `delay_ms`, one of them None. InvalidDelay unless one is given."""
     if (after is None) == (at is None):
         raise InvalidDelay(
-            "say when: exactly one of --after (such as 30m) and --at (such as 2030-01-31T09:00:00Z)"
+            "give exactly one of --after (such as 30m) and --at (such as 2030-01-31T09:00:00Z)"
         )
     if after is None:
         assert at is not None
@@ -159,33 +160,33 @@ def read_body(body: str | None) -> bytes:
     return sys.stdin.buffer.read() if body is None or body == "-" else body.encode()
 
 
-def read_properties(given: list[str] | None) -> dict[str, str] | None:
+def read_properties(texts: list[str] | None) -> dict[str, str] | None:
     """Parse NAME=VALUE pairs into a dictionary. None if there are none."""
     with naming("--property"):
-        return dict(map(parse_property, given)) if given else None
+        return dict(map(parse_property, texts)) if texts else None
 
 
-def only_lines(lines: Path | None, body: str | None, message_id: str | None) -> None:
-    """Raise RequestError for arguments that --lines would ignore: no argument is ignored silently."""
+def check_lines_alone(lines: Path | None, body: str | None, message_id: str | None) -> None:
+    """Raise RequestError for arguments that have no effect with --lines, so that none is ignored silently."""
     if lines is None:
         return
     if body is not None:
         raise RequestError("--lines and a body: give one of them")
     if message_id is not None:
-        raise RequestError("--lines and --id: each line gets an id of its own")
+        raise RequestError("--lines and --id: each line gets its own id")
 
 
-def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
-    """Send every line of `file` with the same `columns` beside its body, and print the number of messages."""
+def send_lines(client: Timeball, file: Path, columns: dict[str, object], *, as_json: bool) -> None:
+    """Send each line of `file` as a message body, with `columns` for all of them, and print the number of messages."""
     sent = past_rows = past_ms = 0
-    source = sys.stdin.buffer if str(file) == "-" else _open(file)
+    source = sys.stdin.buffer if str(file) == "-" else _open_file(file)
     with source, progress_bar(quiet=as_json) as progress:
         task = progress.add_task("sending", total=None)
         for batch in _batches(source, columns):
             try:
-                summary = ball.send_many(batch)
+                summary = client.send_many(batch)
             except TimeballError as error:
-                raise _of_lines(error, file, sent, batch.num_rows) from error
+                raise _with_line_numbers(error, file, sent, batch.num_rows) from error
             sent += batch.num_rows
             past_rows, past_ms = past_rows + summary.past_rows, max(past_ms, summary.past_ms)
             progress.update(task, completed=sent)
@@ -196,14 +197,14 @@ def send_lines(ball: Timeball, file: Path, columns: dict[str, object], *, as_jso
         print_note(f"the due time was in the past: {show_instant(due_ms)}; the messages are delivered now")
 
 
-def _of_lines(error: TimeballError, file: Path, sent: int, count: int) -> TimeballError:
-    """Add to the error of a chunk its line numbers, and the number of lines that were sent before it."""
-    told = type(error)(
+def _with_line_numbers(error: TimeballError, file: Path, sent: int, count: int) -> TimeballError:
+    """Extend the error of a chunk with its line numbers, and the number of lines that were sent before it."""
+    extended = type(error)(
         f"--lines {file}: lines {sent + 1} to {sent + count}, here rows 0 to {count - 1}: {error}. {sent} lines before "
         "these were sent"
     )
-    told.summary = error.summary
-    return told
+    extended.summary = error.summary
+    return extended
 
 
 def report(receipt: Receipt, *, as_json: bool) -> None:
@@ -235,7 +236,7 @@ def encode_columns(
     }
 
 
-def _open(file: Path) -> BinaryIO:
+def _open_file(file: Path) -> BinaryIO:
     try:
         return file.open("rb")
     except OSError as error:
@@ -249,7 +250,7 @@ def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.Record
         arrays = {"body": pa.array(lines, pa.binary())}
         for name, value in columns.items():
             if value is not None:
-                kind = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
-                kind = pa.int64() if isinstance(value, int) else kind
-                arrays[name] = pa.repeat(pa.scalar(value, kind), len(lines))
+                arrow_type = pa.list_(pa.string()) if isinstance(value, list) else pa.string()
+                arrow_type = pa.int64() if isinstance(value, int) else arrow_type
+                arrays[name] = pa.repeat(pa.scalar(value, arrow_type), len(lines))
         yield pa.RecordBatch.from_pydict(arrays)

@@ -1,7 +1,7 @@
 """`timeball serve`: run the broker alone in the foreground, until SIGTERM or SIGINT.
 
-The ready line is printed when a client can connect, and not before. A program that starts the broker as a child waits
-for that line instead of guessing, and systemd waits for READY=1. Without a pipeline, the broker compacts by itself.
+The ready line is printed once clients can connect, so a program that starts the broker waits for that line. systemd
+waits for READY=1. Without a pipeline, the broker compacts by itself.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
     if settings.cluster and "," in settings.group:
-        from timeball.cli.supervisor import own_command, supervise
+        from timeball.cli.supervisor import current_command, supervise
 
-        asyncio.run(supervise(settings, as_json, own_command()))
+        asyncio.run(supervise(settings, as_json, current_command()))
         return
     if settings.cluster:
         from timeball.cli.replica import run_replica
@@ -55,19 +55,20 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
 
 async def run_broker(settings: Settings, as_json: bool, start_client: StartClient | None = None) -> None:
-    """Serve until a signal.
+    """Run the broker until SIGTERM or SIGINT.
 
-    `start_client` is called once messages are accepted. The function that it returns ends the client before the broker.
+    `start_client` is called once the broker accepts messages. It starts a client of the broker, and returns the
+    function that stops this client, which is called before the broker stops.
     """
     from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
-    from timeball.io.descriptors import allow_many
+    from timeball.io.descriptors import raise_open_files_limit
     from timeball.monitoring.systemd import Systemd
     from timeball.node.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
     collect_cycles_rarely()
-    allow_many()
+    raise_open_files_limit()
     systemd, node = Systemd(), Node(settings)
     systemd.status("recovering: reads the log from the last checkpoint on")
     await node.start()
@@ -101,11 +102,11 @@ def announce(node: Node, as_json: bool) -> None:
     }
     addresses = {edge: f"{host}:{port}" if port >= 0 else None for edge, port in ports.items()}
     if not as_json:
-        found = addresses["name_server"]
-        rocketmq = f", RocketMQ name server {found}" if found else ""
+        name_server = addresses["name_server"]
+        rocketmq = f", RocketMQ name server {name_server}" if name_server else ""
         scheme = "https" if settings.tls_cert else "http"
-        shown = f", dashboard {scheme}://{_local(host)}:{node.http_port}/" if node.http_port >= 0 else ""
-        print_line(f"timeball {__version__} serves {endpoint}{rocketmq}{shown}, data {data}")
+        dashboard = f", dashboard {scheme}://{_local(host)}:{node.http_port}/" if node.http_port >= 0 else ""
+        print_line(f"timeball {__version__} serves {endpoint}{rocketmq}{dashboard}, data {data}")
         return
     print_json(
         {

@@ -1,8 +1,9 @@
-"""The entrance to Spark: imported when a command needs it, with a clear error when Spark is not installed.
+"""Opening of Spark sessions for commands. Spark is imported on demand, with a clear error if it is not installed.
 
-Java and Spark's workers write to stderr (greetings, broken pipes at the end). Their output goes to a file, not to the
-user's terminal, because failures arrive as exceptions. If Java does not even start, the file's last line contains the
-reason, so it becomes part of the error. With TIMEBALL_DEBUG=1, everything stays on the terminal.
+Java and Spark's workers write to stderr (greetings, broken pipes at the end). Users need none of this, because
+failures arrive as exceptions, so the output goes to a file instead of the terminal. If Java does not even start, the
+last line of the file contains the reason, and becomes part of the error. With TIMEBALL_DEBUG=1, all output goes to the
+terminal.
 
 An interrupted start leaves no process behind.
 """
@@ -52,14 +53,14 @@ def open_session(
         from timeball.spark.run.session import build_session
     except ModuleNotFoundError as error:
         raise not_installed(error, SPARK) from error
-    with _children_write_to(log), no_child_left_behind():
+    with _redirected_stderr(log), kill_children_on_failure():
         return build_session(master, name, conf)
 
 
 @contextmanager
-def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
-    """Open a session for the block. `name` is the application's name unless the options contain one."""
-    spark = open_session(chosen.master, name, dict(chosen.conf))
+def spark_session(options: SparkOptions, name: str) -> Iterator[SparkSession]:
+    """Open a session, and close it after the block. `name` is the application's name unless the options set one."""
+    spark = open_session(options.master, name, dict(options.conf))
     try:
         yield spark
     finally:
@@ -69,33 +70,33 @@ def spark_session(chosen: SparkOptions, name: str) -> Iterator[SparkSession]:
 
 
 @contextmanager
-def _children_write_to(log: Path | None) -> Iterator[None]:
+def _redirected_stderr(log: Path | None) -> Iterator[None]:
     """Redirect stderr of the processes that the block starts into a file, and restore our own stderr after it."""
     if os.environ.get("TIMEBALL_DEBUG") == "1":
         yield
         return
     with open(log, "a+b") if log is not None else tempfile.TemporaryFile() as file:
-        own = os.dup(STDERR)
+        saved_stderr = os.dup(STDERR)
         os.dup2(file.fileno(), STDERR)
         try:
             yield
         except (SetupError, Unavailable) as error:
             raise type(error)(_with_reason(error, file.fileno())) from error
         finally:
-            os.dup2(own, STDERR)
-            os.close(own)
+            os.dup2(saved_stderr, STDERR)
+            os.close(saved_stderr)
 
 
 def _with_reason(error: TimeballError, descriptor: int) -> str:
     """Append the last line of the file, if there is one, to the error's text."""
-    size = os.fstat(descriptor).st_size
-    lines = os.pread(descriptor, 4_096, max(0, size - 4_096)).decode(errors="replace").split("\n")
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f"{error} ({last})" if last and last not in str(error) else str(error)
+    size_bytes = os.fstat(descriptor).st_size
+    lines = os.pread(descriptor, 4_096, max(0, size_bytes - 4_096)).decode(errors="replace").split("\n")
+    last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f"{error} ({last_line})" if last_line and last_line not in str(error) else str(error)
 
 
 @contextmanager
-def no_child_left_behind() -> Iterator[None]:
+def kill_children_on_failure() -> Iterator[None]:
     """On Ctrl-C or a failure in the block, end the processes that it has started.
 
     The block starts a process. A JVM that is interrupted in the middle of its start may wait forever, and its caller
@@ -103,12 +104,12 @@ def no_child_left_behind() -> Iterator[None]:
     """
     import psutil  # installed with Spark, not in a plain installation
 
-    here = psutil.Process()
-    before = set(here.children())
+    this_process = psutil.Process()
+    earlier_children = set(this_process.children())
     try:
         yield
     except BaseException:  # Ctrl-C above all, which is raised again below
-        for child in set(here.children()) - before:
+        for child in set(this_process.children()) - earlier_children:
             for process in (*_descendants(child), child):
                 try:
                     process.kill()
@@ -118,7 +119,7 @@ def no_child_left_behind() -> Iterator[None]:
 
 
 def _descendants(process: psutil.Process) -> list[psutil.Process]:
-    """List the descendants of a process, none if it has ended meanwhile."""
+    """List the descendants of a process. Empty if the process has ended meanwhile."""
     import psutil
 
     try:

@@ -40,7 +40,7 @@ CELL_WIDTH = 60
 
 def sql(
     query: Annotated[
-        str | None, typer.Argument(help="One SELECT. Without it and --file: what can be asked.")
+        str | None, typer.Argument(help="One SELECT. Without it and --file, the views are listed.")
     ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", metavar="FILE", help="Read the query from a file; - is stdin.")
@@ -54,7 +54,7 @@ def sql(
         typer.Option(
             "--table-uri",
             metavar="URI",
-            help="Where the pending table is seen from here, if not as the broker does.",
+            help="The pending table's URI on this machine, if it differs from the broker's.",
         ),
     ] = None,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV, all rows.")] = False,
@@ -64,7 +64,10 @@ def sql(
     memory: Annotated[
         Any,
         typer.Option(
-            "--memory", parser=as_parameter(parse_size_bytes), metavar="SIZE", help="What a query may hold."
+            "--memory",
+            parser=as_parameter(parse_size_bytes),
+            metavar="SIZE",
+            help="Memory limit of the query.",
         ),
     ] = "1GiB",
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -72,8 +75,8 @@ def sql(
 ) -> None:
     """Query pending messages, events and past messages with SQL.
 
-    Views: pending, pending_table, scheduled messages, ledger, archive, log. Each query
-    reads one consistent version. It runs on DuckDB, without Spark or Java,
+    Views: pending, pending_table, scheduled, ledger, archive, log. Each query reads
+    one consistent version. It runs on DuckDB, without Spark or Java,
     where the pending table can be read. Spark has the same views:
     timeball.spark.views.spark_views.register(spark, endpoint).
 
@@ -82,13 +85,13 @@ def sql(
       timeball sql
       timeball sql "select topic, count(*), min(due) from pending group by topic"
       timeball sql "select date_trunc('hour', due) as hour, count(*) from pending group by 1 order by 1"
-      timeball sql "select * from scheduled messages where state = 'released' order by lateness_ms desc limit 10"
+      timeball sql "select * from scheduled where state = 'released' order by lateness_ms desc limit 10"
       timeball sql --version 12 "select count(*) from pending"
       timeball sql --json "select event, sum(rows) as n from ledger group by event" | jq .rows
       timeball sql --csv "select seq, due, topic from pending order by due" > pending.csv
     """
-    text = _query(query, file)
-    if text is None:
+    query_text = _read_query(query, file)
+    if query_text is None:
         _show_views(as_json)
         return
     from timeball.spark.views.duckdb_session import SqlSession
@@ -96,31 +99,38 @@ def sql(
     with connect(addresses_of(endpoint)):
         session = SqlSession(endpoint, version=version, table_uri=table_uri, memory_bytes=memory)
     with session:
-        answer = session.run(text)
+        result = session.run(query_text)
         if as_json:
-            _print_json(answer.version, answer.rows)
+            _print_json(result.version, result.rows)
         elif as_csv:
-            print_note(describe(answer.version))
-            _print_csv(answer.rows)
+            print_note(describe(result.version))
+            _print_csv(result.rows)
         else:
-            print_note(describe(answer.version))
-            _print_table(answer.rows, limit_rows)
+            print_note(describe(result.version))
+            _print_table(result.rows, limit_rows)
 
 
 def describe(version: Version) -> str:
     """Format the version as one line."""
-    instant = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return f"as of {instant[:-6]}Z: {_stand(version)}"
+    moment = datetime.fromtimestamp(version.now_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return f"as of {moment[:-6]}Z: {_describe_versions(version)}"
 
 
-def _stand(version: Version) -> str:
+def _describe_versions(version: Version) -> str:
     if version.groups:
-        return "; ".join(f"group {name}: {_stand(each)}" for name, each in version.groups.items())
-    parts = [f"pending table {version.table}, log to row {version.log_end}"]
-    parts += [f"ledger {version.ledger}"] if version.ledger is not None else []
-    parts += [f"archive {version.archive}"] if version.archive is not None else []
-    parts += [] if version.is_whole else ["less what the log's tail held then, which is not kept any more"]
-    return ", ".join(parts)
+        return "; ".join(
+            f"group {name}: {_describe_versions(group_version)}"
+            for name, group_version in version.groups.items()
+        )
+    phrases = [f"pending table {version.table}, log to row {version.log_end}"]
+    phrases += [f"ledger {version.ledger}"] if version.ledger is not None else []
+    phrases += [f"archive {version.archive}"] if version.archive is not None else []
+    phrases += (
+        []
+        if version.is_whole
+        else ["without the rows of the log's tail of that time, which retention has deleted"]
+    )
+    return ", ".join(phrases)
 
 
 def plain(value: Any) -> Any:
@@ -137,9 +147,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, Decimal):  # DuckDB's type for a sum of integers
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     return value
 
 
@@ -147,29 +157,29 @@ def lines(names: list[str], rows: list[list[Any]]) -> Iterator[str]:
     """Format rows as aligned columns, with numbers to the right. A long value is cut, and ends with `…`."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max([len(name), *(len(row[i]) for row in cells)]) for i, name in enumerate(names)]
-    right = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
+    right_aligned = [all(isinstance(row[i], int | float | None) for row in rows) for i in range(len(names))]
     for row in [names, ["─" * width for width in widths], *cells]:
-        shown = (
-            text.rjust(width) if to_right else text.ljust(width)
-            for text, width, to_right in zip(row, widths, right, strict=True)
+        padded = (
+            text.rjust(width) if is_right else text.ljust(width)
+            for text, width, is_right in zip(row, widths, right_aligned, strict=True)
         )
-        yield "  ".join(shown).rstrip()
+        yield "  ".join(padded).rstrip()
 
 
 def _cell(value: Any) -> str:
     if value is None:
         return ""
     text = value if isinstance(value, str) else str(value)
-    text = "".join(character if character.isprintable() else "·" for character in text)
+    text = "".join(char if char.isprintable() else "·" for char in text)
     return text if len(text) <= CELL_WIDTH else text[: CELL_WIDTH - 1] + "…"
 
 
-def _query(query: str | None, file: Path | None) -> str | None:
+def _read_query(query: str | None, file: Path | None) -> str | None:
     """Read the text of the query. None when there is none."""
     if file is None:
         return query
     if query is not None:
-        raise typer.BadParameter("a query was given already", param_hint="--file")
+        raise typer.BadParameter("give either a query or --file", param_hint="--file")
     if str(file) == "-":
         return sys.stdin.read()
     try:

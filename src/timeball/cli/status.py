@@ -17,11 +17,14 @@ GROUPS_SHOWN_MAX = 5  # named in the warning about different subscriptions
 
 
 def status(
-    watch: Annotated[bool, typer.Option("--watch", help="Look again and again until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     every_ms: Annotated[
         int,
         typer.Option(
-            "--every", parser=as_parameter(parse_duration_ms), metavar="DURATION", help="How often to look."
+            "--every",
+            parser=as_parameter(parse_duration_ms),
+            metavar="DURATION",
+            help="Interval between refreshes.",
         ),
     ] = "2s",  # type: ignore[assignment]  # Typer parses a default like a given value
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
@@ -37,86 +40,86 @@ def status(
       timeball status --json | jq .schedule
       timeball status --endpoint grpc://broker-2:7400
     """
-    with connect(endpoint) as ball:
+    with connect(endpoint) as client:
         if not watch:
-            _print(endpoint, ball.status(), as_json=as_json)
+            _print(endpoint, client.status(), as_json=as_json)
             return
         try:
             with Live(console=out(), auto_refresh=False, screen=out().is_terminal and not as_json) as live:
                 while True:
-                    found = ball.status()
+                    state = client.status()
                     if as_json:
-                        print_json(found)
+                        print_json(state)
                     else:
-                        live.update(_table(endpoint, found), refresh=True)
+                        live.update(_table(endpoint, state), refresh=True)
                     time.sleep(every_ms / 1000)
         except KeyboardInterrupt:
             pass
 
 
-def _print(endpoint: str, found: dict[str, Any], *, as_json: bool) -> None:
+def _print(endpoint: str, state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        print_json(found)
+        print_json(state)
     else:
-        out().print(_table(endpoint, found))
+        out().print(_table(endpoint, state))
 
 
-def _table(endpoint: str, found: dict[str, Any]) -> Table:
+def _table(endpoint: str, state: dict[str, Any]) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    for label, text in _rows(endpoint, found):
+    for label, text in _rows(endpoint, state):
         table.add_row(label, text)
     return table
 
 
-def _rows(endpoint: str, found: dict[str, Any]) -> list[tuple[str, str]]:
-    log, waiting = found["log"], found["schedule"]
-    strategy, stored = found["strategy"], waiting["table_rows"]
-    near = waiting["near_rows"]
+def _rows(endpoint: str, state: dict[str, Any]) -> list[tuple[str, str]]:
+    log, schedule = state["log"], state["schedule"]
+    strategy, table_rows = state["strategy"], schedule["table_rows"]
+    near_rows = schedule["near_rows"]
     # With another strategy, no message moves to the table: the whole log is the tail, and the strategy's own files
     # count the pending messages in it.
-    kept = f"{waiting['tail_rows']:,} in the log's tail"
+    log_part = f"{schedule['tail_rows']:,} in the log's tail"
     if strategy != "hour_log":
-        kept = f"{waiting['waiting_rows']:,} in the log"
-    for_levels = found["levels"]["waiting_rows"]
-    levels = [("for delay levels", f"{for_levels:,}")]
+        log_part = f"{schedule['waiting_rows']:,} in the log"
+    level_rows = state["levels"]["waiting_rows"]
+    level_line = [("for delay levels", f"{level_rows:,}")]
     return [
-        ("broker", f"timeball {found['version']} at {endpoint}, pid {found['pid']}"),
+        ("broker", f"timeball {state['version']} at {endpoint}, pid {state['pid']}"),
         ("log", f"{log['next_seq'] - log['first_seq']:,} rows, {show_bytes(log['bytes'])}"),
         ("on disk up to", f"row {log['durable_seq']:,}"),
-        ("disk", _room(found["disk"])),
+        ("disk", _disk_text(state["disk"])),
         ("schedule", strategy),
-        ("waiting", f"{found['waiting_messages']:,}"),
-        *(levels if for_levels else []),
-        ("redeliveries", f"{found['redelivery_messages']:,}"),
-        ("kept", f"{kept}, {stored:,} in the pending table, {near:,} near their instant"),
-        ("pending table", f"version {found['table']['version']}, {waiting['table_files']:,} files"),
-        *_strangers(found["table"]),
-        *_store(found["table"]),
-        *_replica(found.get("replica")),
-        ("released", _punctuality(found["lateness"])),
-        *_conflicts(found.get("conflicting_groups", [])),
-        *([("codec", found["codec"])] if found.get("codec") else []),
-        ("time zones", f"tzdata {found['tzdata']}"),
+        ("waiting", f"{state['waiting_messages']:,}"),
+        *(level_line if level_rows else []),
+        ("redeliveries", f"{state['redelivery_messages']:,}"),
+        ("kept", f"{log_part}, {table_rows:,} in the pending table, {near_rows:,} near their instant"),
+        ("pending table", f"version {state['table']['version']}, {schedule['table_files']:,} files"),
+        *_foreign_changes(state["table"]),
+        *_store(state["table"]),
+        *_replica(state.get("replica")),
+        ("released", _punctuality(state["lateness"])),
+        *_conflicts(state.get("conflicting_groups", [])),
+        *([("codec", state["codec"])] if state.get("codec") else []),
+        ("time zones", f"tzdata {state['tzdata']}"),
         (
             "memory",
-            f"{show_bytes(found['anon_bytes'])} held, {show_bytes(found['rss_bytes'])} with mapped files",
+            f"{show_bytes(state['anon_bytes'])} held, {show_bytes(state['rss_bytes'])} with mapped files",
         ),
     ]
 
 
-def _strangers(table: dict[str, Any]) -> list[tuple[str, str]]:
+def _foreign_changes(table: dict[str, Any]) -> list[tuple[str, str]]:
     """Build the lines about changes of the table by other programs."""
-    found = []
+    lines = []
     if commits := table.get("foreign_commits"):
-        found.append(
+        lines.append(
             ("changed by others", f"{commits:,} times, last {table['last_foreign_commit']}; corrected")
         )
     if lost := table.get("lost_files"):
-        rows = f"{table['lost_rows']:,} messages wait for them"
-        found.append(("lost", f"{lost:,} DATA FILES ARE GONE, {rows}: put them back from a copy"))
-    return found
+        pending = f"{table['lost_rows']:,} messages wait for them"
+        lines.append(("lost", f"{lost:,} DATA FILES ARE GONE, {pending}: put them back from a copy"))
+    return lines
 
 
 def _store(table: dict[str, Any]) -> list[tuple[str, str]]:
@@ -132,35 +135,38 @@ def _conflicts(groups: list[str]) -> list[tuple[str, str]]:
     """Build the line about groups whose members have different subscriptions."""
     if not groups:
         return []
-    more = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
+    others = f" and {len(groups) - GROUPS_SHOWN_MAX:,} more" if len(groups) > GROUPS_SHOWN_MAX else ""
     names = ", ".join(groups[:GROUPS_SHOWN_MAX])
     return [
         (
             "WARNING",
-            f"members of {names}{more} have different subscriptions and lose messages: timeball groups",
+            f"members of {names}{others} have different subscriptions and lose messages: timeball groups",
         )
     ]
 
 
-def _replica(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+def _replica(replica: dict[str, Any] | None) -> list[tuple[str, str]]:
     """Build the line about a node of a cluster."""
-    if found is None:
+    if replica is None:
         return []
-    lags = {name: max(0, found["log_seq"] - peer["acked_seq"]) for name, peer in found["peers"].items()}
+    lags = {name: max(0, replica["log_seq"] - peer["acked_seq"]) for name, peer in replica["peers"].items()}
     behind = ", ".join(f"{name} {rows:,} rows behind" for name, rows in sorted(lags.items()))
     return [
-        ("group", f"{found['group']}, {found['role']} in epoch {found['epoch']}; {behind or 'no replica'}")
+        (
+            "group",
+            f"{replica['group']}, {replica['role']} in epoch {replica['epoch']}; {behind or 'no replica'}",
+        )
     ]
 
 
-def _room(disk: dict[str, Any]) -> str:
-    """Format the free disk space, and state that sends are refused if it is too small."""
+def _disk_text(disk: dict[str, Any]) -> str:
+    """Format the free disk space, with a warning if the broker refuses messages because it is too small."""
     refused = f": NEW MESSAGES ARE REFUSED, {disk['no_room']}" if disk["no_room"] else ""
     return f"{show_bytes(disk['free_bytes'])} free{refused}"
 
 
 def _punctuality(lateness: dict[str, Any]) -> str:
-    """Format the number of releases since the start, and the lateness that 99 % of them did not exceed."""
+    """Format the number of releases since the broker started, and their 99th percentile of lateness."""
     released = lateness["released"]
     if not released:
         return "nothing since the broker started"
@@ -174,4 +180,4 @@ def _punctuality(lateness: dict[str, Any]) -> str:
                 bound = f"<={latest_ms}ms"
             punctual = f"99 % of them late by {bound}, the latest {latest_ms} ms"
             return f"{released:,} since the broker started, {punctual}"
-    raise AssertionError("the buckets hold all that was released")
+    raise AssertionError("the buckets contain all releases")

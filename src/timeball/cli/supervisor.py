@@ -1,11 +1,11 @@
-"""`timeball serve --group g1,g2`: one process for each group of this machine, and one that keeps them running.
+"""`timeball serve --group g1,g2`: run one process per group on this machine, and restart those that end.
 
-A group's process is a separate node. It is named after this one and the group (`a.g1`), has a folder in the data
-folder, and has its own ports: each group's are `PORTS_APART` above those of the group before it. This process itself
-runs the name server, which answers for all groups.
+Each group's process is a separate node. Its name consists of this node's name and the group (`a.g1`). It has its own
+folder in the data folder, and its own ports, which are `PORTS_APART` above those of the group before it. The
+supervising process runs the name server, which answers for all groups.
 
-A process that ends is started again, after a pause that grows while the process ends early. If a process cannot start
-at all, the others are ended: then an option is wrong, and an operator is watching.
+A process that ends is started again, after a pause that doubles each time the process ends early. If a process cannot
+start at all, all processes are ended: then an option is wrong, which only an operator can correct.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from timeball.cli import log_lines
 from timeball.cli.exit_codes import ExitCode
 from timeball.cli.output import print_json, print_line
 from timeball.io.clock import SystemClock
-from timeball.io.stop_signals import stop_asked
+from timeball.io.stop_signals import watch_stop_signals
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)
 
 PORTS_APART = 100
-AGAIN_S, AGAIN_S_MAX = 0.5, 10.0
-LONG_S = 60.0  # a process that ran this long was able to run, so its next pause is the shortest
+RESTART_S, RESTART_S_MAX = 0.5, 10.0
+STEADY_S = 60.0  # after a run of this length, the next pause is the shortest again
 PORTS = ("port", "http_port", "remoting_port", "grpc_port", "replication_port")
 
 
-def group_names(settings: Settings) -> list[str]:
+def parse_group_names(settings: Settings) -> list[str]:
     """Split the groups in `--group`. Raises SetupError for an empty or repeated name."""
     names = [name.strip() for name in settings.group.split(",")]
     if not all(names) or len(set(names)) < len(names):
@@ -43,12 +43,12 @@ def group_names(settings: Settings) -> list[str]:
     return names
 
 
-def options_of(settings: Settings, group: str, index: int) -> dict[str, str]:
+def build_options(settings: Settings, group: str, index: int) -> dict[str, str]:
     """Build the options for the process of one group. `index` is the group's position in `--group`."""
     ports = {name: int(getattr(settings, name)) for name in PORTS}
     # -1 leaves a port's server out, and 0 takes any free port: both stay as they are.
-    moved = {name: port + index * PORTS_APART if port > 0 else port for name, port in ports.items()}
-    if (highest := max(moved.values())) > 65_535:
+    shifted = {name: port + index * PORTS_APART if port > 0 else port for name, port in ports.items()}
+    if (highest := max(shifted.values())) > 65_535:
         raise SetupError(
             f"--group {settings.group}: group {group} would listen on {highest}; choose lower ports, each group's "
             f"are {PORTS_APART} above those of the group before it"
@@ -64,12 +64,12 @@ def options_of(settings: Settings, group: str, index: int) -> dict[str, str]:
         "data": str(Path(settings.data) / group),
         "advertise": advertise,
         "name_server_port": "-1",
-        **{name: str(port) for name, port in moved.items()},
+        **{name: str(port) for name, port in shifted.items()},
     }
 
 
-def command_of(command: list[str], options: dict[str, str]) -> list[str]:
-    """Append the options of a group to this process's command: of two equal options, the last one counts."""
+def build_command(command: list[str], options: dict[str, str]) -> list[str]:
+    """Append the options of a group to this process's command. If an option occurs twice, the last value counts."""
     return [
         *command,
         *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)),
@@ -83,30 +83,30 @@ class GroupProcess:
     group: str
     command: list[str]
     process: asyncio.subprocess.Process | None = None
-    has_started: bool = False  # it has printed its ready line once
+    has_started: bool = False  # True once the process has printed its ready line
     ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # no new start once set
 
     async def run(self) -> None:
         """Keep the process running until `end`. Raises SetupError when it cannot start at all."""
-        again_s = AGAIN_S
+        pause_s = RESTART_S
         loop = asyncio.get_running_loop()
         while True:
-            since_s = loop.time()
+            started_s = loop.time()
             code = await self._run_once()
             if self.ending.is_set():
                 return
             if not self.has_started and code in (ExitCode.SETUP, ExitCode.USAGE):
                 raise SetupError(f"the process of group {self.group} cannot start; the line above says why")
-            if loop.time() - since_s > LONG_S:
-                again_s = AGAIN_S
-            logger.warning("process ended group=%s code=%d again_s=%.1f", self.group, code, again_s)
+            if loop.time() - started_s > STEADY_S:
+                pause_s = RESTART_S
+            logger.warning("process ended group=%s code=%d again_s=%.1f", self.group, code, pause_s)
             with suppress(TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), again_s)
+                await asyncio.wait_for(self.ending.wait(), pause_s)
                 return
-            again_s = min(2 * again_s, AGAIN_S_MAX)
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
 
     async def _run_once(self) -> int:
-        # systemd expects notifications from this process only, and would take those of a child for this process's.
+        # The children must not notify systemd, which would take their messages for those of this process.
         environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
         self.process = process = await asyncio.create_subprocess_exec(
             *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment
@@ -120,14 +120,14 @@ class GroupProcess:
         return await process.wait()
 
     def end(self) -> None:
-        """End the process in order and for good: a leader hands over first, which takes a moment."""
+        """Stop the process for good with SIGTERM. A leader first hands over, which takes a moment."""
         self.ending.set()
         self.send(signal.SIGTERM)
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, signal_number: signal.Signals) -> None:
         """Send a signal to the process, if it runs."""
         if self.process is not None and self.process.returncode is None:
-            self.process.send_signal(number)
+            self.process.send_signal(signal_number)
 
 
 async def supervise(settings: Settings, as_json: bool, command: list[str]) -> None:
@@ -135,20 +135,20 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
 
     Raises SetupError when one of the processes cannot start.
     """
-    from timeball.cluster.coordination.etcd import coordinator_of
+    from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.monitoring.systemd import Systemd
     from timeball.node.name_service import NameService
 
     log_lines.configure(settings.log_level, settings.log_format)
-    groups = group_names(settings)
+    groups = parse_group_names(settings)
     processes = [
-        GroupProcess(group, command_of(command, options_of(settings, group, index)))
+        GroupProcess(group, build_command(command, build_options(settings, group, index)))
         for index, group in enumerate(groups)
     ]
-    coordinator = coordinator_of(settings, SystemClock())
-    names, systemd = NameService(settings, coordinator), Systemd()
-    await names.start()
-    asked = stop_asked()
+    coordinator = create_coordinator(settings, SystemClock())
+    name_service, systemd = NameService(settings, coordinator), Systemd()
+    await name_service.start()
+    stop_signal = watch_stop_signals()
 
     def send_hup() -> None:
         for process in processes:
@@ -161,21 +161,21 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
         print_line(f"node {settings.node} of cluster {settings.cluster} keeps the groups {', '.join(groups)}")
     systemd.ready(f"keeps {len(groups)} groups")
     watchdog = asyncio.create_task(systemd.run_watchdog())
-    running = [asyncio.create_task(process.run()) for process in processes]
+    process_tasks = [asyncio.create_task(process.run()) for process in processes]
     try:
-        ended, _ = await asyncio.wait([asked, *running], return_when=asyncio.FIRST_COMPLETED)
-        for task in ended:
-            await task  # raises the error that ended it
+        done, _ = await asyncio.wait([stop_signal, *process_tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task  # raises the error with which the task has ended
     finally:
         systemd.stopping()
         watchdog.cancel()
         for process in processes:
             process.end()
-        await asyncio.gather(*running, return_exceptions=True)
-        await names.close()
+        await asyncio.gather(*process_tasks, return_exceptions=True)
+        await name_service.close()
         await coordinator.close()
 
 
-def own_command() -> list[str]:
-    """Return the command line that started this process."""
+def current_command() -> list[str]:
+    """Build the command line that started this process, to start it again with more options."""
     return [sys.executable, *sys.orig_argv[1:]]

@@ -13,7 +13,7 @@ from timeball.cli.output import out, print_json, print_note
 
 def topics(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="Only this one, queue by queue.")
+        str | None, typer.Argument(metavar="[TOPIC]", help="Only this topic, queue by queue.")
     ] = None,
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     as_json: JsonOption = False,
@@ -29,21 +29,21 @@ def topics(
       timeball topics orders
       timeball topics --json | jq -r .topic
     """
-    with connect(endpoint) as ball:
+    with connect(endpoint) as client:
         if topic is not None:
             queues: list[dict[str, object]] = [
-                {"topic": topic, "queue": queue, "min": kept.min, "max": kept.max}
-                for queue, kept in sorted(ball.queues(topic).items())
+                {"topic": topic, "queue": queue_id, "min": range_.min, "max": range_.max}
+                for queue_id, range_ in sorted(client.queues(topic).items())
             ]
             _print(queues, ["queue", "min", "max"], as_json=as_json)
             return
-        found: list[dict[str, object]] = []
-        for name, count in sorted(ball.topics().items()):
-            messages = sum(kept.max - kept.min for kept in ball.queues(name).values())
-            found.append({"topic": name, "queues": count, "messages": messages})
-    _print(found, ["topic", "queues", "messages"], as_json=as_json)
-    if not found and not as_json:
-        print_note("there are no topics yet: the first message makes one")
+        rows: list[dict[str, object]] = []
+        for name, count in sorted(client.topics().items()):
+            messages = sum(range_.max - range_.min for range_ in client.queues(name).values())
+            rows.append({"topic": name, "queues": count, "messages": messages})
+    _print(rows, ["topic", "queues", "messages"], as_json=as_json)
+    if not rows and not as_json:
+        print_note("there are no topics yet: a topic is created by its first message")
 
 
 def _print(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) -> None:

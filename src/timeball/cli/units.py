@@ -1,7 +1,7 @@
 """Parse sizes, durations and properties in options, and format sizes, durations and times for output.
 
 A number without a unit takes the unit at the end of the option's name (`--segment-bytes`, `--retention-ms`). A duration
-of another option needs a unit. Any other text is refused: "10m" must never quietly become ten of another unit.
+of another option needs a unit. Any other text is refused, so that "10m" never silently becomes 10 of another unit.
 `timeball.model.time_parsing` parses durations with units, and times, in the same way as for a Python program.
 """
 
@@ -74,22 +74,22 @@ def show_bytes(size_bytes: int) -> str:
 
 
 def show_ms(duration_ms: int) -> str:
-    """Format a duration for people, in its largest whole unit: 72h. Days are used from 10 days on."""
+    """Format a duration for people, in the largest unit that divides it: 72h. Days only from 10 days on."""
     for unit, factor in _TIME_UNITS_MS.items():
         if duration_ms and duration_ms % factor == 0 and (unit != "d" or duration_ms >= 10 * factor):
             return f"{duration_ms // factor}{unit}"
     return f"{duration_ms}ms"
 
 
-def show_instant(instant_ms: int) -> str:
+def show_instant(time_ms: int) -> str:
     """Format a time as ISO 8601 in UTC, with milliseconds."""
     import numpy as np
 
-    return f"{np.datetime64(instant_ms, 'ms')}Z"
+    return f"{np.datetime64(time_ms, 'ms')}Z"
 
 
 def show_wait(wait_ms: int) -> str:
-    """Format a remaining time in its two largest units: 1,166 d 15 h. Below a minute: seconds, to the millisecond."""
+    """Format a remaining time in its two largest units: 1,166 d 15 h. Below 1 min: seconds, to the millisecond."""
     if wait_ms < 60_000:
         return f"{wait_ms / 1000:.3f} s"
     minutes = wait_ms // 60_000

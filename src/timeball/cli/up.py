@@ -1,17 +1,17 @@
 """`timeball up`: run a broker and its pipeline, started and stopped together.
 
-The broker serves first. Spark starts after it and takes some seconds, and nothing waits for it. On SIGTERM or Ctrl-C
-the pipeline ends first, because it is a client of the broker. Only the strategy `hour_log` is compacted: with another
-strategy, the pipeline runs without the job compact.
+The broker serves at once. Spark starts after it and takes some seconds, for which no request waits. On SIGTERM or
+Ctrl-C the pipeline ends first, because it is a client of the broker. Only the strategy `hour_log` has rows to compact:
+with another strategy, the pipeline runs without the job compact.
 
 With `--no-spark`, the pipeline is the ledger (and the archive with `--archive`) in one process without Java. It writes
 the same files with the same functions, and the broker compacts by itself. `--archive` also stores the messages that
 became visible.
 
-Spark must never delay a release. So the pipeline runs in a separate process, which starts once the broker serves. When
-it ends, it is started again after a growing pause, and it never ends the broker. If a new start cannot help (no Java,
-no pyspark: exit code 4), this is reported once, and the broker continues alone. The child holds the read end of a pipe,
-and this process holds the other end: if this process is killed, the child ends as well.
+Spark must never delay a release. So the pipeline runs in a separate process, which starts once the broker serves. If
+this child process ends, it is started again after a growing pause, and the broker continues. If a new start cannot help
+(no Java, no pyspark: exit code 4), this is reported once, and the broker continues alone. The child holds the read end
+of a pipe, and this process holds the other end: if this process is killed, the child ends as well.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
 PAUSE_S_MIN = 1.0
 PAUSE_S_MAX = 60.0
-STEADY_S = 60.0  # after a run of this length, the pause is the shortest again
-STOP_S = 20.0  # Spark's own shutdown takes about 1 s, and after this time it is killed
+STEADY_S = 60.0  # after a run of this length, the next pause is PAUSE_S_MIN again
+STOP_S = 20.0  # Spark's own shutdown takes about 1 s; after this time, the child is killed
 
 # (state, sentence); states: started, ended, given_up, stopped
 Say = Callable[[str, str], None]
@@ -57,7 +57,7 @@ def up(
     settings: Settings,
     spark: SparkOptions = SPARK_AS_IT_IS,
     archive: Annotated[
-        bool, typer.Option("--archive", help="Keep every message that passed, too: the job archive.")
+        bool, typer.Option("--archive", help="Also run the job archive, which stores every visible message.")
     ] = False,
     no_spark: NoSparkOption = False,
     as_json: JsonOption = False,
@@ -84,24 +84,24 @@ def up(
         endpoint = local_endpoint(settings, node.port)
         jobs = pipeline_jobs(settings, archive=archive, no_spark=no_spark)
         command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
-        return _start_pipeline(settings, command, _speaker(as_json), no_spark=no_spark)
+        return _start_pipeline(settings, command, _make_reporter(as_json), no_spark=no_spark)
 
     with event_loop.runner() as runner:
         runner.run(run_broker(settings, as_json, start_pipeline))
 
 
 def _start_pipeline(
-    settings: Settings, command: list[str], say: Say, *, no_spark: bool
+    settings: Settings, command: list[str], report: Say, *, no_spark: bool
 ) -> Callable[[], Awaitable[None]]:
     """Keep the pipeline running from now on, and return a function that ends it."""
-    compacts = settings.strategy == "hour_log"
-    if not compacts:
-        why = f"with the strategy {settings.strategy} messages wait in the log"
-        say("ledger_only", f"nothing to compact: {why}; the pipeline keeps the ledger")
-    alone = "goes on and compacts by itself" if compacts else "goes on"
+    has_compaction = settings.strategy == "hour_log"
+    if not has_compaction:
+        reason = f"with the strategy {settings.strategy} messages wait in the log"
+        report("ledger_only", f"nothing to compact: {reason}; the pipeline keeps the ledger")
+    broker_alone = "goes on and compacts by itself" if has_compaction else "goes on"
     if not no_spark:
-        alone += "; with --no-spark the ledger is kept without Java"
-    pipeline = Supervisor(command, say, alone=alone)
+        broker_alone += "; with --no-spark the ledger is kept without Java"
+    pipeline = Supervisor(command, report, alone=broker_alone)
     supervising = asyncio.create_task(pipeline.run())
 
     async def stop_pipeline() -> None:
@@ -113,8 +113,8 @@ def _start_pipeline(
 
 def pipeline_jobs(settings: Settings, *, archive: bool = False, no_spark: bool = False) -> list[str]:
     """Choose the child's jobs: the ledger, compact (for `hour_log` on Spark only), and archive on request."""
-    compacts = settings.strategy == "hour_log" and not no_spark
-    return [*(["compact"] if compacts else []), "ledger", *(["archive"] if archive else [])]
+    has_compaction = settings.strategy == "hour_log" and not no_spark
+    return [*(["compact"] if has_compaction else []), "ledger", *(["archive"] if archive else [])]
 
 
 def pipeline_command(
@@ -135,7 +135,7 @@ def pipeline_command(
     return command
 
 
-def _speaker(as_json: bool) -> Say:
+def _make_reporter(as_json: bool) -> Say:
     """Create a function that reports on the pipeline: a note on stderr for people, or a JSON line on stdout."""
     if not as_json:
         return lambda state, sentence: print_note(f"timeball: {sentence}")
@@ -146,7 +146,7 @@ def _speaker(as_json: bool) -> Say:
 
 
 class Supervisor:
-    """Keeps one child process running. `alone` completes the message about a broker without a child."""
+    """Keeps one child process running. `alone` ends the sentence "the broker …" about a broker without the child."""
 
     def __init__(
         self, command: list[str], say: Say, clock: Clock | None = None, *, alone: str = "goes on"
@@ -162,19 +162,20 @@ class Supervisor:
         """Start the child again and again, until `stop` or until a new start cannot help."""
         pause_s = PAUSE_S_MIN
         while not self._stopping.is_set():
-            begun_ns = self._clock.monotonic_ns()
+            started_ns = self._clock.monotonic_ns()
             code = await self._run_once()
             if self._stopping.is_set():
                 break
             if code == ExitCode.SETUP:
                 self._say("given_up", f"the pipeline cannot run here; the broker {self._alone}")
                 return
-            if self._clock.monotonic_ns() - begun_ns >= STEADY_S * 1e9:
+            if self._clock.monotonic_ns() - started_ns >= STEADY_S * 1e9:
                 pause_s = PAUSE_S_MIN
             self._say(
-                "ended", f"the pipeline {_how(code)}; the broker goes on, next start in {pause_s:.0f} s"
+                "ended",
+                f"the pipeline {_describe_exit(code)}; the broker goes on, next start in {pause_s:.0f} s",
             )
-            await self._pause(pause_s)
+            await self._wait_or_stop(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
         self._say("stopped", "the pipeline has stopped")
 
@@ -184,34 +185,34 @@ class Supervisor:
         child = self._child
         if child is None or child.returncode is not None:
             return
-        _signal(child, signal.SIGTERM)
+        _send_signal(child, signal.SIGTERM)
         try:
             await asyncio.wait_for(child.wait(), STOP_S)
         except TimeoutError:
-            _signal(child, signal.SIGKILL)
+            _send_signal(child, signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        # A new session: Ctrl-C reaches this process only, which then ends the child before the broker. The child writes
-        # to stderr, because stdout is for the broker's ready line and documents.
+        # In a new session, so that Ctrl-C reaches this process only, which then ends the child before the broker. The
+        # child writes to stderr, because stdout is for the broker's ready line and JSON documents.
         self._child = await asyncio.create_subprocess_exec(
             *self._command, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr, start_new_session=True
         )
         self._say("started", f"the pipeline starts (pid {self._child.pid})")
         return await self._child.wait()
 
-    async def _pause(self, pause_s: float) -> None:
+    async def _wait_or_stop(self, pause_s: float) -> None:
         try:
             await asyncio.wait_for(self._stopping.wait(), pause_s)
         except TimeoutError:
             pass
 
 
-def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+def _send_signal(child: asyncio.subprocess.Process, signal_number: signal.Signals) -> None:
     try:
-        child.send_signal(number)
+        child.send_signal(signal_number)
     except ProcessLookupError:
         pass  # it ended by itself in between
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

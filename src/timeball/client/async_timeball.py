@@ -3,10 +3,10 @@
     async with AsyncTimeball("grpc://127.0.0.1:7400") as ball:
         await ball.send("orders", "close order 17 if unpaid", after="30m")
 
-This is a thin layer over the client with threads. Each call runs in one of the `calls_max` threads of the object, and
-the event loop only waits for the result. Arrow's Flight client offers nothing that an event loop could wait for. A
-second client on gRPC's own asyncio would repeat the code of every request, answer and retry. The cost of the threads
-was measured (docs/client.md#cost-of-the-threads).
+This is a thin layer over `Timeball`. Each call runs in one of the `calls_max` threads of the object, and the event loop
+only waits for the result. Threads are necessary, because Arrow's Flight client has no asynchronous calls. A second
+client on gRPC's own asyncio would repeat the code of every request, answer and retry. The cost of the threads was
+measured (docs/client.md#cost-of-the-threads).
 
 When you cancel a call, the client stops waiting for it. The broker may still carry out the request, as after a lost
 answer. Receives are an exception: the broker cancels them too. Messages that a cancelled receive had leased go to other
@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from timeball.client.calls import OpenRead
 from timeball.client.consume_loop import ConsumeLoop
-from timeball.client.consumer import Start, wanted
+from timeball.client.consumer import Start, make_filter
 from timeball.client.dialing import check_process
 from timeball.client.messages import Leased, Message
 from timeball.client.timeball import ENDPOINT, Timeball
@@ -42,15 +42,15 @@ CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Run = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
+RunInThread = Callable[[Callable[[], Any]], Coroutine[Any, Any, Any]]
 
 
 class AsyncMessage(Leased):
-    """One visible message, like `Message`, with awaitable methods for the answers to the group."""
+    """A received message, like `Message`, with awaitable methods for the answers."""
 
     __slots__ = ("_run",)
 
-    def __init__(self, message: Message, run: Run) -> None:
+    def __init__(self, message: Message, run: RunInThread) -> None:
         super().__init__(message._batch, message._row, message.received_ms, message._member)
         self._run = run
 
@@ -94,16 +94,16 @@ class AsyncMessage(Leased):
         return bool(await self._run(lambda: self._dead_letter(reason)))
 
 
-def _awaited(
-    verb: Callable[Concatenate[Timeball, P], T],
+def _as_awaitable(
+    method: Callable[Concatenate[Timeball, P], T],
 ) -> Callable[Concatenate[AsyncTimeball, P], Coroutine[Any, Any, T]]:
     """Turn a method of `Timeball` into an awaitable one with the same name, signature and docstring."""
 
-    @functools.wraps(verb)
-    async def asked(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await self._run(functools.partial(verb, self._ball, *args, **kwargs))
+    @functools.wraps(method)
+    async def call_in_thread(self: AsyncTimeball, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._run(functools.partial(method, self._ball, *args, **kwargs))
 
-    return asked  # type: ignore[return-value]  # the type of `wraps` names the first argument
+    return call_in_thread  # type: ignore[return-value]  # the type of `wraps` names the first argument
 
 
 class AsyncTimeball:
@@ -136,12 +136,12 @@ class AsyncTimeball:
             endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
         )
         self._calls_max = calls_max
-        # made at the first call, and again in a child process
+        # Created at the first call, and again in a child process.
         self._threads: ThreadPoolExecutor | None = None
         self._pid = os.getpid()
         self._is_closed = False
-        self._open_reads: set[OpenRead] = set()  # receives under way, for `close`
-        self._loops: set[ConsumeLoop] = set()  # loops that have not ended, for `close`
+        self._open_reads: set[OpenRead] = set()  # receives under way, which `close` cancels
+        self._loops: set[ConsumeLoop] = set()  # unfinished loops of `consume`, which `close` ends
 
     async def close(self) -> None:
         """Cancel the receives that are under way, wait for the other calls, and close the connection."""
@@ -153,7 +153,8 @@ class AsyncTimeball:
         def close() -> None:
             if threads is not None and self._pid == os.getpid():
                 threads.shutdown(wait=True)
-                for loop in list(self._loops):  # left by `break`: Python may close their iterators much later
+                # Loops that the program left by `break`. Python may close their iterators much later.
+                for loop in list(self._loops):
                     loop.end()
             self._ball.close()
 
@@ -167,31 +168,31 @@ class AsyncTimeball:
     ) -> None:
         await self.close()
 
-    # ---- verbs that are those of Timeball, awaited ------------------------------------------------------
+    # ---- methods of Timeball, awaitable -----------------------------------------------------------------
 
-    send = _awaited(Timeball.send)
-    send_many = _awaited(Timeball.send_many)
-    get = _awaited(Timeball.get)
-    cancel = _awaited(Timeball.cancel)
-    reschedule = _awaited(Timeball.reschedule)
-    commit = _awaited(Timeball.commit)
-    offsets = _awaited(Timeball.offsets)
-    browse_batch = _awaited(Timeball.browse_batch)
-    read_queue = _awaited(Timeball.read_queue)
-    status = _awaited(Timeball.status)
-    topics = _awaited(Timeball.topics)
-    groups = _awaited(Timeball.groups)
-    dead_letters = _awaited(Timeball.dead_letters)
-    resend_dead_letters = _awaited(Timeball.resend_dead_letters)
-    delete_dead_letters = _awaited(Timeball.delete_dead_letters)
-    create_topic = _awaited(Timeball.create_topic)
-    queues = _awaited(Timeball.queues)
-    reserve = _awaited(Timeball.reserve)
-    attach = _awaited(Timeball.attach)
-    compact = _awaited(Timeball.compact)
-    lease_compaction = _awaited(Timeball.lease_compaction)
+    send = _as_awaitable(Timeball.send)
+    send_many = _as_awaitable(Timeball.send_many)
+    get = _as_awaitable(Timeball.get)
+    cancel = _as_awaitable(Timeball.cancel)
+    reschedule = _as_awaitable(Timeball.reschedule)
+    commit = _as_awaitable(Timeball.commit)
+    offsets = _as_awaitable(Timeball.offsets)
+    browse_batch = _as_awaitable(Timeball.browse_batch)
+    read_queue = _as_awaitable(Timeball.read_queue)
+    status = _as_awaitable(Timeball.status)
+    topics = _as_awaitable(Timeball.topics)
+    groups = _as_awaitable(Timeball.groups)
+    dead_letters = _as_awaitable(Timeball.dead_letters)
+    resend_dead_letters = _as_awaitable(Timeball.resend_dead_letters)
+    delete_dead_letters = _as_awaitable(Timeball.delete_dead_letters)
+    create_topic = _as_awaitable(Timeball.create_topic)
+    queues = _as_awaitable(Timeball.queues)
+    reserve = _as_awaitable(Timeball.reserve)
+    attach = _as_awaitable(Timeball.attach)
+    compact = _as_awaitable(Timeball.compact)
+    lease_compaction = _as_awaitable(Timeball.lease_compaction)
 
-    # ---- verbs that hand out messages or wait for them --------------------------------------------------
+    # ---- methods that return messages or wait for them --------------------------------------------------
 
     async def pull(
         self,
@@ -210,12 +211,12 @@ class AsyncTimeball:
         Arguments, limits and errors are those of `Timeball.pull`. If the call is cancelled, messages that it had leased
         go to other members at once.
         """
-        only, consumer = wanted(tag, sql), self._ball._consumer
+        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
         messages = await self._receive(
-            functools.partial(consumer.pull, topic, group, max_messages, wait, start, lease, only),
-            lambda found: consumer.give_back(found, None),
+            functools.partial(consumer.pull, topic, group, max_messages, wait, start, lease, message_filter),
+            lambda received: consumer.give_back(received, None),
         )
-        return self._own(messages)
+        return self._as_async(messages)
 
     async def pull_batch(
         self,
@@ -230,9 +231,11 @@ class AsyncTimeball:
         sql: str | None = None,
     ) -> pa.RecordBatch:
         """Receive the next messages as columns. Arguments, result and errors are those of `Timeball.pull_batch`."""
-        only, consumer = wanted(tag, sql), self._ball._consumer
+        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
         return await self._receive(
-            functools.partial(consumer.pull_batch, topic, group, max_messages, wait, start, lease, only),
+            functools.partial(
+                consumer.pull_batch, topic, group, max_messages, wait, start, lease, message_filter
+            ),
             lambda batch: consumer.give_back(batch, group),
         )
 
@@ -261,12 +264,12 @@ class AsyncTimeball:
         not handed out, without counting an attempt. A loop that is left by `break` does both when its iterator
         (`contextlib.aclosing`) or the client is closed.
         """
-        only, consumer = wanted(tag, sql), self._ball._consumer
+        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
         open_read = OpenRead()
 
         def pull(wait_ms: int) -> list[Message]:
             wait = f"{wait_ms}ms"
-            return consumer.pull(topic, group, max_messages, wait, start, lease, only, open_read)
+            return consumer.pull(topic, group, max_messages, wait, start, lease, message_filter, open_read)
 
         loop = ConsumeLoop(consumer, self._ball._clock, pull, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)
@@ -275,13 +278,13 @@ class AsyncTimeball:
             while not loop.is_over:
                 message = loop.next()
                 if message is None:
-                    await self._uninterrupted(loop.work, open_read.cancel)
+                    await self._run_to_end(loop.work, open_read.cancel)
                 else:
                     yield AsyncMessage(message, self._run)
         finally:
             self._open_reads.discard(open_read)
             if not self._is_closed:  # else `close` ends it
-                await self._uninterrupted(loop.end, lambda: None)
+                await self._run_to_end(loop.end, lambda: None)
                 self._loops.discard(loop)
 
     async def browse(
@@ -300,7 +303,7 @@ class AsyncTimeball:
         browse = functools.partial(
             self._ball.browse, topic, group, max_messages=max_messages, wait=wait, start=start
         )
-        return self._own(await self._run(browse))
+        return self._as_async(await self._run(browse))
 
     async def read_log(
         self,
@@ -319,16 +322,17 @@ class AsyncTimeball:
         while (batch := await self._run(lambda: next(batches, None))) is not None:
             yield batch
 
-    # ---- inside -----------------------------------------------------------------------------------------
+    # ---- internals --------------------------------------------------------------------------------------
 
-    def _own(self, messages: list[Message]) -> list[AsyncMessage]:
+    def _as_async(self, messages: list[Message]) -> list[AsyncMessage]:
         return [AsyncMessage(message, self._run) for message in messages]
 
     def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        """Start a call in a thread. Raises RequestError after a fork, or if the client is closed."""
         check_process()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
-        # a child process has none of its parent's threads
+        # A child process has none of its parent's threads.
         if self._threads is None or self._pid != os.getpid():
             self._threads, self._pid = ThreadPoolExecutor(self._calls_max, "timeball-async"), os.getpid()
         # The call runs in the context of the caller, because a send carries the caller's current span.
@@ -339,7 +343,10 @@ class AsyncTimeball:
         return await self._submit(call)
 
     async def _receive(self, pull: Callable[..., T], give_back: Callable[[T], None]) -> T:
-        """Run a receive. When cancelled, cancel it at the broker, and give back messages that arrive all the same."""
+        """Run a receive. If this task is cancelled, cancel the receive at the broker too.
+
+        Messages that still arrive then are given back.
+        """
         open_read = OpenRead()
         self._open_reads.add(open_read)
         try:
@@ -350,18 +357,21 @@ class AsyncTimeball:
                 open_read.cancel()
                 await asyncio.wait([receiving])
                 if receiving.exception() is None:
-                    await self._uninterrupted(lambda: give_back(receiving.result()), lambda: None)
+                    await self._run_to_end(lambda: give_back(receiving.result()), lambda: None)
                 raise
         finally:
             self._open_reads.discard(open_read)
 
-    async def _uninterrupted(self, call: Callable[[], None], on_cancel: Callable[[], None]) -> None:
-        """Run a call to its end. If cancelled meanwhile, call `on_cancel`, and raise the cancellation after that."""
+    async def _run_to_end(self, call: Callable[[], None], on_cancel: Callable[[], None]) -> None:
+        """Run a call to its end, even if this task is cancelled. The cancellation is raised after the call.
+
+        `on_cancel` is called at once when the task is cancelled, and can shorten the call.
+        """
         running = asyncio.ensure_future(self._run(call))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
             on_cancel()
             await asyncio.wait([running])
-            running.exception()  # mark the error as seen: the cancellation is raised instead
+            running.exception()  # marks the error as retrieved, because the cancellation is raised instead
             raise

@@ -1,16 +1,16 @@
-"""Single calls over a Flight connection: actions and reads, with Timeball's errors.
+"""Single calls over a Flight connection (actions and reads), with retries and with Timeball's errors.
 
-A call ends within its time limit, however often it is tried. If no broker answers (it may be restarting), a call is
-tried again a few times if it changes nothing, or if the broker recognizes a repetition. Any other call is tried again
-only if it was never sent, or if the broker answered that it does nothing at the moment (it may be handing over).
-Otherwise the client cannot know whether the broker carried out the call.
+The time limit of a call includes its retries. If no broker answers (it may be restarting), a call is tried again a few
+times if it is safe to repeat: it changes nothing, or the broker recognizes the repetition. Any other call is tried
+again only if it was not carried out: it was never sent, or the broker answered that it does nothing at the moment (for
+example during a hand-over). After a lost answer the client cannot know whether the broker carried out the call.
 
 A program that runs beside the broker, such as the pipeline, sets `patience_s` instead. All its calls may safely be
-repeated. Each call is tried again for this number of seconds, and each try has the whole time limit.
+repeated. Each call is tried again for this number of seconds, and each attempt has the whole time limit.
 
-The broker's errors travel as a code and a sentence (docs/protocols). Errors of Flight itself mean that no answer came,
-and become Unavailable, so a program can distinguish "retry later" from "give up". gRPC's debug context is cut off,
-because it contains no remedy.
+The broker sends an error as a code and a sentence (docs/protocols). An error of Flight itself means that no answer
+came. It becomes Unavailable, so a program can distinguish "retry later" from "give up". gRPC's debug context is removed
+from the texts, because it does not help users.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from timeball.model import wire
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable, from_code
 from timeball.model.message import READ_SCHEMA
 
-# The attempts after the first, as the pause before each of them: a broker restarts within seconds.
+# The pause before each attempt after the first. A broker restarts within seconds.
 RETRY_PAUSES_S = (0.1, 0.3, 1.0)
 CLUSTER_PAUSES_S = (
     0.05,
@@ -42,8 +42,8 @@ CLUSTER_PAUSES_S = (
     1.0,
     1.0,
 )  # 5 s in total: another node leads within two or three seconds
-PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a program with `patience_s`
-# Verbs whose repetition changes nothing. An attach carries a job id and an epoch, by which the broker recognizes it.
+PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
+# Verbs that are safe to repeat. An attach carries a job id and an epoch, by which the broker recognizes a repetition.
 REPEATABLE = frozenset(
     {
         "status",
@@ -77,13 +77,13 @@ T = TypeVar("T")
 
 
 class NotNow(Unavailable):
-    """The broker does nothing at the moment, because it stops or hands over. The call may be repeated."""
+    """The broker did not carry out the call, because it stops or hands over. The call may be repeated."""
 
     code = "not_now"
 
 
 class NotSent(NotNow):
-    """No connection carried the call, or its stream was already dead: no broker has seen the call."""
+    """No broker has received the call: there was no connection, or the stream was already dead."""
 
     code = "not_sent"
 
@@ -97,14 +97,14 @@ class OpenRead:
         self.is_cancelled = False
 
     def begin(self, reader: Any) -> None:
-        """Store the stream to cancel."""
+        """Set the stream that `cancel` cancels. Cancels it at once if `cancel` was called before."""
         with self._lock:
             self._reader = reader
             if self.is_cancelled:
                 reader.cancel()
 
     def cancel(self) -> None:
-        """End the read, now or when it begins; it then raises RequestError. No effect on a read that has ended."""
+        """Cancel the read, now or when it begins. The read then raises RequestError, unless it has already ended."""
         with self._lock:
             self.is_cancelled = True
             if self._reader is not None:
@@ -126,15 +126,17 @@ class Calls:
         """Prepare a connection.
 
         `endpoint` is grpc://host:port, or grpc://host:port,host:port for the nodes of a cluster. `who`: the
-        credentials, by default those of the environment. `patience_s`: see the module. Raises RequestError for a
-        malformed endpoint.
+        credentials, by default from the environment. `patience_s`: retry each call for this many seconds (see the
+        module's docstring). Raises RequestError for a malformed endpoint.
         """
-        self._endpoints = _each_endpoint(endpoint)  # the first one is dialed; `_try_next` rotates them
+        self._endpoints = _split_endpoints(
+            endpoint
+        )  # calls go to the first one; `_rotate_endpoints` changes it
         self.timeout_ms = timeout_ms
         self._patience_s = patience_s
         self._closed = threading.Event()
         self._who, self._clock = who, clock or SystemClock()
-        self._dialling = threading.Lock()  # guards `_endpoints` and `_flight`
+        self._dial_lock = threading.Lock()  # guards `_endpoints` and `_flight`
         self._flight: Any = None
 
     @property
@@ -142,19 +144,19 @@ class Calls:
         """The address that the next call uses."""
         return self._endpoints[0]
 
-    def _try_next(self) -> None:
-        """Dial another node of the cluster at the next call, because this one does not answer."""
+    def _rotate_endpoints(self) -> None:
+        """Let the next call dial the next node of the cluster, because the current node does not answer."""
         if len(self._endpoints) > 1 and not is_inherited():
-            with self._dialling:
+            with self._dial_lock:
                 self._endpoints.append(self._endpoints.pop(0))
-                # The old client is not closed: other threads may have streams on it, which end by themselves.
+                # The old client is not closed, because other threads may have streams on it. These end by themselves.
                 self._flight = None
 
     @property
     def flight(self) -> Any:
-        """The Flight client of this process. Raises RequestError for a malformed endpoint, and after a fork."""
+        """The Flight client, created at the first use. Raises RequestError for a malformed endpoint or after a fork."""
         check_process()
-        with self._dialling:
+        with self._dial_lock:
             if self._flight is None:
                 try:
                     self._flight = dial(self.endpoint, self._who, generic_options=_CHANNEL)
@@ -169,14 +171,14 @@ class Calls:
         if self._closed.is_set() or is_inherited():
             return
         self._closed.set()
-        with self._dialling:
+        with self._dial_lock:
             if self._flight is not None:
                 self._flight.close()
 
     def attempts(self) -> Iterator[bool]:
-        """Yield once per attempt, after its pause: True if another attempt may follow.
+        """Yield before each attempt, after its pause. The value is True if another attempt may follow.
 
-        Raises RequestError after a fork, and Unavailable when the client is closed during a pause.
+        Raises RequestError after a fork, and Unavailable if the client is closed during a pause.
         """
         check_process()
         if self._patience_s is not None:
@@ -187,65 +189,64 @@ class Calls:
         for number, pause_s in enumerate(pauses_s, 1):
             if self._closed.wait(pause_s):
                 raise Unavailable("the client was closed")
-            self._try_next()
+            self._rotate_endpoints()
             yield number < len(pauses_s)
 
     def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
         give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
-        more = patience_s > 0
+        may_retry = patience_s > 0
         while True:
-            yield more
-            if not more:
+            yield may_retry
+            if not may_retry:
                 return
             logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, pause_s)
-            # The jitter spreads the tasks of a whole cluster, which would otherwise all connect at once after a
-            # restart.
+            # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
             if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
                 raise Unavailable("the client was closed")
-            self._try_next()
+            self._rotate_endpoints()
             pause_s = min(2 * pause_s, PATIENT_PAUSES_S[1])
-            more = self._clock.monotonic_ns() < give_up_ns
+            may_retry = self._clock.monotonic_ns() < give_up_ns
 
     def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
-        """Run an action and decode its answer. `body` is encoded as JSON, or is bytes that are JSON already.
+        """Run an action and decode its answer. `body` is an object that is encoded as JSON, or bytes of JSON.
 
         `timeout_ms` replaces the time limit of the connection for this call.
         """
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         call = flight.Action(verb, data)
 
-        def once(left_s: float) -> T:
-            options = flight.FlightCallOptions(timeout=left_s)
+        def attempt(remaining_s: float) -> T:
+            options = flight.FlightCallOptions(timeout=remaining_s)
             results = [result.body.to_pybytes() for result in self.flight.do_action(call, options)]
             return msgspec.json.decode(results[0], type=answer)
 
         timeout_ms = timeout_ms or self.timeout_ms
         if verb in REPEATABLE or self._patience_s is not None:
-            return self._repeat(once, timeout_ms)
-        return self._repeat(once, timeout_ms, when=NotNow)
+            return self._with_retries(attempt, timeout_ms)
+        return self._with_retries(attempt, timeout_ms, retry_on=NotNow)
 
     def rows(
         self, ticket: wire.Ticket, wait_ms: int = 0, open_read: OpenRead | None = None
     ) -> pa.RecordBatch:
-        """Read the batch of a ticket, in READ_SCHEMA. `wait_ms` is added to the time limit."""
+        """Read all rows of a ticket into a batch in READ_SCHEMA. `wait_ms` is added to the time limit."""
         data = flight.Ticket(msgspec.json.encode(ticket))
 
-        def once(left_s: float) -> pa.RecordBatch:
-            reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=left_s))
+        def attempt(remaining_s: float) -> pa.RecordBatch:
+            reader = self.flight.do_get(data, flight.FlightCallOptions(timeout=remaining_s))
             if open_read is not None:
                 open_read.begin(reader)
             try:
                 # `read_all` is not used, because cancelling it interrupts the main thread, as Ctrl-C would.
-                found = [chunk.data for chunk in reader]
+                batches = [chunk.data for chunk in reader]
             except flight.FlightError:
                 if open_read is not None and open_read.is_cancelled:
                     raise RequestError("this read was cancelled") from None
                 raise
-            if not found:
+            if not batches:
                 return pa.RecordBatch.from_pylist([], READ_SCHEMA)
-            return found[0] if len(found) == 1 else pa.concat_batches(found)
+            return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
-        return self._repeat(once, self.timeout_ms + wait_ms)
+        return self._with_retries(attempt, self.timeout_ms + wait_ms)
 
     def stream(self, ticket: wire.Ticket) -> pa.RecordBatchReader:
         """Read the batches of a ticket as they arrive. There is no time limit, because a log may be long."""
@@ -268,25 +269,25 @@ class Calls:
             for chunk in reader:
                 yield chunk.data
 
-    def _once(self, call: Callable[[float], T], left_s: float) -> T:
+    def _attempt(self, call: Callable[[float], T], remaining_s: float) -> T:
         self._check_open()
         with translated(self.endpoint):
-            return call(left_s)
+            return call(remaining_s)
 
-    def _repeat(
-        self, call: Callable[[float], T], timeout_ms: int, *, when: type[Unavailable] = Unavailable
+    def _with_retries(
+        self, call: Callable[[float], T], timeout_ms: int, *, retry_on: type[Unavailable] = Unavailable
     ) -> T:
         end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
-        left_s, failure = timeout_ms / 1000, None
-        for more in self.attempts():
+        remaining_s, failure = timeout_ms / 1000, None
+        for may_retry in self.attempts():
             if failure is not None and self._patience_s is None:
-                left_s = (end_ns - self._clock.monotonic_ns()) / 1e9
-                if left_s <= 0:
+                remaining_s = (end_ns - self._clock.monotonic_ns()) / 1e9
+                if remaining_s <= 0:
                     raise failure
             try:
-                return self._once(call, left_s)
-            except when as error:
-                if not more:
+                return self._attempt(call, remaining_s)
+            except retry_on as error:
+                if not may_retry:
                     raise
                 failure = error
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -297,41 +298,43 @@ class Calls:
             raise RequestError("this Timeball client is closed")
 
 
-def _each_endpoint(endpoint: str) -> list[str]:
-    scheme, mark, rest = endpoint.partition("://")
-    addresses = [each.strip() for each in rest.split(",")]
-    if not mark or scheme not in SCHEMES or (len(addresses) > 1 and not all(addresses)):
+def _split_endpoints(endpoint: str) -> list[str]:
+    """Split "grpc://a:1,b:2" into "grpc://a:1" and "grpc://b:2". Raises RequestError for a malformed endpoint."""
+    scheme, separator, rest = endpoint.partition("://")
+    addresses = [address.strip() for address in rest.split(",")]
+    if not separator or scheme not in SCHEMES or (len(addresses) > 1 and not all(addresses)):
         raise RequestError(f"endpoint {endpoint!r}: write it as grpc://host:port")
     return [f"{scheme}://{address}" for address in addresses]
 
 
-# ---- Flight's errors as ours ------------------------------------------------------------------------------
+# ---- translation of Flight's errors -----------------------------------------------------------------------
 
-# gRPC's own texts, which it raises before the broker sees a request.
-NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # in the error of a gRPC server without this method
+# Parts of gRPC's error texts, by which `translate` recognises the cause.
+NO_FLIGHT = "/arrow.flight.protocol.FlightService/"  # from a gRPC server without this method
 PORTS = "Timeball's clients connect to --port (7400 by default); 8081 is for RocketMQ 5's gRPC clients"
 NO_GRPC = "Received http2 header with status"  # from another server or a proxy that uses HTTP/2
 TOO_LONG = "Received message larger than max"
-# This text means that the call was never sent: no connection was made, or the broker's GOAWAY excluded the call.
+# The call was never sent: no connection was made, or the broker's GOAWAY excluded the call.
 NOT_CONNECTED = "failed to connect to all addresses"
-_TAILS = (". Detail: Failed", ". gRPC client debug context", ". Client context")
+_DEBUG_SUFFIXES = (". Detail: Failed", ". gRPC client debug context", ". Client context")
 
 
 def refusal(code: str, text: str) -> TimeballError:
-    """Make an error of the broker's code and text.
+    """Rebuild an error from the broker's code and text.
 
-    `Unavailable` becomes NotNow: nothing was done. Other classes of Unavailable may have been done, or will be.
+    The code of `Unavailable` gives NotNow, because the broker did not carry out the call. After an error of a subclass
+    of Unavailable, the broker may have carried it out, or may still do so.
     """
     return NotNow(text) if code == Unavailable.code else from_code(code, text)
 
 
 def translate(error: BaseException, endpoint: str) -> TimeballError:
-    """Make a Timeball error of an error that Flight raised during a call to `endpoint`."""
+    """Translate an error that Flight raised during a call to `endpoint` to an error of Timeball."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
-    for tail in _TAILS:
-        text = text.split(tail, 1)[0]
+    for suffix in _DEBUG_SUFFIXES:
+        text = text.split(suffix, 1)[0]
     if isinstance(error, flight.FlightServerError) and error.extra_info:
         return refusal(bytes(error.extra_info).decode("ascii", "replace"), text)
     if TOO_LONG in text:
@@ -353,7 +356,7 @@ def translate(error: BaseException, endpoint: str) -> TimeballError:
 
 @contextmanager
 def translated(endpoint: str) -> Iterator[None]:
-    """Raise Timeball's errors instead of Flight's errors from the block."""
+    """Translate the Flight errors of the block to errors of Timeball."""
     try:
         yield
     except (pa.ArrowException, flight.FlightError) as error:

@@ -1,4 +1,4 @@
-"""Receiving as a member of a group: the members share the messages out, and each message is leased to one of them.
+"""Receiving as a member of a consumer group: each message is leased to one member of the group.
 
 A lease ends with the member's answer or after its time. A message that is not acknowledged by then is delivered again,
 to any member, with one more attempt counted. After the group's last attempt it goes to the dead letters,
@@ -31,25 +31,25 @@ def check_start(start: Start) -> None:
         raise RequestError(f"start={start!r} is not known; {valid(str(start), _STARTS)}")
 
 
-class Wanted(NamedTuple):
-    """A filter, by tag or by SQL. Empty texts select all messages."""
+class MessageFilter(NamedTuple):
+    """A filter of messages by tag or by SQL. Two empty texts select all messages."""
 
     tag: str = ""
     sql: str = ""
 
 
-EVERYTHING = Wanted()
+NO_FILTER = MessageFilter()
 
 
-def wanted(tag: str | None, sql: str | None) -> Wanted:
-    """Make a filter of the program's arguments. Raises RequestError if both are given."""
+def make_filter(tag: str | None, sql: str | None) -> MessageFilter:
+    """Make a filter from the arguments of a receive. Raises RequestError if both are given."""
     if tag and sql:
         raise RequestError("filter by tag= or by sql=, one of them")
-    return Wanted(tag or "", sql or "")
+    return MessageFilter(tag or "", sql or "")
 
 
 class Consumer:
-    """The methods of a group's member. Thread safe and stateless."""
+    """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
@@ -63,10 +63,13 @@ class Consumer:
         wait: After,
         start: Start,
         lease: After,
-        wanted: Wanted = EVERYTHING,
+        message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> pa.RecordBatch:
-        """Lease up to `rows` rows: READ_SCHEMA and a column `receipt`."""
+        """Lease up to `rows` messages. Returns them in READ_SCHEMA with a column `receipt`.
+
+        Raises RequestError for an argument out of range. Timeball.pull documents the arguments.
+        """
         check_process()
         check_start(start)
         if not 0 < rows <= limits.PULL_ROWS_MAX:
@@ -83,8 +86,8 @@ class Consumer:
             wait_ms=wait_ms,
             invisible_ms=lease_ms,
             latest=start == "latest",
-            tag=wanted.tag,
-            sql=wanted.sql,
+            tag=message_filter.tag,
+            sql=message_filter.sql,
         )
         return self._calls.rows(ticket, wait_ms, open_read)
 
@@ -96,15 +99,15 @@ class Consumer:
         wait: After,
         start: Start,
         lease: After,
-        wanted: Wanted = EVERYTHING,
+        message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> list[Message]:
-        """Lease up to `rows` rows, as messages."""
-        batch = self.pull_batch(topic, group, rows, wait, start, lease, wanted, open_read)
+        """Lease up to `rows` messages, as `pull_batch` does."""
+        batch = self.pull_batch(topic, group, rows, wait, start, lease, message_filter, open_read)
         return view(batch, self._clock.wall_ms(), Member(self._calls, topic, group))
 
     def ack(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> int:
-        """Acknowledge messages. Returns the number of leases that had not ended before."""
+        """Acknowledge messages. Returns the number of messages whose lease had not ended."""
         return sum(
             is_valid
             for member, receipts in self._receipts(messages, group)
@@ -112,7 +115,7 @@ class Consumer:
         )
 
     def give_back(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> None:
-        """Give back messages that the program has not looked at.
+        """Give back messages that the program has not seen.
 
         Other members get them at once, and no attempt is counted.
         """
@@ -120,35 +123,43 @@ class Consumer:
             member.change(receipts, 0, counts=False)
 
     def change(self, messages: Iterable[Leased], lease_ms: int, *, counts: bool) -> list[bool]:
-        """Make the leases of these messages end `lease_ms` from now. The result is False for a lease that had ended."""
+        """Make the leases of these messages end `lease_ms` from now.
+
+        Returns for each message whether it is still leased. `counts`: count the lease as an attempt.
+        """
         messages = list(messages)
         by_member: dict[tuple[str, str], list[Leased]] = {}
         for message in messages:
             member, _ = message.lease
             by_member.setdefault((member.topic, member.group), []).append(message)
-        for some in by_member.values():
-            receipts = (
-                some[0].lease[0].change([message.lease[1] for message in some], lease_ms, counts=counts)
+        for member_messages in by_member.values():
+            member, _ = member_messages[0].lease
+            receipts = member.change(
+                [message.lease[1] for message in member_messages], lease_ms, counts=counts
             )
-            for message, receipt in zip(some, receipts, strict=True):
-                message.renewed(receipt)
+            for message, receipt in zip(member_messages, receipts, strict=True):
+                message.update_receipt(receipt)
         return [message.is_leased for message in messages]
 
     def _receipts(
         self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None
     ) -> list[tuple[Member, list[str]]]:
+        """Group the receipts of these messages by topic and group. A batch needs its `group`."""
         if isinstance(messages, pa.RecordBatch):
             if group is None or wire.RECEIPT not in messages.schema.names:
                 raise RequestError(
                     "ack of a batch: give the batch that pull_batch has returned, and its group"
                 )
-            topics, texts = (messages.column(name).to_pylist() for name in ("topic", wire.RECEIPT))
+            topics, receipts = (messages.column(name).to_pylist() for name in ("topic", wire.RECEIPT))
             by_topic: dict[str, list[str]] = {}
-            for topic, text in zip(topics, texts, strict=True):
-                by_topic.setdefault(topic, []).append(text)
-            return [(Member(self._calls, topic, group), found) for topic, found in by_topic.items()]
+            for topic, receipt in zip(topics, receipts, strict=True):
+                by_topic.setdefault(topic, []).append(receipt)
+            return [
+                (Member(self._calls, topic, group), topic_receipts)
+                for topic, topic_receipts in by_topic.items()
+            ]
         by_member: dict[tuple[str, str], tuple[Member, list[str]]] = {}
         for message in messages:
-            member, text = message.lease
-            by_member.setdefault((member.topic, member.group), (member, []))[1].append(text)
+            member, receipt = message.lease
+            by_member.setdefault((member.topic, member.group), (member, []))[1].append(receipt)
         return list(by_member.values())

@@ -1,16 +1,16 @@
 """Dialing a broker: its address, the certificates to trust, and the credentials to send.
 
 Credentials come from the caller or from the environment. So a secret need not be part of a command line, which other
-users can see, or of a Spark job's options. Each call carries the credentials. They appear in no repr and in no error.
+users can see, or of a Spark job's options. The client sends them with each call. No repr and no error contains them.
 
     TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; set both or none
     TIMEBALL_TLS_ROOTS                          a PEM file of the certificates to trust, for a broker at grpc+tls://
     TIMEBALL_TLS_NAME                           the name in the broker's certificate, when it is dialed by another name
 
 gRPC does not survive a fork. In a child of a process that has dialed, calls hang longer than every time limit, even
-those of a client that was made in the child (also with GRPC_ENABLE_FORK_SUPPORT, tried with pyarrow 26). So in such a
-child each call raises an error that states the remedy. A client dials at its first call. So one that was made before
-the fork but not yet used works in the child.
+calls of a client created in the child (also with GRPC_ENABLE_FORK_SUPPORT, tried with pyarrow 26). So in such a child
+each call raises an error that states the remedy. A client dials at its first call, so a client that was created but not
+used before the fork works in the child.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.dialled: weakref.WeakSet[Any] = weakref.WeakSet()
+        # `inherited`: whether the parent process had dialed before the fork
         self.has_dialled = self.inherited = False
 
     def after_fork(self) -> None:
@@ -60,7 +61,7 @@ def check_process() -> None:
 
 
 def is_inherited() -> bool:
-    """True if the open connections were dialed by the process that this one was forked from."""
+    """Check whether a parent process had dialed before this process was forked from it."""
     return _PROCESS.inherited
 
 
@@ -79,14 +80,17 @@ class Credentials(NamedTuple):
 def credentials(
     access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
 ) -> Credentials:
-    """Complete credentials from the environment. Raises RequestError, which names the missing key."""
+    """Complete credentials from the environment.
+
+    Raises RequestError if only one key is set, a key cannot be sent in a header, or the certificates cannot be read.
+    """
     if (access_key is None) != (secret_key is None):
         raise RequestError("access_key and secret_key go together: give both, or none")
     key = os.environ.get(ACCESS_KEY, "") if access_key is None else access_key
     secret = os.environ.get(SECRET_KEY, "") if secret_key is None else secret_key
     if bool(key) != bool(secret):
-        there, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
-        raise RequestError(f"{there} is set and {missing} is not: set both, or none")
+        present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
+        raise RequestError(f"{present} is set and {missing} is not: set both, or none")
     if not (f"{key}{secret}".isascii() and f"{key}{secret}a".isprintable()):
         raise RequestError("access key or secret: only printable ASCII can be sent")
     path = os.environ.get(TLS_ROOTS, "")
@@ -99,14 +103,14 @@ def credentials(
 
 
 def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
-    """Make a FlightClient for an endpoint that sends the credentials. Without `who`, they come from the environment.
+    """Create a FlightClient that sends credentials: `who`, or those of the environment.
 
     The client connects at its first call. Raises RequestError, and Flight's errors for a malformed address.
     """
     check_process()
     who = credentials() if who is None else who
     if who.access_key:
-        options["middleware"] = [_Introduced(who)]
+        options["middleware"] = [_CredentialsFactory(who)]
     if who.tls_roots is not None:
         options["tls_root_certs"] = who.tls_roots
     if who.tls_name:
@@ -117,19 +121,19 @@ def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
     return client
 
 
-class _Introduced(flight.ClientMiddlewareFactory):
-    """Middleware that adds the credentials to each call."""
+class _CredentialsFactory(flight.ClientMiddlewareFactory):
+    """Adds the credentials to each call."""
 
     def __init__(self, who: Credentials) -> None:
         super().__init__()
-        self._call = _Introduction({"authorization": f"Bearer {who.access_key}:{who.secret_key}"})
+        self._call = _CredentialsMiddleware({"authorization": f"Bearer {who.access_key}:{who.secret_key}"})
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
         """Implement flight.ClientMiddlewareFactory."""
         return self._call
 
 
-class _Introduction(flight.ClientMiddleware):
+class _CredentialsMiddleware(flight.ClientMiddleware):
     def __init__(self, headers: dict[str, str]) -> None:
         super().__init__()
         self._headers = headers

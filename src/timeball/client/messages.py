@@ -1,7 +1,7 @@
-"""A received message, and the answers of a group's member: acknowledge, give back, extend the lease, or dead-letter.
+"""A received message and the answers to it: acknowledge, give back, extend the lease, or dead-letter.
 
-A message is a view of one row of a batch. Its fields are copied and decoded only when they are read. Receipts are
-opaque texts that the broker creates.
+A message is a view of one row of a batch. Its fields are copied and decoded only when they are read. A receipt is an
+opaque text by which the broker recognises a lease.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from timeball.model.time_parsing import After, delay_ms
 
 
 class Member:
-    """Answers for the receipts of one group in one topic. Thread safe."""
+    """A member of a consumer group, which answers for messages of one topic by their receipts. Thread safe."""
 
     def __init__(self, calls: Calls, topic: str, group: str) -> None:
         self._calls = calls
@@ -27,12 +27,12 @@ class Member:
         self.group = group
 
     def ack(self, receipts: Sequence[str]) -> list[bool]:
-        """Acknowledge receipts. The result is False for each lease that had ended, whose message is delivered again."""
-        found: list[bool] = []
-        for part in _parts(receipts, limits.CANCELS_PER_REQUEST_MAX):
-            body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=part)
-            found += self._calls.action("ack", body, dict[str, list[bool]])["valid"]
-        return found
+        """Acknowledge messages. The result is False for each message whose lease had ended: it is delivered again."""
+        valid: list[bool] = []
+        for chunk in _chunks(receipts, limits.CANCELS_PER_REQUEST_MAX):
+            body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=chunk)
+            valid += self._calls.action("ack", body, dict[str, list[bool]])["valid"]
+        return valid
 
     def change(
         self,
@@ -43,28 +43,30 @@ class Member:
         nack: bool = False,
         reason: str = "",
     ) -> list[str | None]:
-        """Make leases end `invisible_ms` from now. Returns the receipt of each lease, or None if the lease had ended.
+        """Make leases end `invisible_ms` from now. Returns their new receipts, with None for each lease that had ended.
 
-        `invisible_ms` None means the delay of the group's retry policy. With `counts` the lease is an attempt. With
-        `nack` the messages are given back, for `reason`.
+        `invisible_ms` None means the delay of the group's retry policy. `counts`: count the lease as an attempt.
+        `nack`: this is a negative acknowledgement, for `reason`.
         """
-        found: list[str | None] = []
-        for part in _parts(receipts, limits.POP_ROWS_MAX):
+        new_receipts: list[str | None] = []
+        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
             body = wire.ChangeInvisibleTime(
-                topic=self.topic, group=self.group, receipts=part, invisible_ms=invisible_ms, counts=counts,
-                nack=nack, reason=_bounded(reason),
+                topic=self.topic, group=self.group, receipts=chunk, invisible_ms=invisible_ms, counts=counts,
+                nack=nack, reason=_shortened(reason),
             )  # fmt: skip
             answer = self._calls.action("change_invisible_time", body, dict[str, list[str | None]])
-            found += answer["receipts"]
-        return found
+            new_receipts += answer["receipts"]
+        return new_receipts
 
     def dead_letter(self, receipts: Sequence[str], reason: str = "") -> list[bool]:
         """Move messages to the group's dead letters. The result is False for each message whose lease had ended."""
-        found: list[bool] = []
-        for part in _parts(receipts, limits.POP_ROWS_MAX):
-            body = wire.DeadLetter(topic=self.topic, group=self.group, receipts=part, reason=_bounded(reason))
-            found += self._calls.action("dead_letter", body, dict[str, list[bool]])["valid"]
-        return found
+        valid: list[bool] = []
+        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
+            body = wire.DeadLetter(
+                topic=self.topic, group=self.group, receipts=chunk, reason=_shortened(reason)
+            )
+            valid += self._calls.action("dead_letter", body, dict[str, list[bool]])["valid"]
+        return valid
 
 
 class Leased:
@@ -83,7 +85,7 @@ class Leased:
         self._receipt: str | None = None  # None means: use the receipt in the batch
         self._row = row
         self.received_ms = received_ms  # when this client received the message, by the client's clock
-        # the last state that this client learned; the lease may have ended since
+        # The last state that this client knows. The lease may have ended since.
         self.is_leased = member is not None
 
     def _value(self, column: str) -> Any:
@@ -146,8 +148,8 @@ class Leased:
     @property
     def born_ms(self) -> int | None:
         """The time when the producer made the message, by the producer's clock."""
-        instant: int | None = self._value("born_ms")
-        return instant
+        born_ms: int | None = self._value("born_ms")
+        return born_ms
 
     @property
     def store_ms(self) -> int:
@@ -157,8 +159,8 @@ class Leased:
     @property
     def due_ms(self) -> int | None:
         """The due time. None if the message was not scheduled."""
-        instant: int | None = self._value("due_ms")
-        return instant
+        due_ms: int | None = self._value("due_ms")
+        return due_ms
 
     @property
     def lateness_ms(self) -> int | None:
@@ -192,21 +194,21 @@ class Leased:
             raise RequestError("this message was browsed and is leased to no group; pull it to answer")
         return self._member, self._receipt or str(self._value(wire.RECEIPT))
 
-    def renewed(self, receipt: str | None) -> None:
-        """Store the receipt of the renewed lease. None means that the lease had ended."""
+    def update_receipt(self, receipt: str | None) -> None:
+        """Store the new receipt of the lease, or None if the lease had ended."""
         self._receipt, self.is_leased = receipt or self._receipt, receipt is not None
 
     def _extend(self, lease_ms: int) -> bool:
         member, receipt = self.lease
-        (changed,) = member.change([receipt], lease_ms)
-        self.renewed(changed)
-        return changed is not None
+        (new_receipt,) = member.change([receipt], lease_ms)
+        self.update_receipt(new_receipt)
+        return new_receipt is not None
 
     def _nack(self, after_ms: int | None, reason: str) -> bool:
         member, receipt = self.lease
-        (changed,) = member.change([receipt], after_ms, nack=True, reason=reason)
-        self.renewed(changed)
-        return changed is not None
+        (new_receipt,) = member.change([receipt], after_ms, nack=True, reason=reason)
+        self.update_receipt(new_receipt)
+        return new_receipt is not None
 
     def _ack(self) -> bool:
         member, receipt = self.lease
@@ -272,21 +274,21 @@ class Message(Leased):
 
 
 def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
-    """Make messages of the rows of a batch in READ_SCHEMA. `member` holds their leases."""
+    """Wrap each row of a batch in READ_SCHEMA as a message. `member` holds the leases, or None for browsed rows."""
     return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]
 
 
 def reason_of(error: BaseException) -> str:
     """Format an exception as the reason of a nack: its type and its text."""
-    said = str(error)
-    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _bounded(reason: str) -> str:
+def _shortened(reason: str) -> str:
     # The broker keeps no more bytes of a reason. JSON cannot represent half of a surrogate pair, which an exception's
     # text may contain.
     return reason[: limits.NACK_REASON_BYTES_MAX].encode(errors="replace").decode()
 
 
-def _parts(receipts: Sequence[str], most: int) -> list[list[str]]:
-    return [list(receipts[begin : begin + most]) for begin in range(0, len(receipts), most)]
+def _chunks(receipts: Sequence[str], max_size: int) -> list[list[str]]:
+    return [list(receipts[begin : begin + max_size]) for begin in range(0, len(receipts), max_size)]

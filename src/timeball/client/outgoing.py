@@ -1,22 +1,21 @@
-"""Conversion of a program's messages to the record batches of a send stream.
+"""Conversion of the program's messages to the record batches of a send stream, and the creation of message ids.
 
-One message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or a list of
-dicts. Their columns are those of the Flight protocol, and two more for convenience:
+A single message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or dicts.
+Their columns are those of the Flight protocol, and two more for convenience:
 
     at      timestamp with a time zone -> due_ms      (dicts: as in `send(at=…)`)
     after   duration                   -> delay_ms    (dicts: as in `send(after=…)`)
 
-Missing ids and birth times are filled in. Unknown columns are passed on, and the broker refuses them by name, so that
-this rule is implemented only once.
+Missing ids and birth times are filled in. Unknown columns of tables are passed on: the broker refuses them by name.
 
-An id is 32 hexadecimal characters, and unique without coordination:
+A message id has 32 hexadecimal characters, and is unique without coordination:
 
     96 bits of identity (random, drawn once per process and again after 2^32 ids or a fork)
     32 bits of counter, big-endian
 
-Like a unique key of RocketMQ, an id exists before the message is sent. So a message whose acknowledgement was lost can
-still be named, cancelled, or sent again as the same message. The ids of one process sort by age. A million ids take one
-vectorized pass.
+Like a unique key of RocketMQ, an id exists before the message is sent. So a program can cancel a message whose
+acknowledgement was lost, or send it again as the same message. The ids of one process sort by age. Many ids are made in
+one vectorized pass.
 """
 
 from __future__ import annotations
@@ -63,11 +62,12 @@ ONE_SCHEMA = pa.schema(
         ("delay_ms", pa.int64()),
     ]
 )
-ATOMIC_ROWS = (
-    limits.ROWS_PER_REQUEST_MAX // 2
-)  # rows that are all available at once, and fit BATCH_BYTES, are one batch
+# Up to this many rows that are all available at once, and fit into BATCH_BYTES, are sent as one batch.
+ATOMIC_ROWS = limits.ROWS_PER_REQUEST_MAX // 2
 BATCH_ROWS = 8_192  # rows of a batch when there are more rows, or when they come one by one
-_SECONDS_MAX = limits.INSTANT_MS_MAX  # a limit for seconds, whose milliseconds fit into 64 bits
+_SECONDS_MAX = (
+    limits.INSTANT_MS_MAX
+)  # for values in seconds: converted to milliseconds, they fit into 64 bits
 _TIMES = ("after", "at", "delay_ms", "due_ms")
 # The names that a dict may have: the arguments of `send` and the columns of the Flight protocol.
 _ROW_NAMES = (
@@ -94,7 +94,7 @@ def one(
     """Build a batch of one message. Raises InvalidMessage."""
     row = (
         topic,
-        _bytes(body),
+        _body_bytes(body),
         check_label("tag", tag),
         keys_text(keys),
         check_label("message_id", message_id),
@@ -117,70 +117,75 @@ def batches(rows: Rows, topic: str | None, batch_rows: int | None, born_ms: int)
     broker accepts a batch as a whole or not at all. With `batch_rows` None the limit is ATOMIC_ROWS, and more rows are
     split into batches of BATCH_ROWS.
     """
-    step, first_row = batch_rows or BATCH_ROWS, 0
+    max_rows, first_row = batch_rows or BATCH_ROWS, 0
     are_dicts = not isinstance(rows, (pa.Table, pa.RecordBatch, pa.RecordBatchReader))
     if isinstance(rows, (pa.Table, pa.RecordBatch, list, tuple)) and 0 < len(rows) <= (
         batch_rows or ATOMIC_ROWS
     ):
-        for whole in _record_batches(rows, len(rows)):
+        for whole in _to_batches(rows, len(rows)):
             _check_times(rows, whole, 0)
             completed = complete(whole, topic, born_ms, are_keys_joined=are_dicts)
             if completed.nbytes <= BATCH_BYTES:
                 yield completed
             else:
-                yield from _parts(completed, step)
+                yield from _split_by_size(completed, max_rows)
         return
-    for batch in _record_batches(rows, step):
+    for batch in _to_batches(rows, max_rows):
         _check_times(rows, batch, first_row)
         first_row += batch.num_rows
         # Columns are filled in for many rows at once, even if the batches are small.
-        for start in range(0, batch.num_rows, max(step, ATOMIC_ROWS)):
-            part = batch.slice(start, max(step, ATOMIC_ROWS))
-            yield from _parts(complete(part, topic, born_ms, are_keys_joined=are_dicts), step)
+        for begin in range(0, batch.num_rows, max(max_rows, ATOMIC_ROWS)):
+            chunk = batch.slice(begin, max(max_rows, ATOMIC_ROWS))
+            yield from _split_by_size(complete(chunk, topic, born_ms, are_keys_joined=are_dicts), max_rows)
 
 
 def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
-    """Raise InvalidDelay for a null due time in a table.
+    """Raise InvalidDelay for a null time in a table or batch of the program. `first_row` is the first row of `batch`.
 
-    In a batch made of dicts, a null means that the dict does not have this name.
+    In a batch made of dicts a null is allowed: the dict does not have this name.
     """
     if isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
         check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
 
 
-def _parts(batch: pa.RecordBatch, step: int) -> Iterator[pa.RecordBatch]:
-    for first in range(0, batch.num_rows, step):
-        yield from halves(batch.slice(first, step))
+def _split_by_size(batch: pa.RecordBatch, max_rows: int) -> Iterator[pa.RecordBatch]:
+    for begin in range(0, batch.num_rows, max_rows):
+        yield from halves(batch.slice(begin, max_rows))
 
 
-def _record_batches(rows: Rows, step: int) -> Iterator[pa.RecordBatch]:
+def _to_batches(rows: Rows, max_rows: int) -> Iterator[pa.RecordBatch]:
+    """Convert the rows to record batches. The batches of a slow generator have at most `max_rows` rows."""
     if isinstance(rows, pa.RecordBatch):
         yield rows
     elif isinstance(rows, pa.Table):
-        # The table's chunks do not matter: rows that fit into one batch become one.
-        for start in range(0, rows.num_rows, max(step, ATOMIC_ROWS)):
-            yield from rows.slice(start, max(step, ATOMIC_ROWS)).combine_chunks().to_batches()
+        # `combine_chunks`, so that the chunks of the table do not become small batches.
+        for begin in range(0, rows.num_rows, max(max_rows, ATOMIC_ROWS)):
+            yield from rows.slice(begin, max(max_rows, ATOMIC_ROWS)).combine_chunks().to_batches()
     elif isinstance(rows, pa.RecordBatchReader):
         yield from rows
     elif isinstance(rows, (str, bytes, Mapping)):
         raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
-    else:  # perhaps a slow generator: its rows are sent as soon as they fill a batch
-        given, first_row = iter(rows), 0
-        while part := list(islice(given, step)):
-            yield from_dicts(part, first_row)
-            first_row += len(part)
+    else:  # perhaps a slow generator, so its rows are sent as soon as they fill a batch
+        remaining, first_row = iter(rows), 0
+        while chunk := list(islice(remaining, max_rows)):
+            yield from_dicts(chunk, first_row)
+            first_row += len(chunk)
 
 
 def complete(
     batch: pa.RecordBatch, topic: str | None, born_ms: int, *, are_keys_joined: bool = False
 ) -> pa.RecordBatch:
-    """Complete a batch: `at` and `after` become due_ms and delay_ms; the topic, ids and birth times are filled in."""
+    """Complete a batch to the columns of the Flight protocol.
+
+    Converts `at` and `after` to due_ms and delay_ms, and fills in the topic, ids, birth times and the trace context.
+    `are_keys_joined`: the column `keys` is in its stored form. Raises InvalidMessage and InvalidDelay.
+    """
     columns = dict(zip(batch.schema.names, batch.columns))
     if len(columns) != batch.num_columns:
         raise InvalidMessage(f"two columns have one name: {', '.join(batch.schema.names)}")
     for name, column in columns.items():
-        # The broker accepts neither type from a client: it could not bound the size of a decoded dictionary, nor verify
-        # a view.
+        # The broker accepts neither dictionaries nor views from a client: it could not bound the size of a decoded
+        # dictionary, or verify a view.
         if pa.types.is_dictionary(column.type):
             columns[name] = column = pc.cast(column, column.type.value_type)
         if pa.types.is_string_view(column.type):
@@ -191,7 +196,7 @@ def complete(
     for name, target, convert in (("at", "due_ms", due_column), ("after", "delay_ms", delay_column)):
         if name in columns:
             if target in columns:
-                raise InvalidDelay(f"columns {name!r} and {target!r} name two instants; give one of them")
+                raise InvalidDelay(f"columns {name!r} and {target!r} name two due times; give one of them")
             columns[target] = convert(columns.pop(name))
     if topic is not None and "topic" not in columns:
         columns["topic"] = pa.repeat(topic, batch.num_rows)
@@ -199,10 +204,10 @@ def complete(
         columns["born_ms"] = pa.repeat(pa.scalar(born_ms, pa.int64()), batch.num_rows)
     elif columns["born_ms"].null_count:
         columns["born_ms"] = pc.cast(columns["born_ms"], pa.int64()).fill_null(born_ms)
-    given = columns.get("unique_key")
-    if given is None or given.null_count:
-        made = IDENTIFIERS.take_many(batch.num_rows)
-        columns["unique_key"] = made if given is None else pc.coalesce(pc.cast(given, pa.string()), made)
+    ids = columns.get("unique_key")
+    if ids is None or ids.null_count:
+        new_ids = IDENTIFIERS.next_ids(batch.num_rows)
+        columns["unique_key"] = new_ids if ids is None else pc.coalesce(pc.cast(ids, pa.string()), new_ids)
     completed = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     context = current_context()
     return with_contexts(completed, [context] * completed.num_rows) if context else completed
@@ -215,29 +220,31 @@ def _check_texts(columns: dict[str, pa.Array], *, are_keys_joined: bool) -> None
     """
     for name in ("tag", "unique_key"):
         if name in columns and _is_text(columns[name]):
-            _check_each(name, columns[name], label_faults(columns[name]), check_label)
+            _raise_first(name, columns[name], label_faults(columns[name]), check_label)
     keys = columns.get("keys")
     if keys is None or are_keys_joined:
         return
     if pa.types.is_list(keys.type) or pa.types.is_large_list(keys.type):
-        columns["keys"] = pa.array([keys_text(each) for each in keys.to_pylist()], pa.string())
+        columns["keys"] = pa.array([keys_text(row_keys) for row_keys in keys.to_pylist()], pa.string())
     elif _is_text(keys):
-        _check_each("keys", keys, key_faults(keys), lambda _, key: check_key(key))
+        _raise_first("keys", keys, key_faults(keys), lambda _, key: check_key(key))
 
 
 def _is_text(column: pa.Array) -> bool:
     return bool(pa.types.is_string(column.type) or pa.types.is_large_string(column.type))
 
 
-def _check_each(name: str, column: pa.Array, wrong: BoolArray, check: Callable[[str, Any], object]) -> None:
-    """Raise the error of `check` for the first value marked in `wrong`, and add its row to the text."""
-    if wrong.any():
-        row = int(wrong.argmax())
+def _raise_first(
+    name: str, column: pa.Array, is_wrong: BoolArray, check: Callable[[str, Any], object]
+) -> None:
+    """Raise the error of `check` for the first value marked in `is_wrong`. The text also names the row."""
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
         try:
             check(name, column[row].as_py())
         except InvalidMessage as error:
-            several = "; for several keys use a column of lists" if name == "keys" else ""
-            raise InvalidMessage(f"column {name!r}, row {row}: {error}{several}") from error
+            advice = "; for several keys use a column of lists" if name == "keys" else ""
+            raise InvalidMessage(f"column {name!r}, row {row}: {error}{advice}") from error
 
 
 def due_column(column: pa.Array) -> pa.Array:
@@ -266,20 +273,21 @@ def _milliseconds(column: pa.Array, name: str) -> pa.Array:
     """
     values = int64(pc.cast(column, pa.int64()).fill_null(0))
     if column.type.unit == "s":
-        wrong = np.abs(values) > _SECONDS_MAX
-        if wrong.any():
-            raise InvalidDelay(f"{name} of row {int(wrong.argmax())} is beyond what any broker takes")
+        is_too_far = np.abs(values) > _SECONDS_MAX
+        if is_too_far.any():
+            raise InvalidDelay(f"{name} of row {int(is_too_far.argmax())} is beyond what any broker takes")
         return pa.array(values * 1_000, mask=np.asarray(column.is_null()))
     per_ms = {"ms": 1, "us": 1_000, "ns": 1_000_000}[column.type.unit]
     # -(-values // per_ms) would overflow for the smallest number
-    whole = values // per_ms + (values % per_ms > 0)
-    return pa.array(whole, mask=np.asarray(column.is_null()))
+    milliseconds = values // per_ms + (values % per_ms > 0)
+    return pa.array(milliseconds, mask=np.asarray(column.is_null()))
 
 
 def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.RecordBatch:
-    """Build a batch of dicts with the arguments of `send` or the protocol's columns. Every column is nullable.
+    """Build a batch from dicts whose names are arguments of `send` or columns of the protocol.
 
-    `first_row`: the number of the first dict among all rows of the call, for the texts of errors.
+    `first_row` is the row number of the first dict in the call, for error texts. Raises InvalidMessage and
+    InvalidDelay.
     """
     names: dict[str, None] = {}
     columns: dict[str, list[Any]] = {}
@@ -290,18 +298,20 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
             raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), _ROW_NAMES)}")
     if "message_id" in names:
         names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
-    for at, row in enumerate(rows, first_row):
+    for row_number, row in enumerate(rows, first_row):
         for name in _TIMES:
             if name in row and row[name] is None:
-                raise InvalidDelay(f"{name} of row {at} is None; leave it out to deliver at once")
-    delayed = [when(row.get("after"), row.get("at")) for row in rows]
+                raise InvalidDelay(f"{name} of row {row_number} is None; leave it out to deliver at once")
+    times = [when(row.get("after"), row.get("at")) for row in rows]  # (delay_ms, due_ms) of each row
     for name in names:
         if name == "after":
-            columns["delay_ms"] = [_only(row, "delay_ms", ms[0]) for row, ms in zip(rows, delayed)]
+            columns["delay_ms"] = [
+                _single_time(row, "delay_ms", delay) for row, (delay, _) in zip(rows, times)
+            ]
         elif name == "at":
-            columns["due_ms"] = [_only(row, "due_ms", ms[1]) for row, ms in zip(rows, delayed)]
+            columns["due_ms"] = [_single_time(row, "due_ms", due) for row, (_, due) in zip(rows, times)]
         elif name not in columns:
-            columns[name] = [_cell(row, name) for row in rows]
+            columns[name] = [_encode_value(row, name) for row in rows]
     # All batches of a stream have one schema, even if their dicts have different keys.
     typed: dict[str, pa.Array] = {}
     try:
@@ -309,32 +319,32 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
             if name in ("topic", "unique_key") and name not in columns:
                 continue  # `complete` fills these in
             values = columns.get(name, [None] * len(rows))
-            wanted = ONE_SCHEMA.field(name).type if name in ONE_SCHEMA.names else None
-            typed[name] = pa.array(values, wanted)
+            column_type = ONE_SCHEMA.field(name).type if name in ONE_SCHEMA.names else None
+            typed[name] = pa.array(values, column_type)
     except (pa.ArrowException, TypeError, UnicodeError, OverflowError) as error:
         raise InvalidMessage(f"column {name!r}: {error}") from error
     return pa.RecordBatch.from_arrays(list(typed.values()), names=list(typed))
 
 
-def _only(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
-    """Choose between two ways to give one time: `after` and `delay_ms`, or `at` and `due_ms`.
+def _single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
+    """Choose between the row's `name` (delay_ms or due_ms) and `value`, the converted `after` or `at`.
 
-    Giving both raises InvalidDelay.
+    Raises InvalidDelay if both are given.
     """
-    given: int | None = row.get(name)
-    if given is not None and value is not None:
-        raise InvalidDelay(f"a message with two instants: {name}={given} and {value}")
-    return value if given is None else given
+    row_value: int | None = row.get(name)
+    if row_value is not None and value is not None:
+        raise InvalidDelay(f"a message with two due times: {name}={row_value} and {value}")
+    return value if row_value is None else row_value
 
 
-def _cell(row: Mapping[str, Any], name: str) -> Any:
+def _encode_value(row: Mapping[str, Any], name: str) -> Any:
     value = row.get(name)
     if name == "unique_key" and value is None:
         return row.get("message_id")
     if value is None:
         return None
     if name == "body":
-        return _bytes(value)
+        return _body_bytes(value)
     if name == "keys":
         return keys_text(value)
     if name in ("tag", "unique_key"):
@@ -344,7 +354,7 @@ def _cell(row: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def _bytes(body: Body) -> bytes:
+def _body_bytes(body: Body) -> bytes:
     if isinstance(body, bytes):
         return body
     if isinstance(body, str):
@@ -355,7 +365,7 @@ def _bytes(body: Body) -> bytes:
 
 
 def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the batch in parts that the broker accepts: each is at most BATCH_BYTES, or one row."""
+    """Halve a batch until each part has at most BATCH_BYTES, or a single row. Yields the parts in order."""
     if batch.nbytes <= BATCH_BYTES or batch.num_rows <= 1:
         yield batch
         return
@@ -375,7 +385,7 @@ _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(
 
 
 class Identifiers:
-    """A source of ids. Thread safe."""
+    """Creates message ids. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -386,12 +396,12 @@ class Identifiers:
         self._next = 0
 
     def next_id(self) -> str:
-        """Make one id."""
+        """Create one id."""
         identity, first = self._reserve(1)
         return f"{identity}{first:08x}"
 
-    def take_many(self, count: int) -> pa.StringArray:
-        """Make `count` consecutive ids. Raises ValueError if there are more than ROWS_MAX."""
+    def next_ids(self, count: int) -> pa.StringArray:
+        """Create `count` consecutive ids. Raises ValueError for more than ROWS_MAX."""
         if not 0 <= count <= ROWS_MAX:
             raise ValueError(f"{count} ids at once; at most {ROWS_MAX}")
         identity, first = self._reserve(count)
@@ -412,7 +422,7 @@ class Identifiers:
             return self._identity, first
 
     def after_fork(self) -> None:
-        """Reset a child process after a fork: it gets a new lock, and ids that differ from its parent's."""
+        """Give a forked child process a new lock, and ids that differ from its parent's."""
         self._lock = threading.Lock()
         self._renew()
 

@@ -1,4 +1,4 @@
-"""The reading methods of a client: as a member of a group, which shares messages out, or by offset, which does not.
+"""The reading methods of a client: consume as a member of a group, or browse by offset.
 
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """
@@ -14,14 +14,14 @@ from timeball.client import browser
 from timeball.client.browser import Browser
 from timeball.client.calls import Calls
 from timeball.client.consume_loop import ConsumeLoop
-from timeball.client.consumer import Consumer, Start, wanted
+from timeball.client.consumer import Consumer, Start, make_filter
 from timeball.client.messages import Leased, Message
 from timeball.io.clock import Clock
 from timeball.model.time_parsing import After
 
 
 class Reader:
-    """The reading methods. Thread safe."""
+    """The reading methods, which `Timeball` inherits. Thread safe."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
@@ -87,7 +87,7 @@ class Reader:
         >>> bodies
         [b'now', b'soon']
         """
-        return self._consumer.pull(topic, group, max_messages, wait, start, lease, wanted(tag, sql))
+        return self._consumer.pull(topic, group, max_messages, wait, start, lease, make_filter(tag, sql))
 
     def pull_batch(
         self,
@@ -105,8 +105,8 @@ class Reader:
 
         Arguments and errors are those of `pull`. The batch is empty if no message came in time.
         """
-        only = wanted(tag, sql)
-        return self._consumer.pull_batch(topic, group, max_messages, wait, start, lease, only)
+        message_filter = make_filter(tag, sql)
+        return self._consumer.pull_batch(topic, group, max_messages, wait, start, lease, message_filter)
 
     def ack(self, messages: Leased | Iterable[Leased] | pa.RecordBatch, group: str | None = None) -> int:
         """Acknowledge messages. They are not delivered to the group again.
@@ -169,10 +169,12 @@ class Reader:
         ...     sorted(m.body for m in ball.consume("steps", "walkers", until_idle="500ms"))
         [b'a', b'b']
         """
-        only = wanted(tag, sql)
+        message_filter = make_filter(tag, sql)
 
         def pull(wait_ms: int) -> list[Message]:
-            return self._consumer.pull(topic, group, max_messages, f"{wait_ms}ms", start, lease, only)
+            return self._consumer.pull(
+                topic, group, max_messages, f"{wait_ms}ms", start, lease, message_filter
+            )
 
         loop = ConsumeLoop(self._consumer, self._clock, pull, lease=lease, idle=until_idle, stop=stop)
         try:

@@ -1,9 +1,9 @@
 """Sending: single messages over a stream that stays open, many messages over a separate stream per call.
 
-A batch that was never written, or that a stopping broker refused, is tried again a few times on a new stream. A batch
-whose answer was lost is tried again only with an idempotency key, by which the broker recognizes a batch that it
-already has. `retry=True` gives each batch a key, made of its first topic and message id. The receipt of a batch that
-was sent before states this, and contains the current states of its messages.
+A batch that was never written, or that a stopping broker refused, is sent again a few times on a new stream. A batch
+whose answer was lost is sent again only with an idempotency key, by which the broker recognizes a batch that it already
+has. `retry=True` gives each batch such a key, made of the topic and the id of its first message. The answer to a
+repeated batch says that the batch exists, and contains the current states of its messages.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from timeball.model.rules import past_due
 from timeball.model.wire import EXISTS, SendAck, SendKey, SentState
 
 IfSettled = Literal["keep", "send"]
-SPANS_SHOWN = 10  # in the text of an error
+SPANS_SHOWN = 10  # ranges of rows listed in an error text
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """The receipt of one message, which is on the broker's disk. `due_ms` is None for a message that was not scheduled.
+    """The receipt of a message, which is on the broker's disk.
 
-    `outcome` is "created" for a message of this send, and "exists" for one that was sent before under the same message
-    id. `state` is the current state of the message (answers.SentState), and `due_ms` its current due time. `past_ms` is
-    the time by which the due time had passed when the broker accepted the message, in milliseconds. The broker delivers
-    such a message at once. For all others it is 0.
+    `outcome` is "created" for a message of this send, and "exists" for a message that was sent before under the
+    same message id. `state` is the current state of the message (answers.SentState). `due_ms` is its current due time,
+    or None if the message was not scheduled. `past_ms` is the time by which the due time had passed when the broker
+    accepted the message, in milliseconds, or 0. The broker delivers a message with a past due time at once.
     """
 
     id: str
@@ -68,7 +68,7 @@ class AcceptedRows(msgspec.Struct, frozen=True):
 
 
 class RefusedRows(msgspec.Struct, frozen=True):
-    """Rows of a `send_many` without an acknowledgement, [first_row, first_row + rows), and the error."""
+    """Rows of a `send_many` that were not acknowledged, [first_row, first_row + rows), and the error."""
 
     first_row: int
     rows: int
@@ -76,12 +76,12 @@ class RefusedRows(msgspec.Struct, frozen=True):
 
 
 class SendSummary(msgspec.Struct, frozen=True):
-    """The result of a `send_many`, by batches in the order of the rows.
+    """The result of a `send_many`. Each list has an entry per batch, in the order of the rows.
 
         accepted    the broker has these rows on its disk
         refused     the broker has none of these rows
-        unknown     their answer was lost: the broker may or may not have them
-        existing    the part of the accepted rows that an earlier call sent with the same ids and `retry=True`
+        unknown     the answer was lost: the broker may or may not have these rows
+        existing    accepted rows that an earlier call had sent with the same ids and `retry=True`
 
     `rows` is the number of rows read from the caller so far. Each of them is in accepted, refused or unknown.
     `past_rows` is the number of accepted rows whose due time had passed when the broker accepted them. The broker
@@ -100,16 +100,16 @@ class SendSummary(msgspec.Struct, frozen=True):
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """The pair (first_seq, rows) of each accepted batch, in order."""
-        return [(each.first_seq, each.rows) for each in self.accepted]
+        return [(batch.first_seq, batch.rows) for batch in self.accepted]
 
 
 class Sender:
-    """The sending half of a client. Thread safe."""
+    """Sends messages for a client. Thread safe."""
 
     def __init__(self, calls: Calls, clock: Clock) -> None:
         self._calls = calls
         self._clock = clock
-        self._opening = threading.Lock()  # held while the stream is replaced, and not while it is used
+        self._open_lock = threading.Lock()  # held while the stream is replaced, but not while it is used
         self._exchange: SendExchange | None = None
         self._closed = False
 
@@ -117,7 +117,7 @@ class Sender:
         """Finish the open stream. Waits a few seconds for answers that are under way."""
         if is_inherited():
             return  # the stream, and perhaps the held lock, belong to the parent process
-        with self._opening:
+        with self._open_lock:
             self._closed = True
             exchange, self._exchange = self._exchange, None
         if exchange is not None:
@@ -128,17 +128,17 @@ class Sender:
 
         Raises the broker's refusal, or Unavailable.
         """
-        key = _Keys(if_settled, is_used=retry).of(batch)
-        again = Unavailable if retry else NotNow
-        for more in self._calls.attempts():
+        key = _IdempotencyKeys(if_settled, is_used=retry).encode_for(batch)
+        retry_on = Unavailable if retry else NotNow
+        for may_retry in self._calls.attempts():
             exchange: SendExchange | None = None
             try:
                 exchange = self._open()
-                return self._outcome(exchange.submit(batch, key))
-            except again:
-                if not more:
+                return self._wait_for_ack(exchange.submit(batch, key))
+            except retry_on:
+                if not may_retry:
                     raise
-                self._leave(exchange)
+                self._abandon(exchange)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def send_many(
@@ -152,38 +152,38 @@ class Sender:
         if_settled: IfSettled = "keep",
     ) -> SendSummary:
         """Send rows in batches, pipelined. Timeball.send_many documents the arguments."""
-        run = _Run(self._calls, window, collect, retry, if_settled)
+        sending = _SendMany(self._calls, window, collect, retry, if_settled)
         try:
             for batch in batches(rows, topic, batch_rows, self._clock.wall_ms()):
-                run.put(batch)
-            return run.end()
+                sending.put(batch)
+            return sending.end()
         except TimeballError as error:
-            raise run.failed(error) from error
+            raise sending.failed(error) from error
         finally:
-            run.close()
+            sending.close()
 
     def _open(self) -> SendExchange:
-        with self._opening:
+        with self._open_lock:
             if self._closed:
                 raise RequestError("this Timeball client is closed")
             if self._exchange is None or not self._exchange.alive:
                 self._exchange = SendExchange(self._calls.flight, ONE_SCHEMA, self._calls.endpoint)
             return self._exchange
 
-    def _leave(self, exchange: SendExchange | None) -> None:
-        """Stop using a stream for batches: the next batch opens a new one, perhaps to another node."""
-        with self._opening:
+    def _abandon(self, exchange: SendExchange | None) -> None:
+        """Stop writing to a stream, so that the next batch opens a new stream, perhaps to another node."""
+        with self._open_lock:
             if exchange is None or self._exchange is not exchange:
                 return
             self._exchange = None
         exchange.finish()
 
-    def _outcome(self, future: Future[SendAck]) -> SendAck:
-        return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
+    def _wait_for_ack(self, future: Future[SendAck]) -> SendAck:
+        return wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
 
 
-def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
-    """Wait for the answer to a batch. Raises Lost when it does not come in time."""
+def wait_for_ack(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
+    """Wait for the answer to a batch. Raises the broker's error, or Lost if no answer comes in time."""
     try:
         return future.result(timeout_ms / 1000)
     except TimeoutError:
@@ -192,10 +192,10 @@ def outcome(future: Future[SendAck], timeout_ms: int, endpoint: str) -> SendAck:
         ) from None
 
 
-class _Keys:
-    """The idempotency keys of one call. All of them carry the same id of the attempt.
+class _IdempotencyKeys:
+    """Creates the idempotency keys of a call. All of them name the same attempt, which is unique to the call.
 
-    Without `is_used` there are none.
+    Without `is_used` (that is, without `retry=True`) batches get no keys.
     """
 
     def __init__(self, if_settled: IfSettled, *, is_used: bool) -> None:
@@ -207,33 +207,36 @@ class _Keys:
             )
         self._if_settled, self._attempt = if_settled, IDENTIFIERS.next_id() if is_used else ""
 
-    def of(self, batch: pa.RecordBatch) -> str:
-        """Make the text that accompanies a batch with ids.
+    def encode_for(self, batch: pa.RecordBatch) -> str:
+        """Encode the key of a batch as the JSON of a wire.SendKey. Returns "" if keys are not used.
 
-        The same messages get the same key when they are sent again.
+        The same messages get the same key if they are sent again.
         """
         if not self._attempt:
             return ""
         key = f"{batch.column('topic')[0]}/{batch.column('unique_key')[0]}"
-        said = SendKey(idempotency_key=key, attempt=self._attempt, if_settled=self._if_settled)
-        return msgspec.json.encode(said).decode()
+        send_key = SendKey(idempotency_key=key, attempt=self._attempt, if_settled=self._if_settled)
+        return msgspec.json.encode(send_key).decode()
 
 
-class _Run:
-    """One send_many: a stream that the first batch opens, and the batches that have no answer yet."""
+class _SendMany:
+    """The state of a send_many: its stream, the batches without an answer, and the outcomes so far.
+
+    The first batch opens the stream.
+    """
 
     def __init__(self, calls: Calls, window: int, collect: bool, retry: bool, if_settled: IfSettled) -> None:
         self._calls = calls
-        self._window = window  # the most batches without an answer
-        self._collect = collect  # go on after a refused batch
-        self._has_failed = False  # an error ends the call, and the batches under way only get their outcomes
-        self._keys = _Keys(if_settled, is_used=retry)
-        self._again_when = Unavailable if retry else NotNow
+        self._window = window  # the largest number of batches without an answer
+        self._collect = collect  # whether to continue after a refused batch
+        self._has_failed = False  # an error ends the call: only collect the outcomes of batches under way
+        self._keys = _IdempotencyKeys(if_settled, is_used=retry)
+        self._retry_on = Unavailable if retry else NotNow
         self._exchange: SendExchange | None = None
         self._schema: pa.Schema | None = None  # of the open stream
         # (first row, batch, answer, its stream), in the order of the rows
-        self._waiting: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
-        self._rows = 0  # read from the caller so far
+        self._unanswered: deque[tuple[int, pa.RecordBatch, Future[SendAck], SendExchange]] = deque()
+        self._rows = 0  # number of rows read from the caller
         self._accepted: list[AcceptedRows] = []
         self._refused: list[RefusedRows] = []
         self._unknown: list[RefusedRows] = []
@@ -243,13 +246,13 @@ class _Run:
 
     def put(self, batch: pa.RecordBatch) -> None:
         """Send a batch, after waiting until the window has a free slot."""
-        while len(self._waiting) >= self._window:
-            self._settle()
+        while len(self._unanswered) >= self._window:
+            self._handle_oldest()
         first_row = self._rows
         self._rows += batch.num_rows
         self._ids.append(batch.column("unique_key"))
         try:
-            self._waiting.append((first_row, batch, *self._submit(batch)))
+            self._unanswered.append((first_row, batch, *self._submit(batch)))
         except TimeballError as error:
             # The batch was not written to the stream, or the broker refused it together with the stream.
             self._refused.append(RefusedRows(first_row, batch.num_rows, error))
@@ -257,25 +260,28 @@ class _Run:
 
     def end(self) -> SendSummary:
         """Wait for the last answers, and build the summary."""
-        self._settle_all()
+        self._handle_all()
         return self._summary()
 
     def failed(self, error: TimeballError) -> TimeballError:
-        """Make the error of a call that ends early: its text states the accepted rows, and its `summary` lists them."""
+        """Build the error of a call that ends early, after the outcomes of the batches under way.
+
+        The text of the error names the accepted rows, and its `summary` lists them.
+        """
         self._has_failed = True
-        while self._waiting:
-            first_row, batch, future, _ = self._waiting[0]
+        while self._unanswered:
+            first_row, batch, future, _ = self._unanswered[0]
             if future.done() or not self._unknown:
-                self._settle()
+                self._handle_oldest()
             else:
-                # One answer was lost or late, so do not wait that long again for each of the others.
-                self._waiting.popleft()
+                # An answer was lost or late already. Waiting for each of the others could take as long again.
+                self._unanswered.popleft()
                 self._unknown.append(
                     RefusedRows(first_row, batch.num_rows, Lost("the answer was not waited for"))
                 )
-        told = type(error)(f"{error} ({self._progress()})")
-        told.summary = self._summary()
-        return told
+        extended = type(error)(f"{error} ({self._describe_progress()})")
+        extended.summary = self._summary()
+        return extended
 
     def _summary(self) -> SendSummary:
         ids = pa.chunked_array(self._ids, pa.string()) if self._ids else pa.chunked_array([], pa.string())
@@ -290,8 +296,8 @@ class _Run:
             self._past_ms,
         )
 
-    def _progress(self) -> str:
-        """Describe for people which rows are accepted."""
+    def _describe_progress(self) -> str:
+        """Describe in an error text which rows were accepted."""
         if not self._accepted and not self._unknown:
             return "no row of this call was accepted"
         accepted, unknown = spans(self._accepted), spans(self._unknown)
@@ -306,36 +312,37 @@ class _Run:
             self._exchange.close()
 
     def _submit(self, batch: pa.RecordBatch) -> tuple[Future[SendAck], SendExchange]:
+        """Write a batch to the stream, or to a new stream if needed. Returns its future and the stream."""
         if self._schema is not None and batch.schema != self._schema:
-            # A stream has one schema. Leaving out a column that is new in this batch would lose data without notice.
-            self._settle_all()
+            # A stream has only one schema, so a batch with another schema needs another stream.
+            self._handle_all()
             self.close()
             self._exchange = None
         self._schema = batch.schema
-        for more in self._calls.attempts():
+        for may_retry in self._calls.attempts():
             try:
                 if self._exchange is None or not self._exchange.alive:
-                    # The outcomes of the batches on a broken stream may be unknown; `_settle` reports them.
-                    self._settle_all()
+                    # Batches on the broken stream may have no answer. `_handle_oldest` records or retries them.
+                    self._handle_all()
                 exchange = self._open(batch.schema)
-                return exchange.submit(batch, self._keys.of(batch)), exchange
+                return exchange.submit(batch, self._keys.encode_for(batch)), exchange
             except NotSent:
-                if not more:
+                if not may_retry:
                     raise
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _again(self, batch: pa.RecordBatch) -> SendAck:
-        """Send a batch until there is a final answer. Raises the error of the last attempt."""
-        for more in self._calls.attempts():
+    def _send_again(self, batch: pa.RecordBatch) -> SendAck:
+        """Send a batch again until it has a final answer. Raises the error of the last attempt."""
+        for may_retry in self._calls.attempts():
             exchange: SendExchange | None = None
             try:
                 exchange = self._open(batch.schema)
-                future = exchange.submit(batch, self._keys.of(batch))
-                return outcome(future, self._calls.timeout_ms, self._calls.endpoint)
-            except self._again_when:
-                if not more:
+                future = exchange.submit(batch, self._keys.encode_for(batch))
+                return wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
+            except self._retry_on:
+                if not may_retry:
                     raise
-                self._leave(exchange)
+                self._abandon(exchange)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _open(self, schema: pa.Schema) -> SendExchange:
@@ -343,24 +350,25 @@ class _Run:
             self._exchange = SendExchange(self._calls.flight, schema, self._calls.endpoint)
         return self._exchange
 
-    def _leave(self, exchange: SendExchange | None) -> None:
-        """Stop using a stream for batches. Its answers still arrive."""
+    def _abandon(self, exchange: SendExchange | None) -> None:
+        """Stop writing to a stream. Its answers still arrive."""
         if exchange is not None and self._exchange is exchange:
             self._exchange = None
             exchange.finish()
 
-    def _settle_all(self) -> None:
-        while self._waiting:
-            self._settle()
+    def _handle_all(self) -> None:
+        while self._unanswered:
+            self._handle_oldest()
 
-    def _settle(self) -> None:
-        first_row, batch, future, exchange = self._waiting.popleft()
+    def _handle_oldest(self) -> None:
+        """Wait for the answer to the oldest batch and record its outcome. Raises the error if it ends the call."""
+        first_row, batch, future, exchange = self._unanswered.popleft()
         try:
             try:
-                ack = outcome(future, self._calls.timeout_ms, self._calls.endpoint)
-            except self._again_when:
-                self._leave(exchange)
-                ack = self._again(batch)
+                ack = wait_for_ack(future, self._calls.timeout_ms, self._calls.endpoint)
+            except self._retry_on:
+                self._abandon(exchange)
+                ack = self._send_again(batch)
         except TimeballError as error:
             is_unknown = isinstance(error, Lost)
             (self._unknown if is_unknown else self._refused).append(
@@ -380,14 +388,14 @@ class _Run:
                 self._past_ms = max(self._past_ms, past_ms)
 
 
-def spans(parts: Iterable[AcceptedRows | RefusedRows]) -> str:
-    """List the rows of these parts for people, with neighbours joined: "rows 0 to 8191 and 9000 to 9009"."""
+def spans(row_ranges: Iterable[AcceptedRows | RefusedRows]) -> str:
+    """List row numbers in an error text, with adjacent ranges joined: "rows 0 to 8191, 9000 to 9009"."""
     joined: list[tuple[int, int]] = []
-    for each in sorted(parts, key=lambda part: part.first_row):
-        if joined and joined[-1][1] == each.first_row:
-            joined[-1] = joined[-1][0], each.first_row + each.rows
+    for row_range in sorted(row_ranges, key=lambda row_range: row_range.first_row):
+        if joined and joined[-1][1] == row_range.first_row:
+            joined[-1] = joined[-1][0], row_range.first_row + row_range.rows
         else:
-            joined.append((each.first_row, each.first_row + each.rows))
+            joined.append((row_range.first_row, row_range.first_row + row_range.rows))
     texts = [
         f"{first} to {end - 1}" if end - first > 1 else str(first) for first, end in joined[:SPANS_SHOWN]
     ]

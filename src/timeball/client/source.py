@@ -1,7 +1,7 @@
-"""Sending the records of a source: an outside queue with partitions and positions, such as a Kafka topic.
+"""Sending the records of a source: an external queue with partitions and positions, such as a Kafka topic.
 
-Each batch states where it begins and ends in its source, and the broker stores these positions with the messages. So a
-batch whose answer was lost can be sent again, also by another process: the broker refuses records that it already has.
+Each batch carries the positions at which it begins and ends in its source. The broker stores them with the messages,
+and refuses records that it already has. So a batch whose answer was lost can be sent again, also by another process.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import pyarrow as pa
 
 from timeball.client.calls import Calls
 from timeball.client.exchange import SendExchange
-from timeball.client.sender import outcome
+from timeball.client.sender import wait_for_ack
 from timeball.model import wire
 from timeball.model.errors import Conflict, Unavailable
 
 
 class Source:
-    """The sender for one source. Belongs to one thread."""
+    """Sends the records of one source. Belongs to one thread."""
 
     def __init__(self, calls: Calls, name: str) -> None:
         self.name = name
@@ -32,27 +32,27 @@ class Source:
         return self._calls.action("source_positions", body, dict[str, dict[int, int]])["positions"]
 
     def send(self, batch: pa.RecordBatch, begin: Mapping[int, int], end: Mapping[int, int]) -> None:
-        """Send the messages made of the records from `begin` up to `end` of each partition. They are on disk on return.
+        """Send the messages of the records with begin <= position < end in each partition. Durable on return.
 
-        All batches have one schema, and a batch may be empty. Raises Conflict when the broker's positions of the source
-        are not `begin`. Then read the positions and go on from there.
+        All batches have the same schema, and a batch may be empty. Raises Conflict if the broker's positions of the
+        source are not `begin`. Then read the positions and continue from there.
         """
         step = wire.SourceStep(source=self.name, begin=dict(begin), end=dict(end))
-        beside = msgspec.json.encode(step).decode()
-        for more in self._calls.attempts():
+        metadata = msgspec.json.encode(step).decode()
+        for may_retry in self._calls.attempts():
             try:
                 exchange = self._open(batch.schema)
-                outcome(exchange.submit(batch, beside), self._calls.timeout_ms, self._calls.endpoint)
+                wait_for_ack(exchange.submit(batch, metadata), self._calls.timeout_ms, self._calls.endpoint)
                 return
             except Conflict:
-                # For a batch whose answer was lost, the broker answers that it was sent before.
-                stands = self.positions()
-                if any(stands.get(partition) != at for partition, at in end.items()):
+                # After a lost answer the repeated batch is a conflict, too. Then the broker's positions are `end`.
+                stored_positions = self.positions()
+                if any(stored_positions.get(partition) != position for partition, position in end.items()):
                     raise
                 return
             except Unavailable:
                 self.close()
-                if not more:
+                if not may_retry:
                     raise
 
     def close(self) -> None:

@@ -91,7 +91,7 @@ class Timeball(Reader):
             RequestError: The endpoint is malformed, `timeout_ms` is below 1, or the credentials are incomplete or
                 unreadable.
         """
-        self._dialled_as = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
+        self._constructor_arguments = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
         if timeout_ms <= 0:
             raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
         clock = SystemClock()
@@ -106,7 +106,7 @@ class Timeball(Reader):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of the constructor, keys included, so that the copy dials a connection of its own."""
-        return _dialled_as, self._dialled_as
+        return _recreate, self._constructor_arguments
 
     def __enter__(self) -> Timeball:
         return self
@@ -178,19 +178,17 @@ class Timeball(Reader):
         timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
-        relative_ms, due_ms = when(after, at)
+        delay_ms, due_ms = when(after, at)
         key = IDENTIFIERS.next_id() if message_id is None else message_id
-        batch = outgoing.one(
-            topic, body, tag, keys, properties, key, self._clock.wall_ms(), relative_ms, due_ms
-        )
+        batch = outgoing.one(topic, body, tag, keys, properties, key, self._clock.wall_ms(), delay_ms, due_ms)
         if context := current_context():
             batch = with_contexts(batch, [context])
         ack = self._sender.send(batch, retry=retry, if_settled=if_settled)
         if ack.states:
-            now = ack.states[0]
-            return Receipt(key, ack.first_seq, now.due_ms, ack.store_ms, ack.outcome, now.state)
-        if relative_ms is not None:
-            due_ms = ack.store_ms + relative_ms
+            current = ack.states[0]
+            return Receipt(key, ack.first_seq, current.due_ms, ack.store_ms, ack.outcome, current.state)
+        if delay_ms is not None:
+            due_ms = ack.store_ms + delay_ms
         state = "visible" if due_ms is None or due_ms <= ack.store_ms else "waiting"
         past_ms = 0 if due_ms is None else max(0, ack.store_ms - due_ms)
         return Receipt(key, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state, past_ms)
@@ -272,12 +270,12 @@ class Timeball(Reader):
         ...     place.state, place.due_ms == receipt.due_ms
         ('waiting', True)
         """
-        found = self._calls.action("get", wire.Get(id=id, topic=topic), dict[str, list[MessagePlace]])[
+        messages = self._calls.action("get", wire.Get(id=id, topic=topic), dict[str, list[MessagePlace]])[
             "messages"
         ]
-        if not found:
+        if not messages:
             raise NotFound(f"no message with the id {id!r} is known here")
-        return found[0]
+        return messages[0]
 
     @overload
     def cancel(self, id: str) -> Verdict: ...
@@ -312,7 +310,7 @@ class Timeball(Reader):
         'cancelled'
         ['already_cancelled']
         """
-        return self._settle("cancel", {}, id, key, ids)
+        return self._cancel_or_reschedule("cancel", {}, id, key, ids)
 
     @overload
     def reschedule(self, id: str, *, after: After | None = None, at: At | None = None) -> Verdict: ...
@@ -361,10 +359,10 @@ class Timeball(Reader):
         delay_ms, due_ms = when(after, at)
         if delay_ms is None and due_ms is None:
             raise InvalidDelay("reschedule to when? give after= or at=")
-        moved = {"delay_ms": delay_ms} if due_ms is None else {"due_ms": due_ms}
-        return self._settle("reschedule", moved, id, key, ids)
+        new_time = {"delay_ms": delay_ms} if due_ms is None else {"due_ms": due_ms}
+        return self._cancel_or_reschedule("reschedule", new_time, id, key, ids)
 
-    def _settle(
+    def _cancel_or_reschedule(
         self,
         verb: str,
         body: Mapping[str, int | None],
@@ -372,19 +370,20 @@ class Timeball(Reader):
         key: str | None,
         ids: Iterable[str] | None,
     ) -> Verdict | list[Verdict]:
+        """Run the action `verb` with `body` for one id, for a key, or for ids in chunks that a request may have."""
         if sum(name is not None for name in (id, key, ids)) != 1:
             raise RequestError(f"{verb} by one of: id, key=, ids=")
 
-        def ask(**names: list[str]) -> list[Verdict]:
+        def request(**names: list[str]) -> list[Verdict]:
             return self._calls.action(verb, {**body, **names}, dict[str, list[Verdict]])["verdicts"]
 
         if id is not None:
-            return ask(ids=[id])[0]
+            return request(ids=[id])[0]
         if key is not None:
-            return ask(keys=[key])
-        wanted, verdicts = list(ids or ()), list[Verdict]()
-        for start in range(0, len(wanted), limits.CANCELS_PER_REQUEST_MAX):
-            verdicts += ask(ids=wanted[start : start + limits.CANCELS_PER_REQUEST_MAX])
+            return request(keys=[key])
+        all_ids, verdicts = list(ids or ()), list[Verdict]()
+        for begin in range(0, len(all_ids), limits.CANCELS_PER_REQUEST_MAX):
+            verdicts += request(ids=all_ids[begin : begin + limits.CANCELS_PER_REQUEST_MAX])
         return verdicts
 
     # ---- reading as tables ------------------------------------------------------------------------------
@@ -460,8 +459,8 @@ class Timeball(Reader):
 
     def topics(self) -> dict[str, int]:
         """List all topics with their numbers of queues."""
-        found = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
-        return {name: topic["queues"] for name, topic in found["topics"].items()}
+        answer = self._calls.action("topics", wire.Nothing(), dict[str, dict[str, dict[str, int]]])
+        return {name: topic["queues"] for name, topic in answer["topics"].items()}
 
     def groups(self, group: str | None = None) -> list[GroupState]:
         """List all consumer groups, or read one: its lag, its messages in flight and its dead letters.
@@ -473,11 +472,11 @@ class Timeball(Reader):
             GroupNotFound: The group does not exist.
         """
         page = self._calls.action("groups", wire.Groups(group=group), GroupPage)
-        found = page.groups
+        groups = page.groups
         while page.next_page is not None:
             page = self._calls.action("groups", wire.Groups(after=page.next_page), GroupPage)
-            found += page.groups
-        return found
+            groups += page.groups
+        return groups
 
     def dead_letters(
         self, group: str, *, max_messages: int = 100, after: str | None = None
@@ -556,7 +555,7 @@ class Timeball(Reader):
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
         return browser.queues(self._calls, topic)
 
-    # ---- for those who build the pending table ------------------------------------------------------------
+    # ---- for programs that build the pending table --------------------------------------------------------
 
     def reserve(self, rows: int) -> int:
         """Reserve `rows` sequence numbers (at most 2^40) for a later bulk attach, and return the first of them."""
@@ -595,10 +594,10 @@ class Timeball(Reader):
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
 
-def _dialled_as(
+def _recreate(
     endpoint: str, timeout_ms: int, access_key: str | None, secret_key: str | None, tls_roots: bytes | None
 ) -> Timeball:
-    """Create a client with the arguments of a pickled one. Pickle calls this in the process that loads the copy."""
+    """Create a copy of a pickled client from its arguments. Pickle calls this in the process that loads the copy."""
     return Timeball(
         endpoint, timeout_ms=timeout_ms, access_key=access_key, secret_key=secret_key, tls_roots=tls_roots
     )

@@ -1,8 +1,8 @@
 """Trace context between a program and its messages, for programs that use OpenTelemetry.
 
-A sent message carries the context of the current span (trace_context.py), and a Worker runs its handler in a span whose
-parent is that context. This module sets nothing up. Without a tracer provider in the program, no span is recorded.
-Without the package `opentelemetry-api`, nothing happens at all.
+A sent message carries the context of the current span (trace_context.py). A Worker runs its handler in a span whose
+parent is that context. The program must set up OpenTelemetry itself. Without a tracer provider, no span is recorded.
+Without the package `opentelemetry-api`, this module does nothing.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ else:
 
 
 def current_context() -> str:
-    """Format the context of the current span as properties; "" when there is no span."""
+    """Encode the context of the current span as properties. Returns "" without a span."""
     if not HAS_API:
         return ""
     context: dict[str, str] = {}
-    # Always W3C's form, even if the program chose another for its HTTP headers: the broker reads no other form.
+    # Always W3C's form, even if the program uses another form in HTTP headers, because the broker reads no other form.
     TraceContextTextMapPropagator().inject(context)
     return encode_properties(context)
 
 
 @contextmanager
 def processing(message: Message, group: str) -> Iterator[None]:
-    """Make a span of the message's trace current while a member of `group` processes the message."""
+    """Open a span while a member of `group` processes the message. Its parent is the context in the message."""
     if not HAS_API:
         yield
         return

@@ -1,10 +1,10 @@
-"""Worker: runs a handler for each message of a topic, in threads or in processes, until it is stopped.
+"""Worker: a member of a consumer group that runs a handler for each message, in threads or in processes.
 
     def close_if_unpaid(message: Message) -> None: ...
 
     Worker(ball, "billing", "orders", close_if_unpaid, threads=4).run()
 
-The outcome of the handler is the answer to the group:
+The outcome of the handler decides what happens to the message:
 
     returns                 the message is acknowledged
     raises Retry(after)     the attempt failed, and the message is delivered again after this delay
@@ -18,11 +18,14 @@ A message is pulled only when a thread is free to handle it. The broker counts a
 attempt, and a process that dies gives no answer. So the only attempts that a dying process adds are those of messages
 whose handlers were running, and no message goes to the dead letters before a handler has seen it.
 
-While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs. One thread pulls.
-Another one acknowledges and renews. Acknowledgements that arrive during a call are sent together in the next one.
+While a handler runs, the lease of its message is renewed, so a handler may take as long as it needs.
 
-`stop`, or SIGTERM or SIGINT during `run`, ends the worker in order. It pulls no more messages. Messages that wait for a
-thread are given back at once, and no attempt is counted. Running handlers finish, and their outcomes are answered.
+Threads: the puller, the thread that acknowledges and renews, and the handlers. Messages that are handled during an
+acknowledging call are acknowledged together by the next call.
+
+`stop`, or SIGTERM or SIGINT during `run`, ends the worker in order. It pulls no more messages. It gives back messages
+that no handler has started, and no attempt is counted for them. Running handlers finish, and their outcomes are
+answered.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from typing import Protocol
 import msgspec
 
 from timeball.client.calls import OpenRead
-from timeball.client.consumer import Start, wanted
+from timeball.client.consumer import Start, make_filter
 from timeball.client.messages import Message, reason_of
 from timeball.client.timeball import Timeball
 from timeball.client.tracing import processing
@@ -52,17 +55,19 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.time_parsing import After, delay_ms
 
-# Processes that each run a worker. They are spawned, replaced when they die, and ended in order by SIGTERM.
+# ---- worker processes ---------------------------------------------------------------------------------------
 #
 # They are spawned and not forked, because gRPC does not survive a fork (dialing.py). So the worker is pickled, and its
 # handler must be importable in the process. Messages that a process had leased when it died are delivered again, to any
 # member, when their leases end. A process whose parent has died stops by itself.
 
-PAUSE_S = 1.0  # before a dead process is replaced: one that cannot start must not keep a core busy
-_LOOK_S = 0.5
+REPLACE_PAUSE_S = (
+    1.0  # before a dead process is replaced, so that a process that cannot start does not keep a core busy
+)
+_POLL_S = 0.5  # interval at which the replacing thread checks the processes, at the latest
 
 
-class Runs(Protocol):
+class Runnable(Protocol):
     """The methods of a worker that its process calls."""
 
     def run(self) -> None:
@@ -73,101 +78,112 @@ class Runs(Protocol):
 
 
 class Processes:
-    """`count` processes, each of which runs the worker that `make` returns."""
+    """`count` processes that each run the worker returned by `make_worker`.
 
-    def __init__(self, count: int, make: Callable[[], Runs]) -> None:
+    They are replaced when they die, and ended in order by SIGTERM.
+    """
+
+    def __init__(self, count: int, make_worker: Callable[[], Runnable]) -> None:
         try:
-            ForkingPickler.dumps(
-                make
-            )  # a trial of the pickling by spawn, where an error would end only the keeper thread
-        except Exception as error:  # of any kind: pickling a handler's parts may raise any error
+            # Spawning pickles as well, but an error there would only end the replacing thread.
+            ForkingPickler.dumps(make_worker)
+        except Exception as error:  # pickling the parts of a handler may raise any error
             raise RequestError(
                 f"this handler cannot be sent to another process ({error}): name a function at the top of a module"
             ) from error
-        self._count, self._make = count, make
-        self._spawn = multiprocessing.get_context("spawn")
+        self._count, self._make_worker = count, make_worker
+        self._spawn_context = multiprocessing.get_context("spawn")
         self._stopping = threading.Event()
         self._processes: list[SpawnProcess] = []
-        self._changing = threading.Lock()
-        self._keeper: threading.Thread | None = None
+        self._processes_lock = threading.Lock()
+        self._replacer: threading.Thread | None = None
 
     @property
     def pids(self) -> list[int]:
         """The process ids of the live processes."""
-        with self._changing:
-            return [one.pid for one in self._processes if one.pid is not None and one.is_alive()]
+        with self._processes_lock:
+            return [
+                process.pid for process in self._processes if process.pid is not None and process.is_alive()
+            ]
 
     def start(self) -> None:
         """Spawn the processes, and replace each one that dies."""
-        if self._keeper is not None:
+        if self._replacer is not None:
             raise RequestError("this Worker was started before; make another one")
         for _ in range(self._count):
-            self._add()
-        self._keeper = threading.Thread(target=self._keep, name="timeball-worker-processes", daemon=True)
-        self._keeper.start()
+            self._spawn_process()
+        self._replacer = threading.Thread(
+            target=self._replace_dead, name="timeball-worker-processes", daemon=True
+        )
+        self._replacer.start()
 
     def stop(self) -> None:
         """Ask each process to end in order."""
-        with self._changing:  # no process is added after this
+        with self._processes_lock:  # no process is added after this
             self._stopping.set()
-            for one in self._processes:
-                one.terminate()
+            for process in self._processes:
+                process.terminate()
 
     def join(self) -> None:
         """Wait until all processes have ended."""
-        while self._keeper is not None and self._keeper.is_alive():
+        while self._replacer is not None and self._replacer.is_alive():
             # with a time limit, because the main thread runs signal handlers between two calls
-            self._keeper.join(1.0)
+            self._replacer.join(1.0)
 
-    def _add(self) -> None:
-        with self._changing:
+    def _spawn_process(self) -> None:
+        with self._processes_lock:
             if not self._stopping.is_set():
-                one = self._spawn.Process(target=_run, args=(self._make,), name="timeball-worker")
-                one.start()
-                self._processes.append(one)
+                process = self._spawn_context.Process(
+                    target=_run_worker_process, args=(self._make_worker,), name="timeball-worker"
+                )
+                process.start()
+                self._processes.append(process)
 
-    def _keep(self) -> None:
+    def _replace_dead(self) -> None:
+        """Replace dead processes until all have ended. Runs in a thread."""
         while self._processes:
-            wait([one.sentinel for one in self._processes], _LOOK_S)
-            ended = [one for one in self._processes if not one.is_alive()]
-            with self._changing:
-                self._processes = [one for one in self._processes if one not in ended]
-            for one in ended:
-                one.join()
+            wait([process.sentinel for process in self._processes], _POLL_S)
+            ended = [process for process in self._processes if not process.is_alive()]
+            with self._processes_lock:
+                self._processes = [process for process in self._processes if process not in ended]
+            for process in ended:
+                process.join()
                 if not self._stopping.is_set():
                     logger.error(
-                        "worker process ended, starting another pid=%s exit=%s", one.pid, one.exitcode
+                        "worker process ended, starting another pid=%s exit=%s", process.pid, process.exitcode
                     )
-            if ended and not self._stopping.wait(PAUSE_S):
+            if ended and not self._stopping.wait(REPLACE_PAUSE_S):
                 for _ in ended:
-                    self._add()
+                    self._spawn_process()
 
 
-def _run(make: Callable[[], Runs]) -> None:
+def _run_worker_process(make_worker: Callable[[], Runnable]) -> None:
     """Run a worker in this process until it is stopped or the parent process has died."""
-    worker, parent = make(), multiprocessing.parent_process()
+    worker, parent = make_worker(), multiprocessing.parent_process()
 
-    def follow() -> None:
+    def stop_with_parent() -> None:
         assert parent is not None
         wait([parent.sentinel])
         worker.stop()
 
-    threading.Thread(target=follow, name="timeball-worker-parent", daemon=True).start()
+    threading.Thread(target=stop_with_parent, name="timeball-worker-parent", daemon=True).start()
     worker.run()
 
 
+# ---- the worker ---------------------------------------------------------------------------------------------
+
 logger = logging.getLogger(__name__)
 
-PULL_WAIT = "10s"  # of one long poll
+PULL_WAIT = "10s"  # the wait of a long poll
 RETRY_PAUSE_S = 1.0  # after a call that no broker answered
 
 Handler = Callable[[Message], object]
 
 
 class Retry(Exception):
-    """Raised by a handler: the attempt failed, and the message is delivered again `after` this delay.
+    """Raised by a handler: the attempt failed, and the message is delivered again after the delay `after`.
 
-    Without `after`, the delay is that of the group's retry policy.
+    Without `after`, the group's retry policy sets the delay.
     """
 
     def __init__(self, after: After | None = None) -> None:
@@ -180,9 +196,9 @@ class Dead(Exception):
 
 
 class WorkerCounts(msgspec.Struct):
-    """Outcomes since the start.
+    """Numbers of handled messages since the start, by outcome.
 
-    `late` messages were acknowledged after their lease had ended, so they are delivered again.
+    `late`: messages acknowledged after their lease had ended, so they are delivered again.
     """
 
     acknowledged: int = 0
@@ -233,23 +249,23 @@ class Worker:
             raise RequestError(f"processes={processes}: 0 (threads of this process), or how many")
         self._ball, self._group, self._topic, self._handler = ball, group, topic, handler
         self._thread_count, self._lease_ms = threads, delay_ms(lease, "lease")
-        self._lease, self._first, self._wanted = lease, start, wanted(tag, sql)
+        self._lease, self._start_position, self._filter = lease, start, make_filter(tag, sql)
         self.counts = WorkerCounts()
         self._processes: Processes | None = None
         if processes:
-            in_each = partial(
+            make_worker = partial(
                 Worker, ball, group, topic, handler,
                 threads=threads, lease=lease, start=start, tag=tag, sql=sql,
             )  # fmt: skip
-            self._processes = Processes(processes, in_each)
-        # Guards the fields down to `_done`, and `_handlers_left`. `_waiting` and `_running` together never exceed the
-        # number of threads.
-        self._state = threading.Condition()
-        self._waiting: deque[Message] = deque()  # pulled, and not yet taken by a thread
-        self._running: set[Message] = set()  # their handlers run now
-        self._done: list[Message] = []  # finished, and not yet acknowledged
+            self._processes = Processes(processes, make_worker)
+        # Guards `_queued`, `_running`, `_handled` and `_live_handlers`, and is notified when they change. `_queued` and
+        # `_running` together never have more messages than there are handler threads.
+        self._state_changed = threading.Condition()
+        self._queued: deque[Message] = deque()  # pulled, and not yet taken by a handler thread
+        self._running: set[Message] = set()  # their handlers are running
+        self._handled: list[Message] = []  # handled, and not yet acknowledged
         self._stopping, self._open_read = threading.Event(), OpenRead()
-        self._handlers_left = 0  # threads that still handle messages: at 0 the answering thread ends
+        self._live_handlers = 0  # live handler threads; at 0 the acknowledging thread ends
         self._threads: list[threading.Thread] = []
         self._failure: BaseException | None = None  # the first error of a thread, which `join` raises
 
@@ -261,15 +277,14 @@ class Worker:
         Signals are handled only if `run` is called in the main thread. If an error ends the worker, `run` raises it.
         """
 
-        def ask(_signal: int, _frame: FrameType | None) -> None:
-            threading.Thread(
-                target=self.stop, name="timeball-worker-stop"
-            ).start()  # a signal handler must take no lock
+        def stop_on_signal(_signal: int, _frame: FrameType | None) -> None:
+            # In a thread, because a signal handler must not wait for a lock.
+            threading.Thread(target=self.stop, name="timeball-worker-stop").start()
 
-        with ExitStack() as before:
+        with ExitStack() as old_handlers:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
-                    before.callback(signal.signal, number, signal.signal(number, ask))
+                    old_handlers.callback(signal.signal, number, signal.signal(number, stop_on_signal))
             self.start()
             self.join()
 
@@ -280,12 +295,14 @@ class Worker:
             return
         if self._threads:
             raise RequestError("this Worker was started before; make another one")
-        self._handlers_left = self._thread_count
-        works = [self._pull, self._answer, *[self._handle] * self._thread_count]
+        self._live_handlers = self._thread_count
+        targets = [self._pull, self._acknowledge_and_renew, *[self._handle] * self._thread_count]
         names = ["pull", "answer", *(f"handler-{number}" for number in range(self._thread_count))]
         self._threads = [
-            threading.Thread(target=self._guarded, args=(work,), name=f"timeball-worker-{name}", daemon=True)
-            for work, name in zip(works, names, strict=True)
+            threading.Thread(
+                target=self._run_guarded, args=(target,), name=f"timeball-worker-{name}", daemon=True
+            )
+            for target, name in zip(targets, names, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -297,8 +314,8 @@ class Worker:
             return
         self._stopping.set()
         self._open_read.cancel()
-        with self._state:
-            self._state.notify_all()
+        with self._state_changed:
+            self._state_changed.notify_all()
 
     def join(self) -> None:
         """Wait for the end. If an error ended the worker, raise it."""
@@ -324,144 +341,149 @@ class Worker:
 
     # ---- the threads ------------------------------------------------------------------------------------
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _run_guarded(self, target: Callable[[], None]) -> None:
+        """Run a thread's function. An error of any kind stops the worker, and `join` raises it."""
         try:
-            work()
-        except BaseException as error:  # of any kind: the other threads must end, and `join` raises the error
+            target()
+        except BaseException as error:  # an error of any kind must stop the other threads
             self._failure = self._failure or error
             self.stop()
 
     def _pull(self) -> None:
-        """Pull a message for each free thread."""
+        """Pull as many messages as there are free threads, until the worker stops. Then give back the queued ones."""
         consumer = self._ball._consumer
         while not self._stopping.is_set():
-            with self._state:
-                self._state.wait_for(lambda: self._room() > 0 or self._stopping.is_set())
-                room = self._room()
+            with self._state_changed:
+                self._state_changed.wait_for(lambda: self._free_threads() > 0 or self._stopping.is_set())
+                free_threads = self._free_threads()
             if self._stopping.is_set():
                 break
             try:
-                found = consumer.pull(
-                    self._topic, self._group, room, PULL_WAIT, self._first, self._lease, self._wanted, self._open_read
+                messages = consumer.pull(
+                    self._topic, self._group, free_threads, PULL_WAIT, self._start_position, self._lease, self._filter,
+                    self._open_read,
                 )  # fmt: skip
             except (Unavailable, OverLimit) as error:
-                self._pause("pull", error)
+                self._log_and_pause("pull", error)
                 continue
             except RequestError:
                 if self._stopping.is_set():
                     break  # `stop` has cancelled the read
                 raise
-            with self._state:
-                self._waiting.extend(found)
-                self._state.notify_all()
-        with self._state:
-            left, self._waiting = list(self._waiting), deque()
-            self._state.notify_all()
-        self._try("give_back", lambda: consumer.give_back(left, None))
+            with self._state_changed:
+                self._queued.extend(messages)
+                self._state_changed.notify_all()
+        with self._state_changed:
+            queued, self._queued = list(self._queued), deque()
+            self._state_changed.notify_all()
+        self._try_call("give_back", lambda: consumer.give_back(queued, None))
 
-    def _room(self) -> int:
-        return self._thread_count - len(self._waiting) - len(self._running)
+    def _free_threads(self) -> int:
+        return self._thread_count - len(self._queued) - len(self._running)
 
     def _handle(self) -> None:
+        """Run the handler for queued messages until the worker stops."""
         try:
             while (message := self._next()) is not None:
                 try:
                     is_done = self._run_handler(message)
                 finally:
-                    with self._state:
+                    with self._state_changed:
                         self._running.discard(message)
-                        self._state.notify_all()
+                        self._state_changed.notify_all()
                 if is_done:
-                    with self._state:
-                        self._done.append(message)
-                        self._state.notify_all()
+                    with self._state_changed:
+                        self._handled.append(message)
+                        self._state_changed.notify_all()
         finally:
-            with self._state:
-                self._handlers_left -= 1
-                self._state.notify_all()
+            with self._state_changed:
+                self._live_handlers -= 1
+                self._state_changed.notify_all()
 
     def _next(self) -> Message | None:
-        """Take the next message to handle; None when the worker stops."""
-        with self._state:
-            self._state.wait_for(lambda: self._waiting or self._stopping.is_set())
+        """Wait for the next message to handle. Returns None if the worker stops."""
+        with self._state_changed:
+            self._state_changed.wait_for(lambda: self._queued or self._stopping.is_set())
             if self._stopping.is_set():
                 return None
-            message = self._waiting.popleft()
+            message = self._queued.popleft()
             self._running.add(message)
-            self._state.notify_all()
+            self._state_changed.notify_all()
             return message
 
     def _run_handler(self, message: Message) -> bool:
-        """Run the handler. True if the message is to be acknowledged; every other outcome is answered here."""
+        """Run the handler. Returns True if the message must be acknowledged. Other outcomes are answered here."""
         try:
             with processing(message, self._group):
                 self._handler(message)
         except Retry as retry:
             self.counts.retried += 1
             reason = "" if retry.__cause__ is None else reason_of(retry.__cause__)
-            self._try("nack", partial(message._nack, retry.after_ms, reason))
+            self._try_call("nack", partial(message._nack, retry.after_ms, reason))
         except Dead as error:
             self.counts.dead += 1
             logger.warning("message given up id=%s topic=%s reason=%s", message.id, self._topic, error)
-            self._try("dead_letter", partial(message.dead_letter, reason=reason_of(error)))
-        except Exception as error:  # of any kind: it is the handler's, and the message is delivered again
+            self._try_call("dead_letter", partial(message.dead_letter, reason=reason_of(error)))
+        except Exception as error:  # a handler may raise any error
             self.counts.retried += 1
             logger.exception(
                 "handler failed id=%s topic=%s attempt=%d", message.id, self._topic, message.attempts + 1
             )
-            self._try("nack", partial(message.nack, reason=reason_of(error)))
-        except BaseException as error:  # the thread ends, and the message must not wait until its lease ends
-            self._try("nack", partial(message.nack, reason=reason_of(error)))
+            self._try_call("nack", partial(message.nack, reason=reason_of(error)))
+        except BaseException as error:  # the thread ends, but the message must not wait until its lease ends
+            self._try_call("nack", partial(message.nack, reason=reason_of(error)))
             raise
         else:
             return True
         return False
 
-    def _answer(self) -> None:
-        """Acknowledge finished messages. Renew leases when half of their time has passed."""
-        interval_s = self._lease_ms / 2000
+    def _acknowledge_and_renew(self) -> None:
+        """Acknowledge handled messages, and renew the other leases when half of their time has passed."""
+        interval_s = self._lease_ms / 2000  # half a lease
         clock = self._ball._clock
         renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
         while True:
-            with self._state:
-                left_s = (renew_ns - clock.monotonic_ns()) / 1e9
-                self._state.wait_for(lambda: self._done or not self._handlers_left, max(0.0, left_s))
-                done, self._done = self._done, []
-                is_over = not self._handlers_left
-                running, waiting = list(self._running), list(self._waiting)
-            if done and not self._acknowledge(done) and not self._stopping.is_set():
-                with self._state:
-                    self._done[:0] = done  # no broker answered, so try these again
+            with self._state_changed:
+                remaining_s = (renew_ns - clock.monotonic_ns()) / 1e9
+                self._state_changed.wait_for(
+                    lambda: self._handled or not self._live_handlers, max(0.0, remaining_s)
+                )
+                handled, self._handled = self._handled, []
+                is_over = not self._live_handlers
+                running, queued = list(self._running), list(self._queued)
+            if handled and not self._acknowledge(handled) and not self._stopping.is_set():
+                with self._state_changed:
+                    self._handled[:0] = handled  # no broker answered, so try these again
             if is_over:
                 return
             if clock.monotonic_ns() >= renew_ns:
-                # A renewal for a running handler counts as an attempt, in case this process dies. For waiting messages
-                # it does not.
-                self._try("extend", partial(self._renew, running, counts=True))
-                self._try("extend", partial(self._renew, waiting, counts=False))
+                # A renewal for a running handler counts as an attempt, in case this process dies. A renewal for a
+                # queued message does not.
+                self._try_call("extend", partial(self._renew_leases, running, counts=True))
+                self._try_call("extend", partial(self._renew_leases, queued, counts=False))
                 renew_ns = clock.monotonic_ns() + int(interval_s * 1e9)
 
-    def _renew(self, messages: list[Message], *, counts: bool) -> None:
+    def _renew_leases(self, messages: list[Message], *, counts: bool) -> None:
         self._ball._consumer.change(messages, self._lease_ms, counts=counts)
 
-    def _acknowledge(self, done: list[Message]) -> bool:
-        """Acknowledge messages. False when no broker answered."""
+    def _acknowledge(self, handled: list[Message]) -> bool:
+        """Acknowledge messages and count the outcomes. Returns False if no broker answered."""
         try:
-            valid = self._ball.ack(done)
+            valid = self._ball.ack(handled)
         except (Unavailable, OverLimit) as error:
-            self._pause("ack", error)
+            self._log_and_pause("ack", error)
             return False
         self.counts.acknowledged += valid
-        self.counts.late += len(done) - valid
+        self.counts.late += len(handled) - valid
         return True
 
-    def _pause(self, what: str, error: TimeballError) -> None:
-        logger.warning("call failed, trying again call=%s group=%s reason=%s", what, self._group, error)
+    def _log_and_pause(self, call_name: str, error: TimeballError) -> None:
+        logger.warning("call failed, trying again call=%s group=%s reason=%s", call_name, self._group, error)
         self._stopping.wait(RETRY_PAUSE_S)
 
-    def _try(self, what: str, call: Callable[[], object]) -> None:
-        """Make a call whose failure only costs time: the lease ends, and the message is delivered again."""
+    def _try_call(self, call_name: str, call: Callable[[], object]) -> None:
+        """Make a call that may fail: then the lease ends after its time, and the message is delivered again."""
         try:
             call()
         except TimeballError as error:
-            logger.warning("call failed call=%s group=%s reason=%s", what, self._group, error)
+            logger.warning("call failed call=%s group=%s reason=%s", call_name, self._group, error)

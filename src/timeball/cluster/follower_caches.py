@@ -2,13 +2,13 @@
 
 Committed rows are applied in a separate thread. The first call loads the queues and tables of the last checkpoint or
 snapshot. From then on the caches follow the log (broker/recovery/applying.py). When the leader's retention has deleted
-the first rows before a learner joined, the learner waits for a snapshot that contains their state.
+the first rows before a learner joined, the learner applies nothing until a snapshot with their state is committed.
 """
 
 from __future__ import annotations
 
 from timeball.broker.recovery.applying import Applying
-from timeball.broker.recovery.recovery import lacks_rows, newest_known, starting_point
+from timeball.broker.recovery.recovery import lacks_rows, newest_starting_point, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.transport.data_files import CommittedFiles
@@ -28,7 +28,7 @@ class FollowerCaches:
     def __init__(self, files: Files, log: ReplicaLog, settings: Settings) -> None:
         self._files, self._log, self._settings = files, log, settings
         self._applying: Applying | None = None
-        self._attach_seq = -1  # row of the last attach that is contained in `files`
+        self._attach_seq = -1  # row of the last attach whose files are in `files`
         self.files = CommittedFiles()  # replaced as a whole, never changed, so other threads may read it
 
     @property
@@ -42,15 +42,15 @@ class FollowerCaches:
         assert segments is not None, "rows are committed"
         if self._applying is None:
             # Only a snapshot below `to_seq` is committed. A later one may still be cut from the log.
-            known = newest_known(checkpoint.load(self._files), segments, to_seq)
-            if lacks_rows(known, segments):
+            start = newest_starting_point(checkpoint.load(self._files), segments, to_seq)
+            if lacks_rows(start, segments):
                 return
-            self._applying = self._begin(known, to_seq)
+            self._applying = self._load(start, to_seq)
         self._applying.apply(to_seq)
         self._publish(self._applying)
 
     def finish(self, to_seq: int) -> Applying:
-        """Apply the rows below `to_seq`, which are all, and return the caches. Raises Corrupt when rows are missing."""
+        """Apply the last rows, those below `to_seq`. Returns the caches. Raises Corrupt when rows are missing."""
         self.apply(to_seq)
         if self._applying is None:
             assert self._log.segments is not None
@@ -58,10 +58,10 @@ class FollowerCaches:
         assert self._applying is not None
         return self._applying
 
-    def _begin(self, known: Checkpoint, to_seq: int) -> Applying:
+    def _load(self, start: Checkpoint, to_seq: int) -> Applying:
         assert self._log.segments is not None
         tables = Tables(self._files, self._settings.queues_per_topic)
-        applying = Applying(known, LogReader(self._log.segments), tables)
+        applying = Applying(start, LogReader(self._log.segments), tables)
         applying.read_tail()
         snapshot = checkpoint.last_snapshot(self._log.segments, to_seq)
         if snapshot is not None:

@@ -1,7 +1,7 @@
 """The part of a replica that runs on the event loop: keeps the lease, reads the record, and carries out swaps.
 
-The coordinator's answers become events for the replica's thread. Requests of that thread arrive through the hooks and
-are sent to the coordinator one after the other, in their order.
+It passes the coordinator's answers to the replica's thread as events. The thread's requests arrive through the hooks,
+and are sent to the coordinator one after the other, in their order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Node
 from timeball.cluster.coordination.lease import HeldLease
-from timeball.cluster.operating.operations import Step, next_step
+from timeball.cluster.operating.operations import WishStep, next_wish_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_thread import ReplicaThread
@@ -25,13 +25,13 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 logger = logging.getLogger(__name__)
 
 REPLICATION = "replication"  # key of the address that other replicas dial, among a node's addresses
-POLL_S = 1.0  # the record is read at least at this interval
-AGAIN_S = 0.1  # pause after a request without an answer
-REPORT_S = 1.0  # figures are reported at most at this interval
+POLL_S = 1.0  # the record is read at least this often
+RETRY_S = 0.1  # pause after a request without an answer
+REPORT_S = 1.0  # figures are reported at most this often
 
 
 class Duties(Protocol):
-    """Requests of a member to its process. Each is called on the event loop."""
+    """Requests of a member to its process. All methods are called on the event loop."""
 
     def apply(self, seq: int) -> None:
         """Apply the committed rows below `seq` to the follower's caches."""
@@ -43,10 +43,10 @@ class Duties(Protocol):
         """Stop serving, hand the lead over to this node, and end the process, unless a hand-over is under way."""
 
     def figures(self) -> ReplicaFigures:
-        """Return the replica's figures."""
+        """Collect the replica's figures."""
 
     def end(self, error: BaseException) -> None:
-        """End the process: the replica leads no more, or its disk has failed."""
+        """End the process: the replica does not lead any more, or its disk has failed."""
 
 
 class Member:
@@ -56,9 +56,9 @@ class Member:
         self, coordinator: Coordinator, clock: Clock, node: Node, group: str, ttl_ms: int, duties: Duties
     ) -> None:
         self._coordinator, self._node, self._group, self._duties = coordinator, node, group, duties
-        self._held = HeldLease(coordinator, clock, node, ttl_ms)
+        self._lease_keeper = HeldLease(coordinator, clock, node, ttl_ms)
         self._loop = asyncio.get_running_loop()
-        self._asked: asyncio.Queue[do.Effect] = asyncio.Queue()
+        self._requests: asyncio.Queue[do.Effect] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._thread: ReplicaThread
         self.view: GroupView | None = None  # as last read
@@ -68,8 +68,8 @@ class Member:
         """Start the duties for a running thread."""
         self._thread = thread
         self._tasks = [
-            asyncio.create_task(self._guarded(duty))
-            for duty in (self._renew, self._watch, self._answer, self._report)
+            asyncio.create_task(self._run_guarded(duty))
+            for duty in (self._renew_lease, self._watch_record, self._handle_requests, self._report_figures)
         ]
 
     async def close(self) -> None:
@@ -78,17 +78,17 @@ class Member:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
-            await self._held.release()
+            await self._lease_keeper.release()
         except (Unavailable, SetupError) as error:
             logger.warning("lease not ended, it runs out reason=%s", error)
         await self._coordinator.close()
 
     def leader(self) -> str:
-        """Return the node that leads, as far as is known, or "" when there is none."""
+        """Find the node that leads, by the last read record. "" when there is none."""
         return self.view.leader if self.view is not None else ""
 
     def address(self, edge: str) -> Address | None:
-        """Return the leader's address for an edge, or None while no other node leads."""
+        """Find the leader's address for an edge. None while no other node leads."""
         leader = self.nodes.get(self.leader())
         if leader is None or leader.name == self._node.name or edge not in leader.addresses:
             return None
@@ -98,101 +98,101 @@ class Member:
 
     def propose(self, proposal: do.Propose) -> None:
         """Swap the record and report the outcome with a Proposed event."""
-        self._ask(proposal)
+        self._request(proposal)
 
     def hold(self) -> None:
         """Create the holder's key."""
-        self._ask(do.Hold())
+        self._request(do.Hold())
 
     def resign(self) -> None:
         """Remove the holder's key."""
-        self._ask(do.Resign())
+        self._request(do.Resign())
 
     def apply(self, seq: int) -> None:
         """Apply the committed rows below `seq` to the follower's caches."""
-        self._call(self._duties.apply, seq)
+        self._call_in_loop(self._duties.apply, seq)
 
     def serve(self, epoch: int) -> None:
         """Begin to serve: this replica leads."""
-        self._call(self._duties.serve, epoch)
+        self._call_in_loop(self._duties.serve, epoch)
 
     def stop_serving(self, reason: str) -> None:
         """End the process: this replica leads no more."""
         logger.warning("replica leads no more reason=%s", reason)
-        self._call(self._duties.end, LeaseLost(f"this node leads no more: {reason}"))
+        self._call_in_loop(self._duties.end, LeaseLost(f"this node leads no more: {reason}"))
 
     def fail(self, error: BaseException) -> None:
         """End the process: the disk has failed, or an assertion of this program does not hold."""
-        self._call(self._duties.end, error)
+        self._call_in_loop(self._duties.end, error)
 
-    def _ask(self, effect: do.Effect) -> None:
-        self._call(self._asked.put_nowait, effect)
+    def _request(self, effect: do.Effect) -> None:
+        self._call_in_loop(self._requests.put_nowait, effect)
 
-    def _call(self, call: Callable[..., None], *args: Any) -> None:
+    def _call_in_loop(self, call: Callable[..., None], *args: Any) -> None:
         self._loop.call_soon_threadsafe(call, *args)
 
     # -- duties ------------------------------------------------------------------------------------------------------
 
-    async def _guarded(self, duty: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _run_guarded(self, duty: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
             await duty()
         except Exception as error:
             # No caller awaits the task, so an error in a duty would go unnoticed. It must end the replica.
             self._duties.end(error)
 
-    async def _renew(self) -> None:
+    async def _renew_lease(self) -> None:
         while True:
-            pause_s = await self._held.beat()
-            if self._held.lease is not None:
-                self._thread.tell(on.LeaseExtended(self._held.lease.ends_ms))
+            pause_s = await self._lease_keeper.renew_or_grant()
+            if self._lease_keeper.lease is not None:
+                self._thread.tell(on.LeaseExtended(self._lease_keeper.lease.ends_ms))
             await asyncio.sleep(pause_s)
 
-    async def _watch(self) -> None:
+    async def _watch_record(self) -> None:
         while True:
             try:
                 self.view = view = await self._coordinator.read(self._group)
-                self._know(await self._coordinator.nodes())
+                self._update_nodes(await self._coordinator.nodes())
             except (Unavailable, SetupError) as error:
                 logger.warning("record not read reason=%s", error)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
                 continue
-            self._show(view)
+            self._report_record(view)
             try:
-                await self._grant(view)
+                await self._handle_wish(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
             except (Unavailable, SetupError):
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
-    async def _grant(self, view: GroupView) -> None:
-        """Carry out the wish of an operator, if this replica leads."""
-        match next_step(view, self._thread.state):
-            case Step.SETTLE if view.asked is not None:
-                await self._coordinator.settle(self._group, view.asked)
-            case Step.WANT if view.asked is not None:
-                self._thread.tell(on.ReplicasWanted(view.asked.wish.replicas))
-            case Step.FORGET if view.record is not None:
+    async def _handle_wish(self, view: GroupView) -> None:
+        """Take the next step for an operator's wish, if this replica leads."""
+        match next_wish_step(view, self._thread.state):
+            case WishStep.SETTLE if view.pending_wish is not None:
+                await self._coordinator.settle(self._group, view.pending_wish)
+            case WishStep.WANT if view.pending_wish is not None:
+                self._thread.tell(on.ReplicasWanted(view.pending_wish.wish.replicas))
+            case WishStep.FORGET if view.record is not None:
                 self._thread.tell(on.ReplicasWanted(view.record.replicas))
-            case Step.HAND_OVER if view.asked is not None:
-                self._duties.hand_over(view.asked.wish.hand_over_to)
+            case WishStep.HAND_OVER if view.pending_wish is not None:
+                self._duties.hand_over(view.pending_wish.wish.hand_over_to)
 
-    async def _report(self) -> None:
+    async def _report_figures(self) -> None:
         """Publish the replica's figures when they have changed."""
-        told: tuple[int, ReplicaFigures] | None = None
+        reported: tuple[int, ReplicaFigures] | None = None
         failing = ""
         while True:
-            lease, figures = self._held.lease, self._duties.figures()
-            if lease is not None and told != (lease.id, figures):
+            lease, figures = self._lease_keeper.lease, self._duties.figures()
+            if lease is not None and reported != (lease.id, figures):
                 try:
                     await self._coordinator.report(figures, lease)
-                    told, failing = (lease.id, figures), ""
+                    reported, failing = (lease.id, figures), ""
                 except (Unavailable, SetupError) as error:
                     if not failing:
                         logger.warning("figures not reported reason=%s", error)
                     failing = str(error)
             await asyncio.sleep(REPORT_S)
 
-    def _know(self, nodes: dict[str, Node]) -> None:
-        # Keep dialing a node whose lease has ended: it comes back at the same address, or registers another one.
+    def _update_nodes(self, nodes: dict[str, Node]) -> None:
+        # Keep dialing nodes whose lease has ended: they come back at the same address, or register another one.
         self.nodes |= {name: node for name, node in nodes.items() if node.group in ("", self._group)}
         addresses = {
             name: parse_address(node.addresses[REPLICATION])
@@ -201,9 +201,9 @@ class Member:
         }
         self._thread.set_addresses(addresses)
 
-    async def _answer(self) -> None:
+    async def _handle_requests(self) -> None:
         while True:
-            effect = await self._asked.get()
+            effect = await self._requests.get()
             try:
                 await self._carry_out(effect)
             except (Unavailable, SetupError) as error:
@@ -213,7 +213,7 @@ class Member:
                     self._thread.tell(on.Proposed(0, effect.record, None))
 
     async def _carry_out(self, effect: do.Effect) -> None:
-        lease = self._held.lease
+        lease = self._lease_keeper.lease
         match effect:
             case do.Propose():
                 await self._swap(effect)
@@ -222,19 +222,20 @@ class Member:
             case do.Resign() if lease is not None:
                 await self._coordinator.resign(self._group, lease)
 
-    async def _swap(self, asked: do.Propose) -> None:
-        lease, record = self._held.lease, asked.record
+    async def _swap(self, proposal: do.Propose) -> None:
+        """Carry out the swap of a Propose effect, and report its outcome."""
+        lease, record = self._lease_keeper.lease, proposal.record
         try:
-            if asked.holder is do.Holder.KEEP:
-                swap = await self._coordinator.change(self._group, asked.revision, record)
+            if proposal.holder is do.Holder.KEEP:
+                swap = await self._coordinator.change(self._group, proposal.revision, record)
             elif lease is None:
                 raise LeaseLost("no lease to hold the group by")
-            elif asked.holder is do.Holder.TAKE:
+            elif proposal.holder is do.Holder.TAKE:
                 swap = await self._coordinator.lead(
-                    self._group, asked.revision, record, lease, displaces=asked.displaces
+                    self._group, proposal.revision, record, lease, displaces=proposal.displaces
                 )
             else:
-                swap = await self._coordinator.hand_over(self._group, asked.revision, record, lease)
+                swap = await self._coordinator.hand_over(self._group, proposal.revision, record, lease)
         except LeaseLost:
             self._thread.tell(on.Proposed(0, record, False))
             return
@@ -243,9 +244,10 @@ class Member:
         if not swap.won:
             # Pass the record on at once. A hand-over in it may name this replica, which has only a short time to begin
             # (`hand_over_ms`) and must not wait for the next read.
-            self._show(swap.view)
+            self._report_record(swap.view)
 
-    def _show(self, view: GroupView) -> None:
+    def _report_record(self, view: GroupView) -> None:
+        """Pass a record that was read to the protocol (a Seen event)."""
         if view.record is not None:
             holder = None if view.holder is None else view.holder.node
             self._thread.tell(on.Seen(view.revision, view.record, holder))

@@ -48,11 +48,11 @@ class Identity(msgspec.Struct, frozen=True):
     group: str
     replica: str  # node and incarnation
     promised: int = 0  # epoch
-    has_log: bool = False  # a segment was begun; if the log is empty at a start, it has been lost
+    has_log: bool = False  # a segment was created: an empty log at a start is a lost one
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """Older frames, read in order to be sent. `begin` is set when they are the first of their segment."""
+class LogPiece(msgspec.Struct, frozen=True):
+    """Older frames of one segment, to be sent to a replica. `begin` is set if they are the first of the segment."""
 
     begin: Begin | None
     ordinal: int
@@ -75,47 +75,47 @@ class ReplicaLog:
         self.segments: Segments | None = None
         self._file: SegmentFile | None = None
         # True while this replica leads: the broker's writer appends, and its event loop adds frames to `segments`.
-        self._is_led = False
-        self.identity = self._identity(node, group, damage)
+        self._is_leading = False
+        self.identity = self._load_identity(node, group, damage)
         ends = self.ends()
-        self._cut_behind(ends[-1].position if ends else BEGINNING, keeps_header=True)
-        self._keep_has_log()
-        if self.promised_at_least(ends) > self.identity.promised:
-            self.keep_promise(self.promised_at_least(ends))
+        self._cut_after(ends[-1].position if ends else BEGINNING, keeps_header=True)
+        self._save_has_log()
+        if self.minimum_promise(ends) > self.identity.promised:
+            self.keep_promise(self.minimum_promise(ends))
 
-    def _identity(self, node: str, group: str, damage: str) -> Identity:
+    def _load_identity(self, node: str, group: str, damage: str) -> Identity:
         """Load the identity of this disk, or create a new one if the disk is new, was wiped or is damaged."""
-        known = _read_identity(self._files)
-        if known is not None and (known.group, known.replica.partition("/")[0]) != (group, node):
+        identity = _read_identity(self._files)
+        if identity is not None and (identity.group, identity.replica.partition("/")[0]) != (group, node):
             raise SetupError(
-                f"the log belongs to replica {known.replica} of group {known.group}, this is node {node}, group "
+                f"the log belongs to replica {identity.replica} of group {identity.group}, this is node {node}, group "
                 f"{group}: name the folder of this node (--data)"
             )
-        if known is None or damage or (not self._segments and known.has_log):
+        if identity is None or damage or (not self._segments and identity.has_log):
             if damage:
-                logger.error("log damaged, what is behind is fetched again reason=%s", damage)
-            known = Identity(group, f"{node}/{secrets.token_hex(4)}", has_log=bool(self._segments))
-            self._keep(known)
-        return known
+                logger.error("log damaged, the rows after the damage are fetched again reason=%s", damage)
+            identity = Identity(group, f"{node}/{secrets.token_hex(4)}", has_log=bool(self._segments))
+            self._save_identity(identity)
+        return identity
 
-    # -- what the protocol asks of the disk --------------------------------------------------------------------------
+    # -- disk operations of the protocol -----------------------------------------------------------------------------
 
     def log(self) -> Log:
-        """Describe the log in the protocol's terms."""
+        """Describe the log for the protocol's state."""
         if not self._segments:
             return Log()
         last = self._last
         return Log(self.ends(), last.ordinal, last.end, last.next_seq)
 
     def ends(self) -> Ends:
-        """Find the end of each epoch."""
-        found: list[EpochEnd] = []
+        """List the end of each epoch in the log."""
+        epochs: list[EpochEnd] = []
         for segment in self._segments.values():
             for frame in epoch_ends(segment):
-                if found and found[-1].epoch == frame.epoch:
-                    found.pop()
-                found.append(EpochEnd(frame.epoch, segment.ordinal, frame.end, frame.next_seq))
-        return tuple(found)
+                if epochs and epochs[-1].epoch == frame.epoch:
+                    epochs.pop()
+                epochs.append(EpochEnd(frame.epoch, segment.ordinal, frame.end, frame.next_seq))
+        return tuple(epochs)
 
     @property
     def first(self) -> Position:
@@ -126,19 +126,19 @@ class ReplicaLog:
         return Position(segment.ordinal, fmt.ALIGN, segment.first_seq)
 
     @staticmethod
-    def promised_at_least(ends: Ends) -> int:
+    def minimum_promise(ends: Ends) -> int:
         """Find the highest epoch that this replica must have promised, by the frames in its log."""
         return ends[-1].epoch if ends else 0
 
     def keep_promise(self, epoch: int) -> None:
         """Store the promised epoch durably."""
-        self._keep(msgspec.structs.replace(self.identity, promised=epoch))
+        self._save_identity(msgspec.structs.replace(self.identity, promised=epoch))
 
     def begin_segment(self, begin: Begin) -> None:
         """Create a segment and write and sync its header, unless the segment exists."""
         if begin.ordinal in self._segments:
-            # The broker's writer has begun it, or it is an earlier leader's empty segment, whose header this leader
-            # only repeats for the other replicas.
+            # Either the broker's writer has created it, or it is an empty segment of an earlier leader, and this leader
+            # repeats its header for the other replicas.
             return
         self._close_file()
         spare = prepare(self._files, begin.ordinal, begin.size_bytes)
@@ -148,10 +148,10 @@ class ReplicaLog:
         segment = Segment(begin.ordinal, begin.first_seq, spare.mapped)
         self._segments[begin.ordinal] = segment
         if self.segments is None:
-            self._share()
+            self._share_segments()
         else:
             self.segments.add(segment)
-        self._keep_has_log()
+        self._save_has_log()
 
     def write(self, ordinal: int, position: int, frames: bytes) -> None:
         """Write whole frames at the end of the log."""
@@ -160,7 +160,7 @@ class ReplicaLog:
         if position + len(frames) > file.reserved_to:
             file.reserve(position + len(frames))
         file.file.write_at(position, frames)
-        if self._is_led:
+        if self._is_leading:
             return
         segment, end = self._segments[ordinal], position + len(frames)
         while segment.end < end:
@@ -173,21 +173,21 @@ class ReplicaLog:
         self._open_file().file.sync()
 
     def cut(self, at: Position) -> None:
-        """Remove everything after `at`, from the back, so that a crash in between leaves a valid, longer log."""
+        """Remove everything after `at`, from the end backwards, so that a crash in between leaves a valid log."""
         if at == BEGINNING:
             # Before the removal: with `has_log` set, the next start would take the empty log for a lost one.
-            self._keep(msgspec.structs.replace(self.identity, has_log=False))
-        self._cut_behind(at, keeps_header=False)
+            self._save_identity(msgspec.structs.replace(self.identity, has_log=False))
+        self._cut_after(at, keeps_header=False)
 
-    def let_go(self, before_seq: int) -> None:
-        """Remove the segments that lie completely before a row. Do nothing once the broker's writer appends."""
-        if self._is_led or self.segments is None:
+    def delete_segments_before(self, before_seq: int) -> None:
+        """Delete the segments whose rows are all below `before_seq`. Do nothing once the broker's writer appends."""
+        if self._is_leading or self.segments is None:
             return  # the broker's own retention removes segments
-        gone = takewhile(lambda segment: segment.next_seq <= before_seq, self.segments.all[:-1])
-        self.segments.remove(self._files, list(gone))
+        removable = takewhile(lambda segment: segment.next_seq <= before_seq, self.segments.all[:-1])
+        self.segments.remove(self._files, list(removable))
 
-    def read(self, begin: Position, end: Position, epoch: int) -> Piece | None:
-        """Read frames of one segment from `begin` on, at most up to `end`, or return None when there are none."""
+    def read(self, begin: Position, end: Position, epoch: int) -> LogPiece | None:
+        """Read frames of one segment, from `begin` and at most up to `end`. None when there are none."""
         if begin >= end:
             return None
         ordinal, position = begin.ordinal, begin.end
@@ -195,19 +195,23 @@ class ReplicaLog:
         if segment is None or self._frame_at(segment, position, end) is None:
             ordinal = ordinal + 1 if segment is not None else min(self._segments)
             segment, position = self._segments[ordinal], fmt.ALIGN
-        opening = None
+        begin_message = None
         if position == fmt.ALIGN:
             header = bytes(segment.buffer[: fmt.ALIGN])
-            opening = Begin(epoch, ordinal, segment.buffer.size, segment.first_seq, header)
-        to, seq = position, begin.seq
-        while (frame := self._frame_at(segment, to, end)) is not None and (
-            to == position or frame.end - position <= min(READ_BYTES, FRAMES_BYTES_MAX)
+            begin_message = Begin(epoch, ordinal, segment.buffer.size, segment.first_seq, header)
+        read_to, seq = position, begin.seq
+        while (frame := self._frame_at(segment, read_to, end)) is not None and (
+            read_to == position or frame.end - position <= min(READ_BYTES, FRAMES_BYTES_MAX)
         ):
-            to, seq = frame.end, frame.next_seq
-        if to == position:
+            read_to, seq = frame.end, frame.next_seq
+        if read_to == position:
             return None
-        return Piece(
-            opening, ordinal, position, bytes(segment.buffer[position:to]), Position(ordinal, to, seq)
+        return LogPiece(
+            begin_message,
+            ordinal,
+            position,
+            bytes(segment.buffer[position:read_to]),
+            Position(ordinal, read_to, seq),
         )
 
     def _frame_at(self, segment: Segment, position: int, end: Position) -> fmt.Frame | None:
@@ -217,11 +221,16 @@ class ReplicaLog:
 
     # -- the writer of a leader --------------------------------------------------------------------------------------
 
-    def room_for(self, size_bytes: int, seq: int, now_ms: int, epoch: int) -> tuple[Begin | None, int, int]:
-        """Find the position for a commit of this replica: ordinal and byte, and the segment to begin, if any."""
+    def place_commit(
+        self, size_bytes: int, seq: int, now_ms: int, epoch: int
+    ) -> tuple[Begin | None, int, int]:
+        """Find the position of this leader's next commit, of `size_bytes`.
+
+        Returns the BEGIN to send if the commit is the first of its segment, the segment's ordinal, and the byte.
+        """
         if self._segments and self._last.end + size_bytes <= self._last.buffer.size:
             last, begin = self._last, None
-            if last.end == fmt.ALIGN:  # an earlier leader has begun the segment, and it is still empty
+            if last.end == fmt.ALIGN:  # the segment of an earlier leader, which is still empty
                 begin = Begin(epoch, last.ordinal, last.buffer.size, seq, bytes(last.buffer[: fmt.ALIGN]))
             return begin, last.ordinal, last.end
         ordinal = self._last.ordinal + 1 if self._segments else 1
@@ -230,30 +239,30 @@ class ReplicaLog:
 
     def close(self) -> None:
         """Close the file being written, unless the broker's writer owns it."""
-        if not self._is_led:
+        if not self._is_leading:
             self._close_file()
 
     def opened(self) -> Opened:
-        """Pass the log to a broker's writer, which appends from now on."""
-        self._is_led = True
+        """Pass the log to the broker's writer, which appends from now on."""
+        self._is_leading = True
         assert self.segments is not None, "the row that opens the epoch is in it"
         return Opened(self.segments, self._open_file(), 0)
 
-    def _share(self) -> None:
+    def _share_segments(self) -> None:
         self.segments = Segments(list(self._segments.values())) if self._segments else None
         if self.segments is not None:
-            self.segments.on_drop.append(self._drop)
+            self.segments.on_drop.append(self._forget_segments)
 
-    def _drop(self, gone: list[Segment]) -> None:
+    def _forget_segments(self, removed: list[Segment]) -> None:
         """Forget segments that retention has removed.
 
         Another thread calls this method. Each removal from the dict is atomic.
         """
-        for segment in gone:
+        for segment in removed:
             self._segments.pop(segment.ordinal, None)
 
     def follow_writer(self, file: SegmentFile, first_seq: int) -> None:
-        """Take the segment that the writer has begun as the last one.
+        """Add the segment that the broker's writer has created, as the last one.
 
         The writer itself adds it to `segments`, after its commit.
         """
@@ -267,12 +276,12 @@ class ReplicaLog:
     def _last(self) -> Segment:
         return self._segments[max(self._segments)]
 
-    def _keep_has_log(self) -> None:
-        """Store that there is a log, after its first header is written and before its first frame."""
+    def _save_has_log(self) -> None:
+        """Store that the disk has a log, after its first header is written and before its first frame."""
         if self._segments and not self.identity.has_log:
-            self._keep(msgspec.structs.replace(self.identity, has_log=True))
+            self._save_identity(msgspec.structs.replace(self.identity, has_log=True))
 
-    def _keep(self, identity: Identity) -> None:
+    def _save_identity(self, identity: Identity) -> None:
         self._files.replace(IDENTITY_NAME, msgspec.json.encode(identity))
         self.identity = identity
 
@@ -288,15 +297,15 @@ class ReplicaLog:
             self._file.file.close()
             self._file = None
 
-    def _cut_behind(self, at: Position, *, keeps_header: bool) -> None:
+    def _cut_after(self, at: Position, *, keeps_header: bool) -> None:
         kept = {ordinal for ordinal in self._segments if ordinal <= at.ordinal}
         if keeps_header and at.ordinal + 1 in self._segments:
             kept.add(at.ordinal + 1)  # begun, but still empty
         self._remove_names(kept)
-        for ordinal in [each for each in self._segments if each not in kept]:
+        for ordinal in [segment_ordinal for segment_ordinal in self._segments if segment_ordinal not in kept]:
             del self._segments[ordinal]
         if not self._segments or self.segments is None:
-            self._share()
+            self._share_segments()
         else:
             self.segments.cut(list(self._segments.values()))
         if not self._segments:
@@ -304,7 +313,7 @@ class ReplicaLog:
         last = self._last
         if last.ordinal == at.ordinal:
             _forget_frames(last, at)
-        self._blank(last)
+        self._overwrite_with_zeros(last)
 
     def _remove_names(self, kept: set[int]) -> None:
         """Remove the files of segments and spares that are not in `kept`, the last first.
@@ -323,10 +332,10 @@ class ReplicaLog:
                     self._files.remove(f"{FOLDER}/{ordinal:010d}{suffix}")
             self._files.sync_dir(FOLDER)
 
-    def _blank(self, segment: Segment) -> None:
+    def _overwrite_with_zeros(self, segment: Segment) -> None:
         """Overwrite the bytes after the last frame with zeros, from the back, with a sync after each batch.
 
-        So a crash in between leaves a hole of at most one batch, which recovery does not take for damage.
+        A crash in between then leaves a hole of at most one batch, which recovery does not take for damage.
         """
         file, end = self._open_file(), last_written(segment.buffer, segment.end)
         while end > segment.end:
@@ -339,7 +348,7 @@ class ReplicaLog:
 
 
 def _forget_frames(segment: Segment, at: Position) -> None:
-    """Let a segment end at `at`, and remove the frames after it from its index."""
+    """Set the end of a segment to `at`, and remove the frames after it from its index in memory."""
     count = sum(1 for position in segment.frame_positions if position < at.end)
     positions = array("q", segment.frame_positions[:count])
     segment.frame_positions, segment.frame_seqs = positions, array("q", segment.frame_seqs[:count])

@@ -1,9 +1,8 @@
 """The thread of a replica: takes events one by one, steps the protocol, and carries out the effects in their order.
 
-It is also the broker's disk thread. While this replica leads, the log's writer passes each commit to `commit`. The
-commit then waits for the other disks, and this thread itself reads their acknowledgements from the sockets, so that
-no second thread has to be woken. Other calls of the broker on this thread wait meanwhile, as they wait for a commit
-on a single broker.
+It is also the broker's disk thread. While this replica leads, the log's writer passes each commit to `commit`, which
+waits for the other disks. Meanwhile this thread itself reads the acknowledgements from the sockets, so that no second
+thread has to be woken. Other calls of the broker on this thread wait as long, as they do on a single broker.
 
 The coordinator is called on the event loop (member.py). Its answers arrive through `tell`, and requests to it leave
 through the hooks. The first disk error ends the replica (docs/decisions/0003-fail-stop.md).
@@ -69,7 +68,7 @@ class Hooks(Protocol):
         """Begin to serve: this replica leads."""
 
     def stop_serving(self, reason: str) -> None:
-        """End the process: this replica leads no more."""
+        """End the process: this replica does not lead any more."""
 
     def fail(self, error: BaseException) -> None:
         """End the process: the disk has failed, or an assertion of this program does not hold."""
@@ -96,7 +95,7 @@ class ReplicaThread(Disk):
     ) -> None:
         self._log, self._connections, self._clock, self._hooks = log, connections, clock, hooks
         connections.listener = self
-        # Only this thread replaces the state. Each state is immutable, so readers in other threads see a whole one.
+        # Only this thread replaces the state. States are immutable, so other threads always read a consistent one.
         self.state = Replica(
             rules, promised=log.identity.promised, log=log.log(), first=log.first,
             now_ms=clock.boot_ms(), wall_ms=clock.wall_ms(),
@@ -105,18 +104,18 @@ class ReplicaThread(Disk):
         self.clock_offsets = ClockOffsets()
         self.since_ms = clock.wall_ms()  # wall clock when the replica entered its role
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._told: SimpleQueue[Event] = SimpleQueue()
-        self._to_send: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._incoming_events: SimpleQueue[Event] = SimpleQueue()
+        self._outgoing_sends: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.file_work: FileWork | None = None  # None: this replica has no data files
         self._events: deque[Event] = deque()
         self._is_stepping = False
-        self._is_over = False  # shut down, or failed
+        self._has_ended = False  # shut down, or failed
         self._ticked_ms = 0
         # A follower applies every APPLY_MS. Applying each commit would cost as much as all other work of a follower.
         self._committed_seq = self._applied_seq = self._applied_ms = 0
-        self._suspect, self._suspect_until_ms = "", 0  # the node of a leader whose connection has ended
-        self._received = False  # a message has arrived since the last flush
-        self._failed: BaseException | None = None  # error of a commit, which was also raised to its caller
+        self._suspected_node, self._probe_until_ms = "", 0  # leader whose connection has ended
+        self._has_received = False  # a message has arrived since the last flush
+        self._commit_error: BaseException | None = None  # error of a commit, which its caller got as well
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
 
     def start(self) -> None:
@@ -136,13 +135,13 @@ class ReplicaThread(Disk):
     # -- from other threads ------------------------------------------------------------------------------------------
 
     def tell(self, event: Event) -> None:
-        """Pass an event to the protocol."""
-        self._told.put(event)
+        """Queue an event for the protocol."""
+        self._incoming_events.put(event)
         self._connections.wake()
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
         """Send a message about data files, also while a commit waits. For `answers` see `Connections.send`."""
-        self._to_send.put(partial(self._connections.send, node, message, answers=answers))
+        self._outgoing_sends.put(partial(self._connections.send, node, message, answers=answers))
         self._connections.wake()
 
     def set_addresses(self, addresses: dict[str, Address]) -> None:
@@ -156,7 +155,7 @@ class ReplicaThread(Disk):
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Queue a call and return the future of its result. Raises RuntimeError when the thread has ended."""
-        if self._is_over:
+        if self._has_ended:
             raise RuntimeError("the replica's thread has ended")
         future: Future[R] = Future()
         self.post(partial(_run_call, future, partial(fn, *args, **kwargs)))
@@ -172,17 +171,18 @@ class ReplicaThread(Disk):
     # -- the writer of a leader (log/disk_thread.py) -----------------------------------------------------------------
 
     def commit(self, extent: Extent) -> None:
-        """Write, sync and replicate a commit, and return when it is committed. Raises NotLeader."""
+        """Write, sync and replicate a commit, and wait until it is committed. Raises NotLeader."""
         assert threading.current_thread() is self._thread
         try:
             self._commit(extent)
         except NotLeader:
             raise
         except BaseException as error:  # the disk failed: `state` contains rows that are not on it, so stop
-            self._failed = error
+            self._commit_error = error
             raise
 
     def _commit(self, extent: Extent) -> None:
+        """Pass a commit to the protocol, and poll until it is committed. Raises NotLeader."""
         first_seq = self.state.log.seq
         self._log.follow_writer(extent.file, first_seq)
         ordinal, begin = extent.file.ordinal, None
@@ -209,12 +209,12 @@ class ReplicaThread(Disk):
             # After a failed sync, a later one may succeed without the lost bytes. So all later calls are refused.
             self._refuse_calls(error)
         finally:
-            self._is_over = True
+            self._has_ended = True
             self._connections.close()
             self._log.close()
 
     def _serve_calls(self) -> bool:
-        """Run the queued calls. Return False when one of them ended the thread."""
+        """Run the queued calls. False when `shutdown` has ended the thread."""
         while True:
             try:
                 call = self._calls.get_nowait()
@@ -223,8 +223,8 @@ class ReplicaThread(Disk):
             if call is None:
                 return False
             call()
-            if self._failed is not None:
-                raise self._failed
+            if self._commit_error is not None:
+                raise self._commit_error
 
     def _refuse_calls(self, error: BaseException) -> None:
         while (call := self._calls.get()) is not None:
@@ -232,17 +232,19 @@ class ReplicaThread(Disk):
                 call.args[0].set_exception(StorageError(f"the log has stopped: {error}"))
 
     def _poll(self) -> None:
-        """Handle input from sockets, the coordinator and the clock, and wait for it until the next tick at most."""
+        """Wait for input until the next tick at most, and handle sockets, events of other threads, and the tick."""
         due_ms = self._ticked_ms + TICK_MS - self._clock.boot_ms()
         self._connections.poll(
-            0 if not (self._told.empty() and self._to_send.empty()) else min(TICK_MS, due_ms)
+            0
+            if not (self._incoming_events.empty() and self._outgoing_sends.empty())
+            else min(TICK_MS, due_ms)
         )
-        while not self._told.empty():
-            self._step(self._told.get_nowait())
-        while not self._to_send.empty():
-            self._to_send.get()()
-        if self._received:
-            self._received = False
+        while not self._incoming_events.empty():
+            self._step(self._incoming_events.get_nowait())
+        while not self._outgoing_sends.empty():
+            self._outgoing_sends.get()()
+        if self._has_received:
+            self._has_received = False
             self._step(on.Flush())
         now_ms = self._clock.boot_ms()
         if now_ms - self._ticked_ms >= TICK_MS:
@@ -253,8 +255,8 @@ class ReplicaThread(Disk):
             if self._applied_seq < self._committed_seq and now_ms - self._applied_ms >= APPLY_MS:
                 self._applied_seq, self._applied_ms = self._committed_seq, now_ms
                 self._hooks.apply(self._applied_seq)
-            if self._suspect:
-                self._probe()
+            if self._suspected_node:
+                self._probe_suspect()
 
     def opened(self, node: str) -> None:
         """Report a connection that was dialed to the protocol."""
@@ -262,7 +264,7 @@ class ReplicaThread(Disk):
 
     def received(self, node: str, message: Message) -> None:
         """Pass a message to the protocol. Raises PeerError."""
-        self._received = True
+        self._has_received = True
         now_ms = wall_ms = 0
         if isinstance(message, Pong):
             now_ms, wall_ms = self._clock.boot_ms(), self._clock.wall_ms()
@@ -279,35 +281,38 @@ class ReplicaThread(Disk):
         if self.file_work is not None:
             self.file_work.closed(node)
         if was_source and not opened_here:
-            self._suspect, self._suspect_until_ms = node, self._clock.boot_ms() + SUSPECT_MS
-            self._probe()
+            self._suspected_node, self._probe_until_ms = node, self._clock.boot_ms() + SUSPECT_MS
+            self._probe_suspect()
 
-    def _probe(self) -> None:
-        """Report the leader's death to the protocol when its port refuses connections.
+    def _probe_suspect(self) -> None:
+        """Report to the protocol that the leader has died, once its port refuses connections.
 
         A candidate then need not wait for the end of the leader's lease. The port is probed at each tick for
         SUSPECT_MS, because a process that ends closes its sockets one by one.
         """
-        if self.state.source is not None or self._clock.boot_ms() > self._suspect_until_ms:
-            self._suspect = ""
-        elif self._connections.refuses(self._suspect):
-            node, self._suspect = self._suspect, ""
+        if self.state.source is not None or self._clock.boot_ms() > self._probe_until_ms:
+            self._suspected_node = ""
+        elif self._connections.refuses(self._suspected_node):
+            node, self._suspected_node = self._suspected_node, ""
             self._step(on.LeaderDied(node))
 
     def _step(self, event: Event) -> None:
-        """Step the protocol and carry out the effects. Queue events that arrive meanwhile until they are done."""
+        """Step the protocol and carry out the effects. Events that effects cause are queued, and handled afterwards."""
         self._events.append(event)
         if self._is_stepping:
             return
         self._is_stepping = True
         try:
             while self._events:
-                before = self.state.role
+                previous_role = self.state.role
                 self.state, effects = step(self.state, self._events.popleft())
-                if self.state.role is not before:
+                if self.state.role is not previous_role:
                     self.since_ms = self._clock.wall_ms()
                     logger.info(
-                        "replica role=%s was=%s promised=%d", self.state.role, before, self.state.promised
+                        "replica role=%s was=%s promised=%d",
+                        self.state.role,
+                        previous_role,
+                        self.state.promised,
                     )
                 for effect in effects:
                     self._carry_out(effect)
@@ -317,7 +322,7 @@ class ReplicaThread(Disk):
     def _carry_out(self, effect: do.Effect) -> None:
         match effect:
             case do.Send(node, Pong(epoch, _, boot_ms)):
-                # Replace the wall time of the PONG: the step took it from the last tick, so it may be TICK_MS old.
+                # Set the wall time of the PONG anew: the protocol took it from the last tick, so it may be TICK_MS old.
                 self._connections.send(node, Pong(epoch, self._clock.wall_ms(), boot_ms))
             case do.Send(node, message):
                 self._connections.send(node, message)
@@ -363,36 +368,36 @@ class ReplicaThread(Disk):
             case do.StopServing(reason):
                 self._hooks.stop_serving(reason)
             case _:
-                raise AssertionError(f"an effect that is not known: {effect}")
+                raise AssertionError(f"unknown effect: {effect}")
 
     def _ship(self, effect: do.Ship) -> None:
-        """Read older frames and send them."""
+        """Read older frames from the segments, send them, and report a Shipped event unless they answer a FETCH."""
         piece = self._log.read(effect.begin, self.state.log.end, effect.epoch)
         end = effect.begin
         if piece is not None:
             if piece.begin is not None:
                 self._connections.send(effect.node, piece.begin, answers=effect.fetched)
-            place, end = (piece.ordinal, piece.position), piece.end
+            location, end = (piece.ordinal, piece.position), piece.end
             self._connections.send(
                 effect.node,
-                Bytes(effect.epoch, *place, end.seq, piece.frames)
+                Bytes(effect.epoch, *location, end.seq, piece.frames)
                 if effect.fetched
-                else Data(effect.epoch, *place, end.seq, self.state.committed_seq, piece.frames),
+                else Data(effect.epoch, *location, end.seq, self.state.committed_seq, piece.frames),
             )
         if not effect.fetched:
             self._step(on.Shipped(effect.node, end))
 
     def _append_epoch(self, epoch: int) -> None:
-        """Append the row that opens an epoch."""
+        """Append the EPOCH row as a commit of its own (an Appended event)."""
         seq, now_ms = max(self.state.log.seq, 1), self._clock.wall_ms()
         facts = EpochFacts(epoch, self.state.rules.replica, now_ms)
         rows = meta_rows([(EPOCH_KEY, msgspec.json.encode(facts))], now_ms)
         size_bytes = len(fmt.encode_rows(rows)) + 2 * fmt.ALIGN
-        begin, ordinal, position = self._log.room_for(size_bytes, seq, now_ms, epoch)
-        _, parts = fmt.encode_frame(
+        begin, ordinal, position = self._log.place_commit(size_bytes, seq, now_ms, epoch)
+        _, chunks = fmt.encode_frame(
             rows, first_seq=seq, span=1, append_ms=now_ms, epoch=epoch, position=position, synced_to=position
         )
-        self._step(on.Appended(ordinal, position, seq + 1, b"".join(parts), self._clock.boot_ms(), begin))
+        self._step(on.Appended(ordinal, position, seq + 1, b"".join(chunks), self._clock.boot_ms(), begin))
 
 
 def _run_call(future: Future[R], call: Callable[[], R]) -> None:

@@ -1,14 +1,16 @@
-"""The edges of one broker. Their imports take a third of a second, and due messages must not wait for them.
+"""The edges of one broker: creates, starts and closes them.
 
-So the node imports this module in a thread, after its ticker has begun to release messages.
+The imports of the edges take a third of a second, and due messages must not wait for them. So the node imports this
+module in a thread, after its ticker has begun to release messages.
 """
 
 from __future__ import annotations
 
 import asyncio
 
-# Imported early, because each is needed soon. The first subscription and the table of pending messages must not delay
-# due messages by an import. And the first status must work while unknown clients hold all descriptors.
+# These three are not used here. They are imported with the edges, because a later import would delay due messages: at
+# the first SQL subscription, and at the first use of the table of pending messages. psutil is needed for a status, and
+# its import would fail while unknown clients hold all file descriptors.
 import psutil  # noqa: F401
 
 import timeball.broker.filters.sql_grammar
@@ -18,7 +20,7 @@ from timeball.edges.flight.server import FlightEdge
 from timeball.edges.grpc.edge import GrpcEdge
 from timeball.edges.http.edge import HttpEdge
 from timeball.edges.http.handlers.operators import Status
-from timeball.edges.http.recovering import Recovering
+from timeball.edges.http.recovering import RecoveryResponder
 from timeball.edges.push.edge import PushEdge
 from timeball.edges.remoting.edge import RemotingEdge
 from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS
@@ -28,7 +30,7 @@ from timeball.monitoring.metrics import Metrics
 
 
 class Edges:
-    """Starts and closes the edges together. Belongs to the broker's event loop."""
+    """Starts and closes all edges together. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security) -> None:
         self.flight = FlightEdge(broker, status, security)
@@ -37,10 +39,11 @@ class Edges:
         self.push = PushEdge(broker, metrics.push)
         self._has_tls = security.tls is not None
 
-    async def start(self, recovering: Recovering) -> None:
-        """Listen on all ports, on HTTP's in place of `recovering`, and begin to deliver to URLs.
+    async def start(self, recovering: RecoveryResponder) -> None:
+        """Listen on all ports, and begin to push messages to URLs.
 
-        If a port is taken, listens on none and raises SetupError.
+        The HTTP edge takes over the socket of `recovering`, which has answered on it so far. If a port is taken, no
+        edge listens, and SetupError is raised.
         """
         try:
             for edge in (self.flight, self.remoting, self.grpc):
@@ -54,15 +57,16 @@ class Edges:
         await self.push.start()
 
     async def close(self) -> None:
-        """Stop listening, and let the last answers leave."""
+        """Stop listening, and wait for the last answers to clients."""
         await self.push.close()
-        # All at once: each edge waits for the last answers of its own clients, and an object store may delay some of
-        # them.
-        await asyncio.gather(*(e.close() for e in (self.http, self.grpc, self.remoting, self.flight)))
+        # Concurrently, because each edge waits for the last answers to its own clients, and an object store may delay
+        # some of them.
+        edges = (self.http, self.grpc, self.remoting, self.flight)
+        await asyncio.gather(*(edge.close() for edge in edges))
 
     @property
     def ports(self) -> dict[str, int]:
-        """Return the ports of the edges by name, -1 for an edge that does not listen."""
+        """The ports of the edges by name, -1 for an edge that does not listen."""
         remoting = self.remoting.context
         return {
             "flight": self.flight.port, "name_server": remoting.name_server_port, "remoting": remoting.port,
@@ -71,7 +75,7 @@ class Edges:
 
     @property
     def connections(self) -> dict[str, int]:
-        """Return the number of open connections by edge."""
+        """The number of open connections by edge."""
         return {
             "flight": self.flight.connections, "remoting": self.remoting.connections,
             "grpc": self.grpc.connections, "http": self.http.connections,

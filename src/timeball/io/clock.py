@@ -1,20 +1,20 @@
 """Time, passed as an argument: only this module reads clocks.
 
-Two readings matter. The *wall* clock gives the date and time, and may be stepped by an operator or by NTP. The *boot*
-clock (CLOCK_BOOTTIME) only ever grows, counts suspend, and has no date. A scheduler that trusts the wall alone releases
-everything early after a spike forward. One that never moves back stalls for the length of a step back. `SchedulerClock`
-follows the wall but distrusts its steps:
+Two clocks matter. The *wall* clock gives the date and time, and may be stepped by an operator or by NTP. The *boot*
+clock (CLOCK_BOOTTIME) only ever grows, counts suspend, and has no date. A scheduler that trusts only the wall clock
+releases everything early after a spike forward. A scheduler whose time never moves back stalls for the length of a step
+back. `SchedulerClock` follows the wall clock but distrusts its steps:
 
     step = (wall - boot) - (the same at the previous reading)
 
     |step| <= 100 ms            now = max(now, wall)             slew and jitter
     forward, <= 1 s             now = max(now, wall)             too small to matter, too common to suspect
-    forward, > 1 s              suspect: advance by boot only; accepted once it has stood for 5 s, or at once
-                                when the boot clock ran ahead of the monotonic one (a real suspend)
+    forward, > 1 s              suspect: advance by boot only during a probation of 5 s, then accept the step;
+                                accept it at once if the boot clock ran ahead of the monotonic one (a real suspend)
     backward, <= 1 s            hold until the wall catches up
-    backward, > 1 s             the past was wrong: now = wall; released messages are in the log and cannot be
-                                released again. On probation this takes back the suspected step; if the wall is
-                                still ahead after it, the rest is suspected anew
+    backward, > 1 s             the earlier time was wrong: now = wall. Released messages are in the log and cannot
+                                be released again. During a probation this cancels the suspected step. If the wall
+                                is still ahead, a new probation begins for the rest of the step
 
 The rules and their reasons are those of the reliability study summarised in docs/decisions/0004-clock.md. Invariant:
 between two readings without a backward step > 1 s, `now_ms` does not decrease.
@@ -109,79 +109,79 @@ class SchedulerClock:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self._wall = clock.wall_ms()
-        self._boot = clock.boot_ms()
-        self._monotonic_ms = clock.monotonic_ns() // 1_000_000
-        self._now = self._wall
-        self._suspect_since_boot: int | None = None
+        self._last_wall_ms = clock.wall_ms()
+        self._last_boot_ms = clock.boot_ms()
+        self._last_monotonic_ms = clock.monotonic_ns() // 1_000_000
+        self._now_ms = self._last_wall_ms
+        self._suspect_since_boot_ms: int | None = None
         self.steps_suspected = 0
-        # Scheduler time minus boot clock. It changes when the wall is set. `on_offset` is called in the reading that
-        # finds it.
-        self.offset_ms = self._begun_offset_ms = self._now - self._boot
-        self.read_elapsed_ms = self._now  # `elapsed_ms` at the last reading
+        # Scheduler time minus boot clock. It changes when the wall clock is set. `now_ms` then calls `on_offset`.
+        self.offset_ms = self._start_offset_ms = self._now_ms - self._last_boot_ms
+        self.read_elapsed_ms = self._now_ms  # `elapsed_ms` at the last reading
         self.on_offset: Callable[[int], None] = lambda _: None
 
     @property
     def suspect(self) -> bool:
         """True while a forward step is on probation."""
-        return self._suspect_since_boot is not None
+        return self._suspect_since_boot_ms is not None
 
     def now_ms(self) -> int:
-        """Read the clocks, apply the table above, and return the scheduler's time in milliseconds since 1970."""
-        wall, boot = self.clock.wall_ms(), self.clock.boot_ms()
+        """Read the clocks, apply the table in the module docstring, and return the time in milliseconds since 1970."""
+        wall_ms, boot_ms = self.clock.wall_ms(), self.clock.boot_ms()
         monotonic_ms = self.clock.monotonic_ns() // 1_000_000
-        passed = boot - self._boot
-        slept = passed - (monotonic_ms - self._monotonic_ms)
-        step = (wall - self._wall) - passed
-        self._wall, self._boot, self._monotonic_ms = wall, boot, monotonic_ms
-        if step < -STEP_MS:
-            self._step_back(wall, boot, passed)
-        elif step > STEP_MS and slept <= JITTER_MS and wall > self._now + passed:
-            # A step that only returns to the present scheduler time is not suspicious.
-            self._suspect_since_boot = boot
+        elapsed_ms = boot_ms - self._last_boot_ms
+        suspended_ms = elapsed_ms - (monotonic_ms - self._last_monotonic_ms)
+        step_ms = (wall_ms - self._last_wall_ms) - elapsed_ms
+        self._last_wall_ms, self._last_boot_ms, self._last_monotonic_ms = wall_ms, boot_ms, monotonic_ms
+        if step_ms < -STEP_MS:
+            self._handle_step_back(wall_ms, boot_ms, elapsed_ms)
+        elif step_ms > STEP_MS and suspended_ms <= JITTER_MS and wall_ms > self._now_ms + elapsed_ms:
+            # The last condition excludes steps that only return to the present scheduler time.
+            self._suspect_since_boot_ms = boot_ms
             self.steps_suspected += 1
-            self._now += passed
-        elif self._suspect_since_boot is not None:
-            self._on_probation(wall, boot, passed)
+            self._now_ms += elapsed_ms
+        elif self._suspect_since_boot_ms is not None:
+            self._continue_probation(wall_ms, boot_ms, elapsed_ms)
         else:
-            self._now = max(self._now, wall)
-        self.read_elapsed_ms = boot + self._begun_offset_ms
-        offset_ms = self._now - boot
+            self._now_ms = max(self._now_ms, wall_ms)
+        self.read_elapsed_ms = boot_ms + self._start_offset_ms
+        offset_ms = self._now_ms - boot_ms
         if abs(offset_ms - self.offset_ms) > OFFSET_JITTER_MS:
             self.offset_ms = offset_ms
             self.on_offset(offset_ms)
-        return self._now
+        return self._now_ms
 
     def elapsed_ms(self) -> int:
-        """Read milliseconds for deadlines in memory: they begin at the wall time, only elapse, and are never set."""
-        return self.clock.boot_ms() + self._begun_offset_ms
+        """Read a clock for deadlines in memory, in ms. It starts at the wall time and then follows the boot clock."""
+        return self.clock.boot_ms() + self._start_offset_ms
 
     def as_wall(self, elapsed_ms: int) -> int:
-        """Convert `elapsed_ms` to scheduler time, provided that no clock is set until then."""
+        """Convert a time of `elapsed_ms()` to scheduler time. Correct only if no clock is set until that time."""
         return elapsed_ms + self.now_ms() - self.elapsed_ms()
 
-    def _step_back(self, wall: int, boot: int, passed: int) -> None:
-        """Handle a large step back: it undoes a suspected step, or a part of it, or shows that the past was wrong."""
-        ahead = wall - (self._now + passed)
-        if ahead > STEP_MS:
-            # Still ahead, so a step was on probation. The rest of it stays suspected, although it is smaller.
-            self._suspect_since_boot = boot
-            self._now += passed
+    def _handle_step_back(self, wall_ms: int, boot_ms: int, elapsed_ms: int) -> None:
+        """Handle a step back > 1 s: it undoes all or a part of a suspected step, or the earlier time was wrong."""
+        ahead_ms = wall_ms - (self._now_ms + elapsed_ms)
+        if ahead_ms > STEP_MS:
+            # The wall is still ahead, so a step was on probation. Its rest stays suspected, even if it is now < 1 s.
+            self._suspect_since_boot_ms = boot_ms
+            self._now_ms += elapsed_ms
         else:
-            self._suspect_since_boot = None
-            self._now = max(self._now, wall) if ahead >= -STEP_MS else wall
+            self._suspect_since_boot_ms = None
+            self._now_ms = max(self._now_ms, wall_ms) if ahead_ms >= -STEP_MS else wall_ms
 
-    def _on_probation(self, wall: int, boot: int, passed: int) -> None:
-        assert self._suspect_since_boot is not None
-        if wall <= self._now + passed + JITTER_MS:
+    def _continue_probation(self, wall_ms: int, boot_ms: int, elapsed_ms: int) -> None:
+        """Advance by the boot clock. End the probation if the step has vanished or has lasted long enough."""
+        assert self._suspect_since_boot_ms is not None
+        if wall_ms <= self._now_ms + elapsed_ms + JITTER_MS:
             # The suspected step has vanished in small pieces, so nothing is suspicious any more.
-            self._suspect_since_boot = None
-            self._now = max(self._now, wall)
-        elif boot - self._suspect_since_boot >= PROBATION_MS:
-            self._suspect_since_boot = None
-            self._now = max(self._now, wall)
+            self._suspect_since_boot_ms = None
+            self._now_ms = max(self._now_ms, wall_ms)
+        elif boot_ms - self._suspect_since_boot_ms >= PROBATION_MS:
+            self._suspect_since_boot_ms = None
+            self._now_ms = max(self._now_ms, wall_ms)
         else:
-            self._now += passed
+            self._now_ms += elapsed_ms
 
 
 BOUNDS_NS = tuple(
@@ -197,7 +197,7 @@ class Durations:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        # One count for each bound that is the first not exceeded, and a last one for longer durations.
+        # Count i: durations up to BOUNDS_NS[i] and above the bound before it. The last count has no upper bound.
         self.counts = [0] * (len(BOUNDS_NS) + 1)
         self.sum_ns = 0
 
@@ -208,7 +208,7 @@ class Durations:
 
     def time(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function and count its duration, unless it raises."""
-        began_ns = self._clock.monotonic_ns()
+        start_ns = self._clock.monotonic_ns()
         result = call(*args, **kwargs)
-        self.add(self._clock.monotonic_ns() - began_ns)
+        self.add(self._clock.monotonic_ns() - start_ns)
         return result

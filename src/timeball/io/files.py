@@ -7,10 +7,10 @@ loses directory entries that were not synced. A caller may rely on exactly these
     * bytes written are on disk after `File.sync()` has returned, and not before;
     * a created, renamed or removed name is on disk after `sync_dir()` of its folder, and not before;
     * `replace()` leaves either the old or the new content, whole, and has synced both file and name;
-    * a mapping immediately shows bytes written through the same Files object.
+    * bytes written through the same Files object are visible in a mapping at once.
 
-Errors of the operating system become typed ones here: ENOSPC, EDQUOT, EMFILE and ENFILE are OverLimit (the caller may
-free space or descriptors and go on), a missing name is NotFound, everything else is DiskFailed.
+Errors of the operating system become typed errors. ENOSPC, EDQUOT, EMFILE and ENFILE become OverLimit: after freeing
+space or descriptors the caller may go on. A missing name becomes NotFound, everything else DiskFailed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from timeball.io import descriptors
 from timeball.model.errors import DiskFailed, NotFound, OverLimit, SetupError
 
 WARM_STEP = 8 * 1024 * 1024
-_CLOSED = (1 << 31) - 1  # a descriptor number that no process has: every call on it fails with EBADF
+_CLOSED_FD = (1 << 31) - 1  # a descriptor number that no process has: every call on it fails with EBADF
 
 
 class File(Protocol):
@@ -125,7 +125,7 @@ class Files(Protocol):
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 # Errors of file systems without hard links, or of files with the most links allowed.
-_NO_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_LINK_UNSUPPORTED = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _mmap, _munmap = _libc.mmap, _libc.munmap
@@ -139,44 +139,48 @@ _munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def disk_full(doing: str) -> OverLimit:
-    """Build the error for a full disk or an exhausted quota."""
-    return OverLimit(f"disk full while {doing}: free some space on this file system, then go on")
+def disk_full(action: str) -> OverLimit:
+    """Build the error for a full disk or an exhausted quota. `action` is a participle, such as "writing x"."""
+    return OverLimit(f"disk full while {action}: free some space on this file system, then go on")
 
 
 @contextmanager
-def no_room_to_sync(doing: str) -> Iterator[None]:
-    """Raise OverLimit when a sync fails for lack of space. For new files: the caller removes and writes them again."""
+def full_disk_as_over_limit(action: str) -> Iterator[None]:
+    """Convert a sync error for lack of space to OverLimit. Only for new files, which the caller removes and rewrites.
+
+    For other files a failed sync stays DiskFailed: the written bytes are lost, so freeing space does not help.
+    """
     try:
         yield
     except DiskFailed as error:
         if getattr(error.__cause__, "errno", None) in DISK_FULL:
-            raise disk_full(doing) from error
+            raise disk_full(action) from error
         raise
 
 
 @contextmanager
-def _typed(doing: str) -> Iterator[None]:
+def _typed_errors(action: str) -> Iterator[None]:
+    """Convert the operating system's errors to the typed errors of the module docstring."""
     try:
         yield
     except FileNotFoundError as error:
-        raise NotFound(f"{doing} failed: there is no such file or folder") from error
+        raise NotFound(f"{action} failed: there is no such file or folder") from error
     except OSError as error:
         if error.errno in DISK_FULL:
-            raise disk_full(doing) from error
+            raise disk_full(action) from error
         if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise OverLimit(f"too many open files while {doing}: raise the limit (ulimit -n)") from error
-        raise DiskFailed(f"{doing} failed: {error.strerror} (errno {error.errno})") from error
+            raise OverLimit(f"too many open files while {action}: raise the limit (ulimit -n)") from error
+        raise DiskFailed(f"{action} failed: {error.strerror} (errno {error.errno})") from error
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a descriptor. Uses the reserve when connections have taken all other descriptors."""
-    for count in (0, *descriptors.RESERVE_STEPS):
+    """Open a descriptor. Borrows from the reserve if connections have taken all other descriptors."""
+    for borrowed in (0, *descriptors.RESERVE_STEPS):
         try:
-            with descriptors.lent(count) if count else nullcontext():
+            with descriptors.lent(borrowed) if borrowed else nullcontext():
                 return os.open(path, flags, 0o640)
         except OSError as error:
-            if error.errno != errno.EMFILE or count == descriptors.RESERVE:
+            if error.errno != errno.EMFILE or borrowed == descriptors.RESERVE:
                 raise
     raise AssertionError("the last step returns or raises")
 
@@ -187,20 +191,20 @@ class RealFile:
     def __init__(self, path: Path, *, create: bool) -> None:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_TRUNC if create else 0)
         self.path = path
-        with _typed(f"opening {path.name}"):
+        with _typed_errors(f"opening {path.name}"):
             self._fd = _open(path, flags)
 
     def write_at(self, offset: int, data: bytes | memoryview | pa.Buffer) -> None:
         """See File."""
         view = memoryview(data).cast("B")
-        with _typed(f"writing {self.path.name}"):
+        with _typed_errors(f"writing {self.path.name}"):
             while view:
                 written = os.pwrite(self._fd, view, offset)
                 view, offset = view[written:], offset + written
 
     def allocate(self, size_bytes: int, *, reserved: bool = True) -> None:
         """See File. Reserves the blocks, so that a full disk is noticed here and not at a commit."""
-        with _typed(f"allocating {size_bytes} bytes for {self.path.name}"):
+        with _typed_errors(f"allocating {size_bytes} bytes for {self.path.name}"):
             if size_bytes < os.fstat(self._fd).st_size or not reserved:
                 os.ftruncate(self._fd, size_bytes)
             elif size_bytes > 0:  # posix_fallocate rejects an empty range
@@ -208,12 +212,12 @@ class RealFile:
 
     def reserve(self, begin: int, end: int) -> None:
         """See File. Blocks that the file already has cost nothing, even on a full disk."""
-        with _typed(f"allocating {end - begin} bytes for {self.path.name}"):
+        with _typed_errors(f"allocating {end - begin} bytes for {self.path.name}"):
             os.posix_fallocate(self._fd, begin, end - begin)
 
     def map(self, *, at_random: bool = False) -> memoryview:
         """See File."""
-        with _typed(f"mapping {self.path.name}"):
+        with _typed_errors(f"mapping {self.path.name}"):
             if os.fstat(self._fd).st_size == 0:  # mmap rejects an empty range
                 return memoryview(bytearray())
             mapped = mmap.mmap(self._fd, 0, mmap.MAP_SHARED)
@@ -230,8 +234,8 @@ class RealFile:
 
     def close(self) -> None:
         """See File. A second close does nothing, because another file may have the descriptor's number by then."""
-        fd, self._fd = self._fd, _CLOSED
-        if fd != _CLOSED:
+        fd, self._fd = self._fd, _CLOSED_FD
+        if fd != _CLOSED_FD:
             os.close(fd)
 
 
@@ -248,8 +252,8 @@ class _Mapping:
         flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
         self._address = _mmap(None, size_bytes, mmap.PROT_READ, flags, fd, offset)
         if self._address == _MAP_FAILED:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            error_number = ctypes.get_errno()
+            raise OSError(error_number, os.strerror(error_number))
 
     def buffer(self) -> pa.Buffer:
         """The bytes. The mapping lasts as long as any part of them is referenced."""
@@ -296,14 +300,14 @@ class RealFiles:
     def make_dir(self, name: str) -> None:
         """See Files."""
         path = self.root / name
-        with _typed(f"making folder {path if name == '.' else name}"):
-            missing = {p for p in (path, *path.parents) if not p.exists()}
+        with _typed_errors(f"making folder {path if name == '.' else name}"):
+            new_folders = {p for p in (path, *path.parents) if not p.exists()}
             path.mkdir(parents=True, exist_ok=True)
         # Below the root every name is synced, even an existing one. A run killed between making a folder and syncing it
         # leaves a folder that processes see, but that a power cut removes with all its content.
-        for made in (path, *path.parents):
-            if made in missing or (made != self.root and made.is_relative_to(self.root)):
-                _sync_directory(made.parent)
+        for folder in (path, *path.parents):
+            if folder in new_folders or (folder != self.root and folder.is_relative_to(self.root)):
+                _sync_directory(folder.parent)
 
     def list_dir(self, name: str) -> list[str]:
         """See Files."""
@@ -316,7 +320,7 @@ class RealFiles:
 
     def size(self, name: str) -> int:
         """See Files."""
-        with _typed(f"reading the size of {name}"):
+        with _typed_errors(f"reading the size of {name}"):
             return (self.root / name).stat().st_size
 
     def create(self, name: str) -> RealFile:
@@ -329,7 +333,7 @@ class RealFiles:
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer:
         """See Files."""
-        with _typed(f"mapping {name}"):
+        with _typed_errors(f"mapping {name}"):
             fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 size_bytes = os.fstat(fd).st_size  # mmap rejects an empty range
@@ -355,45 +359,45 @@ class RealFiles:
             fd = _open(self.root / name, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 end = min(end, os.fstat(fd).st_size)
-                for at in range(begin - begin % WARM_STEP, end, WARM_STEP):
+                for offset in range(begin - begin % WARM_STEP, end, WARM_STEP):
                     # One step at a time, because unmapping delays the page faults of all other threads.
-                    _Mapping(fd, min(WARM_STEP, end - at), at, populate=True)
+                    _Mapping(fd, min(WARM_STEP, end - offset), offset, populate=True)
             finally:
                 os.close(fd)
 
     def replace(self, name: str, data: bytes) -> None:
         """See Files."""
-        fresh = f"{name}.new"
-        file = self.create(fresh)
+        new_name = f"{name}.new"
+        file = self.create(new_name)
         try:
             file.write_at(0, data)
-            with no_room_to_sync(f"writing {fresh}"):
+            with full_disk_as_over_limit(f"writing {new_name}"):
                 file.sync()
         finally:
             file.close()
-        self.rename(fresh, name)
+        self.rename(new_name, name)
         _sync_directory((self.root / name).parent)
 
     def rename(self, name: str, to: str) -> None:
         """See Files."""
         assert name.rpartition("/")[0] == to.rpartition("/")[0], "a rename stays in its folder"
-        with _typed(f"renaming {name}"):
+        with _typed_errors(f"renaming {name}"):
             os.replace(self.root / name, self.root / to)
 
     def link(self, name: str, to: str) -> None:
         """See Files. If the second name exists, it is left unchanged."""
-        with _typed(f"linking {name}"):
+        with _typed_errors(f"linking {name}"):
             try:
                 os.link(self.root / name, self.root / to)
             except FileExistsError:
                 return
             except OSError as error:
-                if error.errno not in _NO_LINKS:
+                if error.errno not in _LINK_UNSUPPORTED:
                     raise
 
     def remove(self, name: str) -> None:
         """See Files."""
-        with _typed(f"removing {name}"):
+        with _typed_errors(f"removing {name}"):
             (self.root / name).unlink(missing_ok=True)
 
     def sync_file(self, name: str) -> None:
@@ -417,7 +421,8 @@ class RealFiles:
 
 
 def _sync_directory(path: Path) -> None:
-    with _typed(f"opening folder {path.name}"):
+    """Make the names in a folder durable. Raises DiskFailed."""
+    with _typed_errors(f"opening folder {path.name}"):
         fd = _open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

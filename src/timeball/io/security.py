@@ -36,7 +36,7 @@ class Tls(NamedTuple):
 
 
 def load_tls(certificate: str, key: str) -> Tls:
-    """Load the certificate (with its chain) and the key from these files. Raises SetupError."""
+    """Load the server certificate (with its chain) and its key from these files. Raises SetupError."""
     # Read both files first, for an error that names the option if one of them cannot be read.
     read_secret(certificate, "--tls-cert", forbidden_mode=0)
     read_secret(key, "--tls-key", forbidden_mode=ANYBODY)
@@ -55,11 +55,11 @@ def load_tls(certificate: str, key: str) -> Tls:
 def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
     """Build the context of a TLS client, for etcd and for other nodes. Raises SetupError.
 
-    It trusts the certificates in the file `roots` ("": the system's), and presents `certificate` if one is given.
+    The client trusts the CA certificates in the file `roots` ("": the system's). It presents `certificate` unless "".
     """
-    where = f"etcd: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
+    description = f"etcd: CA {roots or '(of the system)'}, certificate {certificate}, key {key}"
     if bool(certificate) != bool(key):
-        raise SetupError(f"{where}: name both a certificate and its key, or none")
+        raise SetupError(f"{description}: name both a certificate and its key, or none")
     try:
         context = ssl.create_default_context(cafile=roots or None)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -68,14 +68,16 @@ def load_client_tls(roots: str, certificate: str, key: str) -> ssl.SSLContext:
             context.load_cert_chain(certificate, key, password=_no_password)
     except (ssl.SSLError, ValueError, OSError) as error:
         reason = getattr(error, "reason", None) or error
-        raise SetupError(f"{where}: no certificates in PEM, or a key with a password ({reason})") from error
+        raise SetupError(
+            f"{description}: no certificates in PEM, or a key with a password ({reason})"
+        ) from error
     return context
 
 
 def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     """Build the two contexts of TLS between nodes: (server, client). Raises SetupError.
 
-    Both present `certificate`, and both require a certificate of the other side that `roots` have signed.
+    Both present `certificate`, and both require that the other side's certificate is signed by a CA in `roots`.
     """
     if not (certificate and key):
         raise SetupError(
@@ -89,6 +91,7 @@ def load_peer_tls(roots: str, certificate: str, key: str) -> tuple[ssl.SSLContex
 
 
 def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
+    """Build a server context that offers one ALPN protocol."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols([protocol])
@@ -116,7 +119,7 @@ class Security:
         self.tls = load_tls(settings.tls_cert, settings.tls_key) if settings and settings.tls_cert else None
 
     def account(self, name: str) -> Caller:
-        """Return the account of an access key as a caller, for work on its behalf. Raises Unauthorized."""
+        """Look up the account with the access key `name`, for work on its behalf. Raises Unauthorized."""
         return ANONYMOUS if self.access is None else self.access.named(name)
 
     def reload(self) -> None:
@@ -132,19 +135,19 @@ class Security:
         logger.info("access file reloaded file=%s accounts=%d", self._path, len(accounts))
 
     def caller(self, headers: Mapping[str, str], now_ms: int) -> Caller:
-        """Return the caller of a request with these headers (names in lower case).
+        """Authenticate a request by its headers (names in lower case) and return its caller.
 
         Without an access file every caller is ANONYMOUS. With one, it raises Unauthorized for bad credentials.
         """
         return ANONYMOUS if self.access is None else self.access.authenticate(headers, now_ms)
 
     def status(self) -> dict[str, int]:
-        """Return the number of accounts, and of requests refused without valid credentials."""
-        known = self.access
+        """Count the accounts, and the requests refused for missing or invalid credentials."""
+        access_control = self.access
         return (
             {"accounts": 0, "refused": 0}
-            if known is None
-            else {"accounts": len(known), "refused": known.refused}
+            if access_control is None
+            else {"accounts": len(access_control), "refused": access_control.refused}
         )
 
     def _read(self) -> Accounts:

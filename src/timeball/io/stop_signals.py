@@ -6,15 +6,15 @@ import asyncio
 import signal
 
 
-def stop_asked() -> asyncio.Future[None]:
-    """Return a future of the running loop that is done when the next SIGTERM or SIGINT arrives."""
+def watch_stop_signals() -> asyncio.Future[None]:
+    """Install handlers for SIGTERM and SIGINT. The returned future is done when the next of them arrives."""
     loop = asyncio.get_running_loop()
-    asked: asyncio.Future[None] = loop.create_future()
+    stop: asyncio.Future[None] = loop.create_future()
 
-    def ask() -> None:
-        if not asked.done():
-            asked.set_result(None)
+    def on_signal() -> None:
+        if not stop.done():
+            stop.set_result(None)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask)
-    return asked
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+    return stop

@@ -1,22 +1,22 @@
 # cython: language_level=3
-"""An Arrow message that is being written or read, as the compiled modules see it; see arrow_message.pyx."""
+"""The C declarations of arrow_message.pyx, for other compiled modules."""
 
 cdef enum:
     COLUMNS_MAX = 64
     TEXT = -1
     BINARY = -2
-    PREFIX_BYTES = 8  # before the metadata: a mark, and its length
-    SENT_ROWS_MAX = 16  # of a client's message: its rows may come to share a batch of columns, which they then cost more
+    PREFIX_BYTES = 8  # before the metadata: -1, and the length of the metadata
+    SENT_ROWS_MAX = 16  # rows of a client's message; more rows are read as columns, which then cost less
 
 
 cdef struct Column:
     int width  # bytes of a number; TEXT or BINARY
     Py_ssize_t nulls
-    Py_ssize_t size  # of the values of all rows, if they are texts
-    bint is_zeros  # all rows are 0 or have no value, if they are numbers
-    char* valid  # a bit for each row that has a value; NULL when all have
-    char* values  # numbers, or where texts end
-    char* data  # of texts
+    Py_ssize_t size  # total bytes of the texts of all rows; unused for numbers
+    bint is_zeros  # True if each number is 0 or null
+    char* valid  # validity bitmap: a set bit for each row with a value; NULL if no row is null
+    char* values  # the numbers, or the end offsets of the texts (int32, preceded by a 0)
+    char* data  # the bytes of the texts
 
 
 cdef class MessageEncoder:

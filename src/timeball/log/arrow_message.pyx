@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""A few rows, tuples of Python's values, as the Arrow message of a frame, and back: row_encoder.py says of which layout.
+"""Convert a few rows (tuples of Python values) to the Arrow message of a frame, and back.
 
-A message that a client wrote is read as well, if pyarrow wrote it so: its numbers and buffers are believed only once
-they have been compared with what came.
+row_encoder.py describes the layout. Messages of clients are read as well, if they have exactly the layout that pyarrow
+writes. Their numbers and buffer positions are checked before they are used.
 
-pyarrow makes the same of them in two steps, an array of structs and its serialisation, at some thirty times the cost
-for one row. What is not of its column's very type is left to pyarrow, which alone names faults.
+pyarrow makes the same message in two steps, an array of structs and its serialisation, which costs about thirty times
+as much for one row. Values that do not have exactly the type of their column are left to pyarrow, whose error names the
+fault.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -24,9 +25,12 @@ cdef inline Py_ssize_t padded(Py_ssize_t size) noexcept nogil:
 
 
 cdef class MessageEncoder:
-    """Encodes rows of one schema. `head` is the metadata of any of its messages; the rest says where numbers go.
+    """Encodes and decodes messages of one schema.
 
-    From `sharing_rows_min` rows on the columns share their zeros (row_encoder.py).
+    `head` is everything before the body of a message. `rows_at`, `nodes_at`, `buffers_at` and `body_at` are the byte
+    positions in it of the row count, of the columns' row and null counts, of the buffers' positions and sizes, and of
+    the body's length. `widths` are the bytes of each column's numbers, or TEXT or BINARY. In messages of at least
+    `sharing_rows_min` rows, buffers of zeros overlap (row_encoder.py).
     """
 
     def __init__(
@@ -41,7 +45,7 @@ cdef class MessageEncoder:
             self.column[at].width = width
 
     def encode(self, list rows not None):
-        """Return the message; None when a value is not of its column's very type, or not in its range."""
+        """Encode rows as a message. None if a value does not have exactly its column's type, or is out of its range."""
         cdef Py_ssize_t at
         cdef Column* column
         for row in rows:
@@ -56,7 +60,7 @@ cdef class MessageEncoder:
             if 0 < column.nulls < len(rows):
                 write_validity(column.valid, rows, at)
             if column.width > 0 and column.is_zeros:
-                continue  # the message is all zero
+                continue  # `lay_out` has filled the message with zeros
             if column.width > 0:
                 write_numbers(column.values, rows, at, column.width)
             else:
@@ -64,10 +68,10 @@ cdef class MessageEncoder:
         return message
 
     def row(self, bytes message not None, Py_ssize_t at, int64_t seq):
-        """Return a row of a message that was written here, behind its number: a value for each column."""
+        """Read row `at` of a message of this encoder: a tuple of `seq` and a value for each column."""
         cdef Py_ssize_t each
-        # Before the columns are found: a new list may start the collector of cycles, and with it another thread, which
-        # finds columns of its own.
+        # The list is made before `open` sets the columns: making it may start the garbage collector, and so let another
+        # thread run, which sets the columns to another message.
         cdef list row = [seq]
         self.open(message, at)
         for each in range(self.columns):
@@ -75,13 +79,13 @@ cdef class MessageEncoder:
         return tuple(row)
 
     def number(self, bytes message not None, Py_ssize_t at, Py_ssize_t column):
-        """Return one value of a column of numbers that has all of them."""
+        """Read the value of row `at` in a column of numbers."""
         assert column < self.columns and self.column[column].width > 0
         self.open(message, at)
         return value_at(&self.column[column], at)
 
     def text_bytes(self, bytes message not None, Py_ssize_t at, list columns not None):
-        """Return how many bytes these texts of a row have together."""
+        """Compute the total bytes of the texts of row `at` in these columns."""
         cdef Py_ssize_t size = 0, column
         cdef int32_t begin
         self.open(message, at)
@@ -91,10 +95,10 @@ cdef class MessageEncoder:
         return size
 
     def sent_rows(self, bytes header not None, bytes body not None, list order not None, list required not None):
-        """Return the rows of a message that a client wrote, each a value for every column of `order`; None for -1.
+        """Read all rows of a client's message: tuples with a value for each column number in `order`, None for -1.
 
-        None for what pyarrow is to read, which alone names faults: another layout than that of its own messages,
-        buffers that are not sound, a text that is no UTF-8, a row without a value in a `required` column.
+        Returns None for a message that pyarrow must read, because it has another layout, or because pyarrow's error
+        names the fault: inconsistent buffers, a text that is not UTF-8, a null in a `required` column.
         """
         cdef Py_ssize_t count = self.open_sent(header, body), at, each
         cdef list found = [], row
@@ -112,65 +116,66 @@ cdef class MessageEncoder:
         return found
 
     cdef Py_ssize_t open_sent(self, bytes header, bytes body) except -2:
-        """Find the columns of a message that a client wrote; return how many rows it has, -1 for what is not sound."""
+        """Check a client's message and set the columns to it. Returns its row count, or -1 if it is not consistent."""
         cdef Py_ssize_t size = len(header), head_bytes = len(self.head), buffers = 2 * self.columns, at, each
-        cdef Py_ssize_t count, done = 0, nulls
+        cdef Py_ssize_t count, previous_end = 0, nulls
         cdef Column* column
         if size > head_bytes - PREFIX_BYTES or size + 8 <= head_bytes - PREFIX_BYTES:  # padding aside
             return -1
         for each in range(self.columns):
             buffers += self.column[each].width <= 0
-        given, wanted = PyBytes_FromStringAndSize(NULL, head_bytes), PyBytes_FromStringAndSize(NULL, head_bytes)
-        cdef char* told = PyBytes_AsString(given)
-        cdef char* form = PyBytes_AsString(wanted)
-        memcpy(told, PyBytes_AsString(self.head), PREFIX_BYTES)
-        memcpy(told + PREFIX_BYTES, PyBytes_AsString(header), size)
-        memset(told + PREFIX_BYTES + size, 0, head_bytes - PREFIX_BYTES - size)
-        # The same bytes but for the numbers, so they stand where those of the form do.
-        memcpy(form, PyBytes_AsString(self.head), head_bytes)
-        memcpy(form + self.rows_at, told + self.rows_at, 8)
-        memcpy(form + self.body_at, told + self.body_at, 8)
-        memcpy(form + self.nodes_at, told + self.nodes_at, 16 * self.columns)
-        memcpy(form + self.buffers_at, told + self.buffers_at, 16 * buffers)
-        if memcmp(form, told, head_bytes) or get64(told + self.body_at) != len(body):
+        sent_head, own_head = PyBytes_FromStringAndSize(NULL, head_bytes), PyBytes_FromStringAndSize(NULL, head_bytes)
+        cdef char* received = PyBytes_AsString(sent_head)
+        cdef char* expected = PyBytes_AsString(own_head)
+        memcpy(received, PyBytes_AsString(self.head), PREFIX_BYTES)
+        memcpy(received + PREFIX_BYTES, PyBytes_AsString(header), size)
+        memset(received + PREFIX_BYTES + size, 0, head_bytes - PREFIX_BYTES - size)
+        # This encoder's head with the numbers of the received one. If both are equal, the numbers have the positions of
+        # this encoder's head.
+        memcpy(expected, PyBytes_AsString(self.head), head_bytes)
+        memcpy(expected + self.rows_at, received + self.rows_at, 8)
+        memcpy(expected + self.body_at, received + self.body_at, 8)
+        memcpy(expected + self.nodes_at, received + self.nodes_at, 16 * self.columns)
+        memcpy(expected + self.buffers_at, received + self.buffers_at, 16 * buffers)
+        if memcmp(expected, received, head_bytes) or get64(received + self.body_at) != len(body):
             return -1
-        count = get64(told + self.rows_at)
+        count = get64(received + self.rows_at)
         if not 0 < count <= SENT_ROWS_MAX:
             return -1
         cdef char* begin = PyBytes_AsString(body)
-        cdef char* node = told + self.nodes_at
-        cdef char* buffer = told + self.buffers_at
-        cdef Buffer found
+        cdef char* node = received + self.nodes_at
+        cdef char* buffer = received + self.buffers_at
+        cdef Buffer described
         for each in range(self.columns):
             column = &self.column[each]
             nulls = get64(node + 8)
             if get64(node) != count or not 0 <= nulls <= count:
                 return -1
             node += 16
-            if not next_buffer(&buffer, len(body), &done, &found) or (nulls and 8 * found.size < count):
+            if not next_buffer(&buffer, len(body), &previous_end, &described) or (nulls and 8 * described.size < count):
                 return -1
-            column.nulls, column.valid = nulls, begin + found.at if nulls else NULL
+            column.nulls, column.valid = nulls, begin + described.at if nulls else NULL
             if nulls:
                 for at in range(count):
                     nulls -= not (column.valid[at >> 3] >> (at & 7)) & 1
                 if nulls:
                     return -1
-            if not next_buffer(&buffer, len(body), &done, &found):
+            if not next_buffer(&buffer, len(body), &previous_end, &described):
                 return -1
-            column.values = begin + found.at
+            column.values = begin + described.at
             if column.width > 0:
-                if found.size < column.width * count:
+                if described.size < column.width * count:
                     return -1
                 continue
-            if found.size < 4 * (count + 1) or not next_buffer(&buffer, len(body), &done, &found):
+            if described.size < 4 * (count + 1) or not next_buffer(&buffer, len(body), &previous_end, &described):
                 return -1
-            column.data = begin + found.at
-            if not are_ends(column.values, count, found.size):
+            column.data = begin + described.at
+            if not are_ends(column.values, count, described.size):
                 return -1
         return count
 
     def share(self, message not None):
-        """Return what pyarrow has written with its zeros in one place; see message_form.share."""
+        """Let the buffers of zeros in a message of pyarrow overlap. See `share_zeros` in row_encoder.py."""
         cdef Py_buffer view
         PyObject_GetBuffer(message, &view, PyBUF_SIMPLE)
         try:
@@ -199,7 +204,7 @@ cdef class MessageEncoder:
         memcpy(out, data, head_bytes)
         put64(out + self.body_at, zeros + done)
         done = zeros
-        with nogil:  # tens of megabytes, sometimes
+        with nogil:  # a message may have tens of megabytes
             memset(out + head_bytes, 0, zeros)
             for each in range(buffers):
                 size = get64(old + 8)
@@ -210,7 +215,7 @@ cdef class MessageEncoder:
         return message
 
     cdef int open(self, bytes message, Py_ssize_t at) except -1:
-        """Find the columns of a message that was written here; the row must be one of it."""
+        """Set the columns to a message of this encoder. `at` must be one of its rows."""
         cdef char* data = PyBytes_AsString(message)
         cdef char* body = data + len(self.head)
         cdef char* node = data + self.nodes_at
@@ -230,9 +235,9 @@ cdef class MessageEncoder:
         return 0
 
     cdef bytes lay_out(self, Py_ssize_t count):
-        """Return a message of so many rows, all zero, and set where each column is to be written.
+        """Make a message for `count` rows, filled with zeros, and set the columns to the addresses of their buffers.
 
-        The columns say how many values they lack, and how many bytes their texts have.
+        `measure` must have set the null count and the text bytes of each column.
         """
         cdef Py_ssize_t at, head_bytes = len(self.head), body_bytes, zeros = 0, done
         cdef Column* column
@@ -283,7 +288,7 @@ cdef struct Buffer:
 
 
 cdef bint next_buffer(char** described, Py_ssize_t room, Py_ssize_t* done, Buffer* found) noexcept:
-    """Read where the next buffer of a client's message lies; return whether it lies in the body, behind the last one."""
+    """Read the position and size of the next buffer. Returns whether it is in the body and after the one before it."""
     cdef int64_t at = get64(described[0]), size = get64(described[0] + 8)
     described[0] += 16
     if at & 7 or at < done[0] or at > room or size < 0 or size > room - at:
@@ -294,7 +299,7 @@ cdef bint next_buffer(char** described, Py_ssize_t room, Py_ssize_t* done, Buffe
 
 
 cdef bint are_ends(const char* ends, Py_ssize_t count, Py_ssize_t size) noexcept:
-    """Return whether texts that end there lie one behind the other in so many bytes."""
+    """Check that the `count` + 1 text offsets ascend and are at most `size`."""
     cdef int32_t last = 0, end
     cdef Py_ssize_t at
     for at in range(count + 1):
@@ -324,7 +329,7 @@ cdef inline int64_t get64(const char* at) noexcept nogil:
 
 
 cdef inline int32_t text_at(Column* column, Py_ssize_t at, int32_t* begin) noexcept:
-    """Return how long a text is, and where it begins."""
+    """Return the length of a text, and set `begin` to its position in the column's data."""
     cdef int32_t end
     memcpy(begin, column.values + 4 * at, 4)
     memcpy(&end, column.values + 4 * (at + 1), 4)
@@ -354,12 +359,12 @@ cdef inline Py_ssize_t valid_bytes(Column* column, Py_ssize_t count) noexcept:
 
 
 cdef inline Py_ssize_t values_bytes(Column* column, Py_ssize_t count) noexcept:
-    """Return how long a column's numbers are, or the places where its texts end."""
+    """Return the bytes of a column's numbers, or of its text offsets."""
     return column.width * count if column.width > 0 else 4 * (count + 1)
 
 
 cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size, bint are_zeros) noexcept nogil:
-    """Write where a buffer lies in the body, and return where the next one is described."""
+    """Write a buffer's position and size into the metadata. Returns the address of the next buffer's entry."""
     put64(buffer, 0 if are_zeros else done[0])
     put64(buffer + 8, size)
     if not are_zeros:
@@ -368,7 +373,7 @@ cdef inline char* place(char* buffer, Py_ssize_t* done, Py_ssize_t size, bint ar
 
 
 cdef bint measure(Column* column, list rows, Py_ssize_t at) except -1:
-    """Count a column's nulls and bytes; return whether each value is of its type."""
+    """Count a column's nulls and text bytes. Returns whether each value has exactly the column's type and range."""
     cdef Py_ssize_t size = 0
     cdef int overflow = 0
     cdef long long number

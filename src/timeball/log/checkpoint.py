@@ -6,14 +6,14 @@
           +-----------+--------+---------+------- … -------+------- … --------+
 
 The file is written whole with `Files.replace`, after all files that it relies on have been synced. It is a cache:
-without it, a start reads the log from the last snapshot on and reaches the same state.
+without it, a start reads the log from the last snapshot on and computes the same state.
 
 A snapshot stores the same state in the log, so that retention may remove the rows before it. It is a META row with the
-key `snapshot`. Its frame contains nothing else and carries the flag SNAPSHOT. So the last snapshot is found backwards
-from the frame headers alone, and no other frame is decoded. The value of the row is the payload of the checkpoint file,
-without the state that is stored only in files. The value contains the secrets too, so it is never given to a reader
-outside the broker. A snapshot is one row, not a row for each fact: half a snapshot would be useless, and a row is
-either complete or absent.
+key `snapshot`. Its frame contains nothing else and has the flag SNAPSHOT. So a backward search through the frame
+headers finds the last snapshot, and no other frame is decoded. The value of the row is the payload of the checkpoint
+file, without the state that is stored only in files. The value also contains secrets, so it is never given to a reader
+outside the broker. A snapshot is one row, because a row is either complete or absent, and half a snapshot would be
+useless.
 
 A message is *settled* when it is durably released or cancelled.
 """
@@ -71,13 +71,14 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Each default means "nothing yet" and is left out of the JSON. So an old file without a field decodes as that
     # default, as in a new broker.
     seq: int = 0
-    # These two numbers, the mark, cover most settled messages. The others are listed as pairs after the JSON.
+    # These two numbers are the *mark*: messages due before the time with lower sequence numbers are settled. Settled
+    # messages that the mark does not cover are listed as pairs after the JSON.
     settled_before_ms: int = -(1 << 62)
     settled_before_seq: int = 1 << 62  # see Settled in schedule/outcomes.py
     # Ranges (first_seq, rows) that the mark does not cover: numbers reserved before it whose messages were attached
     # later.
     late: list[tuple[int, int]] = []
-    # The last `settled_released` pairs of that list were released, the others cancelled or moved.
+    # The last `settled_released` of these pairs were released, the others cancelled or moved.
     settled_released: int = 0
     # Every pending message with a lower number is in the pending table.
     watermark: int = 1
@@ -130,16 +131,18 @@ def encode(checkpoint: Checkpoint) -> bytes:
 def decode(payload: bytes) -> Checkpoint:
     """Decode a payload made by `encode`. Raises Corrupt."""
     try:
-        facts_size, count = struct.unpack_from("<QQ", payload)
+        facts_size, pair_count = struct.unpack_from("<QQ", payload)
         # Checked before parsing: numpy would read a short buffer as fewer pairs, and settled messages would be
         # forgotten.
-        if 16 + facts_size + 16 * count != len(payload):
+        if 16 + facts_size + 16 * pair_count != len(payload):
             raise ValueError("facts and pairs do not fill the payload")
         facts = msgspec.json.decode(payload[16 : 16 + facts_size], type=Facts)
-        arrays = np.frombuffer(payload, dtype="<i8", offset=16 + facts_size, count=2 * count).astype(np.int64)
+        due_and_seq = np.frombuffer(
+            payload, dtype="<i8", offset=16 + facts_size, count=2 * pair_count
+        ).astype(np.int64)
     except (ValueError, struct.error, msgspec.DecodeError) as error:
         raise Corrupt(str(error)) from error
-    return Checkpoint(facts, arrays[:count], arrays[count:])
+    return Checkpoint(facts, due_and_seq[:pair_count], due_and_seq[pair_count:])
 
 
 def save(files: Files, checkpoint: Checkpoint) -> None:
@@ -184,39 +187,45 @@ def snapshot_row(state: Checkpoint, now_ms: int) -> pa.RecordBatch:
 def last_snapshot(segments: Segments, to_seq: int | None = None) -> Checkpoint | None:
     """Find and decode the newest snapshot among the rows below `to_seq`, or None when there is none. Raises Corrupt."""
     for segment in reversed(segments.all):
-        at = _last_flagged(segment, segment.next_seq if to_seq is None else to_seq)
+        frame_number = _find_snapshot_frame(segment, segment.next_seq if to_seq is None else to_seq)
         # A damaged snapshot is an error. The one before it cannot replace it: retention may have removed rows after the
         # older one that it needs.
-        if at is not None:
+        if frame_number is not None:
             try:
-                return _snapshot_at(segment, int(segment.frame_positions[at]))
+                return _read_snapshot(segment, int(segment.frame_positions[frame_number]))
             except Corrupt as error:
                 raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
     return None
 
 
-def bytes_behind(segments: Segments, seq: int) -> int:
-    """Count the bytes of the log from the frame that contains row `seq` to the end."""
-    found = 0
+def log_bytes_from(segments: Segments, seq: int) -> int:
+    """Count the bytes of the log from the frame that contains row `seq` to the end of the log."""
+    size_bytes = 0
     for segment in reversed(segments.all):
         if segment.next_seq <= seq:
             break
-        at = max(0, segment.frame_at(seq)) if len(segment.frame_seqs) else -1
-        found += segment.end - (int(segment.frame_positions[at]) if at >= 0 else fmt.ALIGN)
-    return found
+        frame_number = max(0, segment.frame_at(seq)) if len(segment.frame_seqs) else -1
+        size_bytes += segment.end - (
+            int(segment.frame_positions[frame_number]) if frame_number >= 0 else fmt.ALIGN
+        )
+    return size_bytes
 
 
-def _last_flagged(segment: Segment, to_seq: int) -> int | None:
-    """Find the last frame before `to_seq` with the SNAPSHOT flag, from headers alone. Returns its index."""
+def _find_snapshot_frame(segment: Segment, to_seq: int) -> int | None:
+    """Find the number (in the segment) of the last frame with the SNAPSHOT flag that begins below `to_seq`, or None.
+
+    Only frame headers are read.
+    """
     # A copy: another thread may append a frame meanwhile, and an array cannot grow while numpy holds a view of it.
     positions = np.asarray(segment.frame_positions[: segment.frame_at(to_seq - 1) + 1], dtype=np.int64)
-    # All flags are read as one vector: one header per call would take seconds for a log of a million frames.
+    # All flags are read as one vector, because one call per header would take seconds for a log of a million frames.
     flags = np.frombuffer(segment.buffer, dtype="<u2", count=segment.buffer.size // 2)
     flagged = np.flatnonzero(flags[(positions + fmt.FLAGS_OFFSET) // 2] & fmt.SNAPSHOT)
     return int(flagged[-1]) if len(flagged) else None
 
 
-def _snapshot_at(segment: Segment, position: int) -> Checkpoint:
+def _read_snapshot(segment: Segment, position: int) -> Checkpoint:
+    """Read and check the snapshot in the frame at `position`. Raises Corrupt."""
     frame = fmt.read_frame(segment.buffer, position)
     assert frame is not None, "a frame with a flag has a magic"
     return decode(fmt.decode_rows(segment.buffer, frame).column("body")[0].as_py())

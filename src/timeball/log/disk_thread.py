@@ -1,7 +1,7 @@
 """The disk thread: it runs calls from a queue, one after the other.
 
-It replaces a thread pool of one thread, because a call through it costs less: a pool takes two locks, counts idle
-threads and makes a future with its own lock for each call. For a commit of one row such costs dominate.
+It replaces a ThreadPoolExecutor of one thread, which costs more per call: a pool takes two locks, counts idle threads
+and makes a future with a lock of its own. For a commit of one row these costs dominate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Disk(Executor):
     """An executor that runs calls in the order in which they were submitted."""
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run a call that reports its outcome itself and raises nothing."""
+        """Queue a call that reports its outcome itself and raises nothing. Unlike `submit`, it makes no future."""
         self.submit(call)
 
 
@@ -33,18 +33,18 @@ class DiskThread(Disk):
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._is_shut = False
+        self._is_shut_down = False
         # The queue's own method, so that a post from the log's writer runs no Python code in between.
         self.post = self._calls.put  # type: ignore[assignment, method-assign]
         # A daemon thread, because a start that fails must not keep its process alive. An orderly stop calls `shutdown`.
-        self._thread = threading.Thread(target=_run, args=(self._calls,), name="disk", daemon=True)
+        self._thread = threading.Thread(target=_run_calls, args=(self._calls,), name="disk", daemon=True)
         self._thread.start()
         # A start that fails calls no `shutdown`: the thread then ends with the garbage collection of this object.
         weakref.finalize(self, self._calls.put, None)
 
     def submit(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]:
         """Queue a call. Returns the future of its result. Raises RuntimeError after `shutdown`."""
-        if self._is_shut:
+        if self._is_shut_down:
             raise RuntimeError("the disk thread has been shut down")
         call = _Call(partial(fn, *args, **kwargs))
         self._calls.put(call)
@@ -52,7 +52,7 @@ class DiskThread(Disk):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse further submits, cancel the queued ones if asked, and end the thread after the rest. See Executor."""
-        self._is_shut = True
+        self._is_shut_down = True
         while cancel_futures:
             try:
                 call = self._calls.get_nowait()
@@ -66,7 +66,8 @@ class DiskThread(Disk):
             self._thread.join()
 
 
-def _run(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+def _run_calls(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run queued calls until None is queued."""
     while (call := calls.get()) is not None:
         call()
         del call  # otherwise its objects would stay in memory until the next call
@@ -90,18 +91,18 @@ class _Call:
 # Replication of the log: the operations that the writer needs from the other replicas (cluster/ implements them).
 #
 # The thread that writes a commit also replicates it. The commit is sent to the other replicas before it is written
-# here, so that all disks work at the same time. `commit` returns when enough replicas have it. Rows that the writer
-# then shows, acknowledges and applies are as safe as the group scheduled messages.
+# here, so that all disks work at the same time. `commit` returns when enough replicas have it. Only then the writer
+# shows the rows to readers, acknowledges them and applies them, so they are as durable as the group guarantees.
 
 
 class Extent(NamedTuple):
-    """The bytes of a commit and their position. A commit lies in one segment."""
+    """The bytes of one commit and their position in a segment. A commit never spans two segments."""
 
-    file: SegmentFile  # of that segment, with space for the frames
+    file: SegmentFile  # the file of the segment, with reserved space for the frames
     position: int
     end_seq: int  # the sequence number after the last row
     frames: bytes
-    # Whether it is the first commit of its segment. The segment's header is then on disk already.
+    # True for the first commit of a segment, whose header is on disk already.
     begins: bool
 
 
@@ -131,7 +132,7 @@ class FileReplication(Protocol):
 
 
 class Leading(NamedTuple):
-    """The parts of a log that this process leads, for the broker's writer."""
+    """The parts of a replicated log for the broker's writer, while this process leads the group."""
 
     disk: Disk  # the replica's thread, which outlives the broker
     replication: Replication

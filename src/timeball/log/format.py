@@ -19,8 +19,8 @@ to 64 bytes so that the columns of a mapped segment are aligned. Numbers are lit
 `crc32c` covers the whole frame, including header and padding, with the checksum field set to zero. `span` is the count
 of sequence numbers that the frame uses: its rows, or more when a TABLE row reserves some. `synced_to` states that all
 bytes of the segment before that position were on disk when this frame was written (with `sync` durability: the start of
-the frame's commit). Recovery needs it to distinguish a torn commit (never acknowledged, may be cut) from damage to an
-acknowledged one (must be refused). A magic of zero is the end of the log.
+the frame's commit). Recovery needs it to distinguish a torn commit, which was never acknowledged and may be cut, from
+damage to an acknowledged commit, which must be refused. A magic of zero is the end of the log.
 
 Segment header, 64 bytes:
 
@@ -115,7 +115,7 @@ def encode_frame(
     flags: int = 0,
     payload: bytes | pa.Buffer | None = None,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
-    """Encode the frame for `rows` at `position`. Returns its header, and its bytes as buffers to be written in order.
+    """Encode the frame for `rows` at `position`. Returns its header, and its bytes as buffers in the order of writing.
 
     `payload` is the result of `encode_rows` for these rows, if there is one already.
     """
@@ -125,19 +125,19 @@ def encode_frame(
     length = ALIGN + len(payload) + len(padding)
     assert length <= limits.FRAME_BYTES_MAX
 
-    def header(crc: int) -> bytes:
+    def pack_header(crc: int) -> bytes:
         return FRAME.pack(
             FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
             len(payload), crc, synced_to,
         )  # fmt: skip
 
     # The checksum is extended part by part: joining header and payload first would copy every body.
-    crc = google_crc32c.extend(google_crc32c.value(header(0)), payload)
+    crc = google_crc32c.extend(google_crc32c.value(pack_header(0)), payload)
     crc = google_crc32c.extend(crc, padding)
     frame = Frame(
         position, length, rows.num_rows, first_seq, span, append_ms, epoch, len(payload), synced_to, flags
     )
-    return frame, [header(crc), payload, padding]
+    return frame, [pack_header(crc), payload, padding]
 
 
 def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
@@ -175,7 +175,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
     if magic != FRAME_MAGIC or flags & ~SNAPSHOT:
         raise Corrupt(f"no frame at byte {position}")
     # Checked before the checksum, because the length decides how much is read and where the next frame is looked for.
-    sane = (
+    is_consistent = (
         ALIGN <= length <= limits.FRAME_BYTES_MAX
         and length % ALIGN == 0
         and position + length <= segment.size
@@ -183,7 +183,7 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
         and 0 < rows <= span
         and synced_to <= origin + position
     )
-    if not sane:
+    if not is_consistent:
         raise Corrupt(f"frame header at byte {position} contradicts itself")
     # Checked last, so that damage is not reported as a newer version.
     if version != SCHEMA_VERSION:
@@ -206,9 +206,9 @@ def decode_rows(segment: pa.Buffer, frame: Frame) -> pa.RecordBatch:
 
 def encode_segment_header(first_seq: int, created_ms: int) -> bytes:
     """Encode the 64 bytes at the start of a segment."""
-    blank = SEGMENT.pack(SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, 0)
+    without_crc = SEGMENT.pack(SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, 0)
     return SEGMENT.pack(
-        SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, google_crc32c.value(blank[:-4])
+        SEGMENT_MAGIC, FORMAT_VERSION, 0, first_seq, created_ms, google_crc32c.value(without_crc[:-4])
     )
 
 

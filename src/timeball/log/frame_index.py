@@ -39,13 +39,13 @@ def index_name(segment: Segment) -> str:
 
 
 def save_sealed(files: Files, segments: Segments) -> int:
-    """Write and load the frame index of every sealed segment that has none. Returns their number. Blocking."""
-    todo = [segment for segment in segments.all[:-1] if not segment.is_indexed]
-    for segment in todo:
+    """Write and load the index of every sealed segment without a loaded one. Returns their number. Blocking."""
+    unindexed = [segment for segment in segments.all[:-1] if not segment.is_indexed]
+    for segment in unindexed:
         files.replace(index_name(segment), encode(segment))
         # Loaded at once: the mapped arrays replace those in memory, which is the purpose of the file.
         load(files, segment, segment.next_seq)
-    return len(todo)
+    return len(unindexed)
 
 
 def encode(segment: Segment) -> bytes:
@@ -61,7 +61,7 @@ def encode(segment: Segment) -> bytes:
 
 
 def load(files: Files, segment: Segment, next_seq: int) -> bool:
-    """Load the frames of `segment` from its index. Returns false if none fits a segment that ends at `next_seq`."""
+    """Load the frame index of `segment`, which must end at `next_seq`. Returns false if there is no valid index."""
     name = index_name(segment)
     if not files.exists(name):
         return False
@@ -73,8 +73,8 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
         # Positions are used unchecked afterwards to slice the mapping, so the whole file is checked once, here.
         if google_crc32c.value(data.slice(HEADER.size)) != crc:
             raise ValueError("wrong checksum")
-        first_seq, found_next_seq, end, newest_append_ms = FACTS.unpack_from(data, HEADER.size)
-        if (first_seq, found_next_seq) != (segment.first_seq, next_seq) or end > segment.buffer.size:
+        first_seq, stored_next_seq, end, newest_append_ms = FACTS.unpack_from(data, HEADER.size)
+        if (first_seq, stored_next_seq) != (segment.first_seq, next_seq) or end > segment.buffer.size:
             raise ValueError("index of other rows: the segment was replaced")
     except (ValueError, struct.error, TimeballError) as error:
         logger.warning("frame index not used, the segment is read instead file=%s reason=%s", name, error)

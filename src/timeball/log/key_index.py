@@ -26,79 +26,88 @@ NEWEST_PAIRS_MAX = 4_096
 
 
 class KeyIndex:
-    """Look-ups over all kept segments. Thread-safe, but not for the event loop, because a look-up may index first."""
+    """Look-ups over all kept segments. Thread-safe. Do not call it on the event loop: a look-up may index many rows."""
 
     def __init__(self, files: Files, segments: Segments, reader: LogReader) -> None:
         self._files, self._segments, self._reader = files, segments, reader
         self._lock = threading.Lock()
-        self._sealed: dict[int, KeyRun] = {}
-        # State of the active segment: its ordinal, the first row not indexed yet, the sorted runs, and the rows after
-        # them by hash. Invariant: each run has more than twice as many pairs as the next one.
-        self._active = -1
+        self._sealed_runs: dict[int, KeyRun] = {}
+        # State of the active segment (the last one): its ordinal, the first row that is not indexed yet, the sorted
+        # runs, and a table of the newest rows by hash. Invariant: each run is more than twice as long as the next.
+        self._active_ordinal = -1
         self._indexed_to = 0
         self._runs: list[KeyRun] = []
         self._newest: dict[int, list[int]] = defaultdict(list)
         self._newest_pairs = 0
-        segments.on_drop.append(self._forget)
+        segments.on_drop.append(self._forget_segments)
 
-    def find_rows(self, wanted: UInt64Array) -> Int64Array:
-        """Find the numbers of durable rows whose id or key has one of these hashes. The caller compares the texts."""
+    def find_rows(self, hashes: UInt64Array) -> Int64Array:
+        """Find the numbers of durable rows whose id or key has one of these hashes. The caller compares the texts.
+
+        A hash may match other texts, too. The result is sorted, without duplicates.
+        """
         with self._lock:
             segments = self._segments.all
-            parts = [self._find_sealed(segment, wanted) for segment in segments[:-1]]
+            row_numbers = [self._find_sealed(segment, hashes) for segment in segments[:-1]]
             self._index_active(segments[-1])
-            parts += [run.find_numbers(wanted) for run in self._runs]
-            newest = [seq for key in wanted.tolist() for seq in self._newest.get(key, ())]
-            parts.append(np.array(newest, np.int64))
-        return np.unique(np.concatenate(parts))
+            row_numbers += [run.find_numbers(hashes) for run in self._runs]
+            newest_rows = [seq for key_hash in hashes.tolist() for seq in self._newest.get(key_hash, ())]
+            row_numbers.append(np.array(newest_rows, np.int64))
+        return np.unique(np.concatenate(row_numbers))
 
-    def _forget(self, gone: list[Segment]) -> None:
+    def _forget_segments(self, removed: list[Segment]) -> None:
+        """Drop the runs of removed segments."""
         with self._lock:
-            for segment in gone:
-                self._sealed.pop(segment.ordinal, None)
+            for segment in removed:
+                self._sealed_runs.pop(segment.ordinal, None)
 
-    def _find_sealed(self, segment: Segment, wanted: UInt64Array) -> Int64Array:
+    def _find_sealed(self, segment: Segment, hashes: UInt64Array) -> Int64Array:
+        """Search the key run of a sealed segment. Rebuilds a damaged run."""
         try:
-            return self._sealed_index(segment).find_numbers(wanted)
+            return self._open_run(segment).find_numbers(hashes)
         except Corrupt:
             # The run is a cache: it is rebuilt from the segment, the source of truth.
-            self._sealed.pop(segment.ordinal, None)
-            self._files.remove(_name(segment))
-            return self._sealed_index(segment).find_numbers(wanted)
+            self._sealed_runs.pop(segment.ordinal, None)
+            self._files.remove(_run_name(segment))
+            return self._open_run(segment).find_numbers(hashes)
 
-    def _sealed_index(self, segment: Segment) -> KeyRun:
-        known = self._sealed.get(segment.ordinal)
-        if known is None:
-            name = _name(segment)
+    def _open_run(self, segment: Segment) -> KeyRun:
+        """Open the key run file of a sealed segment. Builds it from the segment if it does not exist."""
+        run = self._sealed_runs.get(segment.ordinal)
+        if run is None:
+            name = _run_name(segment)
             if not self._files.exists(name):
                 self._files.replace(
-                    name, bytes(KeyRun.build(*self._pairs(segment.first_seq, segment.next_seq)).data)
+                    name, bytes(KeyRun.build(*self._hash_rows(segment.first_seq, segment.next_seq)).data)
                 )
-            known = KeyRun(self._files.map_readonly(name))
-            self._sealed[segment.ordinal] = known
-        return known
+            run = KeyRun(self._files.map_readonly(name))
+            self._sealed_runs[segment.ordinal] = run
+        return run
 
     def _index_active(self, segment: Segment) -> None:
-        # The log has rolled. The old segment's pairs in memory are dropped: its run is built from the segment when
-        # needed.
-        if segment.ordinal != self._active:
-            self._active, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
+        """Index the rows of the active segment that were appended since the last look-up."""
+        # After a roll of the log the old segment's pairs are dropped: its run is built from the segment when needed.
+        if segment.ordinal != self._active_ordinal:
+            self._active_ordinal, self._indexed_to, self._runs = segment.ordinal, segment.first_seq, []
             self._forget_newest()
         to_seq = segment.next_seq
         if to_seq > self._indexed_to:
-            self._note(self._pairs(self._indexed_to, to_seq))
+            self._add_pairs(self._hash_rows(self._indexed_to, to_seq))
             self._indexed_to = to_seq
 
-    def _note(self, pairs: Pairs) -> None:
+    def _add_pairs(self, pairs: Pairs) -> None:
+        """Add pairs of hash and row number to the table of the newest rows, or make a sorted run of both."""
         hashes, seqs = pairs
         if self._newest_pairs + len(seqs) <= NEWEST_PAIRS_MAX:
             for key, seq in zip(hashes.tolist(), seqs.tolist(), strict=True):
                 self._newest[key].append(seq)
             self._newest_pairs += len(seqs)
             return
-        newest = [(key, seq) for key, of_key in self._newest.items() for seq in of_key]
-        keys, numbers = zip(*newest, strict=True) if newest else ((), ())
-        run = KeyRun.build(*joined([(np.array(keys, np.uint64), np.array(numbers, np.int64)), pairs]))
+        newest = [(key, seq) for key, seqs_of_key in self._newest.items() for seq in seqs_of_key]
+        newest_hashes, newest_seqs = zip(*newest, strict=True) if newest else ((), ())
+        run = KeyRun.build(
+            *joined([(np.array(newest_hashes, np.uint64), np.array(newest_seqs, np.int64)), pairs])
+        )
         self._forget_newest()
         # Merging by this rule sorts each pair O(log n) times and leaves O(log n) runs to search.
         while self._runs and self._runs[-1].pairs <= 2 * run.pairs:
@@ -106,25 +115,25 @@ class KeyIndex:
         self._runs.append(run)
 
     def _forget_newest(self) -> None:
+        """Empty the table of the newest rows."""
         self._newest.clear()
         self._newest_pairs = 0
 
-    def _pairs(self, from_seq: int, to_seq: int) -> Pairs:
+    def _hash_rows(self, from_seq: int, to_seq: int) -> Pairs:
         """Hash the ids and keys of the rows [from_seq, to_seq). Return hashes and sequence numbers, unsorted."""
-        parts = []
+        pairs = []
         if to_seq - from_seq <= FEW:
-            # The usual case: a cancel has appended one row since the last look-up. To read its frame costs a third of
-            # `coalesced`.
+            # The usual case: a cancel appended one row since the last look-up. `frames` costs a third of `coalesced`.
             for first_seq, rows in self._reader.frames(from_seq, to_seq):
                 hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
-                parts.append((hashes, first_seq + positions))
-            return joined(parts)
+                pairs.append((hashes, first_seq + positions))
+            return joined(pairs)
         for rows in self._reader.coalesced(from_seq, to_seq, None, 65_536, ["seq", "unique_key", "keys"]):
             hashes, positions = hash_keys(rows.column("unique_key"), rows.column("keys"))
             seqs = rows.column("seq").to_numpy()
-            parts.append((hashes, seqs[positions]))
-        return joined(parts)
+            pairs.append((hashes, seqs[positions]))
+        return joined(pairs)
 
 
-def _name(segment: Segment) -> str:
+def _run_name(segment: Segment) -> str:
     return f"{FOLDER}/{segment.ordinal:010d}.keys"

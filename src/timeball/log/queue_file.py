@@ -55,29 +55,36 @@ class Part:
 def encode(first_seq: int, next_seq: int, parts: list[Part]) -> bytes:
     """Encode the file for the log's rows [first_seq, next_seq)."""
     # Converted to the file's byte order, because numpy's concatenate returns the native one.
-    data = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
+    entry_bytes = [part.entries.astype(ENTRY, copy=False).tobytes() for part in parts]
     names: dict[str, int] = {}
     runs = np.empty(len(parts), RUN)
-    for at, part in enumerate(parts):
-        number = names.setdefault(part.topic, len(names))
-        runs[at] = (number, part.queue_id, part.first_offset, len(part.entries))
-    blocks: list[int] = []
-    for entries in data:
-        blocks += _checksums(entries)
-    titles = msgspec.json.encode(list(names))
-    tables = b"".join([runs.tobytes(), np.array(blocks, "<u4").tobytes(), titles])
+    for run_number, part in enumerate(parts):
+        name_number = names.setdefault(part.topic, len(names))
+        runs[run_number] = (name_number, part.queue_id, part.first_offset, len(part.entries))
+    block_crcs: list[int] = []
+    for entries in entry_bytes:
+        block_crcs += _checksums(entries)
+    names_json = msgspec.json.encode(list(names))
+    tables = b"".join([runs.tobytes(), np.array(block_crcs, "<u4").tobytes(), names_json])
     # The checksum covers the counts too: with a wrong count, a reader would look for the tables among the entries.
-    numbers = struct.pack(
-        "<6q", first_seq, next_seq, len(runs), len(blocks), len(titles), sum(map(len, data)) // ENTRY.itemsize
+    counts = struct.pack(
+        "<6q",
+        first_seq,
+        next_seq,
+        len(runs),
+        len(block_crcs),
+        len(names_json),
+        sum(map(len, entry_bytes)) // ENTRY.itemsize,
     )
-    crc = google_crc32c.value(numbers + tables)
-    return b"".join([struct.pack("<8sQ", MAGIC, crc), numbers, tables, *data])
+    crc = google_crc32c.value(counts + tables)
+    return b"".join([struct.pack("<8sQ", MAGIC, crc), counts, tables, *entry_bytes])
 
 
 def _checksums(entries: bytes) -> Iterator[int]:
+    """Yield the checksum of each block of a run's entries."""
     step = BLOCK_ENTRIES * ENTRY.itemsize
-    for at in range(0, len(entries), step):
-        yield google_crc32c.value(entries[at : at + step])
+    for position in range(0, len(entries), step):
+        yield google_crc32c.value(entries[position : position + step])
 
 
 class QueueFile:
@@ -90,23 +97,22 @@ class QueueFile:
         try:
             magic, crc, self.first_seq, self.next_seq, *counts = HEADER.unpack_from(data)
             runs, blocks, names, entries = counts
-            # Checked before any count is used: the bytes come from a disk, and numpy takes a negative count to mean
-            # "all".
+            # Checked before any count is used, because numpy takes a negative count to mean "all".
             if min(counts) < 0 or magic != MAGIC:
                 raise ValueError("not a queue file: bad magic or counts")
-            at_blocks = HEADER.size + runs * RUN.itemsize
-            at_names = at_blocks + 4 * blocks
-            at_entries = at_names + names
-            if at_entries + entries * ENTRY.itemsize != len(data):
+            blocks_at = HEADER.size + runs * RUN.itemsize
+            names_at = blocks_at + 4 * blocks
+            entries_at = names_at + names
+            if entries_at + entries * ENTRY.itemsize != len(data):
                 raise ValueError(f"{len(data)} bytes, not as many as its header says")
-            if crc != google_crc32c.value(bytes(data[16:at_entries])):
+            if crc != google_crc32c.value(bytes(data[16:entries_at])):
                 raise ValueError("wrong checksum over its tables")
         except (ValueError, struct.error) as error:
             raise Corrupt(f"{name}: {error}") from error
         self.runs = np.frombuffer(data, RUN, runs, HEADER.size)
-        self.names: list[str] = msgspec.json.decode(data[at_names:at_entries], type=list[str])
-        self._crcs = np.frombuffer(data, "<u4", blocks, at_blocks)
-        self._entries = np.frombuffer(data, ENTRY, entries, at_entries)
+        self.names: list[str] = msgspec.json.decode(data[names_at:entries_at], type=list[str])
+        self._crcs = np.frombuffer(data, "<u4", blocks, blocks_at)
+        self._entries = np.frombuffer(data, ENTRY, entries, entries_at)
         counts_of_runs = self.runs["count"].astype(np.int64)
         # The start of each run is computed from the counts alone: stored positions could contradict them.
         self._first_entry = np.cumsum(counts_of_runs) - counts_of_runs
@@ -118,7 +124,7 @@ class QueueFile:
         return len(self._entries)
 
     def queues(self) -> Iterator[tuple[int, str, int, int, int]]:
-        """Yield each run's number, topic, queue, first offset and end offset (exclusive)."""
+        """Yield (number, topic, queue id, first offset, end offset) of each run. The end is exclusive."""
         for number, (name, queue_id, first, count) in enumerate(self.runs.tolist()):
             yield number, self.names[name], queue_id, first, first + count
 
@@ -126,11 +132,11 @@ class QueueFile:
         """Copy entries [begin, end) of a run, counted from its first entry. Raises Corrupt."""
         first, count = int(self._first_entry[run]), int(self.runs["count"][run])
         for block in range(begin // BLOCK_ENTRIES, -(-end // BLOCK_ENTRIES)):
-            at, stop = block * BLOCK_ENTRIES, min(count, (block + 1) * BLOCK_ENTRIES)
-            found = google_crc32c.value(self._entries[first + at : first + stop].tobytes())
-            if found != self._crcs[int(self._first_block[run]) + block]:
+            block_begin, block_end = block * BLOCK_ENTRIES, min(count, (block + 1) * BLOCK_ENTRIES)
+            crc = google_crc32c.value(self._entries[first + block_begin : first + block_end].tobytes())
+            if crc != self._crcs[int(self._first_block[run]) + block]:
                 raise Corrupt(
-                    f"{self.name}: entries {first + at} to {first + stop - 1} do not match their checksum"
+                    f"{self.name}: entries {first + block_begin} to {first + block_end - 1} do not match their checksum"
                 )
         return np.array(self._entries[first + begin : first + end])
 
@@ -147,7 +153,7 @@ class QueueFile:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The usable files of the index, without gaps. The newest one is open: its entries (`tail`) go to memory."""
+    """The usable files of the index, without gaps. The newest will grow, so its entries (`tail`) go to memory."""
 
     sealed: list[QueueFile]
     tail: list[Part]
@@ -174,53 +180,58 @@ def open_files(files: Files, first_seq: int, to_seq: int) -> Opened:
 
     A file that does not continue the one before it is removed: its entries can be rebuilt from the log.
     """
-    covered = first_seq
+    covered_seq = first_seq
     usable: list[QueueFile] = []
-    for file in _whole(files):
+    for file in _open_undamaged(files):
         # The first file may begin before the log's first row, because retention removes only whole files.
-        follows = file.first_seq == covered if usable else file.first_seq <= covered
-        if follows and covered < file.next_seq and covered < to_seq:
+        continues = file.first_seq == covered_seq if usable else file.first_seq <= covered_seq
+        if continues and covered_seq < file.next_seq and covered_seq < to_seq:
             usable.append(file)
-            covered = min(file.next_seq, to_seq)
+            covered_seq = min(file.next_seq, to_seq)
         else:
             files.remove(file.name)
-    # The newest file is read now, because its entries go to memory. If it is damaged, the replay of the log rebuilds
-    # them.
-    while (tail := _newest(usable, to_seq)) is None:
-        covered = max(first_seq, usable.pop().first_seq)
-    return Opened(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered)
+    # The newest file is read now, because its entries go to memory. A damaged one is not used: the replay of the log
+    # rebuilds its entries, and the file before it becomes the newest.
+    while (tail := _read_newest(usable, to_seq)) is None:
+        covered_seq = max(first_seq, usable.pop().first_seq)
+    return Opened(usable[:-1], tail, usable[-1].first_seq if usable else first_seq, covered_seq)
 
 
 def remove_all(files: Files) -> None:
     """Remove all files of the index."""
-    for name in _names(files):
+    for name in _file_names(files):
         files.remove(name)
 
 
-def _names(files: Files) -> list[str]:
+def _file_names(files: Files) -> list[str]:
     return [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
 
 
-def _whole(files: Files) -> list[QueueFile]:
+def _open_undamaged(files: Files) -> list[QueueFile]:
     """Open the files whose tables match their checksum, oldest first."""
-    found = []
-    for name in _names(files):
+    opened = []
+    for name in _file_names(files):
         try:
-            found.append(QueueFile(name, files.map_readonly(name)))
+            opened.append(QueueFile(name, files.map_readonly(name)))
         except Corrupt as error:
             logger.warning("queue index is built from the log from here on reason=%s", error)
-    return sorted(found, key=lambda file: file.first_seq)
+    return sorted(opened, key=lambda file: file.first_seq)
 
 
-def _newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
+def _read_newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
     """Read the newest file's entries of rows below `to_seq`, or None when the file is damaged."""
     try:
         parts = usable[-1].parts() if usable else []
     except Corrupt as error:
         logger.warning("queue index is built from the log from here on reason=%s", error)
         return None
-    cut = [
-        Part(p.topic, p.queue_id, p.first_offset, p.entries[: np.searchsorted(p.entries["seq"], to_seq)])
-        for p in parts
+    truncated = [
+        Part(
+            part.topic,
+            part.queue_id,
+            part.first_offset,
+            part.entries[: np.searchsorted(part.entries["seq"], to_seq)],
+        )
+        for part in parts
     ]
-    return [part for part in cut if len(part.entries)]
+    return [part for part in truncated if len(part.entries)]

@@ -76,7 +76,7 @@ class QueueIndex:
         self._state = _EMPTY
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
-        """Add entries at `max_offset`. It changes only memory, so a lack of disk space or descriptors is no problem."""
+        """Add entries at `max_offset`, in memory only. So it needs neither disk space nor a descriptor."""
         entries = np.empty(len(seqs), ENTRY)
         entries["seq"], entries["size"], entries["tag"] = seqs, sizes, tags
         self.extend(entries)
@@ -84,7 +84,7 @@ class QueueIndex:
     def extend(self, entries: EntryArray) -> None:
         """Add entries of type ENTRY as `append` does."""
         count, begin = len(entries), self.max_offset - self._state.tail_first
-        self._room(begin + count)[begin : begin + count] = entries
+        self._reserve_tail(begin + count)[begin : begin + count] = entries
         self.max_offset += count
         self._indexes.unsealed += count
 
@@ -93,53 +93,58 @@ class QueueIndex:
         assert self.min_offset == self.max_offset <= offset
         self.min_offset = self.max_offset = offset
         self._state = _State((), offset, _NO_ENTRIES)
-        self._indexes.note_used(self)
+        self._indexes.register_used(self)
 
     def read(self, offset: int, count: int, *, is_kept: bool = True) -> EntryArray:
-        """Read up to `count` entries from `offset` on, as a copy if `is_kept`. Raises OutOfRange."""
+        """Read up to `count` entries from `offset` on. Raises OutOfRange.
+
+        With `is_kept` the result is a copy. Otherwise it may be a view of the entries in memory.
+        """
         low, high = self.min_offset, self.max_offset
         if not low <= offset <= high:
             raise OutOfRange(f"offset {offset}: this queue keeps {low} to {high}")
         end = min(offset + count, high)
         state = self._state
-        # `_state` is read once: between two reads of it the loop may seal, which changes where the tail begins.
+        # `_state` is read once: the event loop may seal between two reads, which changes where the tail begins.
         if offset >= state.tail_first:
-            found = state.tail[offset - state.tail_first : end - state.tail_first]
-            return found.copy() if is_kept else found
-        parts = []
+            entries = state.tail[offset - state.tail_first : end - state.tail_first]
+            return entries.copy() if is_kept else entries
+        chunks = []
         # Read again in each round: a repair replaces the file, and a seal moves the tail's start forward.
         while offset < min(end, self._state.tail_first):
-            part = self._from_file(offset, end)
-            parts.append(part)
-            offset += len(part)
+            chunk = self._read_sealed(offset, end)
+            chunks.append(chunk)
+            offset += len(chunk)
         state = self._state
         if offset < end:
-            parts.append(state.tail[offset - state.tail_first : end - state.tail_first])
-        return np.concatenate(parts) if parts else _NO_ENTRIES.copy()
+            chunks.append(state.tail[offset - state.tail_first : end - state.tail_first])
+        return np.concatenate(chunks) if chunks else _NO_ENTRIES.copy()
 
     def at(self, offsets: Int64Array) -> EntryArray:
         """Copy the entries at these offsets, each from `min_offset` up to but not including `max_offset`."""
-        found = np.empty(len(offsets), ENTRY)
+        entries = np.empty(len(offsets), ENTRY)
         _, tail_first, tail = self._state
         in_tail = offsets >= tail_first
-        found[in_tail] = tail[offsets[in_tail] - tail_first]
-        left = np.flatnonzero(~in_tail)
-        left = left[np.argsort(offsets[left], kind="stable")]
-        while len(left):  # each block is checked once for all its wanted entries
-            offset = int(offsets[left[0]])
-            first = offset - (offset - self._run(offset).first) % BLOCK_ENTRIES
-            block = self._from_file(first, first + BLOCK_ENTRIES)
-            count = int(np.searchsorted(offsets[left], first + len(block)))
-            found[left[:count]] = block[offsets[left[:count]] - first]
-            left = left[count:]
-        return found
+        entries[in_tail] = tail[offsets[in_tail] - tail_first]
+        remaining = np.flatnonzero(~in_tail)
+        remaining = remaining[np.argsort(offsets[remaining], kind="stable")]
+        # `remaining` are the indexes of offsets whose entries are in files, by ascending offset. Each round reads and
+        # checks one block, and takes all entries in it.
+        while len(remaining):
+            offset = int(offsets[remaining[0]])
+            first = offset - (offset - self._find_run(offset).first) % BLOCK_ENTRIES
+            block = self._read_sealed(first, first + BLOCK_ENTRIES)
+            count = int(np.searchsorted(offsets[remaining], first + len(block)))
+            entries[remaining[:count]] = block[offsets[remaining[:count]] - first]
+            remaining = remaining[count:]
+        return entries
 
     def hide(self, first_seq: int) -> None:
-        """Drop the entries of rows before `first_seq`."""
-        self.min_offset = self.first_at(first_seq)
+        """Hide the entries of rows before `first_seq`: `min_offset` moves past them."""
+        self.min_offset = self.first_offset_from_seq(first_seq)
 
-    def first_at(self, seq: int, from_offset: int = 0) -> int:
-        """Find the first offset from `from_offset` on whose row is `seq` or later. Without one: the queue's end."""
+    def first_offset_from_seq(self, seq: int, from_offset: int = 0) -> int:
+        """Find the first offset from `from_offset` on whose row is `seq` or later. If there is none, `max_offset`."""
         low, high = max(from_offset, self.min_offset), self.max_offset
         if low >= high or int(self.read(low, 1, is_kept=False)["seq"][0]) >= seq:
             return min(low, high)
@@ -151,35 +156,36 @@ class QueueIndex:
                 high = middle
         return low
 
-    def _from_file(self, offset: int, end: int) -> EntryArray:
+    def _read_sealed(self, offset: int, end: int) -> EntryArray:
         """Read entries from `offset` to `end` or to the end of their file. Rebuilds a damaged file."""
-        run = self._run(offset)
+        run = self._find_run(offset)
         try:
             return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
         except Corrupt as error:
             self._indexes.repair(run.file, error)
-        run = self._run(offset)
+        run = self._find_run(offset)
         return run.file.read(run.number, offset - run.first, min(end, run.end) - run.first)
 
-    def _run(self, offset: int) -> _Run:
+    def _find_run(self, offset: int) -> _Run:
+        """Find the sealed run that contains `offset`. Raises Corrupt if there is none."""
         runs = self._state.runs
-        at = bisect_right(runs, offset, key=lambda run: run.first) - 1
-        if at < 0 or offset >= runs[at].end:
+        index = bisect_right(runs, offset, key=lambda run: run.first) - 1
+        if index < 0 or offset >= runs[index].end:
             raise Corrupt(f"queue {self.queue_id} of {self.topic!r} has no entry for offset {offset}")
-        return runs[at]
+        return runs[index]
 
-    def _room(self, entries: int) -> EntryArray:
-        """Make the tail large enough for `entries` entries and return it."""
+    def _reserve_tail(self, entry_count: int) -> EntryArray:
+        """Enlarge the tail to at least `entry_count` entries and return it."""
         tail = self._state.tail
-        if len(tail) < entries:
+        if len(tail) < entry_count:
             # Doubled, so that n appends copy O(n) entries. A new array instead of a resize in place: readers slice the
             # old one.
-            grown = np.empty(max(FIRST_ALLOCATION, entries, 2 * len(tail)), ENTRY)
+            grown = np.empty(max(FIRST_ALLOCATION, entry_count, 2 * len(tail)), ENTRY)
             with self._indexes.changing:
-                runs, first, tail = self._state
+                runs, tail_first, tail = self._state
                 grown[: len(tail)] = tail
-                self._state = _State(runs, first, grown)
-            self._indexes.note_open(self)
+                self._state = _State(runs, tail_first, grown)
+            self._indexes.register_open(self)
             tail = grown
         return tail
 
@@ -192,18 +198,18 @@ class QueueIndex:
 
     def tail_part(self, end: int) -> Part:
         """The entries in memory before offset `end`."""
-        _, first, tail = self._state
-        return Part(self.topic, self.queue_id, first, tail[: end - first])
+        _, tail_first, tail = self._state
+        return Part(self.topic, self.queue_id, tail_first, tail[: end - tail_first])
 
     def seal(self, run: _Run) -> bool:
         """Read the entries of `run` from its file from now on. Returns false when none are left in memory."""
-        runs, first, tail = self._state
-        rest = tail[run.end - first : self.max_offset - first]
+        runs, tail_first, tail = self._state
+        unsealed = tail[run.end - tail_first : self.max_offset - tail_first]
         # Copied, because a view would keep the whole sealed array in memory.
-        self._state = _State((*runs, run), run.end, rest.copy() if len(rest) else _NO_ENTRIES)
-        return bool(len(rest))
+        self._state = _State((*runs, run), run.end, unsealed.copy() if len(unsealed) else _NO_ENTRIES)
+        return bool(len(unsealed))
 
-    def loaded(self, run: _Run) -> None:
+    def add_sealed_run(self, run: _Run) -> None:
         """Add a run of a file that exists at the start. Raises Corrupt if it leaves a gap."""
         if not self._state.runs:
             self.min_offset = self.max_offset = run.first
@@ -216,21 +222,22 @@ class QueueIndex:
         self.min_offset = self.max_offset = 0
         self._state = _EMPTY
 
-    def replace_runs(self, file: QueueFile, fresh: _Run | None) -> None:
+    def replace_runs(self, file: QueueFile, replacement: _Run | None) -> None:
         """Replace the run in `file` with `fresh`, or remove it if `fresh` is None."""
-        runs, first, tail = self._state
-        kept = tuple(fresh if run.file is file else run for run in runs)
-        self._state = _State(tuple(run for run in kept if run is not None), first, tail)
+        runs, tail_first, tail = self._state
+        kept = tuple(replacement if run.file is file else run for run in runs)
+        self._state = _State(tuple(run for run in kept if run is not None), tail_first, tail)
 
-    def forget_runs(self, gone: set[str]) -> None:
+    def forget_runs(self, removed_names: set[str]) -> None:
         """Drop the entries in these files, which are the oldest."""
-        runs, first, tail = self._state
-        kept = tuple(run for run in runs if run.file.name not in gone)
-        self._state = _State(kept, first, tail)
-        self.min_offset = max(self.min_offset, kept[0].first if kept else first)
+        runs, tail_first, tail = self._state
+        kept = tuple(run for run in runs if run.file.name not in removed_names)
+        self._state = _State(kept, tail_first, tail)
+        self.min_offset = max(self.min_offset, kept[0].first if kept else tail_first)
 
 
 def _check_follows(index: QueueIndex, first_offset: int) -> None:
+    """Raise Corrupt unless `first_offset` continues the entries of `index`."""
     if index.max_offset != first_offset:
         raise Corrupt(
             f"queue {index.queue_id} of {index.topic!r} has no entry for offset {index.max_offset} in its files"
@@ -239,7 +246,7 @@ def _check_follows(index: QueueIndex, first_offset: int) -> None:
 
 @dataclass(slots=True)
 class Flush:
-    """The part of the open range that a checkpoint writes: made on the loop, written in another thread."""
+    """The entries of the open range that a checkpoint writes. Made on the event loop, written in another thread."""
 
     files: Files
     first_seq: int
@@ -247,7 +254,7 @@ class Flush:
     indexes: list[QueueIndex]  # queues with entries in memory
     ends: list[int]  # the end offset of each of them when this was made
     used: list[QueueIndex]  # all queues that have, or have had, entries
-    seals: bool
+    seals: bool  # True if `finish` will seal the range, because it has SEAL_ENTRIES entries
     written: QueueFile | None = None
 
     @property
@@ -257,15 +264,15 @@ class Flush:
 
     def lengths(self) -> Lengths:
         """Compute the first and end offset of every queue at the time of `flush`, for the checkpoint (any thread)."""
-        found: Lengths = {}
+        lengths: Lengths = {}
         ends = dict(zip(self.indexes, self.ends, strict=True))
         for index in self.used:
             # A queue without entries in memory at that time ended where its files end, even if entries have been added
             # since.
             end = ends.get(index, index.tail_first)
             if end:
-                found.setdefault(index.topic, {})[index.queue_id] = (min(index.min_offset, end), end)
-        return found
+                lengths.setdefault(index.topic, {})[index.queue_id] = (min(index.min_offset, end), end)
+        return lengths
 
     def write(self) -> None:
         """Write and sync the file (any thread)."""
@@ -297,13 +304,13 @@ class QueueIndexes:
         """Yield the queues that have, or have had, entries."""
         yield from self._used.values()
 
-    def note_used(self, index: QueueIndex) -> None:
+    def register_used(self, index: QueueIndex) -> None:
         """Record that this queue has, or has had, entries."""
         self._used[index.topic, index.queue_id] = index
 
-    def note_open(self, index: QueueIndex) -> None:
+    def register_open(self, index: QueueIndex) -> None:
         """Record that this queue has entries in memory."""
-        self.note_used(index)
+        self.register_used(index)
         self._open[index] = None
 
     def load(self, first_seq: int, to_seq: int) -> int:
@@ -312,19 +319,19 @@ class QueueIndexes:
         The log is kept from `first_seq` on, and the checkpoint covers the rows below `to_seq`. A file that does not
         continue the one before it is removed, because its entries can be rebuilt from the log.
         """
-        found = queue_file.open_files(self._files, first_seq, to_seq)
-        self._sealed, self._first_seq = found.sealed, found.open_seq
+        opened = queue_file.open_files(self._files, first_seq, to_seq)
+        self._sealed, self._first_seq = opened.sealed, opened.open_seq
         for file in self._sealed:
             for number, topic, queue_id, first, end in file.queues():
                 index = self._used.setdefault((topic, queue_id), QueueIndex(self, topic, queue_id))
-                index.loaded(_Run(first, end, file, number))
-        for part in found.tail:
+                index.add_sealed_run(_Run(first, end, file, number))
+        for part in opened.tail:
             index = self.queue(part.topic, part.queue_id)
             if index.max_offset == 0:
                 index.start_at(part.first_offset)
             _check_follows(index, part.first_offset)
             index.append(part.entries["seq"], part.entries["size"], part.entries["tag"])
-        return found.covered_seq
+        return opened.covered_seq
 
     def clear(self, first_seq: int) -> None:
         """Drop all entries in memory and on disk, before a replay of the whole log from `first_seq` on."""
@@ -344,8 +351,8 @@ class QueueIndexes:
         return Flush(self._files, self._first_seq, next_seq, list(self._open), ends, used, seals)
 
     def finish(self, flush: Flush) -> None:
-        """Read a sealed range from its file from now on, and free its memory."""
-        # The range was sealed or cleared while this flush was being written, so its entries are elsewhere now.
+        """Finish a written flush. If it seals the range, read it from its file from now on and free its memory."""
+        # Either the flush does not seal, or the range was sealed or cleared while this flush was being written.
         if flush.written is None or flush.first_seq != self._first_seq:
             return
         with self.changing:
@@ -367,23 +374,23 @@ class QueueIndexes:
     # -- retention and damage ------------------------------------------------------------------------------
 
     def forget(self, first_seq: int) -> list[str]:
-        """Drop the entries of rows before `first_seq`. Returns the unneeded files' names, for the caller to remove."""
-        gone = [file for file in self._sealed if file.next_seq <= first_seq]
-        names = {file.name for file in gone}
-        touched = {(topic, queue) for file in gone for _, topic, queue, _, _ in file.queues()}
+        """Drop the entries of rows before `first_seq`. Returns the names of the files that the caller must remove."""
+        expired_files = [file for file in self._sealed if file.next_seq <= first_seq]
+        expired_names = {file.name for file in expired_files}
+        affected = {(topic, queue) for file in expired_files for _, topic, queue, _, _ in file.queues()}
         with self.changing:
-            for key in touched:
-                self._used[key].forget_runs(names)
-            self._sealed = self._sealed[len(gone) :]
+            for key in affected:
+                self._used[key].forget_runs(expired_names)
+            self._sealed = self._sealed[len(expired_files) :]
         # Only whole files are dropped. In the file that contains `first_seq`, and in memory, the earlier offsets are
         # hidden.
-        partly = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
-        keys = [(topic, queue) for _, topic, queue, _, _ in partly.queues()] if partly else []
-        behind = [self._used[key] for key in keys]
-        behind += list(self._open) if self._first_seq < first_seq else []
-        for index in behind:
+        boundary_file = self._sealed[0] if self._sealed and self._sealed[0].first_seq < first_seq else None
+        keys = [(topic, queue) for _, topic, queue, _, _ in boundary_file.queues()] if boundary_file else []
+        trimmed = [self._used[key] for key in keys]
+        trimmed += list(self._open) if self._first_seq < first_seq else []
+        for index in trimmed:
             index.hide(first_seq)
-        return sorted(names)
+        return sorted(expired_names)
 
     def repair(self, damaged: QueueFile, error: Corrupt) -> None:
         """Rebuild a damaged file from its range of the log. Raises Corrupt without a log to read (any thread)."""
@@ -401,11 +408,12 @@ class QueueIndexes:
                 self._files.replace(damaged.name, data)
             except OverLimit as full:
                 logger.warning("queue index file kept in memory alone file=%s reason=%s", damaged.name, full)
-            fresh = QueueFile(damaged.name, data)
+            rebuilt = QueueFile(damaged.name, data)
             runs = {
-                (topic, queue): _Run(first, end, fresh, n) for n, topic, queue, first, end in fresh.queues()
+                (topic, queue): _Run(first, end, rebuilt, number)
+                for number, topic, queue, first, end in rebuilt.queues()
             }
             with self.changing:
                 for _, topic, queue, _, _ in damaged.queues():
                     self._used[topic, queue].replace_runs(damaged, runs.get((topic, queue)))
-                self._sealed = [fresh if file is damaged else file for file in self._sealed]
+                self._sealed = [rebuilt if file is damaged else file for file in self._sealed]

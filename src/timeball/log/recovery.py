@@ -9,11 +9,11 @@
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
     4. The bytes after the end are overwritten with zeros, so that an old frame can never follow a new one.
-    5. Names and bytes are synced before a row is shown. After a kill they may be only in the page cache. Such a
-       row could be shown and then be lost in a power cut, although the writer's `synced_to` covers it.
+    5. Names and bytes are synced before a row is shown. After a kill they may be only in the page cache. Without
+       this sync a row could be shown and then be lost in a power cut, although the writer's `synced_to` covers it.
 
-Known limit: damage to the very last commit looks like a torn commit. `known_durable` (the checkpoint's sequence number)
-narrows this: the rows below it must exist.
+Known limit: damage to the very last commit looks like a torn commit. `durable_before_seq` (the checkpoint's sequence
+number) narrows this: the rows below it must exist.
 
 Assumptions about the disk: a sync that returned is permanent. A write in flight may be torn at 512 bytes, in any order.
 A synced block changes only through damage. SQLite and raft-wal assume the same.
@@ -56,37 +56,37 @@ class Opened:
     cut_bytes: int
 
 
-def open_log(files: Files, *, segment_bytes: int, now_ms: int, known_durable: int = 0) -> Opened:
+def open_log(files: Files, *, segment_bytes: int, now_ms: int, durable_before_seq: int = 0) -> Opened:
     """Open or create the log below `files`. Raises Corrupt, SetupError (newer format) or OverLimit (no space)."""
     files.make_dir(FOLDER)
-    begun, spares = _find(files)
+    begun, spares = _find_segments(files)
     for ordinal in spares:
         files.remove(segment_name(ordinal))  # making a new one costs less than checking this one
     files.sync_dir(FOLDER)  # also syncs names that a killed run has made or removed
     if not begun:
-        if known_durable:
+        if durable_before_seq:
             raise Corrupt(
-                f"the log is gone, but a checkpoint knows of seq {known_durable - 1}: {FOLDER}/ holds no segment, "
+                f"the log is gone, but a checkpoint knows of seq {durable_before_seq - 1}: {FOLDER}/ holds no segment, "
                 "restore it from a copy"
             )
         spare = prepare(files, 1, segment_bytes)
         return Opened(Segments([begin_segment(spare, 1, now_ms)]), spare, 0)
     for segment, following in itertools.pairwise(begun):
-        # Rows below `known_durable` are in the caches, so a start need not read the segments that contain only such
-        # rows.
-        is_needed = following.first_seq > known_durable
+        # Rows below `durable_before_seq` are in the caches, so a start need not read the segments that contain only
+        # such rows.
+        is_needed = following.first_seq > durable_before_seq
         if is_needed or not frame_index.load(files, segment, following.first_seq):
             _scan_sealed(segment, following)
     damage, written_end = _scan_last(begun[-1])
     # A checkpoint is written after the log is synced, so a log that ends before it has lost acknowledged rows.
-    if begun[-1].next_seq < known_durable:
+    if begun[-1].next_seq < durable_before_seq:
         raise Corrupt(
             f"{begun[-1].name} ends before seq {begun[-1].next_seq}, but a checkpoint knows of "
-            f"seq {known_durable - 1}: {damage}; restore it from a copy, and {segment_name(begun[-1].ordinal + 1)} "
-            "if there was one"
+            f"seq {durable_before_seq - 1}: {damage}; restore it from a copy, and "
+            f"{segment_name(begun[-1].ordinal + 1)} if there was one"
         )
     last, file = begun[-1], files.open(begun[-1].name)
-    cut_bytes = _cut(file, last, written_end)
+    cut_bytes = _zero_torn_tail(file, last, written_end)
     # Synced before the writer's first frame, whose `synced_to` states that all bytes before it are on disk.
     file.sync()
     return Opened(Segments(begun), SegmentFile(last.ordinal, file, last.buffer, last.end), cut_bytes)
@@ -100,49 +100,55 @@ def read_replica(files: Files, *, batch_bytes: int) -> tuple[list[Segment], str]
     damage is not refused: the rest after the damage is cut and shipped to it again (docs/cluster-protocol.md).
     """
     files.make_dir(FOLDER)
-    found: list[Segment] = []
+    segments: list[Segment] = []
     reason = ""
-    names = [name for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
-    for name in names:
-        ordinal = int(name.removesuffix(SUFFIX))
+    file_names = [file_name for file_name in files.list_dir(FOLDER) if file_name.endswith(SUFFIX)]
+    for file_name in file_names:
+        ordinal = int(file_name.removesuffix(SUFFIX))
         buffer = files.map_readonly(segment_name(ordinal))
         try:
-            first_seq = _first_seq(buffer, segment_name(ordinal), is_last=name == names[-1])
+            first_seq = _read_first_seq(buffer, segment_name(ordinal), is_last=file_name == file_names[-1])
         except Corrupt as error:
-            return found, str(error)
+            return segments, str(error)
         if first_seq is None:
             continue  # a spare
         segment = Segment(ordinal, first_seq, buffer)
-        if found and (found[-1].ordinal + 1, found[-1].next_seq) != (ordinal, first_seq):
-            return found, f"{found[-1].name} ends at seq {found[-1].next_seq}, {segment.name} begins later"
+        if segments and (segments[-1].ordinal + 1, segments[-1].next_seq) != (ordinal, first_seq):
+            return (
+                segments,
+                f"{segments[-1].name} ends at seq {segments[-1].next_seq}, {segment.name} begins later",
+            )
         reason = _read_frames(segment)
-        found.append(segment)
-    if found:
-        last = found[-1]
-        proof = proof_behind(last.buffer, last.end, last.next_seq, batch_bytes)
+        segments.append(segment)
+    if segments:
+        last = segments[-1]
+        proof = find_later_proof(last.buffer, last.end, last.next_seq, batch_bytes)
         if proof is not None:
-            return found, f"{last.name}: {reason}; the frame at byte {proof.position} was written behind it"
-    return found, ""
+            return (
+                segments,
+                f"{last.name}: {reason}; the frame at byte {proof.position} was written behind it",
+            )
+    return segments, ""
 
 
 def _read_frames(segment: Segment) -> str:
     """Add all whole frames to `segment`. Returns a description of the bytes after them."""
     try:
         while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
-            segment.add(_in_sequence(segment, frame))
+            segment.add(_check_in_sequence(segment, frame))
     except Corrupt as error:
         return str(error)
     return "nothing behind it"
 
 
-def _find(files: Files) -> tuple[list[Segment], list[int]]:
+def _find_segments(files: Files) -> tuple[list[Segment], list[int]]:
     """Find the begun segments, in order, and the ordinals of the spares."""
-    ordinals = [int(n.removesuffix(SUFFIX)) for n in files.list_dir(FOLDER) if n.endswith(SUFFIX)]
+    ordinals = [int(name.removesuffix(SUFFIX)) for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
     begun: list[Segment] = []
     spares: list[int] = []
     for ordinal in ordinals:
         buffer = files.map_readonly(segment_name(ordinal))
-        first_seq = _first_seq(buffer, segment_name(ordinal), is_last=ordinal == ordinals[-1])
+        first_seq = _read_first_seq(buffer, segment_name(ordinal), is_last=ordinal == ordinals[-1])
         if first_seq is None:
             spares.append(ordinal)
             continue
@@ -156,7 +162,8 @@ def _find(files: Files) -> tuple[list[Segment], list[int]]:
     return begun, spares
 
 
-def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
+def _read_first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
+    """Read a segment's first sequence number, or None for a spare. Raises Corrupt."""
     try:
         first_seq = fmt.read_segment_header(buffer)
     except Corrupt as error:
@@ -169,9 +176,10 @@ def _first_seq(buffer: pa.Buffer, name: str, *, is_last: bool) -> int | None:
 
 
 def _scan_sealed(segment: Segment, following: Segment) -> None:
+    """Add all frames of a sealed segment. Raises Corrupt unless they reach the first row of the `following` one."""
     try:
         while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
-            segment.add(_in_sequence(segment, frame))
+            segment.add(_check_in_sequence(segment, frame))
     except Corrupt as error:
         raise Corrupt(f"{segment.name}: {error}; restore this file from a copy") from error
     # Whole frames that end too early: the file was cut. It is no torn commit, because no commit spans segments.
@@ -184,19 +192,20 @@ def _scan_sealed(segment: Segment, following: Segment) -> None:
 
 def _scan_last(segment: Segment) -> tuple[str, int]:
     """Add all whole frames to `segment`. Returns a description of the bytes after them, and the end of these bytes."""
-    found = _read_frames(segment)
+    end_state = _read_frames(segment)
     end = last_written(segment.buffer, segment.end)
     # Searched after a clean end too: zeros among acknowledged frames look like the end of the log.
-    proof = proof_behind(segment.buffer, segment.end, segment.next_seq) if end > segment.end else None
+    proof = find_later_proof(segment.buffer, segment.end, segment.next_seq) if end > segment.end else None
     if proof is not None:
         raise Corrupt(
-            f"{segment.name}: {found}; the frame at byte {proof.position} (seq {proof.first_seq}) proves that it was "
-            "acknowledged: restore this file from a copy"
+            f"{segment.name}: {end_state}; the frame at byte {proof.position} (seq {proof.first_seq}) proves that it "
+            "was acknowledged: restore this file from a copy"
         )
-    return found, end
+    return end_state, end
 
 
-def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
+def _check_in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
+    """Return `frame` if it continues the rows of `segment`, else raise Corrupt."""
     if frame.first_seq != segment.next_seq:
         raise Corrupt(
             f"frame at byte {frame.position} begins with seq {frame.first_seq}, expected {segment.next_seq}"
@@ -204,16 +213,20 @@ def _in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
     return frame
 
 
-def proof_behind(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:
-    """Find a whole frame after `end` which states that the bytes at `end` were on disk before it was written.
+def find_later_proof(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:
+    """Find a whole frame after `end` whose `synced_to` states that the bytes at `end` were on disk earlier.
 
     `batch_bytes`: up to this many bytes after `end` may have been written without a sync in between.
 
-    The frame's numbers must come after `next_seq`, a number that the bytes at `end` used. So a copy of an older frame
-    in the body of a torn commit proves nothing.
+    Such a frame proves that the bytes at `end` were acknowledged, so they are damaged, not torn. Its sequence numbers
+    must come after `next_seq`, which the bytes at `end` used: a copy of an older frame in the body of a torn commit
+    proves nothing. Returns None if there is no such frame.
     """
     frames = whole_frames(buffer, end + fmt.ALIGN)
-    return next((f for f in frames if f.synced_to > end + batch_bytes and f.first_seq > next_seq), None)
+    return next(
+        (frame for frame in frames if frame.synced_to > end + batch_bytes and frame.first_seq > next_seq),
+        None,
+    )
 
 
 def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
@@ -227,6 +240,7 @@ def whole_frames(buffer: pa.Buffer, position: int) -> Iterator[fmt.Frame]:
 
 
 def _frame_or_none(buffer: pa.Buffer, position: int) -> fmt.Frame | None:
+    """Read the frame at `position`, or None if there is no valid one."""
     try:
         return fmt.read_frame(buffer, position)
     # Most positions among torn or damaged bytes are no frame, and the bytes of a body may look like a frame of any
@@ -249,17 +263,17 @@ def last_written(buffer: pa.Buffer, start: int) -> int:
     step = 1 << 20
     # Searched from the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
     for end in range(buffer.size, start, -step):
-        begin_at = max(start, end - step)
-        part = view[begin_at:end]
+        begin = max(start, end - step)
+        part = view[begin:end]
         # Compared as 8-byte words, which is faster: a start examines nearly all of a segment.
-        odd = part.size % 8
-        if part[:odd].any() or part[odd:].view(np.uint64).max(initial=0):
+        odd_bytes = part.size % 8
+        if part[:odd_bytes].any() or part[odd_bytes:].view(np.uint64).max(initial=0):
             # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
-            return begin_at + int(np.flatnonzero(part.copy())[-1]) + 1
+            return begin + int(np.flatnonzero(part.copy())[-1]) + 1
     return start
 
 
-def _cut(file: File, segment: Segment, end: int) -> int:
+def _zero_torn_tail(file: File, segment: Segment, end: int) -> int:
     """Overwrite the torn tail up to `end` with zeros, without a sync. Returns its length."""
     size = end - segment.end
     if size:

@@ -4,7 +4,7 @@ The compiled encoder (arrow_message.pyx) writes the Arrow message directly, and 
 Without it, or for values that it does not accept, pyarrow makes the batch and serialises it. pyarrow is the reference:
 both give the same bytes.
 
-The section before the encoder says where the numbers in a message are.
+The first section describes the layout of a message: the positions of the numbers that differ between messages.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WORD = 8  # buffers begin at multiples of it and are padded with zeros
 SHARING_ROWS_MIN = 16
 
 
-class Form(NamedTuple):
+class MessageLayout(NamedTuple):
     """The metadata of a schema's messages, and the byte positions of the variable numbers in it."""
 
     head: bytes  # everything before the body
@@ -52,8 +52,8 @@ class Form(NamedTuple):
     body_bytes_at: int
 
 
-def form_of(schema: pa.Schema) -> Form:
-    """Derive the form of messages with rows of this schema."""
+def derive_layout(schema: pa.Schema) -> MessageLayout:
+    """Derive the layout of messages of this schema from a message that pyarrow writes."""
     no_value = {pa.string(): "", pa.binary(): b""}
     row = [pa.array([no_value.get(field.type, 0)], field.type) for field in schema]
     message = pa.RecordBatch.from_arrays(row, schema=schema).serialize().to_pybytes()
@@ -65,7 +65,7 @@ def form_of(schema: pa.Schema) -> Form:
         fb.target(message, fb.present_field(message, batch_at, field)) + 4
         for field in (fb.BATCH_NODES, fb.BATCH_BUFFERS)
     )
-    return Form(
+    return MessageLayout(
         message[: _PREFIX.size + metadata_bytes],
         fb.present_field(message, batch_at, fb.BATCH_ROWS),
         nodes_at,
@@ -74,40 +74,45 @@ def form_of(schema: pa.Schema) -> Form:
     )
 
 
-_LOG_FORM = form_of(LOG_SCHEMA)
-_HEAD_BYTES = len(_LOG_FORM.head)
+_LOG_LAYOUT = derive_layout(LOG_SCHEMA)
+_HEAD_BYTES = len(_LOG_LAYOUT.head)
 # Whether each buffer may share the zeros. The bytes of texts (the third buffer of a column) are never examined.
 _MAY_SHARE = np.array([at < 2 for field in LOG_SCHEMA for at in range(field.type.num_buffers)])
 
 
-def share(message: pa.Buffer) -> bytes | pa.Buffer:
-    """Move the zeros of a LOG_SCHEMA message from pyarrow to one place. Returns a message without zeros unchanged."""
-    places, sizes = (
-        np.frombuffer(message, np.int64, 2 * len(_MAY_SHARE), _LOG_FORM.buffers_at).reshape(-1, 2).T
+def share_zeros(message: pa.Buffer) -> bytes | pa.Buffer:
+    """Let all buffers of zeros in a LOG_SCHEMA message of pyarrow overlap at the beginning of its body.
+
+    Returns the message unchanged if it has no such buffer. All lengths and positions are in words of 8 bytes.
+    """
+    positions, sizes = (
+        np.frombuffer(message, np.int64, 2 * len(_MAY_SHARE), _LOG_LAYOUT.buffers_at).reshape(-1, 2).T
     )
-    begins, words = places // _WORD, -(-sizes // _WORD)
+    first_words, word_counts = positions // _WORD, -(-sizes // _WORD)
     body = np.frombuffer(message, np.int64, offset=_HEAD_BYTES)
     # Cheap test first: most columns that are not all zeros have a non-zero first word.
-    may_be = _MAY_SHARE & (words > 0) & (body[np.minimum(begins, len(body) - 1)] == 0)
-    shared = [
-        at for at in np.flatnonzero(may_be).tolist() if not body[begins[at] : begins[at] + words[at]].any()
+    may_be_zeros = _MAY_SHARE & (word_counts > 0) & (body[np.minimum(first_words, len(body) - 1)] == 0)
+    shared_buffers = [
+        buffer
+        for buffer in np.flatnonzero(may_be_zeros).tolist()
+        if not body[first_words[buffer] : first_words[buffer] + word_counts[buffer]].any()
     ]
-    if not shared:
+    if not shared_buffers:
         return message
-    zeros, kept = int(words[shared].max()), words.copy()
-    kept[shared] = 0
-    moved = zeros + np.cumsum(kept) - kept
-    moved[shared] = 0
+    zero_words, kept_words = int(word_counts[shared_buffers].max()), word_counts.copy()
+    kept_words[shared_buffers] = 0
+    new_first_words = zero_words + np.cumsum(kept_words) - kept_words
+    new_first_words[shared_buffers] = 0
     head = bytearray(memoryview(message)[:_HEAD_BYTES])
-    head[_LOG_FORM.buffers_at : _LOG_FORM.buffers_at + 16 * len(moved)] = np.column_stack(
-        (_WORD * moved, sizes)
+    head[_LOG_LAYOUT.buffers_at : _LOG_LAYOUT.buffers_at + 16 * len(new_first_words)] = np.column_stack(
+        (_WORD * new_first_words, sizes)
     ).tobytes()
-    _NUMBER.pack_into(head, _LOG_FORM.body_bytes_at, _WORD * (zeros + int(kept.sum())))
+    _NUMBER.pack_into(head, _LOG_LAYOUT.body_bytes_at, _WORD * (zero_words + int(kept_words.sum())))
     # pyarrow writes the buffers one after the other, so the kept ones are the stretches between the shared ones.
-    ends = [*begins[shared].tolist(), len(body)]
-    starts = [0, *(begins[shared] + words[shared]).tolist()]
-    pieces = [body[start:end].data for start, end in zip(starts, ends, strict=True)]
-    return b"".join([head, bytes(_WORD * zeros), *pieces])
+    stretch_ends = [*first_words[shared_buffers].tolist(), len(body)]
+    stretch_starts = [0, *(first_words[shared_buffers] + word_counts[shared_buffers]).tolist()]
+    stretches = [body[start:end].data for start, end in zip(stretch_starts, stretch_ends, strict=True)]
+    return b"".join([head, bytes(_WORD * zero_words), *stretches])
 
 
 try:
@@ -125,7 +130,7 @@ _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue
 _DUE_MS, _LOG_DUE_MS = (schema.get_field_index("due_ms") for schema in (READ_SCHEMA, LOG_SCHEMA))
 _LARGE_TEXTS = [LOG_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
 ROW_BYTES = 256  # estimated bytes of a row without its large texts
-# A message of more rows or bytes is not kept for single rows: each pending row keeps its whole message in memory.
+# Rows of a larger message do not stay in it, because each pending row keeps its whole message in memory.
 HELD_ROWS_MAX, HELD_BYTES_MAX = 64, 65_536
 BoolArray = npt.NDArray[np.bool_]
 Pairs = tuple[Int64Array, Int64Array]  # due times (ms) and numbers of scheduled messages
@@ -185,7 +190,7 @@ def stored_size(topic: str, body: bytes, properties: str | None) -> int:
 def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
     """Build a LOG_SCHEMA batch from tuples with a value for each column. Raises Arrow's error for a bad value.
 
-    It is one conversion: column by column takes four times as long for one row, and is slower up to 256 rows.
+    All columns are converted at once: one by one takes four times as long for one row, and is slower up to 256 rows.
     """
     return pa.RecordBatch.from_struct_array(pa.array(values, _ROW))
 
@@ -195,19 +200,19 @@ def encode(rows: pa.RecordBatch) -> pa.Buffer:
     message = rows.serialize()
     if rows.num_rows < SHARING_ROWS_MIN:
         return message
-    return pa.py_buffer(share(message) if LOG_ENCODER is None else LOG_ENCODER.share(message))
+    return pa.py_buffer(share_zeros(message) if LOG_ENCODER is None else LOG_ENCODER.share(message))
 
 
 def build_by_pyarrow(values: list[LogRow]) -> EncodedRows:
     """Build rows with pyarrow. Raises the error that pyarrow raises for a value."""
     batch = rows_of(values)
-    return _encoded(encode(batch), values, batch)
+    return _as_encoded_rows(encode(batch), values, batch)
 
 
 def build_compiled(values: list[LogRow]) -> EncodedRows:
     """Build rows with the compiled encoder, or with pyarrow if a value does not have exactly its column's type."""
     message = LOG_ENCODER.encode(values)
-    return build_by_pyarrow(values) if message is None else _encoded(message, values)
+    return build_by_pyarrow(values) if message is None else _as_encoded_rows(message, values)
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
@@ -227,9 +232,10 @@ def joined(parts: Sequence[Rows]) -> Rows:
     return pa.concat_batches([as_batch(part) for part in parts])
 
 
-def _encoded(
+def _as_encoded_rows(
     message: bytes | pa.Buffer, values: list[LogRow], batch: pa.RecordBatch | None = None
 ) -> EncodedRows:
+    """Build EncodedRows from a message and the values from which it was made."""
     queue_ids, offsets = [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
     return EncodedRows(message, queue_ids, offsets, values, batch)
 
@@ -240,22 +246,22 @@ class NumberedRows:
     Rows of an encoded message stay there until their values are needed: they take a third of the memory.
     """
 
-    __slots__ = ("_batch", "_message", "_pairs", "_seqs", "_values", "_which", "num_rows")
+    __slots__ = ("_batch", "_message", "_pairs", "_row_indexes", "_seqs", "_values", "num_rows")
 
     def __init__(self, values: list[ReadRow], pairs: Pairs | None = None) -> None:
         self._values: list[ReadRow] | None = values
         self._message = b""
         self._seqs: list[int] = []
-        self._which: list[int] = []
+        self._row_indexes: list[int] = []
         self.num_rows, self._pairs = len(values), pairs
         self._batch: pa.RecordBatch | None = None
 
     @classmethod
-    def of(cls, message: bytes, seqs: list[int], which: list[int]) -> NumberedRows:
-        """Make rows from a message of the compiled encoder: `which` are positions in it, `seqs` their numbers."""
+    def of(cls, message: bytes, seqs: list[int], row_indexes: list[int]) -> NumberedRows:
+        """Make the rows at `row_indexes` of a message of the compiled encoder. `seqs` are their sequence numbers."""
         rows = cls([])
-        rows._values, rows._message, rows._seqs, rows._which = None, message, seqs, which
-        rows.num_rows = len(which)
+        rows._values, rows._message, rows._seqs, rows._row_indexes = None, message, seqs, row_indexes
+        rows.num_rows = len(row_indexes)
         return rows
 
     @classmethod
@@ -274,7 +280,7 @@ class NumberedRows:
                     LOG_ENCODER.number(message, row, _LOG_DUE_MS), seq,
                     LOG_ENCODER.text_bytes(message, row, texts), message, row,
                 )
-                for seq, row in zip(self._seqs, self._which, strict=True)
+                for seq, row in zip(self._seqs, self._row_indexes, strict=True)
             ]  # fmt: skip
         return [
             (row[_DUE_MS], row[0], sum([len(row[1 + text] or "") for text in _LARGE_TEXTS]), row, -1)
@@ -292,7 +298,7 @@ class NumberedRows:
         if self._values is not None:
             return self._values
         row_of, message = LOG_ENCODER.row, self._message
-        return [row_of(message, row, seq) for seq, row in zip(self._seqs, self._which, strict=True)]
+        return [row_of(message, row, seq) for seq, row in zip(self._seqs, self._row_indexes, strict=True)]
 
     @property
     def batch(self) -> pa.RecordBatch:
@@ -313,23 +319,28 @@ class NumberedRows:
         if self._pairs is None:
             if self._values is None:
                 seqs = self._seqs
-                instants = [LOG_ENCODER.number(self._message, row, _LOG_DUE_MS) for row in self._which]
+                due_ms = [LOG_ENCODER.number(self._message, row, _LOG_DUE_MS) for row in self._row_indexes]
             else:
                 seqs = [row[0] for row in self._values]
-                instants = [row[_DUE_MS] for row in self._values]
-            self._pairs = np.array(instants, dtype=np.int64), np.array(seqs, dtype=np.int64)
+                due_ms = [row[_DUE_MS] for row in self._values]
+            self._pairs = np.array(due_ms, dtype=np.int64), np.array(seqs, dtype=np.int64)
         return self._pairs
 
     def filter(self, keep: BoolArray) -> NumberedRows:
         """Select the rows for which `keep` is true."""
-        kept = np.flatnonzero(keep).tolist()
+        kept_indexes = np.flatnonzero(keep).tolist()
         if self._values is not None:
-            return NumberedRows([self._values[at] for at in kept])
-        return self.of(self._message, [self._seqs[at] for at in kept], [self._which[at] for at in kept])
+            return NumberedRows([self._values[index] for index in kept_indexes])
+        return self.of(
+            self._message,
+            [self._seqs[index] for index in kept_indexes],
+            [self._row_indexes[index] for index in kept_indexes],
+        )
 
 
-# One row: due time, number, approximate bytes of its large texts, then its message and its position in it; or the row's
-# values and -1. It contains only texts and numbers, so that the garbage collector does not visit thousands of objects.
+# One row: (due_ms, seq, approximate bytes of its large texts, encoded message, index of the row in the message). For a
+# row of Python values the last two are the values and -1. The tuple contains only texts and numbers, so that the
+# garbage collector does not visit thousands of objects.
 Entry: TypeAlias = tuple[int, int, int, Any, int]
 ReadRows: TypeAlias = "pa.RecordBatch | NumberedRows"
 
@@ -352,40 +363,43 @@ def pairs_of(rows: ReadRows) -> Pairs:
 
 
 def filtered(rows: ReadRows, keep: BoolArray) -> ReadRows:
-    """Select the rows for which `keep` is true."""
+    """Select the rows for which the mask `keep` is true."""
     return rows.filter(keep if isinstance(rows, NumberedRows) else pa.array(keep))
 
 
-def numbered(rows: EncodedRows, seqs: list[int], which: list[int]) -> ReadRows:
-    """Select rows by position (`which`) and give them these numbers, as READ_SCHEMA rows."""
+def numbered(rows: EncodedRows, seqs: list[int], row_indexes: list[int]) -> ReadRows:
+    """Select the rows at `row_indexes`, with `seqs` as their sequence numbers, as READ_SCHEMA rows."""
     # The compiled encoder accepted the rows, so each value has its column's type.
     is_compiled = LOG_ENCODER is not None and isinstance(rows.message, bytes)
-    if is_compiled and len(which) <= HELD_ROWS_MAX and len(rows.message) <= HELD_BYTES_MAX:
-        return NumberedRows.of(rows.message, seqs, which)
-    batch = rows.batch if len(which) == rows.num_rows else rows.batch.take(pa.array(which))
+    if is_compiled and len(row_indexes) <= HELD_ROWS_MAX and len(rows.message) <= HELD_BYTES_MAX:
+        return NumberedRows.of(rows.message, seqs, row_indexes)
+    batch = rows.batch if len(row_indexes) == rows.num_rows else rows.batch.take(pa.array(row_indexes))
     return pa.RecordBatch.from_arrays([pa.array(seqs, pa.int64()), *batch.columns], schema=READ_SCHEMA)
 
 
 def as_message(batch: pa.RecordBatch) -> Rows | bytes:
-    """Encode rows as one message: a single row is read from it at a fiftieth of the cost of reading each column.
+    """Encode rows as one message, from which single rows can be read at a fiftieth of the cost of reading each column.
 
     Without the compiled encoder the rows stay columns, because only that encoder can read a row of a message.
     """
     return batch if LOG_ENCODER is None else bytes(batch.serialize())
 
 
-def numbered_value(rows: Rows | bytes, at: int, seq: int) -> ReadRow:
-    """Read one row with its number, a value for each column. `rows` may be the result of `as_message`."""
+def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
+    """Read the row at `index`: its sequence number `seq`, then a value for each column.
+
+    `rows` may be the result of `as_message`.
+    """
     if isinstance(rows, bytes):
-        found: ReadRow = LOG_ENCODER.row(rows, at, seq)
-        return found
+        row_values: ReadRow = LOG_ENCODER.row(rows, index, seq)
+        return row_values
     if isinstance(rows, EncodedRows):
         if rows.values is not None:
-            return (seq, *rows.values[at])
+            return (seq, *rows.values[index])
         if LOG_ENCODER is not None and isinstance(rows.message, bytes):
-            row: ReadRow = LOG_ENCODER.row(rows.message, at, seq)
-            return row
-    return (seq, *[column[at].as_py() for column in as_batch(rows).columns])
+            values: ReadRow = LOG_ENCODER.row(rows.message, index, seq)
+            return values
+    return (seq, *[column[index].as_py() for column in as_batch(rows).columns])
 
 
 def builder_of(choice: CodecChoice) -> Build:
@@ -393,17 +407,18 @@ def builder_of(choice: CodecChoice) -> Build:
     return build_compiled if MessageEncoder is not None and choice == "auto" else build_by_pyarrow
 
 
-def _width(kind: pa.DataType) -> int:
-    if kind in (pa.string(), pa.binary()):
-        return _TEXT if kind == pa.string() else _BINARY
-    return int(kind.bit_width // 8)
+def _width(arrow_type: pa.DataType) -> int:
+    """Compute the bytes of a number of this type, or _TEXT or _BINARY."""
+    if arrow_type in (pa.string(), pa.binary()):
+        return _TEXT if arrow_type == pa.string() else _BINARY
+    return int(arrow_type.bit_width // 8)
 
 
 def encoder_of(schema: pa.Schema, sharing_rows_min: int = sys.maxsize) -> Any:
     """Make a MessageEncoder for rows of this schema, or None where the compiled module is missing."""
     if MessageEncoder is None:
         return None
-    return MessageEncoder(*form_of(schema), [_width(field.type) for field in schema], sharing_rows_min)
+    return MessageEncoder(*derive_layout(schema), [_width(field.type) for field in schema], sharing_rows_min)
 
 
 LOG_ENCODER: Any

@@ -10,16 +10,16 @@ always the position before the sequence number. So a reader thread that bisects 
 without a position. When a segment is sealed, a mapped file replaces the arrays (frame_index.py), so that memory does
 not grow with the kept log.
 
-Retention removes a segment that is older than the retention time and lies wholly below every position that is still
-needed (gathered by broker/maintenance.py): the watermark of the pending table, the checkpoint, the oldest open half
+Retention removes a segment that is older than the retention time if all its rows are below every row that is still
+needed (computed by broker/maintenance.py): the watermark of the pending table, the checkpoint, the oldest open half
 message, and the oldest row that a backlog reads. The newest segment is never removed. So that its rows can expire too,
 the log rolls when the first rows of the newest segment are half as old as the retention time, even if it is nearly
 empty. A streaming job that lags more than the retention time has missed rows, and gets OutOfRange.
 
-Each run of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so the starts of
-the log are found by bisection from a few headers, even in a long log. Between the last frame of one epoch and the first
-of the next, no broker ran: a message that became due in that time is late for that reason. A run that wrote nothing has
-no frame with its epoch, and needs none.
+Each run of the log's writer has a number, the *epoch*, in the header of its frames. Epochs only grow, so a bisection
+finds the restarts of the broker from a few headers, even in a long log. Between the last frame of one epoch and the
+first of the next, no broker ran, which explains why a message that became due in that time is late. A run that wrote
+nothing has no frame with its epoch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def segment_name(ordinal: int) -> str:
     return f"{FOLDER}/{ordinal:010d}{SUFFIX}"
 
 
-def holds_log(files: Files) -> bool:
+def contains_log(files: Files) -> bool:
     """Check whether the data folder contains a log of Timeball. Other files may be missing."""
     names = [f"{FOLDER}/{name}" for name in files.list_dir(FOLDER) if name.endswith(SUFFIX)]
     return any(bytes(files.map_readonly(name)[:8]) == fmt.SEGMENT_MAGIC for name in names)
@@ -63,7 +63,7 @@ class Segment:
         self.next_seq = first_seq
         self.buffer = buffer
         self.end = fmt.ALIGN  # frames begin after the header
-        # The latest time of an append. Not that of the last frame: the clock may have been set back before it.
+        # The latest time of an append. The last frame may have an earlier one, if the clock was set back before it.
         self.newest_append_ms = 0
         # Parallel: byte position and first sequence number of each frame. Mapped arrays once the segment is sealed.
         self.frame_positions: array[int] | Int64Array = array("q")
@@ -129,7 +129,7 @@ class Segments:
 
     def __init__(self, segments: list[Segment]) -> None:
         self._segments = segments
-        self._changing = threading.Lock()
+        self._lock = threading.Lock()
         # Called with the segments that retention removes, in its thread. A cached view of them would keep their disk
         # space.
         self.on_drop: list[Callable[[list[Segment]], None]] = []
@@ -161,44 +161,44 @@ class Segments:
 
     def add(self, segment: Segment) -> None:
         """Add a new segment, which is written from now on."""
-        with self._changing:
+        with self._lock:
             assert segment.first_seq == self.next_seq
             self._segments = [*self._segments, segment]
 
     def cut(self, kept: list[Segment]) -> None:
-        """Keep only the first segments. The last of these may have lost frames. No row after them was committed."""
-        with self._changing:
+        """Keep only the first segments, `kept`. The last may have lost frames. No row that is cut was committed."""
+        with self._lock:
             assert kept == self._segments[: len(kept)] and kept
             self._segments = kept
 
     def drop(self, segments: list[Segment]) -> None:
         """Remove expired segments from the list. They must be the oldest."""
-        with self._changing:
+        with self._lock:
             assert segments == self._segments[: len(segments)] and len(segments) < len(self._segments)
             self._segments = self._segments[len(segments) :]
-        for forget in self.on_drop:
-            forget(segments)
+        for callback in self.on_drop:
+            callback(segments)
 
     def expired(self, *, now_ms: int, retention_ms: int, needed_from_seq: int) -> list[Segment]:
-        """List the oldest segments that retention may remove, in order."""
-        found = []
+        """List the oldest segments that retention may remove, in order: old enough, and below `needed_from_seq`."""
+        expired = []
         for segment in self._segments[:-1]:
             if segment.next_seq > needed_from_seq or segment.newest_append_ms > now_ms - retention_ms:
-                # Recovery takes a gap in the log for damage, so the first segment that must stay keeps all later ones.
+                # Recovery treats a gap in the log as damage, so all segments after one that must stay are kept, too.
                 break
-            found.append(segment)
-        return found
+            expired.append(segment)
+        return expired
 
-    def remove(self, files: Files, gone: list[Segment]) -> None:
-        """Remove the segments `gone` from the list and the disk, oldest first, so that a crash leaves no gap.
+    def remove(self, files: Files, expired: list[Segment]) -> None:
+        """Remove the `expired` segments from the list and the disk, oldest first, so that a crash leaves no gap.
 
         Readers with a mapping can use it until they are done.
         """
-        if not gone:
+        if not expired:
             return
-        # List before disk: a reader that asks meanwhile gets OutOfRange, never a missing file.
-        self.drop(gone)
-        for segment in gone:
+        # The list first: a reader that looks for these rows meanwhile gets OutOfRange instead of a missing file.
+        self.drop(expired)
+        for segment in expired:
             files.remove(segment.name)
             for cache in ("keys", "frames"):
                 files.remove(f"{FOLDER}/{segment.ordinal:010d}.{cache}")
@@ -223,15 +223,15 @@ class Segments:
 
 
 class SegmentFile:
-    """The open file of a spare or of the segment being written, so that beginning a spare needs no descriptor.
+    """The open file of a spare or of the segment being written. Rolling into a spare needs no new descriptor.
 
     Belongs to the disk thread. The event loop reads only its numbers.
     """
 
     def __init__(self, ordinal: int, file: File, mapped: pa.Buffer, used_bytes: int) -> None:
         self.ordinal, self.file, self.mapped = ordinal, file, mapped
-        # A file with content has space for the step of its next frame. It is not reserved again, so that a broker can
-        # start on a full disk.
+        # In a file with content, the step of the next frame is already reserved. It is not reserved again, so that a
+        # broker can start on a full disk.
         self.reserved_to = self._step_end(used_bytes + 1) if used_bytes else 0
 
     @property
@@ -293,37 +293,41 @@ def last_epoch(segments: Segments) -> int:
 
 
 def starts(segments: Segments, from_seq: int, to_seq: int) -> list[Start]:
-    """List the restarts of the broker whose first row is in [from_seq, to_seq), oldest first.
+    """List the restarts of the broker whose first row is in [from_seq, to_seq), oldest first. Raises Corrupt.
 
     A restart is a change of the epoch between two frames. So the run that wrote the oldest kept frame is not listed.
-        Raises Corrupt.
     """
-    found: list[Start] = []
-    before: fmt.Frame | None = None
+    restarts: list[Start] = []
+    previous: fmt.Frame | None = None
     for segment in segments.all:
-        count = len(segment.frame_positions)
-        at = 0
-        while at < count:
-            frame = frame_of(segment, at)
-            # `before` may be in the previous segment: a restart continues the same file, and a roll continues the same
-            # epoch.
-            if before is not None and frame.epoch != before.epoch and from_seq <= frame.first_seq < to_seq:
-                found.append(Start(frame.first_seq, frame.append_ms, before.append_ms))
-            at = _end_of_epoch(segment, at, count, frame.epoch)
-            before = frame_of(segment, at - 1)
-    return found
+        frame_count = len(segment.frame_positions)
+        frame_number = 0
+        while frame_number < frame_count:
+            frame = frame_of(segment, frame_number)
+            # `previous` may be in the segment before: a restart continues the same file, and a roll the same epoch.
+            if (
+                previous is not None
+                and frame.epoch != previous.epoch
+                and from_seq <= frame.first_seq < to_seq
+            ):
+                restarts.append(Start(frame.first_seq, frame.append_ms, previous.append_ms))
+            frame_number = _find_epoch_end(segment, frame_number, frame_count, frame.epoch)
+            previous = frame_of(segment, frame_number - 1)
+    return restarts
 
 
 def epoch_ends(segment: Segment) -> list[fmt.Frame]:
     """List the last frame of each epoch in a segment, oldest first. Raises Corrupt."""
-    found, at, count = [], 0, len(segment.frame_positions)
-    while at < count:
-        at = _end_of_epoch(segment, at, count, frame_of(segment, at).epoch)
-        found.append(frame_of(segment, at - 1))
-    return found
+    last_frames, frame_number, frame_count = [], 0, len(segment.frame_positions)
+    while frame_number < frame_count:
+        frame_number = _find_epoch_end(
+            segment, frame_number, frame_count, frame_of(segment, frame_number).epoch
+        )
+        last_frames.append(frame_of(segment, frame_number - 1))
+    return last_frames
 
 
-def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
+def _find_epoch_end(segment: Segment, low: int, high: int, epoch: int) -> int:
     """Find the first frame in (low, high) of a later epoch, or `high` if there is none."""
     # The usual case, a whole segment of one epoch, costs one header.
     if frame_of(segment, high - 1).epoch == epoch:
@@ -338,7 +342,7 @@ def _end_of_epoch(segment: Segment, low: int, high: int, epoch: int) -> int:
 
 
 def frame_of(segment: Segment, number: int) -> fmt.Frame:
-    """Read the header of frame `number` of a segment."""
+    """Read the header of frame `number` of a segment, counted from 0. Raises Corrupt."""
     position = int(segment.frame_positions[number])
     frame = fmt.read_frame_header(segment.buffer, position)
     if frame is None:

@@ -1,9 +1,9 @@
 """Group commit: all rows that have arrived when the disk becomes idle share one write and one fdatasync.
 
 `append` assigns sequence numbers at once, on the event loop. So the order of calls is the order of the log, and it
-settles every decision (such as a cancel against a release). The future that `append` returns is done when the rows are
-on disk. At most one commit is in flight, in the disk thread, and a commit never spans two segments: recovery relies on
-both to distinguish a torn commit from damage.
+decides every race (such as a cancel against a release). The future that `append` returns is done when the rows are on
+disk. At most one commit is in flight, in the disk thread, and a commit never spans two segments. Recovery relies on
+both rules to distinguish a torn commit from damage.
 
 The log stops at the first failed write or sync, because the page cache may then show bytes that are not on disk
 (decision 0003, G9).
@@ -31,7 +31,7 @@ from timeball.log.disk_thread import Disk, Extent, Replication
 from timeball.log.key_index import KeyIndex
 from timeball.log.next_segment import NextSegment
 from timeball.log.reader import LogReader
-from timeball.log.row_encoder import EncodedRows, Rows, as_message, joined, message_bytes, numbered_value
+from timeball.log.row_encoder import EncodedRows, Rows, as_message, joined, message_bytes, read_numbered_row
 from timeball.log.segment import Segment, SegmentFile, Segments, begin_segment, last_epoch
 from timeball.model import limits
 from timeball.model.config import Durability
@@ -74,33 +74,34 @@ class LogWriter:
         self._pending: list[Entry] = []
         self._committing: list[Entry] = []
         self._pending_bytes = 0
-        self._busy = False
-        self._starting: asyncio.Handle | None = None  # the next commit, while it is scheduled
+        self._is_committing = False
+        self._scheduled_commit: asyncio.Handle | None = None  # the next commit, while it is scheduled
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
         self.next_segment = NextSegment(files, segments, file, disk, segment_bytes, partial(self._stop, []))
-        self._ended: Segment | None = None  # a segment to be ended: the next commit begins another
+        # The segment for which `roll` was called: the next commit begins another one.
+        self._segment_to_end: Segment | None = None
         self.newest = NewestRows()
         # One thread, because at most one entry is encoded ahead.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="encoder")
-        self._broken = False  # disk thread only: set for good by the first failed write or sync
+        self._has_disk_failed = False  # disk thread only: set for good by the first failed write or sync
         self.failed: BaseException | None = None
         self.statistics = WriterStatistics(Durations(clock), Durations(clock))
-        self._unsynced = False
-        # Recovery takes a frame's `synced_to` as proof that all bytes before it were acknowledged. So it may lag behind
-        # the disk, but must never be ahead of it.
+        self._is_sync_scheduled = False
+        # Recovery takes a frame's `synced_to` as proof that all bytes before it were acknowledged. So it may be too
+        # low, but never too high.
         self._written_to = self._synced_to = segments.last.end  # disk thread only
         # Disk thread only. `segments` gets a new segment when its first commit has ended.
-        self._writing = segments.last
+        self._current_segment = segments.last
 
     @property
     def no_room(self) -> str:
         """The reason why new messages are refused for lack of disk space, or "" if they are not."""
-        return str(self.next_segment.room_error or "")
+        return str(self.next_segment.disk_full_error or "")
 
-    def check_room(self) -> None:
-        """Raise OverLimit if new messages should not be accepted now."""
+    def check_admission(self) -> None:
+        """Raise OverLimit if new messages must not be accepted now: the disk is full, or too many bytes are pending."""
         if self.no_room:
             raise OverLimit(self.no_room)
         # Only admission checks this: refusing releases and cancels would make messages late.
@@ -119,8 +120,9 @@ class LogWriter:
 
         Returns their first sequence number and a future that is done when they are durable.
 
-        `span` reserves numbers beyond the rows. Rows with `flags` get a frame of their own. `on_durable` runs on the
-        loop, in log order, right before the future is set: caches must have a row before it is acknowledged.
+        `span` is the count of sequence numbers to use, if it is more than the rows: the others are reserved. Rows with
+        `flags` get a frame of their own. `on_durable` runs on the event loop, in log order, right before the future is
+        set: caches must have a row before it is acknowledged.
         """
         if self.failed is not None:
             raise refusal(self.failed)
@@ -140,33 +142,33 @@ class LogWriter:
         self._pending.append(entry)
         self._pending_bytes += entry.size_bytes
         self._encode_ahead()
-        if not self._busy:
-            self._busy = True
+        if not self._is_committing:
+            self._is_committing = True
             self._idle.clear()
             # At the end of this loop iteration, so that all rows just read from sockets share the commit.
-            self._starting = self._loop.call_soon(self._start_commit)
+            self._scheduled_commit = self._loop.call_soon(self._start_commit)
         return first_seq, entry.done
 
     def _encode_ahead(self) -> None:
         """Encode the first pending entry, if it is large, in another thread while the disk writes a commit."""
         # Only one entry: those that wait for the disk may be hundreds of megabytes, which must not be in memory twice.
-        if self._busy and self._pending:
+        if self._is_committing and self._pending:
             entry = self._pending[0]
             is_large = entry.size_bytes >= ENCODE_AHEAD_BYTES and not isinstance(entry.rows, EncodedRows)
             if entry.payload is None and is_large:
                 entry.payload = self._encoder.submit(fmt.encode_rows, entry.rows)
 
     def commit(self) -> None:
-        """Begin the commit now, if the disk is idle: for rows that were already gathered over a loop iteration."""
-        if self._starting is not None:
-            self._starting.cancel()
+        """Begin a scheduled commit now, for callers that have already collected the rows of a loop iteration."""
+        if self._scheduled_commit is not None:
+            self._scheduled_commit.cancel()
             self._start_commit()
 
     async def flushed(self) -> None:
         """Wait until all rows appended so far are durable. Raises the error that stopped the log."""
         if self.failed is not None:
             raise refusal(self.failed)
-        if self._pending or self._busy:
+        if self._pending or self._is_committing:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
                 last.flushed = self._loop.create_future()
@@ -176,8 +178,8 @@ class LogWriter:
     async def roll(self) -> None:
         """Make the next commit begin a new segment. Raises OverLimit when the disk has no space for one."""
         segment = self._segments.last
-        await self._loop.run_in_executor(self._disk, self.next_segment.get_spare)
-        self._ended = segment
+        await self._loop.run_in_executor(self._disk, self.next_segment.prepare_spare)
+        self._segment_to_end = segment
 
     async def synced(self) -> None:
         """Wait until all rows are synced, also in `async` mode: called before a file is written that relies on them."""
@@ -186,26 +188,30 @@ class LogWriter:
             await self._loop.run_in_executor(self._disk, self._sync)
 
     def _start_commit(self) -> None:
-        self._starting = None
-        taken, rows, size_bytes = 0, 0, 0
+        """Take pending entries up to the limits of a commit, and let the disk thread write them."""
+        self._scheduled_commit = None
+        entry_count, row_count, size_bytes = 0, 0, 0
         for entry in self._pending:
-            rows += entry.rows.num_rows
+            row_count += entry.rows.num_rows
             size_bytes += entry.size_bytes
             # Half of the bound, so that the joined batch and its padding fit into one frame. A single larger entry
             # becomes a frame of its own.
-            if taken and (rows > limits.FRAME_ROWS_MAX or size_bytes > limits.FRAME_BYTES_MAX // 2):
+            if entry_count and (
+                row_count > limits.FRAME_ROWS_MAX or size_bytes > limits.FRAME_BYTES_MAX // 2
+            ):
                 break
-            taken += 1
-        entries, self._pending = self._pending[:taken], self._pending[taken:]
+            entry_count += 1
+        entries, self._pending = self._pending[:entry_count], self._pending[entry_count:]
         self._committing = entries
         self._encode_ahead()
         # Not `run_in_executor`, whose two futures cost each commit two iterations of the loop.
         self._disk.post(partial(self._write_and_report, entries))
 
     def _write_and_report(self, entries: list[Entry]) -> None:
+        """Write a commit (disk thread) and let the event loop finish it."""
         outcome: Commit | BaseException
         try:
-            with self._until_broken():
+            with self._guard_disk():
                 outcome = self.statistics.commit_durations.time(self._write, entries)
         except BaseException as error:  # of any kind: the loop stops the log and fails all callers
             outcome = error
@@ -213,36 +219,36 @@ class LogWriter:
             self._loop.call_soon_threadsafe(self._finish_commit, entries, outcome)
 
     @contextmanager
-    def _until_broken(self) -> Iterator[None]:
-        """Guard a write or a sync in the disk thread: after the first failure, all later ones are refused."""
-        if self._broken:
+    def _guard_disk(self) -> Iterator[None]:
+        """Run a write or a sync in the disk thread, but raise StorageError after the first one that has failed."""
+        if self._has_disk_failed:
             raise StorageError("the log has stopped")
         try:
             yield
         except BaseException:  # the state of the disk is unknown now
-            self._broken = self.next_segment.is_over = True
+            self._has_disk_failed = self.next_segment.is_over = True
             raise
 
     def _write(self, entries: list[Entry]) -> Commit:
         """Encode, write and sync one commit (disk thread)."""
-        segment = self._writing
+        segment = self._current_segment
         # A single entry is used as its own frame.
         groups: Sequence[Entry | Group] = entries if len(entries) == 1 else frames_of(entries)
-        needed = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
+        needed_bytes = sum(group.size_bytes + 2 * fmt.ALIGN for group in groups)
         # Rolled before the first byte: recovery could not distinguish a commit that spans two segments from damage
         # (recovery.py).
-        if segment.end + needed > segment.buffer.size or self._ends_before(segment):
-            segment = self._writing = self._roll(groups[0].first_seq, needed)
+        if segment.end + needed_bytes > segment.buffer.size or self._must_end(segment):
+            segment = self._current_segment = self._roll(groups[0].first_seq, needed_bytes)
         # The commit is larger than the space reserved ahead.
-        if segment.end + needed > self._file.reserved_to:
-            self._file.reserve(segment.end + needed)
+        if segment.end + needed_bytes > self._file.reserved_to:
+            self._file.reserve(segment.end + needed_bytes)
         commit, position, now_ms = Commit(segment), segment.end, self._clock.wall_ms()
         replicated: list[bytes | pa.Buffer] = []
         # In `sync` mode all earlier commits are synced.
         if self._durability == "sync":
             self._synced_to = position
         for group in groups:
-            frame, parts = fmt.encode_frame(
+            frame, buffers = fmt.encode_frame(
                 group.rows, first_seq=group.first_seq, span=group.span, flags=group.flags, append_ms=now_ms,
                 epoch=self._epoch, position=position, synced_to=self._synced_to,
                 payload=None if group.payload is None else group.payload.result(),
@@ -250,9 +256,9 @@ class LogWriter:
             end = frame.end
             assert end <= segment.buffer.size
             if self._replication is None:
-                self._write_parts(position, parts)
+                self._write_buffers(position, buffers)
             else:
-                replicated += parts
+                replicated += buffers
             commit.frames.append(frame)
             position = end
         self._written_to = position
@@ -262,39 +268,42 @@ class LogWriter:
             self.statistics.sync_durations.time(self._file.file.sync)
         return commit
 
-    def _ends_before(self, segment: Segment) -> bool:
-        """Check whether `roll` asked for the next segment (disk thread)."""
+    def _must_end(self, segment: Segment) -> bool:
+        """Check whether `roll` was called for `segment` and the next one is prepared (disk thread)."""
         # Only with a spare: without one, a full disk would stop the log here instead of only delaying the roll.
-        return self._ended is segment and self.next_segment.spare is not None
+        return self._segment_to_end is segment and self.next_segment.spare is not None
 
     def _replicate(self, replication: Replication, segment: Segment, commit: Commit, frames: bytes) -> None:
+        """Write, sync and replicate the frames of a commit (disk thread)."""
         begin, end_seq = segment.end, commit.frames[-1].next_seq
         extent = Extent(self._file, begin, end_seq, frames, begins=begin == fmt.ALIGN)
         self.statistics.sync_durations.time(replication.commit, extent)
 
-    def _write_parts(self, position: int, parts: list[bytes | pa.Buffer]) -> None:
-        if sum(len(part) for part in parts) <= 65_536:
-            self._file.file.write_at(position, b"".join(parts))  # one call costs more than the copy
+    def _write_buffers(self, position: int, buffers: list[bytes | pa.Buffer]) -> None:
+        """Write buffers one after the other from `position` on (disk thread)."""
+        if sum(len(buffer) for buffer in buffers) <= 65_536:
+            self._file.file.write_at(position, b"".join(buffers))  # one call costs more than the copy
             return
-        for part in parts:
-            if len(part):
-                self._file.file.write_at(position, part)
-            position += len(part)
+        for buffer in buffers:
+            if len(buffer):
+                self._file.file.write_at(position, buffer)
+            position += len(buffer)
 
-    def _roll(self, first_seq: int, needed: int) -> Segment:
+    def _roll(self, first_seq: int, needed_bytes: int) -> Segment:
         """Begin the next segment (disk thread)."""
         # In `sync` mode every commit is synced already. In `async` mode the old segment is synced first, because the
         # existence of the new one states that all of the old one was acknowledged.
         if self._durability != "sync":
             self._file.file.sync()
-        spare = self.next_segment.begin(needed + fmt.ALIGN)
-        old, self._file = self._file, spare
-        old.file.close()
+        spare = self.next_segment.begin(needed_bytes + fmt.ALIGN)
+        full_file, self._file = self._file, spare
+        full_file.file.close()
         # Positions count from the start of the new segment, whose header `begin_segment` syncs.
         self._synced_to = fmt.ALIGN
         return begin_segment(spare, first_seq, self._clock.wall_ms())
 
     def _finish_commit(self, entries: list[Entry], outcome: Commit | BaseException) -> None:
+        """Make a durable commit visible to readers and caches, then complete the futures. Stop the log on an error."""
         if isinstance(outcome, BaseException) or self.failed is not None:
             self._stop(entries, outcome if isinstance(outcome, BaseException) else self.failed)
             return
@@ -317,7 +326,7 @@ class LogWriter:
             if entry.on_durable is not None:
                 try:
                     entry.on_durable()
-                # The rows are on disk, but a cache has not taken them. Only recovery can repair that.
+                # The rows are on disk but missing in a cache. Only recovery can repair that.
                 except Exception as error:
                     self._stop(entries, error)
                     return
@@ -330,31 +339,34 @@ class LogWriter:
         self._after_commit(commit.segment)
 
     def _after_commit(self, last: Segment) -> None:
-        if self._durability == "async" and not self._unsynced:
-            self._unsynced = True
-            self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._sync_later)
+        """Schedule a sync (`async` durability), reserve space ahead, and start the next commit if rows are pending."""
+        if self._durability == "async" and not self._is_sync_scheduled:
+            self._is_sync_scheduled = True
+            self._loop.call_later(ASYNC_SYNC_INTERVAL_S, self._start_periodic_sync)
         # Reserved ahead, so that a full disk is noticed while releases and cancels still have space.
         if last.end + self.next_segment.ahead_bytes > self.next_segment.current.reserved_to:
             self.next_segment.prepare()
         if self._pending:
             self._start_commit()
         else:
-            self._busy = False
+            self._is_committing = False
             self._idle.set()
 
-    def _sync_later(self) -> None:
+    def _start_periodic_sync(self) -> None:
         """Sync now: this bounds the loss with `async` durability to about a second."""
-        self._unsynced = False
+        self._is_sync_scheduled = False
         if self.failed is None and not self._closing:
             task = self._loop.run_in_executor(self._disk, self._sync)
-            task.add_done_callback(self._synced_later)
+            task.add_done_callback(self._finish_periodic_sync)
 
     def _sync(self) -> None:
-        with self._until_broken():
+        """Sync the current segment (disk thread)."""
+        with self._guard_disk():
             self._file.file.sync()
             self._synced_to = self._written_to
 
-    def _synced_later(self, done: asyncio.Future[None]) -> None:
+    def _finish_periodic_sync(self, done: asyncio.Future[None]) -> None:
+        """Stop the log if the sync has failed."""
         if done.exception() is not None:
             self._stop([], done.exception())
 
@@ -367,14 +379,13 @@ class LogWriter:
             self.next_segment.is_over = True
             logger.critical("log stopped reason=%s", error)
         # Entries in flight fail too: only the next start can find out whether their bytes reached the disk.
-        waiting, self._pending = [*entries, *self._pending], []
-        typed = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
-        for entry in waiting:
+        failed_entries, self._pending = [*entries, *self._pending], []
+        caller_error = error if isinstance(error, TimeballError) else DiskFailed(f"append failed: {error!r}")
+        for entry in failed_entries:
             for future in (entry.done, entry.flushed):
                 if future is not None and not future.done():
-                    future.set_exception(typed)
-                    # Retrieved so that asyncio does not report it for callers that are gone; on_failure reports it
-                    # once.
+                    future.set_exception(caller_error)
+                    # Retrieved, so that asyncio does not report it for cancelled callers: `on_failure` reports it once.
                     future.exception()
         self._idle.set()
         if is_first and self._on_failure is not None:
@@ -389,8 +400,9 @@ class LogWriter:
         self._encoder.shutdown()
 
     def _close_file(self) -> None:
+        """Sync and close the files (disk thread)."""
         # No sync after a failed one: it may succeed although bytes were lost (decision 0003).
-        if not self._broken:
+        if not self._has_disk_failed:
             self._file.file.sync()
         self._file.file.close()
         self.next_segment.close_file()
@@ -405,35 +417,34 @@ def _is_visible(rows: Rows) -> bool:
 
 # The newest visible rows of the log in memory, read on the event loop without a thread or a frame.
 #
-# Most messages are read right after they become visible. Such a read from the log costs a hand-over to the reader
-# thread and back, a frame that is mapped, checked and opened, and a value from each of its columns. But the rows are
-# still in memory from their commit.
+# Most messages are read right after they become visible. A read from the log needs a switch to the reader thread and
+# back, a frame that is mapped, checked and opened, and a value from each of its columns. But these rows are still in
+# memory from their commit.
 #
 # It is a cache with a bound in bytes: rows that it no longer contains are read from the log. It contains only durable
 # rows, so that no reader sees a row that a power cut could take back. Belongs to the event loop.
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that their batches hold
-# Limit for one append. If a larger one were kept, the next append could not reuse its memory, and would take a tenth
-# longer.
+# A larger append is not kept: the next append could not reuse its memory, and would take a tenth longer.
 APPEND_BYTES_MAX = 1024 * 1024
 # Appends kept at most: an append of one row takes some kilobytes of memory.
 COMMITTED_MAX = 4_096
 
 
 class NewestRows:
-    """Rows by number. Appends must come in the order of their numbers."""
+    """The newest rows by sequence number. `add` must be called in the order of these numbers."""
 
     def __init__(self) -> None:
         self._first_seqs: list[int] = []
-        # (rows, number of rows, bytes) of each append. A batch is replaced by its message when one of its rows is first
-        # read.
-        self._committed: deque[tuple[Rows | bytes, int, int]] = deque()
-        self._dropped = 0  # entries at the start of _first_seqs whose rows are gone
+        # (rows, row count, bytes) of each append. The first read of a row replaces its batch by an Arrow message.
+        self._appends: deque[tuple[Rows | bytes, int, int]] = deque()
+        # Entries at the start of `_first_seqs` whose rows are no longer in `_appends`.
+        self._dropped_appends = 0
         self._size_bytes = 0
 
     def __len__(self) -> int:
         """The number of appends kept."""
-        return len(self._committed)
+        return len(self._appends)
 
     def add(self, first_seq: int, rows: Rows) -> None:
         """Keep the rows of a durable append."""
@@ -444,31 +455,34 @@ class NewestRows:
         if size_bytes > APPEND_BYTES_MAX:
             return
         self._first_seqs.append(first_seq)
-        self._committed.append((rows, rows.num_rows, size_bytes))
+        self._appends.append((rows, rows.num_rows, size_bytes))
         self._size_bytes += size_bytes
-        while self._size_bytes > BYTES_MAX or len(self._committed) > COMMITTED_MAX:
-            self._size_bytes -= self._committed.popleft()[2]
-            self._dropped += 1
+        while self._size_bytes > BYTES_MAX or len(self._appends) > COMMITTED_MAX:
+            self._size_bytes -= self._appends.popleft()[2]
+            self._dropped_appends += 1
         # Cut only when half of the list is unused: cutting at each append would move all entries each time.
-        if self._dropped > len(self._committed) + 16:
-            del self._first_seqs[: self._dropped]
-            self._dropped = 0
+        if self._dropped_appends > len(self._appends) + 16:
+            del self._first_seqs[: self._dropped_appends]
+            self._dropped_appends = 0
 
     def values_of(self, seqs: Sequence[int]) -> list[ReadRow] | None:
         """Read the rows with these numbers, a value for each column, or None when one of them is no longer kept."""
-        found: list[ReadRow] = []
+        values: list[ReadRow] = []
         for seq in seqs:
-            at = bisect_right(self._first_seqs, seq, lo=self._dropped) - 1
-            if at < self._dropped:
+            index = bisect_right(self._first_seqs, seq, lo=self._dropped_appends) - 1
+            if index < self._dropped_appends:
                 return None
-            (rows, count, size_bytes), row = self._committed[at - self._dropped], seq - self._first_seqs[at]
-            if row >= count:
+            (rows, row_count, size_bytes), row_index = (
+                self._appends[index - self._dropped_appends],
+                seq - self._first_seqs[index],
+            )
+            if row_index >= row_count:
                 return None
             if isinstance(rows, pa.RecordBatch):
                 rows = as_message(rows)
-                self._committed[at - self._dropped] = rows, count, size_bytes
-            found.append(numbered_value(rows, row, seq))
-        return found
+                self._appends[index - self._dropped_appends] = rows, row_count, size_bytes
+            values.append(read_numbered_row(rows, row_index, seq))
+        return values
 
 
 # The parts of a group commit: appended entries, the frames made of them, and the written result.
@@ -496,7 +510,7 @@ class Entry:
 
 
 class Group(NamedTuple):
-    """Rows of one frame."""
+    """Rows that become one frame."""
 
     rows: Rows
     first_seq: int
@@ -507,23 +521,23 @@ class Group(NamedTuple):
 
 
 def frames_of(entries: list[Entry]) -> list[Group]:
-    """Combine entries into frames.
+    """Combine entries into groups, each of which becomes one frame.
 
     Neighbouring entries share a frame, except an entry that reserves numbers, has flags, or is encoded already. Encoded
     entries of fewer than SMALL_ROWS rows are encoded again together with their neighbours: a reader pays the same for a
     frame of one row as for a frame of many.
     """
     groups: list[Group] = []
-    run: list[Entry] = []
+    shared_run: list[Entry] = []
 
     def flush() -> None:
-        if run:
-            rows, size_bytes = run[0].rows, run[0].size_bytes
-            if len(run) > 1:
-                rows = joined([entry.rows for entry in run])
+        if shared_run:
+            rows, size_bytes = shared_run[0].rows, shared_run[0].size_bytes
+            if len(shared_run) > 1:
+                rows = joined([entry.rows for entry in shared_run])
                 size_bytes = message_bytes(rows)
-            groups.append(Group(rows, run[0].first_seq, rows.num_rows, size_bytes))
-            run.clear()
+            groups.append(Group(rows, shared_run[0].first_seq, rows.num_rows, size_bytes))
+            shared_run.clear()
 
     for entry in entries:
         # Not joined: a large message would have to be decoded and encoded again.
@@ -534,7 +548,7 @@ def frames_of(entries: list[Entry]) -> list[Group]:
                 Group(entry.rows, entry.first_seq, entry.span, entry.size_bytes, entry.flags, entry.payload)
             )
         else:
-            run.append(entry)
+            shared_run.append(entry)
     flush()
     return groups
 

@@ -4,21 +4,20 @@
 
 Edges authenticate the caller and pass it on. broker/policy.py calls `check`, and no edge does.
 
-A right that is not granted is refused. The file uses RocketMQ's words (DENY, PUB, SUB, PUB|SUB, ANY):
+A request is refused unless the file grants its right. The file uses RocketMQ's words (DENY, PUB, SUB, PUB|SUB, ANY):
 
-    request                          verb       needs
+    request                          verb       required right
     send                             SEND       PUB on the topic
     recall, cancel, reschedule       CANCEL     PUB on the topic
     receive, pull, acknowledge       RECEIVE    SUB on the topic and SUB on the group
-    look (ends of queues, status)    LOOK       an account; of a topic PUB or SUB on it, of a group SUB on it
+    look (ends of queues, status)    LOOK       any account; for a topic PUB or SUB on it, for a group SUB on it
     everything else                  ADMIN      admin = true
 
-`%RETRY%g` and `%DLQ%g` have the rights of the group g only. `"*"` stands for all names that the table does not list,
-but never for the broker's own topics: messages of all accounts pass through them.
+`%RETRY%g` and `%DLQ%g` have the rights of the group g only. `"*"` stands for all names that the file does not list. It
+never covers the broker's own topics, because messages of all accounts pass through them.
 
 A signature covers a date but not the request, and a bearer token contains the secret: only TLS protects them from
-eavesdroppers. Invariant: no secret leaves this module, in no error and in no repr. Secrets are compared in constant
-time.
+eavesdroppers. Invariant: no error and no repr contains a secret. Secrets are compared in constant time.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX
 # RocketMQ's Python client sends local time as UTC. No time zone is further away than this.
 DATE_DRIFT_MS_MAX = 15 * 60 * 60 * 1000
 FILE_BYTES_MAX = 4 * 1024 * 1024
-EVERY = "*"
-# Prefixes of RocketMQ's own topics, for delayed messages, half messages and traces of all topics.
-OWN_TOPICS = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK_")
+ALL_NAMES = "*"
+# Prefixes of RocketMQ's internal topics, which carry delayed messages, half messages and traces of all topics.
+BROKER_TOPIC_PREFIXES = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK_")
 
 ASK = "this broker asks for an access key and its secret (docs/security.md)"
 _WRONG = "there is no account with this access key and this secret"
-_NO_SECRET = b"nobody's secret: a stranger's name shall take as long as a known one"
+# Compared when the account is unknown, so that the check takes as long as for a known account.
+_DUMMY_SECRET = b"nobody's secret: a stranger's name shall take as long as a known one"
 
 _SIGNED = re.compile(
     r"Credential=(?P<key>[^,/\s]*)(?:/[^,]*)?, *SignedHeaders=x-mq-date-time, *Signature=(?P<hex>[0-9A-Fa-f]{40})"
@@ -71,7 +71,7 @@ class Verb(Enum):
     ADMIN = "administer the broker"
 
 
-# The right that a verb needs on its topic. Of two rights, one is enough.
+# The right that a verb needs on its topic. _BOTH means that one of the two is enough.
 _RIGHTS = {Verb.SEND: PUB, Verb.CANCEL: PUB, Verb.RECEIVE: SUB, Verb.LOOK: _BOTH}
 
 
@@ -96,26 +96,26 @@ class _AccessFile(msgspec.Struct, forbid_unknown_fields=True):
 Accounts = Mapping[str, Account]
 
 
-def parse(data: bytes, place: str) -> Accounts:
-    """Parse an access file. Returns its accounts by access key. `place` is the file's path.
+def parse(data: bytes, path: str) -> Accounts:
+    """Parse an access file into its accounts by access key. `path` is only for error texts.
 
     Raises SetupError, which never contains a secret.
     """
     if len(data) > FILE_BYTES_MAX:
-        raise SetupError(f"--access-file {place}: {len(data)} bytes; at most {FILE_BYTES_MAX}")
+        raise SetupError(f"--access-file {path}: {len(data)} bytes; at most {FILE_BYTES_MAX}")
     try:
-        found = msgspec.toml.decode(data, type=_AccessFile)
-    # ValueError is also raised for text that is not UTF-8.
+        access_file = msgspec.toml.decode(data, type=_AccessFile)
+    # The decoder raises ValueError for text that is not UTF-8.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        # Without the cause, which may contain the line with the secret.
-        raise SetupError(f"--access-file {place}: {error}") from None
+        # `from None`, because the cause may contain the line with the secret.
+        raise SetupError(f"--access-file {path}: {error}") from None
     accounts: dict[str, Account] = {}
-    for account in found.accounts:
+    for account in access_file.accounts:
         if account.access_key in accounts:
-            raise SetupError(f"--access-file {place}: access_key {account.access_key!r} is there twice")
-        if of_group := [name for name in account.topics if name.startswith((RETRY_PREFIX, DLQ_PREFIX))]:
+            raise SetupError(f"--access-file {path}: access_key {account.access_key!r} is there twice")
+        if group_topics := [name for name in account.topics if name.startswith((RETRY_PREFIX, DLQ_PREFIX))]:
             raise SetupError(
-                f"--access-file {place}: topics of {account.access_key!r}: {of_group[0]!r} follows its group; "
+                f"--access-file {path}: topics of {account.access_key!r}: {group_topics[0]!r} follows its group; "
                 "grant that in groups"
             )
         accounts[account.access_key] = account
@@ -123,7 +123,7 @@ def parse(data: bytes, place: str) -> Accounts:
 
 
 class Caller:
-    """The caller of a request. This base class is a caller without an access file, who may do everything."""
+    """The caller of a request. This base class is used when there is no access file, and may do everything."""
 
     __slots__ = ()
 
@@ -133,17 +133,17 @@ class Caller:
         return ""
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless the caller may do this, Unauthorized when its account was removed."""
+        """Raise Forbidden unless the caller has the right for `verb`, Unauthorized if its account was removed."""
 
-    def check_somewhere(self, verb: Verb) -> None:
-        """Raise Forbidden when `check` would refuse this verb on every topic, Unauthorized as `check` does."""
+    def check_on_any_topic(self, verb: Verb) -> None:
+        """Raise Forbidden if `check` would refuse this verb on every topic, Unauthorized as `check` does."""
 
     def signature(self, now_ms: int) -> dict[str, str]:
         """Make the headers that authenticate the caller to another node of the cluster."""
         return {}
 
     def may(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> bool:
-        """Check whether `check` allows this."""
+        """Check whether `check` accepts these arguments."""
         try:
             self.check(verb, topic=topic, group=group)
         except (Forbidden, Unauthorized):
@@ -177,37 +177,42 @@ class Principal(Caller):
         return self._account.access_key
 
     def signature(self, now_ms: int) -> dict[str, str]:
-        """Make the headers of a request that the account signs now. The secret stays here."""
+        """Make the headers of a request that is signed now by this account. They do not contain the secret."""
         date = datetime.fromtimestamp(now_ms // 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
-        signed = hmac.digest(self._account.secret_key.encode(), date.encode(), "sha1").hex()
-        text = f"MQv2-HMAC-SHA1 Credential={self.name}, SignedHeaders=x-mq-date-time, Signature={signed}"
-        return {"authorization": text, "x-mq-date-time": date}
+        signature = hmac.digest(self._account.secret_key.encode(), date.encode(), "sha1").hex()
+        credentials = (
+            f"MQv2-HMAC-SHA1 Credential={self.name}, SignedHeaders=x-mq-date-time, Signature={signature}"
+        )
+        return {"authorization": credentials, "x-mq-date-time": date}
 
     def check(self, verb: Verb, *, topic: str | None = None, group: str | None = None) -> None:
-        """Raise Forbidden unless the account may do this, Unauthorized when it was removed or its secret changed."""
+        """Raise Forbidden unless the account has the right for `verb` on the topic and the group.
+
+        Raises Unauthorized if the account was removed or its secret changed.
+        """
         account = self._access.current(self._account)
         if account.admin or (verb is Verb.LOOK and topic is None and group is None):
             return
         if verb is Verb.ADMIN or (topic is None and group is None):
             raise Forbidden(f"account {self.name!r} may not {Verb.ADMIN.value}: admin = true would let it")
         right = _RIGHTS[verb]
-        if topic is not None and not _may_topic(account, topic, right):
+        if topic is not None and not _may_use_topic(account, topic, right):
             raise Forbidden(
-                f"account {self.name!r} may not {verb.value} topic {topic[:128]!r}: {_needs(topic, right)}"
+                f"account {self.name!r} may not {verb.value} topic {topic[:128]!r}: {_missing_right(topic, right)}"
             )
         if group is not None and not _rights(account.groups, group) & SUB:
             raise Forbidden(
                 f"account {self.name!r} may not use group {group[:128]!r}: SUB on the group would let it"
             )
 
-    def check_somewhere(self, verb: Verb) -> None:
-        """Raise Forbidden when the account may do this on no topic, Unauthorized as `check` does."""
+    def check_on_any_topic(self, verb: Verb) -> None:
+        """Raise Forbidden if no topic grants the account the right for `verb`, Unauthorized as `check` does."""
         account = self._access.current(self._account)
         right = _RIGHTS[verb]
-        if account.admin or any(_BITS[given] & right for given in account.topics.values()):
+        if account.admin or any(_BITS[granted] & right for granted in account.topics.values()):
             return
-        # The retry topic of a group has the rights of the group.
-        if not any(_BITS[given] & SUB for given in account.groups.values()):
+        # SUB on a group is enough, because its retry topic has the rights of the group.
+        if not any(_BITS[granted] & SUB for granted in account.groups.values()):
             raise Forbidden(
                 f"account {self.name!r} may not {verb.value} any topic: {_WORDS[right]} on a topic would let it"
             )
@@ -218,7 +223,7 @@ class Access:
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
-        # Requests without credentials or with wrong ones. Approximate, because threads add to it without a lock.
+        # Number of requests with missing or wrong credentials. Approximate, because threads add to it without a lock.
         self.refused = 0
 
     def __len__(self) -> int:
@@ -228,7 +233,7 @@ class Access:
         return f"Access({len(self._accounts)} accounts)"
 
     def replace(self, accounts: Accounts) -> None:
-        """Use these accounts from now on. The next request of a removed account is refused."""
+        """Replace all accounts. The next request of a removed account is refused."""
         self._accounts = accounts
 
     def authenticate(self, headers: Mapping[str, str], now_ms: int) -> Principal:
@@ -241,26 +246,29 @@ class Access:
         if scheme.lower() == "bearer":
             key, _, secret = rest.strip().partition(":")
             account = self._accounts.get(key)
-            kept = _NO_SECRET if account is None else account.secret_key.encode()
-            return self._let_in(account, hmac.compare_digest(kept, _bytes(secret)))
+            expected = _DUMMY_SECRET if account is None else account.secret_key.encode()
+            return self._principal(account, hmac.compare_digest(expected, _bytes(secret)))
         if scheme.lower() != "mqv2-hmac-sha1":
             raise self.refusal(ASK)
         signed = _SIGNED.fullmatch(rest.strip())
         if signed is None:
             raise self.refusal(f"{ASK}; the authorization header has no access key and signature")
         date = headers.get("x-mq-date-time", "")
-        if (wrong := _wrong_date(date, now_ms)) is not None:
-            raise self.refusal(wrong)
+        if (fault := _date_fault(date, now_ms)) is not None:
+            raise self.refusal(fault)
         return self.verify(signed["key"], _bytes(date), bytes.fromhex(signed["hex"]))
 
     def verify(self, access_key: str, content: bytes, signature: bytes) -> Principal:
-        """Find the account whose HMAC-SHA1 signature of `content` this is. Raises Unauthorized."""
+        """Check an HMAC-SHA1 signature of `content` made with an account's secret. Raises Unauthorized."""
         account = self._accounts.get(access_key)
-        secret = _NO_SECRET if account is None else account.secret_key.encode()
-        return self._let_in(account, hmac.compare_digest(hmac.digest(secret, content, "sha1"), signature))
+        secret = _DUMMY_SECRET if account is None else account.secret_key.encode()
+        return self._principal(account, hmac.compare_digest(hmac.digest(secret, content, "sha1"), signature))
 
     def named(self, access_key: str) -> Principal:
-        """Find the account of a request that was authenticated before. Raises Unauthorized if it was removed."""
+        """Build the caller of a request that was authenticated earlier.
+
+        Raises Unauthorized if the account was removed.
+        """
         account = self._accounts.get(access_key)
         if account is None:
             raise self.refusal(f"account {access_key[:64]!r} is not in the access file any more")
@@ -268,18 +276,18 @@ class Access:
 
     def current(self, account: Account) -> Account:
         """Get the current version of an account. Raises Unauthorized if it was removed or its secret changed."""
-        found = self._accounts.get(account.access_key)
-        if found is None or found.secret_key != account.secret_key:
+        current = self._accounts.get(account.access_key)
+        if current is None or current.secret_key != account.secret_key:
             raise self.refusal(_WRONG)
-        return found
+        return current
 
     def refusal(self, text: str) -> Unauthorized:
-        """Build the error for a request with an unknown sender, and count it for the broker's status."""
+        """Build the error for a request whose credentials are not accepted, and count it for the broker's status."""
         self.refused += 1
         return Unauthorized(text)
 
-    def _let_in(self, account: Account | None, proven: bool) -> Principal:
-        if account is None or not proven:
+    def _principal(self, account: Account | None, is_proven: bool) -> Principal:
+        if account is None or not is_proven:
             raise self.refusal(_WRONG)
         return Principal(self, account)
 
@@ -288,13 +296,13 @@ def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _wrong_date(text: str, now_ms: int) -> str | None:
-    """Find the fault of a signature's date, or None when it has none."""
-    found = _DATE.fullmatch(text)
+def _date_fault(text: str, now_ms: int) -> str | None:
+    """Describe the fault of a signature's date, or return None for a valid date near `now_ms`."""
+    match = _DATE.fullmatch(text)
     try:
-        if found is None:
+        if match is None:
             raise ValueError
-        at_ms = int(datetime(*map(int, found.groups()), tzinfo=UTC).timestamp() * 1000)  # type: ignore[misc,arg-type]
+        at_ms = int(datetime(*map(int, match.groups()), tzinfo=UTC).timestamp() * 1000)  # type: ignore[misc,arg-type]
     except ValueError:
         return "the header x-mq-date-time is no date such as 20300131T090000Z"
     if abs(now_ms - at_ms) > DATE_DRIFT_MS_MAX:
@@ -303,43 +311,47 @@ def _wrong_date(text: str, now_ms: int) -> str | None:
 
 
 def _rights(table: Mapping[str, Right], name: str) -> int:
-    return _BITS[table.get(name) or table.get(EVERY, "DENY")]
+    return _BITS[table.get(name) or table.get(ALL_NAMES, "DENY")]
 
 
-def _may_topic(account: Account, topic: str, right: int) -> bool:
+def _may_use_topic(account: Account, topic: str, right: int) -> bool:
     for prefix in (RETRY_PREFIX, DLQ_PREFIX):
         if topic.startswith(prefix):
-            return _may_of_group(account, topic.removeprefix(prefix))
-    if topic.startswith(OWN_TOPICS) and topic not in account.topics:
+            return _may_use_group_topic(account, topic.removeprefix(prefix))
+    if topic.startswith(BROKER_TOPIC_PREFIXES) and topic not in account.topics:
         return False
     return bool(_rights(account.topics, topic) & right)
 
 
-def _may_of_group(account: Account, rest: str) -> bool:
-    """Check whether the account may use `%RETRY%<rest>`, where `rest` is a group, or a group and a topic after it.
+def _may_use_group_topic(account: Account, suffix: str) -> bool:
+    """Check whether the account may use `%RETRY%<suffix>`. The suffix is `<group>` or `<group>_<topic>`.
 
-    The end of the group's name cannot be determined. So an entry of the file for exactly this name decides. Otherwise
-    at least one way to split the text must be allowed, and no way may contain a name that the file refuses.
+    Group names may contain "_", so the end of the group's name is unknown. If the access file lists the whole suffix as
+    a group, that entry decides. Otherwise at least one way to split the suffix must be allowed, and no way may contain
+    a name that the file refuses.
     """
-    if rest in account.groups:
-        return bool(_rights(account.groups, rest) & SUB)
-    allowed = bool(_rights(account.groups, rest) & SUB)
-    for group, topic in _splits(rest):
-        of_group, of_topic = _rights(account.groups, group) & SUB, _rights(account.topics, topic) & SUB
-        if (group in account.groups and not of_group) or (topic in account.topics and not of_topic):
+    if suffix in account.groups:
+        return bool(_rights(account.groups, suffix) & SUB)
+    is_allowed = bool(_rights(account.groups, suffix) & SUB)
+    for group, topic in _splits(suffix):
+        group_right, topic_right = _rights(account.groups, group) & SUB, _rights(account.topics, topic) & SUB
+        if (group in account.groups and not group_right) or (topic in account.topics and not topic_right):
             return False
-        allowed = allowed or bool(of_group and of_topic)
-    return allowed
+        is_allowed = is_allowed or bool(group_right and topic_right)
+    return is_allowed
 
 
 def _splits(text: str) -> Iterator[tuple[str, str]]:
-    """Yield every split of the text at a "_", which joins group and topic in RocketMQ, or the "+" of later versions."""
-    for at, sign in enumerate(text):
-        if sign in "_+":
-            yield text[:at], text[at + 1 :]
+    """Yield (group, topic) for every "_" or "+" in the text.
+
+    RocketMQ joins group and topic by "_", later versions by "+".
+    """
+    for index, character in enumerate(text):
+        if character in "_+":
+            yield text[:index], text[index + 1 :]
 
 
-def _needs(topic: str, right: int) -> str:
+def _missing_right(topic: str, right: int) -> str:
     if topic.startswith((RETRY_PREFIX, DLQ_PREFIX)):
         return "SUB on its group would let it"
     return f"{_WORDS[right]} on the topic would let it"

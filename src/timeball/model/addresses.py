@@ -3,19 +3,19 @@
 This module does no I/O and resolves no names. It also checks the host names by which HTTP clients may call the broker
 (`host_names`), with the same grammar.
 
-The URL of a subscription comes from a client, but the broker opens it from inside the network: its author could reach
-every server that the broker reaches (server-side request forgery). So addresses outside of the public internet are
-refused, unless the operator allows them.
+A client chooses the URL of a subscription, but the broker opens it from inside the operator's network. Without these
+rules the client could reach every server that the broker reaches (server-side request forgery). So addresses outside of
+the public internet are refused, unless the operator allows them.
 
     URL         http or https; no user, no fragment; a host name, or an address in its standard form, because libraries
                 read other forms of an address (0x7f.1, 017700000001, 2130706433) differently
-    port        80, 443, or 1024 and up: below are mail, shells and name servers, and some obey lines of a body
+    port        80, 443, or 1024 and up: mail, shells and name servers use lower ports, and some execute lines of a body
     address     checked for each connection after the name is resolved; the connection uses exactly this address
 
 `--push-allow` lists exceptions. A network allows its addresses. A host name allows the private, loopback and CGNAT
 addresses that it resolves to. Both allow any port (a network only in URLs that contain an address). Some addresses are
-only allowed by a network, because the owner of a name can make it point at them: those from which clouds give
-credentials to their machines, and others that no service in a network has.
+only allowed by a network, because the owner of a host name can make the name point at them. Examples are the metadata
+addresses from which clouds give credentials to their machines.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 
-class _Closed(NamedTuple):
+class _ClosedNetwork(NamedTuple):
     network: Network
-    words: str
-    opens_by_name: bool  # whether a host name in --push-allow allows the network's addresses
+    words: str  # the kind of network, for error texts
+    allowed_by_name: bool  # whether a host name in --push-allow allows the network's addresses
 
 
-def _closed(words: str, *networks: str, by_name: bool = False) -> list[_Closed]:
-    return [_Closed(ip_network(network), words, by_name) for network in networks]
+def _closed_networks(words: str, *networks: str, by_name: bool = False) -> list[_ClosedNetwork]:
+    return [_ClosedNetwork(ip_network(network), words, by_name) for network in networks]
 
 
-# The closed networks: IANA's registries of special-purpose addresses, and addresses that clouds use for metadata. The
-# first entry that contains an address counts.
-_CLOSED = [
-    *_closed(
+# Networks that a push may not reach by default: IANA's registries of special-purpose addresses, and addresses that
+# clouds use for metadata. The first entry that contains an address decides.
+_CLOSED_NETWORKS = [
+    *_closed_networks(
         "cloud metadata", "169.254.169.254/32", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32",
         "fd00:ec2::/32",
     ),
-    *_closed("loopback", "127.0.0.0/8", "::1/128", by_name=True),
-    *_closed("private", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", by_name=True),
-    *_closed("shared by a provider's customers (CGNAT)", "100.64.0.0/10", by_name=True),
-    *_closed("link-local", "169.254.0.0/16", "fe80::/10"),
-    *_closed("unspecified", "0.0.0.0/8", "::/128"),
-    *_closed("multicast", "224.0.0.0/4", "ff00::/8"),
-    *_closed("an IPv4 address inside an IPv6 one", "::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48"),
-    *_closed("an IPv4 address inside an IPv6 one (6to4, Teredo)", "2002::/16", "2001::/32", "192.88.99.0/24"),
-    *_closed(
+    *_closed_networks("loopback", "127.0.0.0/8", "::1/128", by_name=True),
+    *_closed_networks("private", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", by_name=True),
+    *_closed_networks("shared by a provider's customers (CGNAT)", "100.64.0.0/10", by_name=True),
+    *_closed_networks("link-local", "169.254.0.0/16", "fe80::/10"),
+    *_closed_networks("unspecified", "0.0.0.0/8", "::/128"),
+    *_closed_networks("multicast", "224.0.0.0/4", "ff00::/8"),
+    *_closed_networks("an IPv4 address inside an IPv6 one", "::ffff:0:0/96", "::/96", "64:ff9b::/96", "64:ff9b:1::/48"),
+    *_closed_networks("an IPv4 address inside an IPv6 one (6to4, Teredo)", "2002::/16", "2001::/32", "192.88.99.0/24"),
+    *_closed_networks(
         "for documentation and measurements", "192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24",
         "198.18.0.0/15", "2001:db8::/32", "3fff::/20",
     ),
-    *_closed("reserved", "192.0.0.0/24", "240.0.0.0/4", "2001::/23", "fec0::/10", "100::/64"),
+    *_closed_networks("reserved", "192.0.0.0/24", "240.0.0.0/4", "2001::/23", "fec0::/10", "100::/64"),
 ]  # fmt: skip
-_OPEN_IPV6 = ip_network("2000::/3")  # the only part of IPv6 from which public addresses are assigned
+_PUBLIC_IPV6 = ip_network("2000::/3")  # the only part of IPv6 from which public addresses are assigned
 
 _URL = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?"
@@ -70,7 +70,7 @@ _URL = re.compile(
 )
 _LABEL = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMBER = re.compile(r"0x[0-9a-f]*|[0-9]+")
-_NOT_IN_A_PATH = frozenset('#\\"<>^`{|}')
+_FORBIDDEN_IN_PATH = frozenset('#\\"<>^`{|}')
 _PORTS = (80, 443)
 _PORT_MIN, _PORT_MAX = 1_024, 65_535
 NAME_CHARACTERS_MAX = 253
@@ -111,54 +111,54 @@ class Allowed:
         target = parse(url)
         if target.address is not None and (reason := self.refusal(target.host, target.address)) is not None:
             raise InvalidMessage(f"url: {reason}")
-        if target.port not in _PORTS and target.port < _PORT_MIN and not self._names_host(target):
+        if target.port not in _PORTS and target.port < _PORT_MIN and not self._lists_host(target):
             raise InvalidMessage(
                 f"url: port {target.port}; 80, 443, or {_PORT_MIN} and up, unless --push-allow names the host"
             )
         return target
 
     def refusal(self, host: str, address: Address) -> str | None:
-        """Return the reason why a push to this host may not connect to this address, or None if it may."""
+        """Explain why a push to this host may not connect to this address. None if it may."""
         if any(address in network for network in self._networks):
             return None
         if isinstance(address, IPv6Address) and address.scope_id is not None:
             return f"{address} is of one link; give an address that --push-allow names"
-        closed = next((each for each in _CLOSED if address in each.network), None)
+        closed = next((entry for entry in _CLOSED_NETWORKS if address in entry.network), None)
         if closed is not None:
-            if closed.opens_by_name and host in self._names:
+            if closed.allowed_by_name and host in self._names:
                 return None
             return f"{address} is {closed.words}; the operator lets it pass with --push-allow"
-        is_open = address in _OPEN_IPV6 if isinstance(address, IPv6Address) else True
-        # The standard library's list may be newer than _CLOSED, so it must agree.
-        if not is_open or not address.is_global or address.is_multicast or address.is_reserved:
+        is_public = address in _PUBLIC_IPV6 if isinstance(address, IPv6Address) else True
+        # The standard library's list may be newer than _CLOSED_NETWORKS, so it must agree.
+        if not is_public or not address.is_global or address.is_multicast or address.is_reserved:
             return f"{address} is not of the open internet; the operator lets it pass with --push-allow"
         return None
 
-    def _names_host(self, target: Target) -> bool:
+    def _lists_host(self, target: Target) -> bool:
         if target.address is None:
             return target.host in self._names
         return any(target.address in network for network in self._networks)
 
 
 def parse(url: str) -> Target:
-    """Parse a URL. Raises InvalidMessage unless it has the one form that all libraries read in the same way."""
+    """Parse a URL. Raises InvalidMessage if libraries could read it in different ways."""
     if len(url) > limits.PUSH_URL_BYTES_MAX:
         raise InvalidMessage(f"url: {len(url)} characters; at most {limits.PUSH_URL_BYTES_MAX}")
-    found = _URL.fullmatch(url)
-    if found is None or _NOT_IN_A_PATH.intersection(found["rest"]):
+    match = _URL.fullmatch(url)
+    if match is None or _FORBIDDEN_IN_PATH.intersection(match["rest"]):
         raise InvalidMessage(
             "url: http://host:port/path or https://…, in ASCII (a name as xn--…, a path with %xx), without a user, a "
             "fragment, blanks or signs that a URL has not"
         )
-    host = found["host"].lower()
-    port = int(found["port"]) if found["port"] is not None else 443 if found["scheme"] == "https" else 80
+    host = match["host"].lower()
+    port = int(match["port"]) if match["port"] is not None else 443 if match["scheme"] == "https" else 80
     if not 0 < port <= _PORT_MAX:
         raise InvalidMessage(f"url: port {port}; 1 to {_PORT_MAX}")
-    return Target(found["scheme"], host.strip("[]"), port, _address(host))
+    return Target(match["scheme"], host.strip("[]"), port, _address(host))
 
 
 def is_name(host: str) -> bool:
-    """Check whether a text in lower case is a host name that no library reads as an address."""
+    """Check whether a lower-case text is a host name that no library reads as an address."""
     labels = host.split(".")
     is_numeric = _NUMBER.fullmatch(labels[-1]) is not None
     return len(host) <= NAME_CHARACTERS_MAX and not is_numeric and all(map(_LABEL.fullmatch, labels))

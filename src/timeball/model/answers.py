@@ -10,7 +10,7 @@ CREATED, EXISTS = "created", "exists"
 class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The current state of a message that was sent before under the same idempotency key.
 
-    waiting      until `due_ms`, which a reschedule may have changed
+    waiting      pending until `due_ms`, which a reschedule may have changed
     visible      it is or was in its queue; `due_ms`: its last due time, if it had one
     cancelled    it will not be delivered
     expired      it is not pending, and the log no longer contains its outcome
@@ -28,11 +28,11 @@ class SentState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A batch is on disk. Its rows have consecutive numbers from `first_seq` on.
+    """The acknowledgement of a batch, which is on disk. Its rows have consecutive numbers from `first_seq` on.
 
-    `outcome`: "created" by this send, or "exists": sent before under the same idempotency key. For a repeated send,
-    `first_seq`, `rows` and `store_ms` are those of the first send, and `states` the current states of its messages. Its
-    outcome is "created" if it names the attempt of the first send.
+    `outcome` is "created" if this send wrote the batch, or "exists" if a batch was sent before under the same
+    idempotency key. In the second case `first_seq`, `rows` and `store_ms` are those of the first send, and `states` are
+    the current states of its messages. A repeated send that names the attempt of the first send also gets "created".
     """
 
     first_seq: int
@@ -43,7 +43,10 @@ class SendAck(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ReleaseAck(msgspec.Struct, frozen=True):
-    """The result of a batch from a dispatcher: `released` rows are released by it, on disk. `left` rows are not."""
+    """The answer to a batch of releases from a dispatcher.
+
+    The broker released `released` rows, durably, and did not release the `left` other rows.
+    """
 
     released: int
     left: int
@@ -69,7 +72,7 @@ class SendAnswer(msgspec.Struct, frozen=True):
 
 
 class ReleaseAnswer(msgspec.Struct, frozen=True):
-    """The answer to a batch from a dispatcher: rows durably released by it, and rows left, or an error's code."""
+    """A ReleaseAck, or an error code and text, as a dispatcher decodes the answer to its batch."""
 
     released: int = 0
     left: int = 0
@@ -89,13 +92,14 @@ class Verdict(msgspec.Struct, frozen=True):
 
     cancelled           it will not be delivered
     rescheduled         it will be delivered at `due_ms`
-    already_cancelled   an earlier request cancelled it, so it was not going to be delivered
+    already_cancelled   an earlier request cancelled it
     released            too late: it is in its queue
     expired             it is not pending; its outcome is older than the broker's records
     not_found           there is no such scheduled message
-    unavailable         a group of the cluster did not answer, and may have such messages: ask again. Also while
-                        the message is on its way from one group to another
-    handed              for a number: it is pending in another group under another number. Name it by id or key
+    unavailable         repeat the request: a group of the cluster that may have the message did not answer, or the
+                        message is on its way from one group to another
+    handed              only for a sequence number: the message is pending in another group under another number, so
+                        name it by id or key
     """
 
     subject: str
@@ -123,12 +127,12 @@ class Content(msgspec.Struct, frozen=True):
 class GroupPlace(msgspec.Struct, frozen=True):
     """The state of a visible message in a group.
 
-        waiting    to be delivered: the first time, or again, not before `until_ms` if set
-        leased     a consumer has it, until `until_ms`
+        waiting    to be delivered for the first time or again, not before `until_ms` if set
+        leased     a consumer has it until `until_ms`
         done       acknowledged; or skipped, by a reader by offset or by a filter
         dead       given up: a dead letter, or a resolved one
 
-    `attempts`: the number of deliveries, as the group counts, or 0 if unknown.
+    `attempts`: the number of deliveries that the group has counted, or 0 if unknown.
     """
 
     group: str
@@ -140,14 +144,19 @@ class GroupPlace(msgspec.Struct, frozen=True):
 class MessagePlace(msgspec.Struct, frozen=True):
     """The location of the message that was sent as `seq`.
 
-    waiting      until `due_ms`
+    States:
+
+    waiting      pending until `due_ms`
     visible      in `queue_id` at `queue_offset` since `at_ms`; its due time was `due_ms`, if it had one
     cancelled    at `at_ms`, if known
     expired      it is not pending; its outcome is older than the log
 
-    content    of a waiting or visible message, for a caller who may receive from its topic
-    groups     of a visible message, the groups as which the caller may consume
-    by         the account that cancelled it; `reason`: why, if given
+    Fields that some states have:
+
+    content    set for a waiting or visible message, if the caller may receive from its topic
+    groups     set for a visible message: its state in each group as which the caller may consume
+    by         the account that cancelled the message
+    reason     the reason that this account gave, if any
     """
 
     state: str
@@ -164,9 +173,10 @@ class MessagePlace(msgspec.Struct, frozen=True):
 
 
 class TopicState(msgspec.Struct, frozen=True):
-    """The position of a group in a topic: messages after its stored offsets, and messages leased by its consumers.
+    """The progress of a group in a topic.
 
-    `expired`: messages that retention, or the deletion of the topic, removed before the group read them.
+    `lag`: messages after its stored offsets. `in_flight`: messages leased by its consumers. `expired`: messages that
+    retention or the deletion of the topic removed before the group read them.
     """
 
     topic: str
@@ -176,9 +186,10 @@ class TopicState(msgspec.Struct, frozen=True):
 
 
 class Conflict(msgspec.Struct, frozen=True):
-    """Consumers of a group want different messages of a topic, so each misses messages that another one has taken.
+    """A conflict in a group: its consumers subscribe to a topic with different filters.
 
-    `wanted`: their filters. If the topic is "", the consumers subscribe to different topics, and `wanted` lists these.
+    Each consumer then misses messages that another consumer has taken and skipped. `wanted` lists the filters. If the
+    topic is "", the consumers subscribe to different topics, and `wanted` lists the topics.
     """
 
     topic: str
@@ -240,12 +251,12 @@ class Resolved(msgspec.Struct, frozen=True):
 
 
 class RangesCancelled(msgspec.Struct, frozen=True):
-    """The result of cancelling the messages of `rows` numbers.
+    """The result of cancelling ranges with `rows` sequence numbers in all.
 
-    `cancelled`: messages that this call cancelled. `settled`: messages that were settled, or on their way, before.
-    `already_cancelled`: those of the settled messages that are known to have been cancelled. If an answer was lost and
-    the call is repeated, `cancelled` and `already_cancelled` together are the result. Cancelled messages are remembered
-    until their due time has passed.
+    `cancelled`: messages that this call cancelled. `settled`: messages that were settled before, or whose release was
+    under way. `already_cancelled`: the settled messages that are known to have been cancelled. If an answer is lost,
+    repeat the call: the result is then the sum of `cancelled` and `already_cancelled`. The broker remembers a cancelled
+    message until its due time has passed.
     """
 
     rows: int
@@ -255,12 +266,12 @@ class RangesCancelled(msgspec.Struct, frozen=True):
 
 
 class Campaign(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a campaign, and the effect of this call on it.
+    """The state of a campaign, and the effect of the call that returned it.
 
-    `state`: planned, running, paused, cancelled or finished. `ranges`, (first_seq, rows), are omitted in a list of all
-    campaigns. `held_from_ms`: pending messages due at this time or later are held. `cancelled`: messages that its
-    cancel cancelled. `count`: messages that this call resumed or cancelled. `repeated`: the campaign was in that state
-    before. `groups`: the groups of the cluster that have a part of it each, according to its plan.
+    `state`: planned, running, paused, cancelled or finished. `ranges`: (first_seq, rows), omitted in a list of all
+    campaigns. `held_from_ms`: messages due at this time or later are paused. `cancelled`: messages cancelled with the
+    campaign. `count`: messages that this call resumed or cancelled. `repeated`: the campaign was in this state before
+    the call. `groups`: the groups of the cluster over which the campaign's plan spreads it.
     """
 
     campaign: str
@@ -279,11 +290,11 @@ class Campaign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
-    """The progress of a group that hands over its pending messages to another group, `heir`.
+    """The progress of a drain: `group` hands over its pending messages to another group, `heir`.
 
-    `moved`: messages that the heir has confirmed. `moving`: messages on their way. `waiting`: messages still here,
-    including those due within a minute, which stay. `is_done`: the last check found none to hand over. `problem`: why
-    it does not proceed, or empty if it does.
+    `moved`: messages that the other group has confirmed. `moving`: messages on their way. `waiting`: messages still in
+    this group, including those due within a minute, which stay. `is_done`: the last check found no message to hand
+    over. `problem`: the reason why the drain does not proceed, or "".
     """
 
     group: str
@@ -313,7 +324,7 @@ class QueueRange(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """A start of the broker: its first row, the time of that row's frame, and the time of the last frame before it."""
+    """A start of the broker: the number of its first row, and the times of that row's frame and of the frame before."""
 
     first_seq: int
     at_ms: int
@@ -329,14 +340,14 @@ class LogStatus(msgspec.Struct, frozen=True):
 
 
 class TableStatus(msgspec.Struct, frozen=True):
-    """The pending table: its URI and current version, then figures for a table in an object store.
+    """The pending table: its URI and current version. The other fields are for a table in an object store.
 
     The version is -1 while the table is behind the log because the store did not answer.
     """
 
     uri: str
     version: int
-    # Commits of other programs since the start. The table was corrected after each.
+    # Commits by other programs since the start of the broker. It corrected the table after each.
     foreign_commits: int = 0
     last_foreign_commit: str = ""
     lost_files: int = 0  # files that the log names but that are missing
@@ -356,8 +367,8 @@ class ClusterGroup(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The fields of the broker's status that programs need (docs/flight.md lists all fields).
 
-    `group`: the cluster group that the broker leads. `groups`: all groups of the cluster. A broker outside a cluster
-    has neither. None: the broker leads a group, but has not read the list of groups yet.
+    `group`: the cluster group that the broker leads. `groups`: all groups of the cluster, or None while the broker has
+    not read the list yet. Both are empty for a broker outside a cluster.
     """
 
     now_ms: int

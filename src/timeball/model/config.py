@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from timeball.model import limits
 from timeball.model.addresses import Allowed, host_names
 from timeball.model.errors import InvalidDelay, SetupError
-from timeball.model.local_time import zone_named
+from timeball.model.local_time import load_zone
 
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
@@ -38,38 +38,39 @@ PORT_MAX = 65_535
 
 
 def _of(default: Any, text: str, low: int | None = None, high: int | None = None) -> Any:
-    """Define a field with its help text, and its least and greatest allowed value."""
+    """Define a setting: its default, its help text, and its smallest and largest allowed value."""
     return field(default=default, metadata={"help": text, "low": low, "high": high})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings that an operator may choose. A name with a unit ends in it. Raises SetupError for bad values."""
+    """The settings of a broker or a cluster node. The constructor raises SetupError for values that cannot work."""
 
     # folder and address
-    data: Path = _of(Path("timeball-data"), "Folder that holds the log and what waits.")
+    data: Path = _of(Path("timeball-data"), "Data folder: the log and the pending messages.")
     host: str = _of("127.0.0.1", "Address to listen on.")
     port: int = _of(7400, "Port to listen on; 0 lets the system choose.", 0, PORT_MAX)
 
     # access control and TLS (docs/security.md)
     access_file: str = _of(
-        "", "Accounts and what each may do (TOML, not readable by others); empty: no access control."
+        "",
+        "File with the accounts and their rights (TOML, not readable by others); empty: no access control.",
     )
-    tls_cert: str = _of("", "Certificate with its chain, PEM; all ports speak TLS then.")
-    tls_key: str = _of("", "Its key, PEM, without a password.")
+    tls_cert: str = _of("", "Certificate with its chain, PEM; with it all ports use TLS.")
+    tls_key: str = _of("", "Private key of --tls-cert, PEM, without a password.")
     allow_plaintext: bool = _of(False, "Listen without TLS on an address that others can reach.")
 
     http_port: int = _of(7480, "Port for HTTP clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX)
 
     http_hosts: str = _of(  # docs/security.md
         "",
-        "Host names, with commas, by which HTTP clients may call a broker without accounts, besides localhost, IP "
-        "addresses, --host and --advertise.",
+        "Host names, separated by commas, that HTTP clients of a broker without accounts may use, besides localhost, "
+        "IP addresses, --host and --advertise.",
     )
 
     push_allow: str = _of(
         "",
-        "Host names and networks, with commas, that a push may reach though they are not of the open internet.",
+        "Host names and networks, separated by commas, outside of the public internet that a push may reach.",
     )
 
     # RocketMQ clients: the defaults are RocketMQ's own ports, for gRPC those of its proxy
@@ -84,33 +85,36 @@ class Settings:
     )
     broker_name: str = _of(BROKER_NAME, "The broker's name for RocketMQ clients; in a cluster the group's.")
     cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.")
-    advertise: str = _of("", "host[:port] that RocketMQ clients dial; empty: the address they came in by.")
+    advertise: str = _of(
+        "", "host[:port] that RocketMQ clients connect to; empty: the address that they used."
+    )
     recall_answers: RecallAnswers = _of(  # docs/cancel.md
         "definite",
-        "'definite': success means it will not be delivered; 'rocketmq': as a stock broker answers.",
+        "'definite': success means that the message will not be delivered; 'rocketmq': answer as a stock broker does.",
     )
 
     codec: CodecChoice = _of(
         "auto",
-        "'auto': the compiled codecs of frames, sends and small commits, if built; 'python': the reference.",
+        "'auto': use the compiled codecs if they are built; 'python': use the reference implementation.",
     )
 
     # the log
     durability: Durability = _of(
-        "sync", "'sync' acknowledges what the disk has; 'async' may lose the last second in a power cut."
+        "sync", "'sync': acknowledge messages on disk; 'async': a power cut may lose the last second."
     )
     segment_bytes: int = _of(256 * MIB, "Size of one file of the log.", 1 * MIB, 2048 * MIB)
     retention_ms: int = _of(  # RocketMQ's fileReservedTime
-        72 * limits.HOUR_MS, "How long the log keeps what was delivered."
+        72 * limits.HOUR_MS, "How long the log keeps delivered messages."
     )
     unread_retention_ms: int = _of(
         7 * limits.DAY_MS,
-        "How long the log keeps messages that a consumer group with offsets has not read, if that is longer.",
+        "How long the log keeps messages that a consumer group with offsets has not read, if longer than "
+        "--retention-ms.",
         0,
     )
     dead_letter_retention_ms: int = _of(
         30 * limits.DAY_MS,
-        "How long dead letters are kept, if that is longer; 0: as long as they are not dealt with.",
+        "How long dead letters are kept, if longer than --retention-ms; 0: until they are resolved.",
         0,
     )
     kept_bytes: int = _of(
@@ -119,45 +123,45 @@ class Settings:
         0,
     )
     checkpoint_interval_ms: int = _of(
-        10_000, "How often the schedule is saved; a restart reads the log from there."
+        10_000, "How often the schedule is saved; a restart reads the log from the last save on."
     )
     idempotency_ms: int = _of(
-        limits.DAY_MS, "How long a send with an idempotency key is known, to be repeated without harm.",
+        limits.DAY_MS, "How long the broker recognises a repeated send by its idempotency key.",
         limits.SECOND_MS, 30 * limits.DAY_MS,
     )  # fmt: skip
 
     # clusters (docs/cluster.md): not used without --cluster
-    cluster: str = _of("", "Cluster that this node belongs to; empty: a broker alone.")
-    node: str = _of("", "This node's name in the cluster; each has another.")
+    cluster: str = _of("", "Cluster that this node belongs to; empty: a single broker.")
+    node: str = _of("", "This node's name, unique in the cluster.")
     group: str = _of(
-        "g1", "Group of the cluster whose log this node keeps; several, with commas: a process for each."
+        "g1", "Group whose log this node keeps; several groups, separated by commas: a process for each."
     )
-    etcd: str = _of("", "Addresses of etcd's members, with commas, as http://host:2379.")
-    etcd_ca: str = _of("", "Certificates that etcd's are checked by, PEM; empty: the system's.")
-    etcd_cert: str = _of("", "Certificate to show to etcd, PEM.")
-    etcd_key: str = _of("", "Its key, PEM, without a password.")
-    etcd_user: str = _of("", "User of etcd; the password is read from --etcd-password-file.")
+    etcd: str = _of("", "Addresses of etcd's members, separated by commas, as http://host:2379.")
+    etcd_ca: str = _of("", "CA certificates that verify etcd's, PEM; empty: the system's.")
+    etcd_cert: str = _of("", "Client certificate for etcd, PEM.")
+    etcd_key: str = _of("", "Private key of --etcd-cert, PEM, without a password.")
+    etcd_user: str = _of("", "User name for etcd; the password is in --etcd-password-file.")
     etcd_password_file: str = _of("", "File with the password of --etcd-user, not readable by others.")
     replication_port: int = _of(7410, "Port for the other nodes of the cluster.", 1, PORT_MAX)
     replication_ca: str = _of(
         "",
-        "Certificates that the other nodes' are checked by, PEM; TLS between nodes, with --tls-cert and --tls-key.",
+        "CA certificates that verify the other nodes', PEM; for TLS between nodes, with --tls-cert and --tls-key.",
     )
     acks: Acks = _of(
-        "majority", "Replicas that must have a commit before it is acknowledged: majority or all."
+        "majority", "Replicas that must store a commit before it is acknowledged: majority or all."
     )
     lease_ttl_ms: int = _of(
         1_000,
-        "How long a leader that is not heard of is waited for; at least 1 s.",
+        "Time without contact after which a leader is replaced; at least 1 s.",
         limits.SECOND_MS,
         limits.MINUTE_MS,
     )
 
     # topics
     queues_per_topic: int = _of(  # RocketMQ's defaultTopicQueueNums
-        8, "Queues of a topic made on first use.", 1, limits.QUEUES_PER_TOPIC_MAX
+        8, "Number of queues of a topic created on first use.", 1, limits.QUEUES_PER_TOPIC_MAX
     )
-    auto_create_topics: bool = _of(True, "Make a topic when the first message for it arrives.")
+    auto_create_topics: bool = _of(True, "Create a topic when its first message arrives.")
     check_message_types: bool = _of(  # RocketMQ's enableTopicMessageTypeCheck
         True, "Topics with a message.type refuse other types from gRPC clients, as RocketMQ's do."
     )
@@ -166,56 +170,61 @@ class Settings:
     delay_ms_max: int = _of(limits.DELAY_MS_MAX, "The longest delay accepted.", 1, limits.DELAY_MS_MAX)
     delay_levels: str = _of(  # RocketMQ's messageDelayLevel
         "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h",
-        "What RocketMQ's delay levels stand for: level n is the nth item; units s, m, h, d.",
+        "Delays of RocketMQ's delay levels: level n is the nth item; units s, m, h, d.",
     )
     strategy: StrategyName = _of(  # docs/designs.md
-        "hour_log", "What keeps scheduled messages: hour_log, timer_wheel or level_cascade."
+        "hour_log", "How scheduled messages are stored: hour_log, timer_wheel or level_cascade."
     )
     timer_precision_ms: int = _of(  # RocketMQ's timerPrecisionMs
-        1_000, "Width of a slot of the timer wheel; nothing is late by it.", 1, limits.SECOND_MS
+        1_000, "Width of a slot of the timer wheel; it makes no message late.", 1, limits.SECOND_MS
     )
     timer_wheel_ms: int = _of(
-        3 * limits.DAY_MS, "How far the timer wheel reaches; what is due later is rolled.",
+        3 * limits.DAY_MS, "Time span of the timer wheel; messages that are due later are rolled.",
         limits.MINUTE_MS, TIMER_WHEEL_MS_MAX,
     )  # fmt: skip
     timer_congest_num_each_slot: int = _of(
-        0, "Refuse more scheduled messages than this for one slot of the wheel; 0: never.", 0
+        0, "Largest number of scheduled messages in a slot of the wheel; more are refused. 0: no limit.", 0
     )
     delay_properties: str = _of(
         "",
-        "User properties of RocketMQ clients that delay a message, with commas: TIMING, __STARTDELIVERTIME.",
+        "User properties of RocketMQ clients that delay a message, separated by commas: TIMING, __STARTDELIVERTIME.",
     )
-    timing_zone: str = _of("UTC", "Time zone of a TIMING property that names none.")
-    gather_ahead_ms: int = _of(10_000, "Bodies due within this time are held in memory.", 1_000)
-    gather_bytes: int = _of(512 * MIB, "And never more than about this much of them.")
+    timing_zone: str = _of("UTC", "Time zone of a TIMING property without a zone.")
+    gather_ahead_ms: int = _of(10_000, "Load bodies into memory this long before they are due.", 1_000)
+    gather_bytes: int = _of(512 * MIB, "Approximate memory limit of the bodies loaded ahead.")
     dispatch_grace_ms: int = _of(
-        2_000, "What Spark's dispatch has not brought so long after its instant, the broker loads.",
+        2_000, "The broker loads messages that Spark's dispatch has not sent this long after their due time.",
         0, limits.HOUR_MS,
     )  # fmt: skip
 
     # compaction of pending messages: the pipeline does it while it runs, otherwise the broker itself
     compact_rows: int = _of(
-        1_000_000, "Move scheduled messages to the pending table when this many wait in the log's tail."
+        1_000_000, "Move scheduled messages to the pending table when the log's tail has this many."
     )
-    compact_interval_ms: int = _of(60_000, "Or when this time has passed and enough wait.")
-    compact_rows_min: int = _of(10_000, "Fewer than this are left for the next round.")
-    compact_self: bool = _of(True, "The broker compacts by itself while no pipeline does.")
+    compact_interval_ms: int = _of(
+        60_000, "Also move them when this time has passed and there are --compact-rows-min."
+    )
+    compact_rows_min: int = _of(10_000, "Leave fewer scheduled messages than this for the next round.")
+    compact_self: bool = _of(True, "Let the broker compact while no pipeline does.")
     table: str = _of(  # docs/pipeline/places.md
-        "", "Place of the pending table in an object store, as s3://bucket/path; empty: the data folder."
+        "", "URI of the pending table in an object store, as s3://bucket/path; empty: the data folder."
     )
     table_cache_bytes: int = _of(
-        4096 * MIB, "About how much of a table in an object store is kept in the data folder.", 1 * MIB
+        4096 * MIB, "Approximate size of the local cache of a table in an object store.", 1 * MIB
     )
 
     # traces for OpenTelemetry (docs/tracing.md)
     traces: bool = _of(
         False,
-        "Export spans of messages by OTLP/HTTP; OTEL_EXPORTER_OTLP_ENDPOINT and its like say where and how many.",
+        "Export spans of messages by OTLP/HTTP, as configured by OTEL_EXPORTER_OTLP_ENDPOINT and the other OTEL_* "
+        "variables.",
     )
 
     # log lines on stderr
-    log_level: LogLevel = _of("warning", "Least level of the lines on stderr: debug, info, warning or error.")
-    log_format: LogFormat = _of("text", "Of these lines: text, or json for one document a line.")
+    log_level: LogLevel = _of(
+        "warning", "Lowest level of the log lines on stderr: debug, info, warning or error."
+    )
+    log_format: LogFormat = _of("text", "Format of the log lines: text, or json for one document per line.")
 
     def __post_init__(self) -> None:
         """Check values and combinations. Raises SetupError, which names the option."""
@@ -246,7 +255,7 @@ class Settings:
             known = " and ".join(DELAY_PROPERTIES)
             raise SetupError(f"--delay-properties {self.delay_properties}: {unknown[0]!r} is none of {known}")
         try:
-            zone_named(self.timing_zone)
+            load_zone(self.timing_zone)
         except InvalidDelay as error:
             raise SetupError(f"--timing-zone {error}") from error
 
@@ -292,7 +301,7 @@ class Settings:
 
 @functools.cache
 def types() -> Mapping[str, Any]:
-    """Return {field name: type} of Settings."""
+    """Read the types of the fields of Settings, by field name."""
     return typing.get_type_hints(Settings)
 
 

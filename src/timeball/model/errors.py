@@ -1,4 +1,4 @@
-"""All errors that Timeball raises on purpose, sorted by who must act.
+"""All errors that Timeball raises on purpose, grouped by who must act.
 
     TimeballError
     ├── RequestError        the request is not possible as it is: change the request
@@ -11,7 +11,7 @@
     │   ├── InvalidReceipt      not made by this broker for this group and topic, or its lease has ended
     │   ├── Unauthorized        no credentials, or wrong ones: send an access key of the access file
     │   ├── Forbidden           the account may not do this (its entry in the access file lists its rights), or no
-    │   │                       client may: the topic's permission, the group's switch or a reserved name forbids it
+    │   │                       client may: the topic's permission, a disabled group or a reserved name forbids it
     │   ├── NotFound            no such topic, scheduled message or file
     │   │   └── GroupNotFound       no such consumer group
     │   └── OutOfRange          a position outside the kept range; the error states the range
@@ -27,8 +27,8 @@
         │   └── MissingFile         a data file that the log names is missing: restore it, all else goes on
         └── DiskFailed          a write or sync failed; the first failure is final
 
-`code` is for programs and never changes. The message is for people and says what to do. A broken invariant of Timeball
-itself is an AssertionError and none of these.
+`code` is for programs and never changes. The message is for people and tells them what to do. A broken invariant of
+Timeball itself raises AssertionError instead.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from typing import Any, ClassVar
 class TimeballError(Exception):
     """Base of all errors raised on purpose.
 
-    `summary`: if a `send_many` ends with this error, its SendSummary so far: rows accepted, refused and unknown.
+    `summary` is the SendSummary of the rows so far, if a `send_many` ends with this error. Otherwise it is None.
     """
 
     code: ClassVar[str] = "error"
@@ -47,7 +47,7 @@ class TimeballError(Exception):
 
 
 class RequestError(TimeballError):
-    """The request cannot be granted as it stands."""
+    """The request cannot succeed unchanged."""
 
     code = "bad_request"
 
@@ -182,13 +182,13 @@ class DiskFailed(StorageError):
     code = "disk_failed"
 
 
-def _tree(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
-    found = {root.code: root}
+def _classes_by_code(root: type[TimeballError]) -> dict[str, type[TimeballError]]:
+    classes = {root.code: root}
     for child in root.__subclasses__():
-        found.update(_tree(child))
-    return found
+        classes.update(_classes_by_code(child))
+    return classes
 
 
 def from_code(code: str, text: str) -> TimeballError:
-    """Make the error with this `code`, received from another process. An unknown code becomes the base class."""
-    return _tree(TimeballError).get(code, TimeballError)(text)
+    """Rebuild an error received from another process. An unknown code gives a plain TimeballError."""
+    return _classes_by_code(TimeballError).get(code, TimeballError)(text)

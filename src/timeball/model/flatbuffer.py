@@ -26,19 +26,22 @@ BATCH_ROWS, BATCH_NODES, BATCH_BUFFERS, BATCH_COMPRESSION = 0, 1, 2, 3
 
 
 def target(buffer: Bytes, at: int) -> int:
-    """Return the position that the offset at `at` points to. Raises struct.error if the buffer ends before."""
+    """Follow the offset at position `at`. Returns the position it points to.
+
+    Raises struct.error if the buffer ends before the offset.
+    """
     return at + int(_UNSIGNED.unpack_from(buffer, at)[0])
 
 
 def field(buffer: Bytes, table: int, number: int) -> int | None:
-    """Return the position of a table's field, or None if it is left out.
+    """Find the position of a table's field, or None if the writer left it out. `table` is the table's position.
 
     Raises struct.error or IndexError if the buffer is cut off.
     """
     vtable = table - _SIGNED.unpack_from(buffer, table)[0]
     if vtable < 0:
         raise IndexError(vtable)
-    entry = 4 + 2 * number
+    entry = 4 + 2 * number  # after the vtable's size and the table's size
     if entry + 2 > _SHORT.unpack_from(buffer, vtable)[0]:
         return None
     offset = int(_SHORT.unpack_from(buffer, vtable + entry)[0])
@@ -46,14 +49,14 @@ def field(buffer: Bytes, table: int, number: int) -> int | None:
 
 
 def present_field(buffer: Bytes, table: int, number: int) -> int:
-    """Return the position of a field that must be there, in a message that we or pyarrow wrote."""
-    at = field(buffer, table, number)
-    assert at is not None, f"field {number} is left out"
-    return at
+    """Find the position of a field that must be present, because Timeball or pyarrow wrote the message."""
+    position = field(buffer, table, number)
+    assert position is not None, f"field {number} is left out"
+    return position
 
 
 def tables(buffer: Bytes, at: int) -> Iterator[int]:
-    """Yield the positions of the tables in the vector that the offset at `at` points to.
+    """Yield the positions of the tables in a vector. The offset at position `at` points to the vector.
 
     Raises struct.error if the buffer is cut off.
     """
@@ -63,7 +66,7 @@ def tables(buffer: Bytes, at: int) -> Iterator[int]:
 
 
 def text(buffer: Bytes, at: int) -> str:
-    """Return the text that the offset at `at` points to.
+    """Read the string that the offset at position `at` points to.
 
     Raises struct.error or IndexError if the buffer is cut off, UnicodeDecodeError for other text than UTF-8.
     """

@@ -1,7 +1,7 @@
-"""All fixed bounds, each with its reason. Precedents are named where a user may expect them.
+"""All fixed bounds, with their reasons. Comments name RocketMQ's bound where users may expect it.
 
-None of these is a setting. An operator's settings are in `config.py` and may not exceed these bounds, which follow from
-field widths and from the need to bound memory.
+None of these is a setting. The settings in `config.py` may not exceed these bounds, which follow from field widths and
+from the need to bound memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ DAY_MS = 24 * HOUR_MS
 DELAY_MS_MAX = 3_653 * DAY_MS
 # 9999-12-31: the last time that both Python's datetime and Delta's timestamp can represent.
 INSTANT_MS_MAX = 253_402_300_799_000
-# 1973 in milliseconds, but 5138 in seconds. A smaller due time was meant as seconds, or is a date such as 20300131.
-# Only RocketMQ's clients may send one: it is in the past, so the message is delivered immediately.
+# This number is March 1973 in milliseconds, and the year 5138 in seconds. A smaller due time was meant as seconds, or
+# is a date such as 20300131, and is refused. Only from RocketMQ's clients is it accepted: it is in the past, so the
+# message is delivered immediately.
 DUE_MS_MIN = 100_000_000_000
-NO_MILLISECONDS = "milliseconds since 1970 are meant; this looks like seconds, or like a date"
+NOT_MILLISECONDS_TEXT = "milliseconds since 1970 are meant; this looks like seconds, or like a date"
 
 BODY_BYTES_MAX = 4 * 1024 * 1024  # RocketMQ's maxMessageSize
 PROPERTIES_BYTES_MAX = 32_767  # RocketMQ's Short.MAX_VALUE, a 16-bit length in its protocol
@@ -30,13 +31,12 @@ KEYS_PER_MESSAGE_MAX = 1_024
 TAG_BYTES_MAX = 255
 TOPIC_BYTES_MAX = 127  # RocketMQ's TOPIC_MAX_LENGTH
 GROUP_BYTES_MAX = 120  # RocketMQ's GROUP_MAX_LENGTH (5.x), 255 before
-OWN_TOPIC_BYTES_MAX = 255  # RocketMQ's, for %RETRY%<group>_<topic>, whose two names are each in bounds
+OWN_TOPIC_BYTES_MAX = 255  # RocketMQ's bound for %RETRY%<group>_<topic>
 UNIQUE_KEY_BYTES_MAX = 255
 IDEMPOTENCY_KEY_BYTES_MAX = 512  # a topic, a message id, and the separators of a client
-# Kept at once: some 400 bytes each in memory, 150 in a snapshot and in a checkpoint.
+# Keys that the broker remembers: some 400 bytes each in memory, 150 in a snapshot and in a checkpoint.
 IDEMPOTENCY_KEYS_MAX = 100_000
-# Sources of batches with positions in the log, and partitions of one source. Each batch writes all positions of its
-# source.
+# Sources whose positions are in the log, and partitions of a source. Each batch writes all positions of its source.
 SOURCES_MAX = 1_000
 SOURCE_PARTITIONS_MAX = 1_024
 DEAD_LETTER_SPANS_MAX = 10_000  # per group; each change writes all of them
@@ -58,25 +58,25 @@ FILTER_IN_ITEMS_MAX = 1_024
 FILTER_TAGS_MAX = 1_024  # tags of one subscription
 
 TOPICS_MAX = 100_000
-# Topics that clients create by using them. RocketMQ has no bound: a client that sends a key as the topic can bring its
-# brokers down.
+# Bounds for topics that clients create by using them. RocketMQ has no such bound, so a client that sends a key as the
+# topic can bring its brokers down.
 NEW_TOPICS_PER_REQUEST_MAX = 100  # a batch for more new topics is a mistake
-# Per account: NEW_TOPICS_PER_ACCOUNT_MAX topics then take eight minutes, in which an operator can notice it.
+# Per account. It takes eight minutes to reach NEW_TOPICS_PER_ACCOUNT_MAX, so an operator can notice it.
 NEW_TOPICS_PER_SECOND = 100
 NEW_TOPICS_BURST = 1_000  # an application may use all its topics at once when it starts
-NEW_TOPICS_PER_ACCOUNT_MAX = TOPICS_MAX // 2  # one account leaves room for the others
+NEW_TOPICS_PER_ACCOUNT_MAX = TOPICS_MAX // 2  # so that one account cannot use up the topics of the others
 QUEUES_PER_TOPIC_MAX = 1_024
 GROUPS_MAX = 100_000
 
 ROWS_PER_REQUEST_MAX = 131_072  # a request is one frame, hence atomic; the client splits larger ones
 FRAME_ROWS_MAX = ROWS_PER_REQUEST_MAX  # limits a commit, and a decode, to some tens of milliseconds
-# The length field has 32 bits. This bounds the allocation for a corrupt length.
+# The length field has 32 bits. This bound limits the memory that a corrupt length can allocate.
 FRAME_BYTES_MAX = 256 * 1024 * 1024
-# One batch of a send stream, and its decoded form: the longest body, its properties, its keys, and everything else.
+# One batch of a send stream, encoded or decoded: the longest body, and 128 KiB for properties, keys and the rest.
 BATCH_BYTES_MAX = BODY_BYTES_MAX + 128 * 1024
-# The rest of the frame is for the columns that admission adds. Releases are split to the same size.
+# Half a frame, because admission adds columns. Releases are split to the same size.
 REQUEST_BYTES_MAX = FRAME_BYTES_MAX // 2
-# Accepted but not on disk yet. Above it, callers are told to wait.
+# Bytes that are accepted but not on disk yet. Above this, sends are refused with OverLimit.
 APPEND_BYTES_IN_FLIGHT_MAX = 512 * 1024 * 1024
 RELEASE_ROWS_IN_FLIGHT_MAX = 524_288  # released but not on disk yet
 PULL_ROWS_MAX = 65_536
@@ -87,8 +87,9 @@ POP_ROWS_MAX = 1_024
 POP_BYTES_MAX = 8 * 1024 * 1024  # per answer; RocketMQ's clients close the connection at 16 MiB
 POP_HELD_PER_QUEUE_MAX = 10_000  # leased in memory by one group (RocketMQ's popInflightMessageThreshold)
 POP_HELD_MAX = 500_000  # leased in memory by all groups; some 300 bytes each
-POP_SPAN_MAX = 100_000  # offsets from a group's stored offset to its newest: delivered again after a crash
-POP_WINDOWS_MAX = 100_000  # (queue, group) pairs managed at once
+# Offsets between a group's stored offset and its newest lease. After a crash they are delivered again.
+POP_SPAN_MAX = 100_000
+POP_WINDOWS_MAX = 100_000  # (queue, group) pairs whose leases are managed at the same time
 PUSH_SUBSCRIPTIONS_MAX = 1_000  # each has a task and a connection pool
 PUSH_URL_BYTES_MAX = 2_048
 PUSH_IN_FLIGHT_MAX = 1_000  # requests of one subscription; each uses a socket
@@ -98,19 +99,21 @@ PUSH_RETRY_AFTER_MS_MAX = HOUR_MS  # a longer Retry-After of a receiver is cut t
 INVISIBLE_MS_MAX = 12 * HOUR_MS  # RocketMQ's maxInvisibleTime
 CANCELS_PER_REQUEST_MAX = 10_000
 FORECAST_BUCKETS_MAX = 10_000  # per answer
-LISTED_ROWS_MAX = 1_000  # messages in a page of pending messages, groups in a page of groups
-NACK_REASON_BYTES_MAX = 1_024  # a line of an exception; every later delivery carries it
-CANCEL_REASON_CHARACTERS_MAX = 200  # part of every CANCEL row of the call
+LISTED_ROWS_MAX = 1_000  # messages in a page of pending messages, or groups in a page of groups
+NACK_REASON_BYTES_MAX = 1_024  # enough for a line of an exception; every later delivery carries it
+CANCEL_REASON_CHARACTERS_MAX = 200  # each CANCEL row of the call contains it
 ATTACH_FILES_MAX = 10_000
 RESERVATIONS_MAX = 10_000  # ranges reserved by writers that have not attached yet
-# Jobs whose last attach is kept, to recognise a repeated one: some 400 bytes each, in memory and in the checkpoint.
+# Jobs whose last attach is remembered, to recognise a repetition: some 400 bytes each in memory and in the checkpoint.
 JOBS_MAX = 100_000
 CAMPAIGNS_MAX = 1_000  # campaigns kept in the log; finished ones are dropped for new ones
-# Minimum time that a job is kept, so that repeating yesterday's write does not write twice.
+# Minimum time that a job is remembered, so that repeating yesterday's write does not write twice.
 JOB_KEPT_MS = 7 * DAY_MS
-# Jobs without a digest. Such an attach is repeated only by a writer that waits for its answer.
+# Remembered jobs without a digest. Only a writer that still waits for its answer repeats such an attach.
 JOBS_UNNAMED_MAX = 10_000
-HALVES_OPEN_MAX = 200_000  # transactions that have not ended; each is in memory and in the checkpoint
+HALVES_OPEN_MAX = (
+    200_000  # half messages whose transaction has not ended; all are in memory and in the checkpoint
+)
 # RocketMQ's transactionTimeOut, transactionCheckInterval (5.x) and transactionCheckMax.
 TRANSACTION_FIRST_CHECK_MS = 6 * SECOND_MS
 TRANSACTION_CHECK_INTERVAL_MS = 30 * SECOND_MS

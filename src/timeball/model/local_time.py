@@ -4,15 +4,15 @@ All edges and Spark use this module, so one text means one instant on every mach
 the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never used,
 because they can be years older.
 
-    local time             instant
-    shown once             that one
-    in a gap               the first instant after the gap
-    shown twice            the first one
+    local time                                   instant
+    shown once by clocks in the zone             that instant
+    never shown (clocks are put forward)         the first instant after the gap
+    shown twice (clocks are put back)            the earlier instant
 
 One definition covers all three cases: the first instant at which a clock in the zone has reached the local time. A zone
-is a sequence of periods with one offset from UTC each. For each period, `_reached` is the latest local time that clocks
-have shown by its end. These numbers never decrease, so one binary search finds the period, for one value and for a
-column.
+is a sequence of periods with one offset from UTC each. For each period, `_latest_shown` is the latest local time that
+clocks have shown by the end of the period. These numbers never decrease, so a binary search finds the period of a local
+time.
 
 Times are numbers of microseconds since 1970, not limited to the years of a calendar. Local times are counted as if they
 were in UTC.
@@ -45,11 +45,11 @@ _EPOCH_DAY = date(1970, 1, 1).toordinal()
 # as well.
 _CYCLE_YEARS = 400
 _CYCLE_US = 146_097 * DAY_US
-_ALWAYS_US = 1 << 62  # beyond any instant
+_FOREVER_US = 1 << 62  # beyond any instant
 _FAR_US = 1 << 60  # 36,000 years: columns are clipped to this, so that no sum overflows
 
-# RFC 9636, section 3: a header with counts, and data with times of 4 bytes. Then a header and data with times of 8
-# bytes.
+# A TZif file (RFC 9636, section 3) has two parts: a header and data with times of 4 bytes, then a header and data with
+# times of 8 bytes. A header contains counts.
 _HEADER_BYTES = 44
 _COUNTS = slice(20, 44)
 _NAME = r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)"
@@ -58,64 +58,68 @@ _FOOTER = re.compile(rf"{_NAME}{_TIME}(?:{_NAME}(?:{_TIME})?,(.+),(.+))?")
 _DAY = re.compile(rf"(?:M(\d+)\.(\d)\.(\d)|J(\d+)|(\d+))(?:/{_TIME})?")
 
 
-class _Data(NamedTuple):
-    """The data of a TZif file."""
+class _TzifData(NamedTuple):
+    """The decoded content of a TZif file. Times are seconds since 1970, offsets are seconds ahead of UTC."""
 
-    changes_s: list[int]  # times when the offset changes
+    changes_s: list[int]  # the times at which the offset changes
     offsets_s: list[int]  # the offset after each change
     first_s: int  # the offset before the first change
-    footer: str  # the rule for the time after the last change, as in POSIX's TZ
+    footer: str  # the rule for the time after the last change, in the format of POSIX's TZ
 
 
 class Zone:
     """A time zone: a sequence of periods with one offset from UTC each."""
 
     def __init__(self, name: str, changes_s: list[int], offsets_s: list[int], *, repeats: bool) -> None:
-        """`offsets_s` has one more entry than `changes_s`. With `repeats`, the last 400 years repeat for ever."""
+        """`offsets_s` has one more entry than `changes_s`, the offset before the first change.
+
+        With `repeats`, the last 400 years before the last change repeat for ever.
+        """
         self.name = name
-        self._starts = [-_ALWAYS_US, *(change * _SECOND_US for change in changes_s)]
+        self._starts = [-_FOREVER_US, *(change * _SECOND_US for change in changes_s)]
         self._offsets = [offset * _SECOND_US for offset in offsets_s]
-        self._end_us = self._starts[-1] if repeats else _ALWAYS_US
-        self._reached: list[int] = []
-        latest = -_ALWAYS_US
-        for (_, end), offset in zip(pairwise([*self._starts, _ALWAYS_US]), self._offsets, strict=True):
+        self._end_us = self._starts[-1] if repeats else _FOREVER_US
+        self._latest_shown: list[int] = []
+        latest = -_FOREVER_US
+        for (_, end), offset in zip(pairwise([*self._starts, _FOREVER_US]), self._offsets, strict=True):
             latest = max(latest, end + offset)
-            self._reached.append(latest)
+            self._latest_shown.append(latest)
 
     def offset_us(self, instant_us: int) -> int:
-        """Compute how far a clock in the zone is ahead of UTC at an instant."""
+        """Compute by how much a clock in the zone is ahead of UTC at this instant."""
+        # Instants after the last change are moved back by whole cycles of 400 years into the known range.
         cycles = max(0, -((self._end_us - instant_us) // _CYCLE_US))
         return self._offsets[bisect_right(self._starts, instant_us - cycles * _CYCLE_US) - 1]
 
     def instant_us(self, local_us: int) -> int:
         """Compute the first instant at which a clock in the zone has reached this local time."""
-        # One day more, because local time is less than a day ahead of UTC or behind it.
+        # `_end_us` is in UTC. One day less, because local time may be up to a day ahead of UTC.
         cycles = max(0, -((self._end_us - DAY_US - local_us) // _CYCLE_US))
         local_us -= cycles * _CYCLE_US
-        at = bisect_right(self._reached, local_us)
-        return max(self._starts[at], local_us - self._offsets[at]) + cycles * _CYCLE_US
+        period = bisect_right(self._latest_shown, local_us)
+        return max(self._starts[period], local_us - self._offsets[period]) + cycles * _CYCLE_US
 
     def instants_us(self, local_us: Int64Array) -> Int64Array:
-        """Compute `instant_us` for each value. Values more than 36,000 years from 1970 are clipped to that first."""
+        """Compute `instant_us` for each value of a column. Values are first clipped to 36,000 years from 1970."""
         import numpy as np
 
         local = np.clip(local_us, -_FAR_US, _FAR_US)
         cycles = np.maximum(0, -((self._end_us - DAY_US - local) // _CYCLE_US)) * _CYCLE_US
         local -= cycles
-        at = np.searchsorted(np.array(self._reached, np.int64), local, side="right")
+        periods = np.searchsorted(np.array(self._latest_shown, np.int64), local, side="right")
         starts, offsets = np.array(self._starts, np.int64), np.array(self._offsets, np.int64)
-        found: Int64Array = np.maximum(starts[at], local - offsets[at]) + cycles
-        return found
+        instants: Int64Array = np.maximum(starts[periods], local - offsets[periods]) + cycles
+        return instants
 
     def is_shown(self, local_us: int) -> bool:
-        """Check whether a clock in the zone ever shows this local time. Within a gap it does not."""
+        """Check whether a clock in the zone ever shows this local time. False for a local time in a gap."""
         instant_us = self.instant_us(local_us)
         return instant_us + self.offset_us(instant_us) == local_us
 
 
-def zone_named(name: str) -> Zone:
-    """Return a zone by its IANA name. Raises InvalidDelay for any other name."""
-    if name not in _names():  # so that only listed names are ever used as paths of files
+def load_zone(name: str) -> Zone:
+    """Load a zone by its IANA name. Raises InvalidDelay for any other name."""
+    if name not in _names():  # security: only listed names may become paths of files
         raise InvalidDelay(
             f"{name[:64]!r} is no time zone of the IANA's list (tzdata {VERSION}); write it as Europe/Berlin or UTC"
         )
@@ -128,7 +132,7 @@ def fixed_offset(offset_s: int) -> Zone:
 
 
 def local_us(shown: datetime) -> int:
-    """Convert a local time to a number. Its tzinfo is ignored."""
+    """Convert a local time to microseconds, counted as if it were UTC. Its tzinfo is ignored."""
     return (shown.replace(tzinfo=None) - _EPOCH) // timedelta(microseconds=1)
 
 
@@ -142,31 +146,33 @@ def _names() -> frozenset[str]:
 
 @cache
 def _zone(name: str) -> Zone:
-    return _made(name, _read(resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).read_bytes()))
+    return _build_zone(
+        name, _decode_tzif(resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).read_bytes())
+    )
 
 
-def _read(data: bytes) -> _Data:
-    """Decode the part of a file that has times of 8 bytes: version 2 or later of the format."""
+def _decode_tzif(data: bytes) -> _TzifData:
+    """Decode the second part of a TZif file, with times of 8 bytes. Raises ValueError before version 2."""
     if data[:4] != b"TZif" or data[4:5] < b"2":
         raise ValueError("not a TZif file of version 2 or later")
-    utc, standard, leaps, times, types, chars = _counts(data)
+    utc, standard, leaps, times, types, chars = _header_counts(data)
     data = data[_HEADER_BYTES + times * 5 + types * 6 + chars + leaps * 8 + standard + utc :]
-    utc, standard, leaps, times, types, chars = _counts(data)
+    utc, standard, leaps, times, types, chars = _header_counts(data)
     at = _HEADER_BYTES
     changes = [int.from_bytes(data[at + 8 * n : at + 8 * n + 8], "big", signed=True) for n in range(times)]
     at += 8 * times
     kinds, at = data[at : at + times], at + times
     offsets = [int.from_bytes(data[at + 6 * n : at + 6 * n + 4], "big", signed=True) for n in range(types)]
     footer = data[at + 6 * types + chars + leaps * 12 + standard + utc :].strip(b"\n").decode("ascii")
-    return _Data(changes, [offsets[kind] for kind in kinds], offsets[0], footer)
+    return _TzifData(changes, [offsets[kind] for kind in kinds], offsets[0], footer)
 
 
-def _counts(data: bytes) -> tuple[int, ...]:
+def _header_counts(data: bytes) -> tuple[int, ...]:
     counts = data[_COUNTS]
     return tuple(int.from_bytes(counts[at : at + 4], "big") for at in range(0, 24, 4))
 
 
-def _made(name: str, data: _Data) -> Zone:
+def _build_zone(name: str, data: _TzifData) -> Zone:
     """Build the zone of a file. After the last change in the file, the rule in its footer applies."""
     changes, offsets = list(data.changes_s), [data.first_s, *data.offsets_s]
     rule = _FOOTER.fullmatch(data.footer)
@@ -174,21 +180,26 @@ def _made(name: str, data: _Data) -> Zone:
         raise ValueError(f"zone {name}: the rule {data.footer!r} is not understood")
     if rule[9] is None:  # no summer time, so the last offset stays
         return Zone(name, changes, offsets, repeats=False)
+    # The signs of the rule are the opposite of an offset: "UTC-1" is one hour ahead of UTC.
     standard = -_seconds(*rule.groups()[:4])
     summer = -_seconds(*rule.groups()[4:8]) if rule[6] is not None else standard + 3_600
-    begins, ends = _Rule.read(rule[9]), _Rule.read(rule[10])
+    summer_begin, summer_end = _YearlyChange.read(rule[9]), _YearlyChange.read(rule[10])
     last = changes[-1] if changes else 0
     first_year = (_EPOCH + timedelta(seconds=last)).year
+    # Two years more than a cycle, so that the last 400 years consist of changes by the rule.
     for year in range(first_year, first_year + _CYCLE_YEARS + 2):
-        switches = [(begins.local_s(year) - standard, summer), (ends.local_s(year) - summer, standard)]
-        for at, offset in sorted(switches):
-            if at > last:
-                changes.append(at)
+        switches = [
+            (summer_begin.local_s(year) - standard, summer),
+            (summer_end.local_s(year) - summer, standard),
+        ]
+        for switch_s, offset in sorted(switches):
+            if switch_s > last:
+                changes.append(switch_s)
                 offsets.append(offset)
     return Zone(name, changes, offsets, repeats=True)
 
 
-class _Rule(NamedTuple):
+class _YearlyChange(NamedTuple):
     """The yearly time at which clocks change: a day in one of POSIX's three forms, and the second of that day."""
 
     month: int  # 0 if `day` is a day of the year
@@ -198,25 +209,25 @@ class _Rule(NamedTuple):
     second: int
 
     @classmethod
-    def read(cls, text: str) -> _Rule:
-        found = _DAY.fullmatch(text)
-        if found is None:
+    def read(cls, text: str) -> _YearlyChange:
+        match = _DAY.fullmatch(text)
+        if match is None:
             raise ValueError(f"the rule {text!r} is not understood")
-        second = 7_200 if found[7] is None else _seconds(*found.groups()[5:9])
-        if found[1] is not None:
-            return cls(int(found[1]), int(found[2]), int(found[3]), False, second)
-        if found[4] is not None:
-            return cls(0, 0, int(found[4]) - 1, True, second)
-        return cls(0, 0, int(found[5]), False, second)
+        second = 7_200 if match[7] is None else _seconds(*match.groups()[5:9])
+        if match[1] is not None:
+            return cls(int(match[1]), int(match[2]), int(match[3]), False, second)
+        if match[4] is not None:
+            return cls(0, 0, int(match[4]) - 1, True, second)
+        return cls(0, 0, int(match[5]), False, second)
 
     def local_s(self, year: int) -> int:
         """Compute the time of the change in a year: seconds since 1970, in local time."""
         first = date(year, self.month or 1, 1).toordinal()
         day = first + self.day
         if self.month:
-            behind = date(year + self.month // 12, self.month % 12 + 1, 1).toordinal()
+            next_month = date(year + self.month // 12, self.month % 12 + 1, 1).toordinal()
             day = first + (self.day - first) % 7 + 7 * (self.week - 1)
-            day -= 7 if day >= behind else 0  # the fifth week is the last one
+            day -= 7 if day >= next_month else 0  # week 5 means the last week, which may be the fourth
         elif self.skips_leap_day and self.day >= 59 and date(year, 12, 31).toordinal() - first == 365:
             day += 1
         return (day - _EPOCH_DAY) * 86_400 + self.second

@@ -1,19 +1,18 @@
-"""The schema of messages: one schema for every row of the log, and the kinds of rows.
+"""The Arrow schemas of log rows, sends and the pending table, the kinds of rows, and helpers for their columns.
 
 A batch of messages is an Arrow record batch in `LOG_SCHEMA`. Single messages exist only at the edges. The schema is the
-format: `SCHEMA_VERSION` in every frame header names it, so a changed column requires a new version and a reader for the
-old one (docs/formats/commit-log.md). `seq`, the sequence number of a row, is not a column of the log: the rows of a
-frame have consecutive numbers, and the frame header contains the first one.
+on-disk format, and every frame header contains its `SCHEMA_VERSION`. A changed column requires a new version and a
+reader for the old one (docs/formats/commit-log.md). `seq`, the sequence number of a row, is not a column of the log:
+the rows of a frame have consecutive numbers, and the frame header contains the first one.
 
-Kinds are small integers. Zero is invalid, so that memory that was never written can never be a message.
+Kinds are small integers. Zero is invalid, so that zeroed bytes never decode as a message.
 
-META rows are state of the broker, as a key (`unique_key`) and a value (`body`). An empty value deletes the key. Values
-under `secret/`, and the snapshot, stay inside the broker: code that gives rows to the outside passes them through
-`without_secrets`.
+META rows are state of the broker: a key (`unique_key`) and a value (`body`). An empty value deletes the key. Values
+under `secret/` and the snapshot must not leave the broker, so code that hands out rows first applies `without_secrets`.
 
 A SCHEDULED row accepts a message for later. It is a message with a due time, a half message of a transaction, or a
 delivered message that returns to its group when its lease ends (broker/consuming/). All three are called *scheduled
-messages* here. One is *settled* when it is durably released or cancelled.
+messages* here. A scheduled message is *settled* when it is durably released or cancelled.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import pyarrow.compute as pc
 SCHEMA_VERSION = 1
 # Batches up to this size count as small: their arrays are cached, and Python code beats Arrow kernels.
 SMALL_ROWS = 256
-ALIKE_ROWS = 64  # for fewer rows, testing whether they are alike costs as much as listing them
+ALIKE_ROWS = 64  # for fewer rows, testing whether all values are equal costs as much as listing them
 
 _ENDS_MAX = (1 << 31) - 1  # largest end offset of a text in a column (int32)
 
@@ -78,17 +77,17 @@ LOG_SCHEMA = pa.schema(
         ("reconsume_times", pa.int32()),
         # Null for an ordinary message, a half message, and the rows that end a half message.
         ("due_ms", pa.int64()),
-        # Releases, cancels, moves: when the scheduled message was appended (null: the scheduled message is a lease
-        # receipt). Scheduled messages: the time from which the delay counts.
+        # RELEASE, CANCEL, MOVED: when the scheduled message was appended (null: the scheduled message is a lease
+        # receipt). SCHEDULED: the time from which the delay counts.
         ("accepted_ms", pa.int64()),
-        # Releases and cancels: the scheduled message that they settle. Moves: the scheduled message. Scheduled
-        # messages: the delivered row that they return to a consumer, if that is their purpose (broker/consuming/).
+        # RELEASE, CANCEL, MOVED: the number of the scheduled message. SCHEDULED: the delivered row that it returns to a
+        # consumer, if that is its purpose (broker/consuming/).
         ("source_seq", pa.int64()),
-        # Releases, cancels, moves: the row that had set the scheduled message's due time, or null when the scheduled
+        # RELEASE, CANCEL, MOVED: the row that had set the scheduled message's due time, or null if the scheduled
         # message's own row did.
         ("version_seq", pa.int64()),
-        # Moves to another due time: the previous one, or NO_INSTANT_MS for a half message. Null for moves to another
-        # place. Releases: the promised due time, if a clock step made the delay end at another time.
+        # MOVED to another due time: the previous due time, or NO_DUE_TIME_MS for a half message. MOVED to another
+        # storage location: null. RELEASE: the promised due time, if a clock step made the delay end at another time.
         (
             "from_due_ms",
             pa.int64(),
@@ -96,8 +95,8 @@ LOG_SCHEMA = pa.schema(
     ]
 )
 
-# The fields that a send may give for a message. Admission fills in the rest of its row. Each edge accepts those that
-# its protocol has.
+# The fields that a send may set for a message. Admission fills in the other columns of its row. Each edge accepts the
+# fields that its protocol has.
 SEND_COLUMNS: dict[str, pa.DataType] = {
     "topic": pa.string(),
     "body": pa.binary(),
@@ -124,7 +123,7 @@ LogRow = tuple[Any, ...]  # a row of the log: a value for each column of LOG_SCH
 ReadRow = tuple[Any, ...]
 
 # A scheduled message in the pending table. Sorted by (due_ms, seq) within a file. See docs/formats/pending-table.md.
-# `seq` is the row that set its due time. `number` is the scheduled message's own row, or null when that is the same.
+# `seq` is the row that set the due time. `number` is the row of the scheduled message itself, or null if it is `seq`.
 TABLE_SCHEMA = pa.schema(
     [
         ("seq", pa.int64()),
@@ -149,8 +148,8 @@ TABLE_SCHEMA = pa.schema(
 # The schema of reads: the sequence number, then the log's columns.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
 
-# `from_due_ms` of a row that gives a half message its first due time, as if moved from a time long past.
-NO_INSTANT_MS = 0
+# The value of `from_due_ms` in the row that gives a half message its first due time.
+NO_DUE_TIME_MS = 0
 
 # RocketMQ's topic of messages that wait for a delay level, with a queue per level.
 SCHEDULE_TOPIC = "SCHEDULE_TOPIC_XXXX"
@@ -160,19 +159,18 @@ RETRY_PREFIX, DLQ_PREFIX = "%RETRY%", "%DLQ%"
 # Bytes of RocketMQ's stored record without topic, body and properties (version 1, IPv4 hosts).
 STORED_OVERHEAD_BYTES = 91
 
-# Properties of a CANCEL row. The reason, if the caller gave one.
-CANCEL_REASON = "REASON"
-# The account that cancelled it, if an access file is in use.
-CANCELLED_BY = "BY"
-# The cluster group that the message was handed over to. Such a row contains the whole message, and this is its last
+# Properties of a CANCEL row:
+CANCEL_REASON = "REASON"  # the reason, if the caller gave one
+CANCELLED_BY = "BY"  # the account that cancelled the message, if an access file is in use
+# The cluster group to which the message was handed over. The row then contains the whole message, and this is its last
 # property (broker/revoking/drain_rows.py).
 HANDED_TO = "HANDED_TO"
 
+PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # properties of RocketMQ 5.5
 # Properties of a message that returns to its group: the group, and the topic that its consumers see.
-PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # of RocketMQ 5.5
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
-# NACK_TIME: when a consumer negatively acknowledged the last delivery (ms since 1970). Removed at the next delivery.
-# NACK_REASON: why a consumer last did so, or gave the message up. Kept until another reason replaces it.
+# NACK_TIME: when the last delivery was negatively acknowledged (ms since 1970). The next delivery removes it.
+# NACK_REASON: the last reason for a negative acknowledgement or for giving the message up, kept until replaced.
 NACK_TIME, NACK_REASON = "NACK_TIME", "NACK_REASON"
 
 PROPERTY_NAME_END = "\x01"
@@ -186,13 +184,13 @@ def encode_properties(properties: dict[str, str]) -> str:
 
 def decode_properties(text: str) -> dict[str, str]:
     """Decode properties, inverse of `encode_properties`. Ignores entries without a name separator, as RocketMQ does."""
-    found = {}
-    # The fastest way to split. Every message of a RocketMQ client passes here.
+    properties = {}
+    # This is the fastest way to split, and it runs for every message of a RocketMQ client.
     for entry in text.split(PROPERTY_END):
-        name, is_pair, value = entry.partition(PROPERTY_NAME_END)
-        if is_pair:
-            found[name] = value
-    return found
+        name, separator, value = entry.partition(PROPERTY_NAME_END)
+        if separator:
+            properties[name] = value
+    return properties
 
 
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:
@@ -204,33 +202,33 @@ def build_rows(count: int, **columns: object) -> pa.RecordBatch:
     if unknown:
         raise ValueError(f"no such column in LOG_SCHEMA: {sorted(unknown)}")
     return pa.RecordBatch.from_arrays(
-        [_column(field, columns.get(field.name), count) for field in LOG_SCHEMA], schema=LOG_SCHEMA
+        [_build_column(field, columns.get(field.name), count) for field in LOG_SCHEMA], schema=LOG_SCHEMA
     )
 
 
 @lru_cache(maxsize=8 * 256)
-def _nulls(kind: pa.DataType, count: int) -> pa.Array:
+def _cached_nulls(kind: pa.DataType, count: int) -> pa.Array:
     return pa.nulls(count, kind)
 
 
 @lru_cache(maxsize=8 * 256)
-def _made_once(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
+def _cached_repeat(value: str | int, kind: pa.DataType, count: int) -> pa.Array:
     return pa.repeat(pa.scalar(value, kind), count)
 
 
 def repeated(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
     """Make an array with the same value `count` times.
 
-    Flags are nearly always 0, kinds and names are few: such arrays are cached for each small number of rows.
+    Small arrays of texts and small integers are cached, because kinds, names and flags have few different values.
     """
     if count <= SMALL_ROWS and (isinstance(value, str) or (isinstance(value, int) and -1 <= value <= 16)):
-        return _made_once(value, kind, count)
-    return _filled_with(value, kind, count)
+        return _cached_repeat(value, kind, count)
+    return _repeat(value, kind, count)
 
 
-def _filled_with(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
-    """Do the same as `pa.repeat`, which releases the interpreter lock and may then wait long to get it back."""
-    scalar = pa.scalar(value, kind)  # raises the error for an invalid value
+def _repeat(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.Array:
+    """Replace `pa.repeat`, which releases the interpreter lock and may then wait long to get it back."""
+    scalar = pa.scalar(value, kind)  # raises an error for an invalid value
     if pa.types.is_integer(kind):
         values = np.full(count, value, kind.to_pandas_dtype())
         return pa.Array.from_buffers(kind, count, [None, pa.py_buffer(values)])
@@ -242,9 +240,9 @@ def _filled_with(value: str | bytes | int, kind: pa.DataType, count: int) -> pa.
 
 
 def byte_lengths(column: pa.Array) -> Int64Array:
-    """Compute the bytes of each value of a string or binary column, or 0 for a null.
+    """Compute the size in bytes of each value of a string or binary column. A null has 0.
 
-    It reads the offsets, because it runs for every small batch, for which a compute kernel costs more than the work.
+    This runs for every small batch, for which a compute kernel would cost more than reading the offsets here.
     """
     if column.null_count == len(column):
         return np.zeros(len(column), dtype=np.int64)
@@ -255,10 +253,10 @@ def byte_lengths(column: pa.Array) -> Int64Array:
     return lengths.astype(np.int64)
 
 
-def _column(field: pa.Field, value: object, count: int) -> pa.Array:
+def _build_column(field: pa.Field, value: object, count: int) -> pa.Array:
     if value is None:
         # Cached, because most columns of most batches are null, and most batches are small.
-        return _nulls(field.type, count) if count <= SMALL_ROWS else pa.nulls(count, field.type)
+        return _cached_nulls(field.type, count) if count <= SMALL_ROWS else pa.nulls(count, field.type)
     if isinstance(value, pa.ChunkedArray):
         value = value.combine_chunks()
     if isinstance(value, pa.Array):
@@ -289,7 +287,7 @@ def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:
 
 
 def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
-    """Compute the bytes of each message as RocketMQ would store it. For one message: `row_encoder.stored_size`."""
+    """Compute the size of each message as RocketMQ would store it (for one message: `row_encoder.stored_size`)."""
     total = np.full(rows.num_rows, STORED_OVERHEAD_BYTES, dtype=np.int64)
     for name in ("topic", "body", "properties"):
         total += byte_lengths(rows.column(name))
@@ -297,44 +295,44 @@ def stored_sizes(rows: pa.RecordBatch) -> Int64Array:
 
 
 def codes_of(column: pa.Array) -> tuple[Int64Array, list[str]]:
-    """Find the distinct values. Returns each row's index in the list of them, and that list."""
-    # Nearly all batches are for one topic, and this test costs a fifth of finding many values.
-    if len(column) > ALIKE_ROWS and _are_alike(column):
+    """Encode a string column as a dictionary: each row's index in the list of distinct values, and that list."""
+    # Nearly all batches are for a single topic, and this test costs a fifth of the search for distinct values.
+    if len(column) > ALIKE_ROWS and _is_constant(column):
         return np.zeros(len(column), dtype=np.int64), [column[0].as_py()]
     if len(column) <= SMALL_ROWS:
         # A kernel's fixed cost is that of a hundred rows in Python, and most commits have fewer rows.
         values = column.to_pylist()
         if values.count(values[0] if values else None) == len(values):
             return np.zeros(len(values), dtype=np.int64), values[:1]
-        numbers: dict[str, int] = {}
-        codes = [numbers.setdefault(value, len(numbers)) for value in values]
-        return np.array(codes, dtype=np.int64), list(numbers)
+        code_of: dict[str, int] = {}
+        codes = [code_of.setdefault(value, len(code_of)) for value in values]
+        return np.array(codes, dtype=np.int64), list(code_of)
     encoded = column.dictionary_encode()
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
 
 
-def _are_alike(texts: pa.Array) -> bool:
+def _is_constant(texts: pa.Array) -> bool:
     """Check whether a string column has the same value in all rows, and no null."""
     if texts.null_count or texts.type != pa.string():
         return False
-    _, places, data = texts.buffers()
-    ends = np.frombuffer(places, dtype=np.int32, offset=4 * texts.offset, count=len(texts) + 1)
+    _, offset_buffer, data = texts.buffers()
+    ends = np.frombuffer(offset_buffer, dtype=np.int32, offset=4 * texts.offset, count=len(texts) + 1)
     size = int(ends[1] - ends[0])
-    # The total length first: different texts mostly have different lengths.
+    # Lengths are compared first, because different texts mostly have different lengths.
     if int(ends[-1] - ends[0]) != size * len(texts) or not (ends[1:] - ends[:-1] == size).all():
         return False
     if size == 0:
         return True
-    held = np.frombuffer(data, dtype=np.uint8, offset=int(ends[0]), count=size * len(texts))
-    # All are equal when each is equal to the one before it.
-    return bool((held[size:] == held[:-size]).all())
+    text_bytes = np.frombuffer(data, dtype=np.uint8, offset=int(ends[0]), count=size * len(texts))
+    # All texts are equal if each text is equal to the text before it.
+    return bool((text_bytes[size:] == text_bytes[:-size]).all())
 
 
 def alike(values: Int64Array) -> list[Int64Array]:
-    """Group equal values. Returns the positions of each distinct value, in order."""
+    """Group the row numbers of equal values. Returns an ascending array per distinct value, by ascending value."""
     if len(values) == 1:
         return [np.zeros(1, dtype=np.int64)]
-    # Stable: rows of one queue keep their order, which becomes the order of their offsets.
+    # The sort is stable, because the order of a queue's rows becomes the order of their offsets.
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
@@ -343,7 +341,7 @@ def alike(values: Int64Array) -> list[Int64Array]:
 
 
 def filled(column: pa.Array, value: str | int) -> pa.Array:
-    """Replace nulls by this value. Returns the column itself without nulls, because a kernel costs most then."""
+    """Replace nulls by this value. A column without nulls is returned as it is, which saves the call of a kernel."""
     return column.fill_null(value) if column.null_count else column
 
 
@@ -355,14 +353,14 @@ SNAPSHOT_KEY = "snapshot"  # all other values at once, including the secret ones
 
 def meta_rows(pairs: list[tuple[str, bytes]], now_ms: int) -> pa.RecordBatch:
     """Build META rows (LOG_SCHEMA) of these keys and values."""
-    keys, values = ([pair[at] for pair in pairs] for at in (0, 1))
+    keys, values = ([pair[index] for pair in pairs] for index in (0, 1))
     return build_rows(len(pairs), kind=int(Kind.META), unique_key=keys, body=values, store_ms=now_ms)
 
 
 def without_secrets(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Replace values that must not leave the broker by null. The rows need the columns kind, unique_key and body."""
+    """Replace the bodies of secret META rows by null. The rows need the columns kind, unique_key and body."""
     is_meta = rows.column("kind").to_numpy() == Kind.META
-    # Fast path: most batches have no META row, and every read of the log from outside passes here.
+    # Fast path: most batches have no META row, and this runs for every read of the log by a client.
     if not is_meta.any():
         return rows
     keys = pc.fill_null(rows.column("unique_key"), "")

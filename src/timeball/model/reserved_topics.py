@@ -1,9 +1,9 @@
-"""System topics: clients may not create or delete them, and may not send to most of them.
+"""RocketMQ's system topics: clients may not create or delete them, and may not send to most of them.
 
 A client that could write to the schedule topic or to the topic of half messages could forge scheduled messages and
-transactions. The names and the error messages are RocketMQ's. The code of the answer is NO_PERMISSION for a send, and
-INVALID_PARAMETER for an attempt to create or delete such a topic. Only the name decides, so names that exist only in
-RocketMQ are refused as well (`rmq_sys_wheel_timer`: our timer has no topic).
+transactions. The names and the error messages are RocketMQ's. A refused send is answered with NO_PERMISSION, a refused
+attempt to create or delete a topic with INVALID_PARAMETER. Only the name decides, so topics that Timeball does not have
+are refused as well (`rmq_sys_wheel_timer`).
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
 SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # tools leave these out of lists
 
 
-# Topics that rules.py refuses for scheduled messages. Retry and dead letter topics are among them, because only
+# Topics that rules.py refuses for scheduled messages. Retry and dead letter topics belong to them, because only
 # RocketMQ's own clients write to these, as a part of their retries.
 NOT_SCHEDULED = tuple(sorted(_NOT_WRITABLE))
 NOT_SCHEDULED_PREFIXES = (SYSTEM_PREFIX, RETRY_PREFIX, DLQ_PREFIX)
 
 
 def reply_topic(cluster_name: str) -> str:
-    """Return the topic to which clients send replies to requests."""
+    """Build the name of the topic to which clients send replies to requests."""
     return f"{cluster_name}_REPLY_TOPIC"
 
 
 def forbidden(topic: str) -> str | None:
-    """Return the reason why no client may send to this topic, or None if it may. Its code is NO_PERMISSION."""
+    """Explain why no client may send to this topic (answer NO_PERMISSION). None if clients may."""
     if topic in _NOT_WRITABLE or topic.startswith(SYSTEM_PREFIX):
         # RocketMQ's exact text, which its tools and clients show or compare.
         return f"Sending message to topic[{topic}] is forbidden."
@@ -51,7 +51,7 @@ def forbidden(topic: str) -> str | None:
 
 
 def conflict(topic: str) -> str | None:
-    """Return the reason why no client may create or delete this topic, or None. Its code is INVALID_PARAMETER."""
+    """Explain why no client may create or delete this topic (answer INVALID_PARAMETER). None if clients may."""
     if topic in _SYSTEM or topic.startswith(SYSTEM_PREFIX):
         return f"The topic[{topic}] is conflict with system topic."
     return None

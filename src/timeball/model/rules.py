@@ -1,11 +1,11 @@
-"""The rules for messages, in one table. Each rule can check a whole column or a single value.
+"""The rules of valid messages, in one table (`RULES`). Each rule can check a whole column or a single value.
 
-    admission         refuses a batch by `check_columns`, and due times by `check_instants`
-    Spark's writer    separates bad rows by `first_broken`; its survey makes Spark expressions of the rules' `shape`
-    codecs, client    check a message before it is a row, by `fault` and `check`
+    admission         refuses a batch with `check_columns`, and due times with `check_time_range`
+    Spark's writer    separates bad rows with `first_broken`, and builds Spark expressions from each rule's `shape`
+    codecs, client    check a message before it becomes a row, with `fault` and `check`
 
-Whether a caller may send to a topic is not a rule of the message: broker/policy.py decides that. Nothing here waits, or
-reads a clock or a disk.
+Whether a caller may send to a topic is not a rule of the message: broker/policy.py decides that. This module does no
+I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ NOT_IN_KEY = _NOT_IN_KEY.pattern
 NOT_AN_ENTRY = rf"{NOT_IN_KEY}|\A\z"  # for entries of a list of keys
 NOT_A_LABEL = rf"{_CONTROL.pattern}|\A{_BLANK}|{_BLANK}\z"
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-# Job names of the pipeline and the broker.
-_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")
+# Job names that the pipeline and the broker use, so no campaign may have them.
+_RESERVED_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")
 
 
 Shape = Literal["name", "reserved", "present", "longest", "words", "between", "form", "one"]
@@ -72,13 +72,14 @@ Shape = Literal["name", "reserved", "present", "longest", "words", "between", "f
 class Rule:
     """One rule about one column.
 
-    `in_column` gives True for each row that breaks the rule, False for a null. `in_value` does the same for one value.
-    Both receive the time against which a due time is judged. Only a text of at least `needs_bytes` bytes can break the
-    rule.
+    `in_column(values, now_ms)` returns True for each row that breaks the rule, and False for a null. `in_value` does
+    the same for a single value. Due times are compared with `now_ms`. Only a text of at least `needs_bytes` bytes can
+    break the rule.
 
-    `shape` and the bounds describe the same rule as data, for an engine that can run neither function: numbers lie
-    between `low` and `high(now_ms)`, and a text of shape "words" has fewer than `needs_bytes` spaces. A rule of shape
-    "form" concerns values of a DataFrame before they become the text that the log stores. `form_faults` checks it.
+    `shape` and the bounds describe the same rule as data, for an engine that can run neither function (Spark). Shape
+    "between": numbers from `low` to `high(now_ms)`. Shape "words": a text with fewer than `needs_bytes` spaces. Shape
+    "one": a text without property separators. Shape "form": a rule for values of a DataFrame before they become the
+    text that the log stores, checked by `form_faults`.
     """
 
     column: str
@@ -92,14 +93,17 @@ class Rule:
 
 
 def size_bytes(text: str | bytes) -> int:
-    """Compute the bytes of a text in UTF-8."""
+    """Compute the size of a text in UTF-8, in bytes."""
     if isinstance(text, bytes) or text.isascii():
         return len(text)
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def _form(column: str, text: str) -> Rule:
-    """Make a rule that cannot be checked on the stored text, in which joined keys have blanks between them."""
+def _form_rule(column: str, text: str) -> Rule:
+    """Make a rule that holds before values are stored. On stored texts it never fails.
+
+    For example, each key must be without blanks, but stored keys are joined by blanks.
+    """
     return Rule(
         column,
         f"{column}: {text}",
@@ -109,19 +113,22 @@ def _form(column: str, text: str) -> Rule:
     )
 
 
-def _one(column: str) -> Rule:
-    """Make the rule that a text contains no property separator: RocketMQ's consumers receive it as a property."""
+def _no_separator(column: str) -> Rule:
+    """Make the rule that a text contains no property separator.
+
+    RocketMQ's consumers receive these columns as properties, so a separator would begin another property.
+    """
     return Rule(
         column,
         f"{column}: the characters U+0001 and U+0002 separate properties",
-        lambda values, _: _with_marks(values),
+        lambda values, _: _has_separators(values),
         lambda value, _: PROPERTY_NAME_END in value or PROPERTY_END in value,
         "one",
     )
 
 
-def _with_marks(values: pa.Array) -> BoolArray:
-    # All bytes are tested at once first: a regular expression for each of a million ids takes ten times as long.
+def _has_separators(values: pa.Array) -> BoolArray:
+    # The whole buffer is searched first: a regular expression for each of a million ids takes ten times as long.
     data = values.buffers()[2]
     text = (
         b"" if data is None else data.to_pybytes()
@@ -131,20 +138,20 @@ def _with_marks(values: pa.Array) -> BoolArray:
     return np.asarray(pc.match_substring_regex(values, MARKS).fill_null(False), dtype=np.bool_)
 
 
-def _longest(column: str) -> Rule:
-    most = BYTES_MAX[column]
+def _length_rule(column: str) -> Rule:
+    max_bytes = BYTES_MAX[column]
     return Rule(
         column,
-        f"{column}: more than {most} bytes",
-        lambda values, _: byte_lengths(values) > most,
-        # Characters first: a text of at most a quarter as many characters always fits.
-        lambda value, _: 4 * len(value) > most and size_bytes(value) > most,
+        f"{column}: more than {max_bytes} bytes",
+        lambda values, _: byte_lengths(values) > max_bytes,
+        # The number of characters is compared first, because it is cheap: a character has at most 4 bytes.
+        lambda value, _: 4 * len(value) > max_bytes and size_bytes(value) > max_bytes,
         "longest",
-        most + 1,
+        max_bytes + 1,
     )
 
 
-def _between(column: str, text: str, low: int, high: Callable[[int], int]) -> Rule:
+def _range_rule(column: str, text: str, low: int, high: Callable[[int], int]) -> Rule:
     def in_column(values: pa.Array, now_ms: int) -> BoolArray:
         numbers = values.fill_null(low).to_numpy() if values.null_count else values.to_numpy()
         return np.asarray((numbers < low) | (numbers > high(now_ms)), dtype=np.bool_)
@@ -156,13 +163,13 @@ def _between(column: str, text: str, low: int, high: Callable[[int], int]) -> Ru
 
 
 def _bad_topics(values: pa.Array, _: int) -> BoolArray:
-    # Each distinct name is checked once, because a million rows have a handful of topics.
+    # The dictionary has each distinct name once, and a million rows have a handful of topics.
     topics = values.fill_null("").dictionary_encode()
-    good = pc.and_(
+    is_good = pc.and_(
         pc.match_substring_regex(topics.dictionary, limits.NAME.pattern),
         pc.less_equal(pc.binary_length(topics.dictionary), limits.TOPIC_BYTES_MAX),
     )
-    return ~np.asarray(good.take(topics.indices))
+    return ~np.asarray(is_good.take(topics.indices))
 
 
 def _reserved_topics(values: pa.Array, _: int) -> BoolArray:
@@ -202,11 +209,11 @@ RULES: tuple[Rule, ...] = (
         lambda value, _: value is None,
         "present",
     ),
-    _longest("body"),
-    _longest("tag"),
-    _one("tag"),
-    _form("tag", LABEL_TEXT),
-    _longest("keys"),
+    _length_rule("body"),
+    _length_rule("tag"),
+    _no_separator("tag"),
+    _form_rule("tag", LABEL_TEXT),
+    _length_rule("keys"),
     Rule(
         "keys",
         f"keys: more than {limits.KEYS_PER_MESSAGE_MAX} of them",
@@ -217,15 +224,15 @@ RULES: tuple[Rule, ...] = (
         "words",
         limits.KEYS_PER_MESSAGE_MAX,
     ),
-    _one("keys"),
-    _form("keys", f"{KEY_TEXT}; give several keys as a list, in a column of type array<string>"),
-    _longest("unique_key"),
-    _one("unique_key"),
-    _form("unique_key", LABEL_TEXT),
-    _longest("properties"),
-    # For a map column. RocketMQ's text form has these characters between the properties.
-    _form("properties", "a name is empty, or a name or value has the character U+0001 or U+0002"),
-    _between(
+    _no_separator("keys"),
+    _form_rule("keys", f"{KEY_TEXT}; give several keys as a list, in a column of type array<string>"),
+    _length_rule("unique_key"),
+    _no_separator("unique_key"),
+    _form_rule("unique_key", LABEL_TEXT),
+    _length_rule("properties"),
+    # For a map column. In RocketMQ's text form these characters separate properties.
+    _form_rule("properties", "a name is empty, or a name or value has the character U+0001 or U+0002"),
+    _range_rule(
         "queue_id",
         f"queue_id: not between 0 and {limits.QUEUES_PER_TOPIC_MAX - 1}",
         ANY_QUEUE,
@@ -238,29 +245,33 @@ RULES: tuple[Rule, ...] = (
         lambda value, _: value is None,
         "present",
     ),
-    _between(
+    _range_rule(
         "due_ms",
         "due: before March 1973; give milliseconds since 1970, neither seconds nor a date such as 20300131",
         limits.DUE_MS_MIN,
         lambda _: _INT64_MAX,
     ),
-    _between(
+    _range_rule(
         "due_ms",
         f"due: more than {limits.DELAY_MS_MAX // limits.DAY_MS} days ahead",
         limits.DUE_MS_MIN,
         lambda now_ms: now_ms + limits.DELAY_MS_MAX,
     ),
 )
-_ONE = [rule.column for rule in RULES if rule.shape == "one"]
-_BY_COLUMN = {name: [rule for rule in RULES if rule.column == name] for name in {r.column for r in RULES}}
-# The rules that admission checks on columns. The policy decides about topics and the operator's setting about the
-# largest delay. Missing values have been refused before.
-_OF_COLUMNS = [rule for rule in RULES if rule.needs_bytes or rule.shape == "one" or rule.column == "queue_id"]
-# A text with at most this many characters can break no length rule of its column, because a character has at most 4
-# bytes. Only the "one" rule can then still be broken.
+_NO_SEPARATOR_COLUMNS = [rule.column for rule in RULES if rule.shape == "one"]
+_RULES_BY_COLUMN = {
+    name: [rule for rule in RULES if rule.column == name] for name in {r.column for r in RULES}
+}
+# The rules that admission checks on columns. The others are checked elsewhere: topics by the policy, the largest delay
+# by the operator's setting, and missing values before.
+_CHECKED_ON_COLUMNS = [
+    rule for rule in RULES if rule.needs_bytes or rule.shape == "one" or rule.column == "queue_id"
+]
+# A text with at most this many characters (or bytes, for a body) can break no length rule of its column, because a
+# character has at most 4 bytes. It can still break the rule about separators.
 SAFE_LENGTHS = {
     name: min(rule.needs_bytes - 1 for rule in rules if rule.needs_bytes) // (1 if name == "body" else 4)
-    for name, rules in _BY_COLUMN.items()
+    for name, rules in _RULES_BY_COLUMN.items()
     if any(rule.needs_bytes for rule in rules)
 }
 
@@ -269,7 +280,7 @@ SAFE_LENGTHS = {
 
 
 def first_broken(columns: Mapping[str, pa.Array], rows: int, now_ms: int) -> npt.NDArray[np.int8]:
-    """Find for each row the index in RULES of the first rule it breaks, or -1. Columns may be omitted."""
+    """Find the first rule that each row breaks, as an index in RULES, or -1. Rules of omitted columns are skipped."""
     first = np.full(rows, -1, np.int8)
     for index, rule in enumerate(RULES):
         if rule.column in columns:
@@ -278,8 +289,11 @@ def first_broken(columns: Mapping[str, pa.Array], rows: int, now_ms: int) -> npt
 
 
 def check_columns(columns: Mapping[str, pa.Array]) -> None:
-    """Raise InvalidMessage for the first row that breaks a rule, except the rules about topics and times."""
-    for rule in _OF_COLUMNS:
+    """Raise InvalidMessage if a row breaks a rule. Topics and times are not checked.
+
+    The error names the first bad row of the first broken rule.
+    """
+    for rule in _CHECKED_ON_COLUMNS:
         column = columns.get(rule.column)
         if column is None or (rule.needs_bytes and not _has_bytes(column, rule.needs_bytes)):
             continue
@@ -289,28 +303,31 @@ def check_columns(columns: Mapping[str, pa.Array]) -> None:
 
 
 def _has_bytes(column: pa.Array, size_bytes: int) -> bool:
-    """Check whether a value may have `size_bytes` bytes: not if all values together are shorter."""
+    """Check whether some value may have `size_bytes` bytes. False if all values together have fewer."""
     data = column.buffers()[2]
     return data is not None and data.size >= size_bytes
 
 
-def check_instants(name: str, values: Int64Array, low: int, high: int) -> None:
+def check_time_range(name: str, values: Int64Array, low: int, high: int) -> None:
     """Raise InvalidDelay for the first row whose due time or delay (ms) is not in [low, high]."""
-    wrong = (values < low) | (values > high)
-    if wrong.any():
-        row = int(np.argmax(wrong))
+    is_outside = (values < low) | (values > high)
+    if is_outside.any():
+        row = int(np.argmax(is_outside))
         raise InvalidDelay(f"{name} {values[row]} of row {row}: between {low} and {high}")
 
 
 def check_due_times(due_ms: pa.Array) -> None:
-    """Raise InvalidDelay for the first row whose due time cannot be in milliseconds. Null means "now"."""
+    """Raise InvalidDelay if a due time is too small to be in milliseconds. Nulls are allowed and mean "now"."""
     if (least := pc.min(due_ms).as_py()) is not None and least < limits.DUE_MS_MIN:
         row = pc.index(due_ms, pa.scalar(least, due_ms.type)).as_py()
-        raise InvalidDelay(f"due_ms {least} of row {row}: {limits.NO_MILLISECONDS}")
+        raise InvalidDelay(f"due_ms {least} of row {row}: {limits.NOT_MILLISECONDS_TEXT}")
 
 
 def past_due(due_ms: pa.Array, store_ms: int) -> tuple[int, int]:
-    """Count the rows that were due before the broker accepted them. Also returns the largest time past due, in ms."""
+    """Count the rows that were due before `store_ms`, when the broker accepted them.
+
+    Returns the count, and the largest time by which a row was past due, in ms.
+    """
     times = filled(pc.cast(due_ms, pa.int64()), store_ms).to_numpy()
     rows = int(np.count_nonzero(times < store_ms))
     return rows, store_ms - int(times.min()) if rows else 0
@@ -319,7 +336,7 @@ def past_due(due_ms: pa.Array, store_ms: int) -> tuple[int, int]:
 def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_row: int = 0) -> None:
     """Raise InvalidDelay for the first row with a null in one of these columns. Missing columns are allowed.
 
-    A null may be a time that was lost on the way, which must not become "now".
+    A null may be a time that was lost in a conversion, so it must not mean "now".
     """
     for name in names:
         column = columns.get(name)
@@ -329,7 +346,7 @@ def check_no_nulls(columns: Mapping[str, pa.Array], names: Iterable[str], first_
 
 
 def form_faults(name: str, column: pa.Array) -> BoolArray:
-    """Compute a mask of the values of a DataFrame's column that break its rule of shape "form". False for a null."""
+    """Compute a mask of the values that break the rule of shape "form" of this column. False for a null."""
     if name == "properties":
         return map_faults(column)
     return key_faults(column) if name == "keys" else label_faults(column)
@@ -351,10 +368,11 @@ def map_faults(column: pa.Array) -> BoolArray:
 
 def _rows_with(wrong: pa.Array, column: pa.Array) -> BoolArray:
     """Compute a mask of the rows of a list or map column with at least one wrong entry."""
-    before = np.concatenate([[0], np.cumsum(np.asarray(wrong))])
+    # wrong_before[i] is the number of wrong entries before entry i, so a difference counts those of a row.
+    wrong_before = np.concatenate([[0], np.cumsum(np.asarray(wrong))])
     # In a slice, `offsets` and the entries still refer to the whole column.
     offsets = np.asarray(column.offsets)
-    return np.asarray(before[offsets[1:]] > before[offsets[:-1]], dtype=np.bool_)
+    return np.asarray(wrong_before[offsets[1:]] > wrong_before[offsets[:-1]], dtype=np.bool_)
 
 
 FORM_RULES = {rule.column: index for index, rule in enumerate(RULES) if rule.shape == "form"}
@@ -364,18 +382,21 @@ FORM_RULES = {rule.column: index for index, rule in enumerate(RULES) if rule.sha
 
 
 def fault(column: str, value: str | bytes) -> str | None:
-    """Find the fault of a text (or bytes, for a body) of this column, or None when it has none."""
-    is_one = column not in _ONE or not isinstance(value, str) or value.isprintable()
-    if is_one and len(value) <= SAFE_LENGTHS[column]:  # the case of nearly every text
+    """Describe the rule that a text (or bytes, for a body) of this column breaks. None if it breaks none."""
+    # Separators are control characters, so a printable text contains none.
+    has_no_separator = (
+        column not in _NO_SEPARATOR_COLUMNS or not isinstance(value, str) or value.isprintable()
+    )
+    if has_no_separator and len(value) <= SAFE_LENGTHS[column]:  # the case of nearly every text
         return None
-    for rule in _BY_COLUMN[column]:
+    for rule in _RULES_BY_COLUMN[column]:
         if rule.in_value(value, 0):
             return rule.text
     return None
 
 
 def check(column: str, value: str | bytes) -> None:
-    """Raise InvalidMessage when a text (or bytes, for a body) of this column breaks a rule."""
+    """Raise InvalidMessage if a text (or bytes, for a body) of this column breaks a rule."""
     text = fault(column, value)
     if text is not None:
         raise InvalidMessage(text)
@@ -383,16 +404,19 @@ def check(column: str, value: str | bytes) -> None:
 
 def check_campaign(campaign: str) -> str:
     """Check a campaign's id and return it. Raises InvalidMessage if it cannot be a key and a job name in the log."""
-    if not _CAMPAIGN.fullmatch(campaign) or campaign in _JOBS:
+    if not _CAMPAIGN.fullmatch(campaign) or campaign in _RESERVED_JOBS:
         raise InvalidMessage(
             f"campaign {campaign!r}: letters, digits, dots, dashes and underscores, at most 100, and none of "
-            + ", ".join(_JOBS)
+            + ", ".join(_RESERVED_JOBS)
         )
     return campaign
 
 
 def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) -> None:
-    """Raise InvalidMessage for an invalid idempotency key, or an invalid name of an attempt."""
+    """Raise InvalidMessage for an invalid idempotency key, or an invalid name of an attempt to send.
+
+    `anew`: the caller wants settled messages to be sent again, which requires a name of the attempt.
+    """
     if not 0 < size_bytes(key) <= limits.IDEMPOTENCY_KEY_BYTES_MAX:
         raise InvalidMessage(f"an idempotency key has 1 to {limits.IDEMPOTENCY_KEY_BYTES_MAX} bytes")
     if size_bytes(attempt) > limits.IDEMPOTENCY_KEY_BYTES_MAX:
@@ -405,7 +429,7 @@ def check_idempotency_key(key: str, attempt: str = "", *, anew: bool = False) ->
 
 
 def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
-    """Check whether a due time is later than the operator's largest delay allows."""
+    """Check whether a due time is further away than the operator's largest delay."""
     return due_ms - now_ms > delay_ms_max
 
 
@@ -428,22 +452,22 @@ def keys_text(keys: Keys | None) -> str | None:
         return None
     if isinstance(keys, str):
         if keys and _NOT_IN_KEY.search(keys):
-            parts = keys.split()
+            words = keys.split()
             raise InvalidMessage(
-                f"keys={shown(keys)}: {KEY_TEXT}; write several keys as a list, {shown(parts)}, and one key without "
-                f"blanks, as in {shown('-'.join(parts))}"
+                f"keys={shown(keys)}: {KEY_TEXT}; write several keys as a list, {shown(words)}, and one key without "
+                f"blanks, as in {shown('-'.join(words))}"
             )
         return keys or None
-    given: object = keys  # a caller without a type checker may pass anything
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
+    value: object = keys  # a caller without a type checker may pass anything
+    if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise InvalidMessage(f"keys={shown(keys)}: a text, or a list of texts")
     return " ".join(map(check_key, keys)) or None
 
 
 def key_faults(column: pa.Array) -> BoolArray:
-    """Compute a mask of the rows whose keys are invalid: a text column has one key per row, a list column several.
+    """Compute a mask of the rows whose keys are invalid. A text is one key, and a list may have several.
 
-    False for a null and for an empty text, which are no key. Every entry of a list must be a key.
+    A null and an empty text mean "no key" and are valid. Every entry of a list must be a key.
     """
     if not (pa.types.is_list(column.type) or pa.types.is_large_list(column.type)):
         return np.asarray(pc.match_substring_regex(column, NOT_IN_KEY).fill_null(False))
@@ -468,7 +492,7 @@ def label_faults(column: pa.Array) -> BoolArray:
 
 
 def valid(given: str, known: Sequence[str]) -> str:
-    """Format the valid values for an error about an unknown one, the closest first."""
+    """List the valid values for an error about an unknown value. Suggests the closest one."""
     if not known:
         return "there are none"
     close = get_close_matches(given, known, 1)
@@ -476,7 +500,7 @@ def valid(given: str, known: Sequence[str]) -> str:
 
 
 def with_valid_fields(text: str, kind: Any) -> str:
-    """Extend msgspec's error about a struct type with the valid fields, if it reports an unknown field."""
+    """Append the valid fields to msgspec's error text `text`, if it reports an unknown field of the struct `kind`."""
     unknown = _UNKNOWN_FIELD.search(text)
     fields: Sequence[str] = getattr(kind, "__struct_encode_fields__", ())
     return f"{text}; {valid(unknown.group(1), fields)}" if unknown and fields else text

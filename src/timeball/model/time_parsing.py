@@ -1,4 +1,4 @@
-"""Parse delays and due times as users write them, to milliseconds: `after=` and `at=` in Python, and options.
+"""Convert delays and due times as users write them to milliseconds: `after=` and `at=` in Python, and CLI options.
 
 `after` is relative to now. It stays relative until the broker admits the message, so a wrong clock on the client's
 machine does not shift the due time. `at` is absolute. Fractions of a millisecond are rounded up, because a message must
@@ -22,11 +22,12 @@ from typing import Literal, SupportsIndex
 from timeball.model import limits, local_time
 from timeball.model.errors import InvalidDelay
 
-END = -1  # in place of the time from which a consumer group reads: after the last message
+# Instead of a time from which a consumer group reads: the position after the last message.
+END = -1
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
-_LAST_US = limits.INSTANT_MS_MAX * 1_000
+_LAST_INSTANT_US = limits.INSTANT_MS_MAX * 1_000
 
 _UNIT_MS = {
     "ms": 1,
@@ -36,14 +37,14 @@ _UNIT_MS = {
     "d": limits.DAY_MS,
     "w": 7 * limits.DAY_MS,
 }
-_PART = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
-_TEXT_MAX = 100
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
+_TEXT_CHARACTERS_MAX = 100
 
 After = timedelta | str | Literal[0]
 At = datetime | SupportsIndex | str
 
 # Durations of ISO 8601, without years and months, because these have no fixed length.
-_ISO = re.compile(
+_ISO_DURATION = re.compile(
     r"p(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)w|(?=[0-9t])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)d)?"
     r"(?:t(?=[0-9])(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)h)?(?:([0-9]{1,9}(?:\.[0-9]{1,9})?)m)?"
     r"(?:([0-9]{1,15}(?:\.[0-9]{1,9})?)s)?)?)"
@@ -69,23 +70,25 @@ def delay_ms(after: After, name: str = "after") -> int:
     elif isinstance(after, float | SupportsIndex) and not isinstance(after, bool):
         if after != 0:
             raise InvalidDelay(
-                f"{name}={_shown(after)}: a number has no unit; write text such as '5s' or '30m', or a timedelta"
+                f"{name}={_shortened(after)}: a number has no unit; write text such as '5s' or '30m', or a timedelta"
             )
         delay = 0
     else:
-        raise InvalidDelay(f"{name}={_shown(after)}: a timedelta, or text such as '5s' or '30m'")
+        raise InvalidDelay(f"{name}={_shortened(after)}: a timedelta, or text such as '5s' or '30m'")
     if delay < 0:
-        raise InvalidDelay(f"{name}={_shown(after)}: negative; leave it out to deliver at once")
+        raise InvalidDelay(f"{name}={_shortened(after)}: negative; leave it out to deliver at once")
     if delay > limits.DELAY_MS_MAX:
         days = limits.DELAY_MS_MAX // limits.DAY_MS
-        raise InvalidDelay(f"{name}={_shown(after)}: further away than {days} days, the most a broker takes")
+        raise InvalidDelay(
+            f"{name}={_shortened(after)}: further away than {days} days, the most a broker takes"
+        )
     return delay
 
 
 def due_ms(at: At) -> int:
-    """Convert a due time to ms since 1970 UTC: an aware datetime, text in RFC 3339, or this number itself.
+    """Convert a due time to ms since 1970 UTC: an aware datetime, text in RFC 3339, or a number of ms.
 
-    A number may be text, because all values on a command line are text. Raises InvalidDelay.
+    The number may be text, because all values on a command line are text. Raises InvalidDelay.
 
     >>> due_ms("2026-01-01T01:00:00+01:00")
     1767225600000
@@ -94,7 +97,7 @@ def due_ms(at: At) -> int:
     """
     if isinstance(at, str | datetime):
         try:
-            due = instant_ms(at) if isinstance(at, str) else _of_datetime(at)
+            due = instant_ms(at) if isinstance(at, str) else _datetime_ms(at)
         except InvalidDelay as error:
             raise InvalidDelay(f"at={error}") from None
     elif isinstance(at, SupportsIndex) and not isinstance(at, bool):
@@ -103,16 +106,16 @@ def due_ms(at: At) -> int:
         raise InvalidDelay(f"at={at!r}: an aware datetime, or milliseconds since 1970 as an int")
     is_number = at.strip().isdecimal() if isinstance(at, str) else not isinstance(at, datetime)
     if is_number and 0 <= due < limits.DUE_MS_MIN:
-        raise InvalidDelay(f"at={at}: {limits.NO_MILLISECONDS}")
+        raise InvalidDelay(f"at={at}: {limits.NOT_MILLISECONDS_TEXT}")
     if not 0 <= due <= limits.INSTANT_MS_MAX:
-        raise InvalidDelay(f"at={_shown(at)}: an instant lies between 1970 and 9999")
+        raise InvalidDelay(f"at={_shortened(at)}: an instant lies between 1970 and 9999")
     return due
 
 
 def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
     """Convert `after` and `at` of a message to (delay_ms, due_ms). Raises InvalidDelay if both are given."""
     if after is not None and at is not None:
-        raise InvalidDelay("after= and at= name two instants; give one of them")
+        raise InvalidDelay("after= and at= name two due times; give one of them")
     return (
         None if after is None else delay_ms(after),
         None if at is None else due_ms(at),
@@ -121,7 +124,7 @@ def when(after: After | None, at: At | None) -> tuple[int | None, int | None]:
 
 @lru_cache(1_024)  # an application uses few delays, and uses each of them again and again
 def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30m', '250ms', '2d'") -> int:
-    """Convert a duration with units, or in ISO 8601, to ms. Raises InvalidDelay with the advice.
+    """Convert a duration with units, or in ISO 8601, to ms. Raises InvalidDelay, whose text ends with `advice`.
 
     >>> duration_ms("1h 30m"), duration_ms("PT1.5S")
     (5400000, 1500)
@@ -130,17 +133,17 @@ def duration_ms(text: str, advice: str = "numbers with units, as in '30m', '1h30
     total, end = Fraction(0), 0
     if compact == "0":
         return 0
-    if len(compact) <= _TEXT_MAX and (iso := _ISO.fullmatch(compact)):
-        parts = zip(iso.groups(), "wdhms", strict=True)
-        return math.ceil(sum(Fraction(number) * _UNIT_MS[unit] for number, unit in parts if number))
-    if len(compact) <= _TEXT_MAX:
-        for part in _PART.finditer(compact):
-            if part.start() != end:
+    if len(compact) <= _TEXT_CHARACTERS_MAX and (iso := _ISO_DURATION.fullmatch(compact)):
+        terms = zip(iso.groups(), "wdhms", strict=True)
+        return math.ceil(sum(Fraction(number) * _UNIT_MS[unit] for number, unit in terms if number))
+    if len(compact) <= _TEXT_CHARACTERS_MAX:
+        for term in _NUMBER_AND_UNIT.finditer(compact):
+            if term.start() != end:
                 break
-            total += Fraction(part[1]) * _UNIT_MS[part[2]]
-            end = part.end()
+            total += Fraction(term[1]) * _UNIT_MS[term[2]]
+            end = term.end()
     if not compact or end != len(compact):
-        raise InvalidDelay(f"{_shown(text)}: {advice}")
+        raise InvalidDelay(f"{_shortened(text)}: {advice}")
     return math.ceil(total)
 
 
@@ -148,19 +151,19 @@ def instant_ms(text: str) -> int:
     """Convert RFC 3339 with a time zone, or a whole number of ms, to ms since 1970. Raises InvalidDelay."""
     stripped = text.strip()
     try:
-        if len(text) > _TEXT_MAX:
+        if len(text) > _TEXT_CHARACTERS_MAX:
             raise ValueError
         if stripped.isdecimal():
             return int(stripped)
         instant = datetime.fromisoformat(stripped)
     except ValueError:
         raise InvalidDelay(
-            f"{_shown(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
+            f"{_shortened(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
         ) from None
-    return _of_datetime(instant)
+    return _datetime_ms(instant)
 
 
-def _of_datetime(at: datetime) -> int:
+def _datetime_ms(at: datetime) -> int:
     if at.tzinfo is None or at.utcoffset() is None:
         raise InvalidDelay(
             f"{at.isoformat()}: without a time zone it names a different instant on each machine; end it with Z or "
@@ -168,21 +171,22 @@ def _of_datetime(at: datetime) -> int:
         )
     instant_us = -((_EPOCH - at) // _MICROSECOND)
     zone = getattr(at.tzinfo, "key", None)
-    return -(-(_by_our_rules(at, instant_us, zone) if isinstance(zone, str) else instant_us) // 1000)
+    return -(-(_checked_by_tzdata(at, instant_us, zone) if isinstance(zone, str) else instant_us) // 1000)
 
 
-def _by_our_rules(at: datetime, instant_us: int, zone: str) -> int:
-    """Check the time (microseconds since 1970) of a datetime in a zone of `zoneinfo` against our rules of the zone.
+def _checked_by_tzdata(at: datetime, instant_us: int, zone: str) -> int:
+    """Check the instant (us since 1970) that Python computed for a datetime in a zone of `zoneinfo`.
 
-    Python may have read the rules from files of the host. If our rules agree, Python's result counts, also for the
-    second pass of a repeated local time (`fold=1`). If the local time is in a gap, the result is the end of the gap.
-    Otherwise the rules differ: raises InvalidDelay.
+    Python may have read the zone's rules from files of the host, so the rules of the installed tzdata are compared. If
+    they agree, Python's instant is returned, also for the second pass of a repeated local time (`fold=1`). For a local
+    time in a gap, the end of the gap is returned. Otherwise the rules differ: raises InvalidDelay.
     """
-    ours, local_us = local_time.zone_named(zone), local_time.local_us(at)
-    if instant_us + ours.offset_us(instant_us) == local_us or not 0 <= instant_us < _LAST_US:
+    ours, local_us = local_time.load_zone(zone), local_time.local_us(at)
+    if instant_us + ours.offset_us(instant_us) == local_us or not 0 <= instant_us < _LAST_INSTANT_US:
         return instant_us
-    again = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
-    if not ours.is_shown(local_us) and again.replace(tzinfo=None) != at.replace(tzinfo=None):
+    round_trip = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
+    # In a gap of Python's rules the round trip gives another local time.
+    if not ours.is_shown(local_us) and round_trip.replace(tzinfo=None) != at.replace(tzinfo=None):
         return ours.instant_us(local_us)
     raise InvalidDelay(
         f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {local_time.VERSION}; write the "
@@ -190,7 +194,7 @@ def _by_our_rules(at: datetime, instant_us: int, zone: str) -> int:
     )
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -1,8 +1,8 @@
-"""Trace context in a message's properties: W3C's `traceparent` and `tracestate`, under the same names as in HTTP.
+"""Trace context in message properties: W3C's `traceparent` and `tracestate`, under the same names as in HTTP.
 
-The context in a message is that of the span in which the message was sent, and never changes. The spans of its release,
-receipt and acknowledgement are children of that span. This works even after a restart, because properties are in the
-log. This module does not need OpenTelemetry: a broker and a client without it pass a context on.
+A message carries the context of the span in which it was sent. The context never changes. The spans of release, receive
+and acknowledgement are children of that span, even after a restart, because properties are in the log. This module does
+not need OpenTelemetry, so brokers and clients without it pass contexts on.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -31,8 +31,8 @@ _OF_CONTEXT = re.compile("(?:^|(?<=\x02))(?:traceparent|tracestate)\x01[^\x02]*(
 _PROPERTIES = SEND_NAMES.index("properties")
 
 
-def of_headers(headers: Mapping[str, str]) -> str:
-    """Convert the context in a request's headers (lower-case names) to properties. "" if there is no valid one."""
+def context_from_headers(headers: Mapping[str, str]) -> str:
+    """Convert the context in a request's headers (lower-case names) to properties. "" without a valid one."""
     parent = headers.get(TRACEPARENT)
     if parent is None or not _PARENT.fullmatch(parent):
         return ""
@@ -58,26 +58,26 @@ def with_contexts(batch: SendBatch, contexts: Sequence[str | None]) -> SendBatch
         return batch
     if isinstance(batch, list):
         return [_with_context(row, context) for row, context in zip(batch, contexts, strict=True)]
-    at = batch.schema.get_field_index("properties")
-    if at < 0:
+    index = batch.schema.get_field_index("properties")
+    if index < 0:
         return batch.append_column("properties", pa.array(contexts, pa.string()))
-    properties = batch.column(at)
+    properties = batch.column(index)
     if properties.type != pa.string():
         return batch  # admission casts the column, or refuses it by name
-    # Joining a null context gives null, and `coalesce` below replaces null by the old properties.
+    # Joining a null context gives null. `coalesce` below replaces null by the old properties.
     joined = pc.binary_join_element_wise(pa.array(contexts, pa.string()), properties.fill_null(""), "")
-    stays = pc.or_(
+    is_unchanged = pc.or_(
         have_context(properties),
         pc.greater(pc.binary_length(properties).fill_null(0), PROPERTIES_CHARACTERS_MAX),
     )
-    changed = pc.coalesce(pc.if_else(stays, pa.scalar(None, pa.string()), joined), properties)
-    return batch.set_column(at, batch.schema.field(at), changed)
+    changed = pc.coalesce(pc.if_else(is_unchanged, pa.scalar(None, pa.string()), joined), properties)
+    return batch.set_column(index, batch.schema.field(index), changed)
 
 
 def without_context(properties: str | None) -> str | None:
-    """Remove the context from properties. Returns None if nothing else is left.
+    """Remove the context from properties. Returns None if no other property is left.
 
-    Used to compare sends: a repeated send counts as the same send even if its span is another one.
+    Used to recognise a repeated send, which may have another span than the first send.
     """
     return _OF_CONTEXT.sub("", properties) or None if has_context(properties) and properties else properties
 

@@ -1,7 +1,8 @@
-"""Requests to the Flight edge and its answers, as types shared by the server, the client and the pipeline.
+"""The requests of the Flight protocol, shared by the server, the client and the pipeline. Re-exports the answers.
 
-A request decoded with these types satisfies every bound below (edges/flight/codec.py decodes). A request made by a
-client is not checked until the broker decodes it. Bodies are JSON. Times are milliseconds since 1970 UTC.
+The types contain the bounds of the fields. The server checks them when it decodes a request (edges/flight/codec.py). A
+client can build a request that breaks a bound, and the broker refuses it. Bodies are JSON. Times are milliseconds since
+1970 UTC.
 """
 
 from __future__ import annotations
@@ -120,13 +121,13 @@ CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
 ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
 
 RECEIPT_CHARACTERS_MAX = 64
-RECEIPT = "receipt"  # the column of a receive that is not in the log
+RECEIPT = "receipt"  # the column that a receive adds to the columns of the log
 RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 SOURCE_PATH = [b"source"]
 RELEASE_PATH = [b"release"]
-END_OF_STREAM = b"end"  # metadata without a batch: the client of an exchange sends no more
+END_OF_STREAM = b"end"  # metadata without a batch: the client of an exchange sends no more batches
 
 Int64 = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 Rows = Annotated[int, Meta(ge=1, le=2**40)]
@@ -143,7 +144,7 @@ ReceiptText = Annotated[str, Meta(min_length=1, max_length=RECEIPT_CHARACTERS_MA
 Receipts = Annotated[list[ReceiptText], Meta(max_length=limits.CANCELS_PER_REQUEST_MAX)]
 FilterText = Annotated[str, Meta(max_length=limits.FILTER_BYTES_MAX)]
 Handle = Annotated[str, Meta(min_length=3, max_length=limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX)]
-# Each receipt is written again.
+# Fewer receipts, for requests after which each receipt is written again.
 FewReceipts = Annotated[list[ReceiptText], Meta(max_length=limits.POP_ROWS_MAX)]
 
 
@@ -166,13 +167,13 @@ class CreateTopic(Request, frozen=True):
 
 
 class Queues(Request, frozen=True):
-    """queues: the kept offsets of each queue of a topic."""
+    """queues: read the range of kept offsets of each queue of a topic."""
 
     topic: Topic
 
 
 class GetOffsets(Request, frozen=True):
-    """offsets: the position of a group in a topic."""
+    """offsets: read the position of a group in a topic."""
 
     group: Group
     topic: Topic
@@ -192,7 +193,7 @@ Positions = Annotated[dict[Partition, Int64], Meta(max_length=limits.SOURCE_PART
 
 
 class SourcePositions(Request, frozen=True):
-    """source_positions: the positions up to which a source has been sent, by partition."""
+    """source_positions: read the positions up to which a source has been sent, by partition."""
 
     source: SourceName
 
@@ -200,7 +201,7 @@ class SourcePositions(Request, frozen=True):
 class SendKey(Request, frozen=True):
     """The idempotency key of a batch, and the name of this attempt to send it.
 
-    `if_settled`: if it was sent before and is no longer pending, "keep" it as it is, or "send" it again.
+    `if_settled`: what to do if the batch was sent before and is no longer pending: "keep" it, or "send" it again.
     """
 
     idempotency_key: str
@@ -209,7 +210,7 @@ class SendKey(Request, frozen=True):
 
 
 class SourceStep(Request, frozen=True):
-    """The records of a source in a batch: for each partition those from `begin` on, before `end`."""
+    """The positions of a batch in its source: in each partition, records with begin <= position < end."""
 
     source: SourceName
     begin: Positions
@@ -227,8 +228,8 @@ class Acknowledge(Request, frozen=True):
 class ChangeInvisibleTime(Request, frozen=True):
     """change_invisible_time: end leases `invisible_ms` from now, or (null) after the delay of the retry policy.
 
-    The receipts stay valid. Without `counts` the lease does not count as an attempt. `nack`: the messages are given
-    back for `reason`.
+    The receipts stay valid. If `counts` is false, the lease does not count as an attempt. `nack`: this is a negative
+    acknowledgement, for `reason`.
     """
 
     group: Group
@@ -241,7 +242,7 @@ class ChangeInvisibleTime(Request, frozen=True):
 
 
 class DeadLetter(Request, frozen=True):
-    """dead_letter: the group gives up these messages, for `reason`."""
+    """dead_letter: move these messages to the dead letters of the group, for `reason`."""
 
     group: Group
     topic: Topic
@@ -250,7 +251,7 @@ class DeadLetter(Request, frozen=True):
 
 
 class Get(Request, frozen=True):
-    """get: the locations of the messages with an id. `topic`: only those sent to it."""
+    """get: find the messages with an id. `topic`: only messages sent to this topic."""
 
     id: Key
     topic: Topic | None = None
@@ -287,7 +288,7 @@ CampaignId = Annotated[str, Meta(min_length=1, max_length=100)]
 
 
 class Campaigns(Request, frozen=True):
-    """campaigns: one campaign with its ranges, or all campaigns."""
+    """campaigns: read one campaign with its ranges, or list all campaigns."""
 
     campaign: CampaignId | None = None
 
@@ -295,8 +296,8 @@ class Campaigns(Request, frozen=True):
 class ChangeCampaign(Request, frozen=True):
     """campaign: plan a campaign, pause it, resume it with or without a shift, or cancel it.
 
-    For a plan: `rows`, and the time `at_ms` as of which they are valid, by default now. `groups`: the groups of the
-    cluster over which the campaign is spread, for a later try.
+    For a plan: the number of `rows`, and the time `at_ms` at which it was valid, by default now. `groups`: the groups
+    of the cluster over which the campaign is spread, which a later attempt reads back.
     """
 
     campaign: CampaignId
@@ -315,7 +316,7 @@ class Drain(Request, frozen=True):
 
 
 class Groups(Request, frozen=True):
-    """groups: lags, leases and dead letters of one group, or of all groups by name, after the group `after`."""
+    """groups: read lags, leases and dead letters of one group, or of `rows` groups by name, after the group `after`."""
 
     group: Group | None = None
     rows: Annotated[int, Meta(ge=1, le=limits.LISTED_ROWS_MAX)] = limits.LISTED_ROWS_MAX
@@ -323,7 +324,7 @@ class Groups(Request, frozen=True):
 
 
 class DeadLetters(Request, frozen=True):
-    """dead_letters: the unresolved dead letters of a group, after the dead letter `after`."""
+    """dead_letters: list the unresolved dead letters of a group, after the dead letter `after`."""
 
     group: Group
     rows: Annotated[int, Meta(ge=1, le=limits.DEAD_LETTERS_PER_REQUEST_MAX)] = 100
@@ -331,14 +332,14 @@ class DeadLetters(Request, frozen=True):
 
 
 class ResolveDeadLetters(Request, frozen=True):
-    """resend_dead_letters, delete_dead_letters: these dead letters, or all unresolved ones."""
+    """resend_dead_letters, delete_dead_letters: resolve these dead letters, or all unresolved dead letters."""
 
     group: Group
     dead_letters: Annotated[list[Handle], Meta(max_length=limits.DEAD_LETTERS_PER_REQUEST_MAX)] | None = None
 
 
 class Starts(Request, frozen=True):
-    """starts: the starts of the broker whose first row is in [from_seq, to_seq)."""
+    """starts: list the starts of the broker whose first row is in [from_seq, to_seq)."""
 
     from_seq: Int64 = 0
     to_seq: Int64 = INT64_MAX
@@ -351,13 +352,13 @@ class Reserve(Request, frozen=True):
 
 
 class Lease(Request, frozen=True):
-    """compactor: another process compacts for this time."""
+    """compactor: let another process compact for this time, instead of the broker."""
 
     lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
 
 
 class DispatcherLease(Request, frozen=True):
-    """dispatcher: a dispatcher brings due messages for this time. 0 means that it has stopped."""
+    """dispatcher: announce that a dispatcher sends due messages for this time. 0 means that it has stopped."""
 
     lease_ms: Annotated[int, Meta(ge=0, le=limits.DAY_MS)]
 

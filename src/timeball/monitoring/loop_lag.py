@@ -10,7 +10,7 @@ INTERVAL_S = 0.25
 
 
 class LoopLag:
-    """Sleeps again and again, and counts how much longer than planned each sleep took."""
+    """Measures the lag: sleeps again and again, and records how much longer than planned each sleep took."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

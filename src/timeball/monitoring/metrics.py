@@ -31,7 +31,7 @@ from timeball.monitoring import pipeline_metrics, replica_metrics
 from timeball.monitoring.histograms import buckets, durations, histogram
 from timeball.monitoring.loop_lag import LoopLag
 from timeball.monitoring.push_figures import PushFigures
-from timeball.monitoring.replica_groups import ReplicaReadOuts
+from timeball.monitoring.replica_groups import ReplicaReaders
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
@@ -53,7 +53,7 @@ class Metrics:
         loop_lag: LoopLag,
         free_bytes: Callable[[], int],
         connections: Callable[[], Mapping[str, int]],
-        replica: ReplicaReadOuts | None = None,
+        replica: ReplicaReaders | None = None,
     ) -> None:
         self._broker, self._version, self._loop_lag = broker, version, loop_lag
         self._free_bytes, self._connections = free_bytes, connections
@@ -199,7 +199,7 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_pipeline_compacts",
             "1 while a pipeline compacts, and the broker leaves that to it.",
-            _flag(broker.mover.outside_compactor_until_ms > self._broker.clock.elapsed_ms()),
+            _flag(broker.mover.external_compactor_until_ms > self._broker.clock.elapsed_ms()),
         )
         yield CounterMetricFamily(
             "timeball_rewritten_messages",

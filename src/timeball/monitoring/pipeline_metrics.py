@@ -1,7 +1,7 @@
-"""Metrics of the path of scheduled messages from the log into tables: compaction, the pipeline's jobs, an object store.
+"""Metrics of the path of scheduled messages from the log into tables: compaction, pipeline jobs and the object store.
 
-Jobs are separate processes, known by the reports that they leave (broker/admin/job_reports.py). The lag of a job is
-computed here from the position in its latest report. So the lag of a job that has died grows.
+Jobs are separate processes that send reports to the broker (broker/admin/job_reports.py). The lag of a job is computed
+here from the position in its latest report. So the lag grows after a job has died.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from timeball.table.file_cache import FileCache
 
 
 async def read(broker: Broker) -> list[Metric]:
-    """Read the metrics. The reader thread reads the reports, and single rows of the log."""
+    """Read the metrics. The reader thread reads the jobs' reports and single rows of the log."""
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
-    compaction, cache = _compaction(broker.mover.compactions, lag_ms), broker.pending_table.cache
-    stored = [] if cache is None else _stored(cache)
-    return [*compaction, *stored, *_jobs(await broker.job_reports.states())]
+    compaction, cache = _compaction_metrics(broker.mover.compactions, lag_ms), broker.pending_table.cache
+    store = [] if cache is None else _store_metrics(cache)
+    return [*compaction, *store, *_job_metrics(await broker.job_reports.states())]
 
 
-def _compaction(figures: Figures, lag_ms: int) -> list[Metric]:
+def _compaction_metrics(figures: Figures, lag_ms: int) -> list[Metric]:
     runs = CounterMetricFamily(
         "timeball_compactions", "Compactions that have ended with an attach.", labels=["by"]
     )
@@ -53,7 +53,7 @@ def _compaction(figures: Figures, lag_ms: int) -> list[Metric]:
     return [runs, rows, last, took, failures, lag]
 
 
-def _stored(cache: FileCache) -> list[Metric]:
+def _store_metrics(cache: FileCache) -> list[Metric]:
     """Build the metrics of a pending table in an object store."""
     return [
         GaugeMetricFamily(
@@ -78,7 +78,7 @@ def _stored(cache: FileCache) -> list[Metric]:
     ]
 
 
-def _jobs(states: list[JobState]) -> list[Metric]:
+def _job_metrics(states: list[JobState]) -> list[Metric]:
     state = GaugeMetricFamily(
         "timeball_pipeline_job_state", "1 for the state it has reported.", labels=["pipeline_job", "state"]
     )

@@ -10,15 +10,15 @@ from typing import Literal
 from timeball.io.clock import Clock, Durations
 
 Outcome = Literal[
-    "delivered",  # a 2xx
-    "client_error",  # a 4xx
-    "server_error",  # a 5xx, or a status that does not exist
-    "redirect",  # a 3xx, which is not followed
+    "delivered",  # the receiver answered 2xx
+    "client_error",  # 4xx
+    "server_error",  # 5xx, or an unknown status
+    "redirect",  # 3xx, which the broker does not follow
     "timeout",
-    "unreachable",  # no name, no connection, no trusted certificate
+    "unreachable",  # the name does not resolve, no connection, or no trusted certificate
     "broken",  # the connection ended, or the answer is not HTTP
-    "forbidden_address",  # the name leads to an address that may not be connected to
-    "failed",  # an internal fault: the log says more
+    "forbidden_address",  # the name resolves to an address to which pushes are not allowed
+    "failed",  # an internal error, which the log describes
 ]
 
 
@@ -27,21 +27,21 @@ class PushFigures:
 
     def __init__(self, clock: Clock) -> None:
         self.outcomes: dict[Outcome, int] = {}
-        self.durations = Durations(clock)  # of each request with any outcome
-        self.late_acks = 0  # acknowledged after the lease had ended, so these messages are delivered again
-        self.in_flight = 0
-        self.failures = 0  # failures since the last success
+        self.durations = Durations(clock)  # of all requests, whatever their outcome
+        self.late_acks = 0  # messages acknowledged after their lease had ended, so they are delivered again
+        self.in_flight = 0  # requests under way
+        self.failures = 0  # failed requests since the last success
         self.is_held = False
         self.last_failure = ""
 
-    def add(self, outcome: Outcome, ns: int) -> None:
+    def add(self, outcome: Outcome, duration_ns: int) -> None:
         """Count a request that has ended."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
-        self.durations.add(ns)
+        self.durations.add(duration_ns)
 
     @property
     def delivered(self) -> int:
-        """The number of requests that were answered 2xx."""
+        """The number of requests that the receiver answered with 2xx."""
         return self.outcomes.get("delivered", 0)
 
     @property

@@ -11,15 +11,15 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """One replica of a group. Unknown figures are None."""
+    """A replica of a group. Unknown figures are None."""
 
     node: str
     replica: str
-    role: str  # as it reports, or `gone` or `silent`
-    is_in_record: bool
-    log_seq: int | None = None  # the number after its last row, as are the next two
-    committed_seq: int | None = None
-    applied_seq: int | None = None
+    role: str  # as the replica reports, or `gone` or `silent`
+    is_in_record: bool  # whether the group's record in the coordinator lists it
+    log_seq: int | None = None  # the number after the last row in its log
+    committed_seq: int | None = None  # the number after the last committed row
+    applied_seq: int | None = None  # the number after the last applied row
     lag_rows: int | None = None
     clock_offset_ms: float | None = None
     version: str = ""
@@ -27,21 +27,22 @@ class ReplicaState(msgspec.Struct, frozen=True):
 
 
 class ReplicaGroup(msgspec.Struct, frozen=True):
-    """One group."""
+    """The state of a group and of its replicas."""
 
     group: str
     leader: str  # "" for none
     epoch: int
     generation: int
     replicas: list[ReplicaState]
-    asked: str  # the operation requested of the leader, in words, or "" for none
+    asked: str  # the operation that an operator has requested from the leader, in words, or ""
     problems: list[str]
 
 
-class ReplicaReadOuts(NamedTuple):
-    """A cluster node's information: the figures of its replica, and a survey of all groups and nodes.
+class ReplicaReaders(NamedTuple):
+    """The functions by which the edges and the metrics read a cluster node's state.
 
-    The survey comes from the coordinator. `survey` raises Unavailable while the coordinator does not answer.
+    `figures` reads the node's own replica. `survey` reads all groups and nodes from the coordinator, and raises
+    Unavailable while the coordinator does not answer.
     """
 
     figures: Callable[[], ReplicaFigures]

@@ -1,6 +1,6 @@
 """The metrics of one replica of a cluster.
 
-A follower only has these metrics. The metrics of the broker are those of the leader.
+A follower has only these metrics. Only the leader has the metrics of the broker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROLES = ("learner", "follower", "candidate", "sealing", "syncing", "leader", "st
 
 
 def collect(figures: ReplicaFigures) -> Iterator[Metric]:
-    """Yield each metric of a replica."""
+    """Yield the metrics of a replica."""
     role = GaugeMetricFamily(
         "timeball_cluster_role", "1 for the state that this replica is in.", labels=["group", "role"]
     )
@@ -44,10 +44,10 @@ def collect(figures: ReplicaFigures) -> Iterator[Metric]:
         family = GaugeMetricFamily(f"timeball_cluster_{name}", text, labels=["group"])
         family.add_metric([figures.group], value)
         yield family
-    yield from _of_peers(figures)
+    yield from _peer_metrics(figures)
 
 
-def _of_peers(figures: ReplicaFigures) -> Iterator[Metric]:
+def _peer_metrics(figures: ReplicaFigures) -> Iterator[Metric]:
     lag = GaugeMetricFamily(
         "timeball_cluster_replica_lag_rows",
         "Rows of the leader's log that are not on a replica's disk.",

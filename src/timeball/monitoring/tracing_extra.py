@@ -1,4 +1,4 @@
-"""The optional extra for spans: a broker without OpenTelemetry reports this when spans are requested."""
+"""Opens the tracing of the optional extra `otel`, or explains how to install it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks of a data folder: the file FORMAT with the product and format version, and RESTORING during a restore."""
+"""The marker files of a data folder: FORMAT with the product and format version, and RESTORING during a restore."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 from timeball.io.files import Files, RealFiles
 from timeball.log.format import FORMAT_VERSION
-from timeball.log.segment import holds_log
+from timeball.log.segment import contains_log
 from timeball.model.errors import SetupError
 
 FORMAT_NAME = "FORMAT"
-RESTORING = "RESTORING"  # exists until a restore is finished: no broker starts on such a folder
+RESTORING = "RESTORING"  # exists until a restore is finished; meanwhile no broker starts on the folder
 
 
 class FormatFacts(msgspec.Struct):
@@ -28,10 +28,10 @@ def check_folder(files: RealFiles) -> None:
     if files.exists(RESTORING):
         raise SetupError(f"--data {root}: a restore was not finished; run `timeball restore` again")
     if not files.exists(FORMAT_NAME):
-        foreign = [name for name in files.list_dir(".") if name != "LOCK"]
-        if foreign and not holds_log(files):
+        other_files = [name for name in files.list_dir(".") if name != "LOCK"]
+        if other_files and not contains_log(files):
             raise SetupError(
-                f"--data {root} holds {foreign[0]!r} but no Timeball data: name an empty or new folder"
+                f"--data {root} holds {other_files[0]!r} but no Timeball data: name an empty or new folder"
             )
         return
     try:

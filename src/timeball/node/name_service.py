@@ -1,4 +1,4 @@
-"""The name server of a process: it answers RocketMQ clients' look-ups for all groups of its cluster."""
+"""The name server of a cluster node: tells RocketMQ clients the leaders of all groups of the cluster."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class NameService:
         self._directory = Directory(coordinator)
         security = Security(settings)
         self._server = NameServer(
-            self._groups,
+            self._group_leaders,
             tls=security.tls.context if security.tls else None,
             tls_to_brokers=load_client_tls(settings.replication_ca, "", "") if security.tls else None,
         )
-        self._looking: asyncio.Task[None] | None = None
+        self._directory_task: asyncio.Task[None] | None = None
 
     @property
     def directory(self) -> Directory:
@@ -38,24 +38,26 @@ class NameService:
         settings, port = self._settings, -1
         if settings.name_server_port >= 0:
             port = await self._server.start(settings.host, settings.name_server_port)
-        self._looking = asyncio.create_task(self._directory.run())
+        self._directory_task = asyncio.create_task(self._directory.run())
         return port
 
     async def close(self) -> None:
         """Stop listening and reading the directory."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
+        if self._directory_task is not None:
+            self._directory_task.cancel()
+            await asyncio.gather(self._directory_task, return_exceptions=True)
         await self._server.close()
 
     def status(self) -> dict[str, object]:
-        """Return the fields of a cluster node's status about groups, in the form of answers.Status."""
+        """Build the fields `group` and `groups` of a cluster node's status (answers.Status)."""
         directory = self._directory
-        kept = {group: directory.replicas(group, "flight") for group in sorted(directory.views)}
-        found = [{"group": group, "addresses": addresses} for group, addresses in kept.items() if addresses]
-        # None until the coordinator has been read: a reader must not take its group for the only one.
-        return {"group": self._settings.group, "groups": found or None}
+        addresses_of = {group: directory.replicas(group, "flight") for group in sorted(directory.views)}
+        groups = [
+            {"group": group, "addresses": addresses} for group, addresses in addresses_of.items() if addresses
+        ]
+        # None until the directory has been read: a client must not believe that its group is the only one.
+        return {"group": self._settings.group, "groups": groups or None}
 
-    def _groups(self) -> list[GroupPlace]:
+    def _group_leaders(self) -> list[GroupPlace]:
         directory = self._directory
         return [GroupPlace(group, directory.address(group, "remoting")) for group in directory.views]

@@ -29,13 +29,13 @@ from timeball.broker.recovery.recovery import apply_log, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
-from timeball.edges.http.recovering import Recovering
+from timeball.edges.http.recovering import RecoveryResponder
 from timeball.edges.shared.idle_connections import IdleConnections
 from timeball.io.clock import Clock, SchedulerClock, SystemClock
 from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
 from timeball.io.files import Files, RealFiles
 from timeball.io.security import OPEN, Security
-from timeball.io.stop_signals import stop_asked
+from timeball.io.stop_signals import watch_stop_signals
 from timeball.io.threads import Threads, in_thread
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread, Leading
@@ -50,7 +50,7 @@ from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.config import Settings
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
-from timeball.monitoring.replica_groups import ReplicaReadOuts
+from timeball.monitoring.replica_groups import ReplicaReaders
 from timeball.monitoring.tracing_extra import open_traces
 from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
@@ -87,7 +87,7 @@ class Node:
 
     def __init__(
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
-        leading: Leading | None = None, replica: ReplicaReadOuts | None = None,
+        leading: Leading | None = None, replica: ReplicaReaders | None = None,
     ) -> None:  # fmt: skip
         """Build on `files`, which are locked already, or on the folder of the settings.
 
@@ -160,7 +160,7 @@ class Node:
         if self._real_files is not None:
             check_folder(self._real_files)
             self._real_files.lock()
-        recovering = Recovering(self.settings, self.security)
+        recovering = RecoveryResponder(self.settings, self.security)
         try:
             if listen:
                 await recovering.start()
@@ -189,7 +189,7 @@ class Node:
         task.add_done_callback(self._ticker_ended)
         self._ticker_tasks.append(task)
 
-    async def _listen(self, recovering: Recovering) -> None:
+    async def _listen(self, recovering: RecoveryResponder) -> None:
         from timeball.edges.edges import Edges
 
         edges = Edges(self.broker, self.metrics, self.status, self.security)
@@ -249,7 +249,7 @@ class Node:
             traces=self._traces, file_replication=self._leading.files if self._leading else None,
             on_failure=self._fail, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves,
         )  # fmt: skip
-        self.broker.mover.follow_later(found.bring_up)
+        self.broker.mover.mark_behind_log(found.bring_up)
         await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
         # The leases that the last stop saved are in use again. Their deletion from the log must be durable before the
@@ -295,7 +295,7 @@ class Node:
     async def _open_log(self, saved: checkpoint.Checkpoint | None) -> Opened:
         return await in_thread(
             self._threads[0], open_log, self.files, segment_bytes=self.settings.segment_bytes,
-            now_ms=self.clock.wall_ms(), known_durable=saved.facts.seq if saved else 0,
+            now_ms=self.clock.wall_ms(), durable_before_seq=saved.facts.seq if saved else 0,
         )  # fmt: skip
 
     def _scheduler(
@@ -369,7 +369,7 @@ class Node:
         `before_stop` runs while the broker still answers, so that its clients can end in an orderly way.
         """
         assert self._failed is not None
-        loop, asked = asyncio.get_running_loop(), stop_asked()
+        loop, asked = asyncio.get_running_loop(), watch_stop_signals()
         if self.security.access is not None:
             loop.add_signal_handler(signal.SIGHUP, self.security.reload)
         try:

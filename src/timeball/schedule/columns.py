@@ -1,4 +1,4 @@
-"""Columns of equal length that are selected, joined and cut together: messages as arrays, one per field."""
+"""Messages as columns: arrays of equal length, one per field, that are selected and joined together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from timeball.model.message import Int64Array
 
 CHUNK = 65_536  # records read at a time, a few MB
 FEW = 16  # up to this many values, Python values cost less than columns
-PROBE = 4_096  # records read first: nearly always the last due record is among them
+PROBE = 4_096  # records in the first read, which nearly always contains the last due record
 
 Records = npt.NDArray[np.void]
-Chosen = npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice
+Selection = npt.NDArray[np.bool_] | npt.NDArray[np.int64] | slice
 
 
 class Columns:
@@ -30,9 +30,9 @@ class Columns:
     def __len__(self) -> int:
         return len(getattr(self, self.__slots__[0]))
 
-    def part(self, chosen: Chosen) -> Self:
-        """Select rows by a mask, by indexes or by a slice."""
-        return type(self)(*(getattr(self, name)[chosen] for name in self.__slots__))
+    def part(self, selection: Selection) -> Self:
+        """Select rows by a mask, by indexes or by a slice. The result has the same class."""
+        return type(self)(*(getattr(self, name)[selection] for name in self.__slots__))
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -57,18 +57,19 @@ class GrowingColumns:
         begin = self._rows
         end = begin + len(np.asarray(columns[0]))
         # The size is doubled, so that n rows are copied O(n) times.
-        self._make_room(end, 2 * begin)
-        for place, column in enumerate(columns):
-            self._columns[place, begin:end] = column
+        self._grow(end, 2 * begin)
+        for index, column in enumerate(columns):
+            self._columns[index, begin:end] = column
         self._rows = end
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for `rows` more rows. Fewer may follow: unused memory is never touched."""
-        self._make_room(self._rows + rows, self._rows + rows)
+        self._grow(self._rows + rows, self._rows + rows)
 
-    def _make_room(self, needed_rows: int, room: int) -> None:
+    def _grow(self, needed_rows: int, capacity: int) -> None:
+        """If there is less space than `needed_rows`, allocate that many rows, or `capacity` rows if that is more."""
         if needed_rows > self._columns.shape[1]:
-            grown = np.empty((len(self._columns), max(needed_rows, room)), np.int64)
+            grown = np.empty((len(self._columns), max(needed_rows, capacity)), np.int64)
             grown[:, : self._rows] = self._columns[:, : self._rows]
             self._columns = grown
 
@@ -83,27 +84,30 @@ class GrowingColumns:
 
 def with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
     """Replace the values of a column."""
-    place = rows.schema.get_field_index(name)
-    return rows.set_column(place, rows.schema.field(place), values)
+    index = rows.schema.get_field_index(name)
+    return rows.set_column(index, rows.schema.field(index), values)
 
 
 def leading(read: Callable[[int, int], Records], field: str, begin: int, end: int, before_ms: int) -> Records:
-    """Read the records of [begin, end) that are before `before_ms`. They are sorted by the time in `field`."""
+    """Read the first records of [begin, end): those whose time in `field` is before `before_ms`.
+
+    The records are sorted by that time. `read` returns the records of a range.
+    """
     # The first part is empty, so that the result has the type of the records even if there are none.
-    parts, step = [read(begin, begin)], PROBE
+    chunks, chunk_rows = [read(begin, begin)], PROBE
     while begin < end:
-        records = read(begin, min(end, begin + step))
-        cut = int(np.searchsorted(records[field], before_ms))
-        parts.append(records[:cut])
-        # The records are sorted, so the first one that is not due ends the search.
-        if cut < len(records):
+        records = read(begin, min(end, begin + chunk_rows))
+        due_rows = int(np.searchsorted(records[field], before_ms))
+        chunks.append(records[:due_rows])
+        # The records are sorted, so the first record that is not due ends the search.
+        if due_rows < len(records):
             break
-        begin, step = begin + cut, CHUNK
-    return np.concatenate(parts)
+        begin, chunk_rows = begin + due_rows, CHUNK
+    return np.concatenate(chunks)
 
 
 def runs_of(values: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Find the begin and the length of each run of equal values. The column must not be empty."""
+    """Find the runs of equal values: return their begins and their lengths. The column must not be empty."""
     # The first run begins at 0, each other one where a value differs from the one before it.
     begins = np.concatenate(([0], np.flatnonzero(np.diff(values)) + 1))
     return begins, np.diff(np.append(begins, len(values)))

@@ -1,14 +1,14 @@
-"""An index of pending messages as pairs of two int64: sorted runs of (due_ms, seq), which are merged as they grow.
+"""An index of messages as pairs (due_ms, seq) of int64. The pairs are in sorted runs, which are merged as they grow.
 
 The tail of `hour_log` and the set of cancelled messages are such indexes. New pairs form small runs. When there are too
 many runs, the smaller ones are merged, so each pair is sorted O(log n) times, always as part of a column.
 
-A look-up of pairs searches by sequence number first and then compares the due time. Consumers acknowledge a few
-messages at a time, with due times anywhere in the next minutes. A search through all pairs in that span would cost 1 ms
-each. The pairs sorted by number take 16 more bytes a pair, only in runs that a look-up has searched.
+A look-up of pairs searches by sequence number first and then compares the due time. The reason: consumers acknowledge
+a few messages at a time, with due times anywhere in the next minutes, and a search through all pairs in that span would
+take 1 ms each. The pairs sorted by number take 16 more bytes a pair, but only in runs that a look-up has searched.
 
-Pairs that arrive one by one, such as leases and their ends, are first stored as Python values. As a column, each would
-cost as much as a thousand, on arrival and in every look-up. When there are many they become a run.
+Pairs that arrive one by one, such as leases and their ends, are first stored as Python values. As a column, one pair
+would cost as much as a thousand, on arrival and in every look-up. When there are many, they become a run.
 """
 
 from __future__ import annotations
@@ -48,43 +48,44 @@ class _Run:
         """Check whether the run contains this pair."""
         if not self.due[0] <= due_ms <= self.due[-1]:
             return False
-        dues, numbers = self._sorted_by_number()
-        at = int(numbers.searchsorted(seq))
-        while at < len(numbers) and numbers[at] == seq:
-            if dues[at] == due_ms:
+        due_times, numbers = self._sorted_by_number()
+        index = int(numbers.searchsorted(seq))
+        while index < len(numbers) and numbers[index] == seq:
+            if due_times[index] == due_ms:
                 # A pair that was cut off is before the first remaining pair. It does not count.
                 return bool(due_ms > self.due[0] or seq >= self.seq[0])
-            at += 1
+            index += 1
         return False
 
     def after(self, cut: int) -> _Run:
-        """Return the run without its first `cut` pairs."""
+        """Build the run without its first `cut` pairs."""
         # The columns sorted by number still contain the pairs that were cut off. They are kept while at least half of
         # their pairs count, because sorting again costs more than the memory.
         is_worth_keeping = 2 * (len(self) - cut) > len(self._by_number[1])
         by_number = self._by_number if is_worth_keeping else (_EMPTY, _EMPTY)
-        return _Run(_own(self.due[cut:]), _own(self.seq[cut:]), by_number)
+        return _Run(_copy_small_view(self.due[cut:]), _copy_small_view(self.seq[cut:]), by_number)
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the pairs that the run contains."""
-        dues, numbers = self._sorted_by_number()
-        at, found = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
+        """Compute a mask of the pairs that the run contains."""
+        due_times, numbers = self._sorted_by_number()
+        indexes, present = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
         while True:  # once, unless a number occurs with several due times
-            # For numbers after the last one `at` is one too far. The comparison with `len` below excludes these.
-            here = np.minimum(at, len(numbers) - 1)
-            same = (at < len(numbers)) & (numbers[here] == seq)
-            found |= same & (dues[here] == due_ms)
-            others = same & ~found
-            if not others.any():
+            # For numbers after the last one, `indexes` is one too far. The comparison with `len` excludes these.
+            in_range = np.minimum(indexes, len(numbers) - 1)
+            same_number = (indexes < len(numbers)) & (numbers[in_range] == seq)
+            present |= same_number & (due_times[in_range] == due_ms)
+            remaining = same_number & ~present
+            if not remaining.any():
                 break
-            at = at + others
+            indexes = indexes + remaining
         # Pairs that were cut off are before the first remaining pair. They do not count.
         if len(numbers) != len(self):
             first_due, first_seq = self.due[0], self.seq[0]
-            found &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
-        return found
+            present &= (due_ms > first_due) | ((due_ms == first_due) & (seq >= first_seq))
+        return present
 
     def _sorted_by_number(self) -> tuple[Int64Array, Int64Array]:
+        """Sort the pairs by number, at the first call only."""
         if not len(self._by_number[1]):
             order = np.argsort(self.seq, kind="stable")
             self._by_number = self.due[order], self.seq[order]
@@ -110,21 +111,22 @@ class DueIndex:
             return
         self._size += len(due_ms)
         if len(due_ms) <= FEW:
-            instants = due_ms.tolist()
-            self._newest.update(zip(instants, seq.tolist(), strict=True))
-            self.first_due_ms = min(self.first_due_ms, *instants)
+            due_times = due_ms.tolist()
+            self._newest.update(zip(due_times, seq.tolist(), strict=True))
+            self.first_due_ms = min(self.first_due_ms, *due_times)
             if len(self._newest) >= NEWEST_MAX:
-                self._fold()
+                self._fold_newest()
         else:
             self._add_run(_Run(*_sorted(due_ms, seq)))
 
     def _add_run(self, run: _Run) -> None:
+        """Add a run. Merge runs if there are too many."""
         self._runs.append(run)
         self.first_due_ms = min(self.first_due_ms, int(run.due[0]))
         if len(self._runs) > RUNS_MAX:
             self._merge()
 
-    def _fold(self) -> None:
+    def _fold_newest(self) -> None:
         """Turn the newest pairs into a run."""
         if self._newest:
             due, seq = np.array(list(self._newest), dtype=np.int64).T
@@ -133,115 +135,117 @@ class DueIndex:
 
     def count_before(self, due_ms: int) -> int:
         """Count the pairs with due times before `due_ms`."""
-        self._fold()
+        self._fold_newest()
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
         """Remove and return all pairs < (due_ms, seq), sorted."""
         if self.first_due_ms > due_ms:  # the usual case, in which the newest pairs need no sort
             return _EMPTY, _EMPTY
-        self._fold()
-        parts = []
-        kept = []
+        self._fold_newest()
+        popped_parts = []
+        remaining = []
         for run in self._runs:
             # Each run is cut at its beginning, with a binary search. No pair is moved.
             cut = search(run.due, run.seq, (due_ms, seq))
             if cut:
-                parts.append((run.due[:cut], run.seq[:cut]))
+                popped_parts.append((run.due[:cut], run.seq[:cut]))
             if cut < len(run):
-                kept.append(run.after(cut) if cut else run)
-        if not parts:
+                remaining.append(run.after(cut) if cut else run)
+        if not popped_parts:
             return _EMPTY, _EMPTY
-        self._runs = kept
-        popped = _concat(parts)
+        self._runs = remaining
+        popped = _merge_sorted(popped_parts)
         self._size -= len(popped[0])
-        self._keep_first()
+        self._update_first_due()
         return popped
 
     def between(self, low: tuple[int, int], high: tuple[int, int]) -> tuple[Int64Array, Int64Array]:
-        """Return the pairs in [low, high), sorted. They stay in the set."""
-        self._fold()
-        parts = []
+        """List the pairs in [low, high), sorted. They stay in the set."""
+        self._fold_newest()
+        slices = []
         for run in self._runs:
             begin, end = search(run.due, run.seq, low), search(run.due, run.seq, high)
-            # These are views. `_concat` copies them only if there are several.
-            parts.append((run.due[begin:end], run.seq[begin:end]))
-        return _concat(parts)
+            # These are views. `_merge_sorted` copies them only if there are several.
+            slices.append((run.due[begin:end], run.seq[begin:end]))
+        return _merge_sorted(slices)
 
     def drop_seqs_below(self, seq: int) -> None:
         """Remove the pairs with sequence numbers below `seq`."""
         self._filter(-(1 << 62), 1 << 62, lambda seqs: seqs >= seq)
 
-    def drop(self, is_gone: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
-        """Remove the pairs whose sequence numbers `is_gone` selects."""
-        self._filter(-(1 << 62), 1 << 62, lambda seqs: ~is_gone(seqs))
+    def drop(self, is_removed: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
+        """Remove the pairs whose sequence numbers the mask of `is_removed` selects."""
+        self._filter(-(1 << 62), 1 << 62, lambda seqs: ~is_removed(seqs))
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the pairs that are present."""
-        found = np.zeros(len(seq), dtype=np.bool_)
+        """Compute a mask of the pairs that are present."""
+        present = np.zeros(len(seq), dtype=np.bool_)
         if self._size == 0 or len(seq) == 0:
-            return found
+            return present
         if len(seq) <= FEW:
-            for at, pair in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
-                found[at] = self.has(*pair)
-            return found
-        self._fold()
+            for index, pair in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
+                present[index] = self.has(*pair)
+            return present
+        self._fold_newest()
         # A run whose due times do not overlap those of the pairs needs no look-up.
         low, high = int(due_ms.min()), int(due_ms.max())
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
-                found |= run.contains(due_ms, seq)
-        return found
+                present |= run.contains(due_ms, seq)
+        return present
 
     def has(self, due_ms: int, seq: int) -> bool:
         """Check whether this pair is present."""
         return (due_ms, seq) in self._newest or any(run.has(due_ms, seq) for run in self._runs)
 
     def numbers(self) -> Int64Array:
-        """Return the sequence numbers of all pairs, in any order."""
-        self._fold()
+        """List the sequence numbers of all pairs, in any order."""
+        self._fold_newest()
         return np.concatenate([_EMPTY, *(run.seq for run in self._runs)])
 
     def pairs(self) -> tuple[Int64Array, Int64Array]:
-        """Return all pairs, sorted."""
-        self._fold()
-        return _concat([(run.due, run.seq) for run in self._runs])
+        """List all pairs, sorted."""
+        self._fold_newest()
+        return _merge_sorted([(run.due, run.seq) for run in self._runs])
 
     def _filter(self, low: int, high: int, keep: Callable[[Int64Array], npt.NDArray[np.bool_]]) -> None:
         """Remove the pairs that `keep` does not select from the runs that overlap the due times [low, high]."""
-        self._fold()
+        self._fold_newest()
         runs = []
         for run in self._runs:
             if run.due[0] <= high and run.due[-1] >= low:
                 # Runs are not sorted by number, so every pair is tested. That is cheap enough for attaches, which are
                 # rare.
-                mask = keep(run.seq)
-                run = run if mask.all() else _Run(run.due[mask], run.seq[mask])
+                kept = keep(run.seq)
+                run = run if kept.all() else _Run(run.due[kept], run.seq[kept])
             if len(run):
                 runs.append(run)
         self._runs = runs
         self._size = sum(len(run) for run in runs)
-        self._keep_first()
+        self._update_first_due()
 
-    def _keep_first(self) -> None:
+    def _update_first_due(self) -> None:
         self.first_due_ms = min((int(run.due[0]) for run in self._runs), default=FAR_MS)
 
     def _merge(self) -> None:
+        """Merge the smaller runs into one."""
         self._runs.sort(key=len)
         # The small runs are merged and the largest ones stay, so that each pair is sorted O(log n) times.
         half = len(self._runs) - RUNS_MAX // 4
-        merged = _Run(*_concat([(run.due, run.seq) for run in self._runs[:half]]))
+        merged = _Run(*_merge_sorted([(run.due, run.seq) for run in self._runs[:half]]))
         self._runs = [merged, *self._runs[half:]]
 
 
-def _own(part: Int64Array) -> Int64Array:
+def _copy_small_view(column: Int64Array) -> Int64Array:
     """Copy the array if it is a view of an array of more than twice its size, else return it unchanged."""
     # A view keeps its whole base alive. A few remaining pairs must not hold the memory of a million.
-    whole = part.base
-    return part.copy() if whole is not None and 2 * part.nbytes < whole.nbytes else part
+    base = column.base
+    return column.copy() if base is not None and 2 * column.nbytes < base.nbytes else column
 
 
 def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Sort pairs by (due_ms, seq)."""
     if len(due) >= PACK_ROWS_MIN and (packed := _sorted_packed(due, seq)) is not None:
         return packed
     # `lexsort` sorts by its last key first: by due time, and then by number.
@@ -250,17 +254,19 @@ def _sorted(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array]:
 
 
 def _sorted_packed(due: Int64Array, seq: Int64Array) -> tuple[Int64Array, Int64Array] | None:
-    """Sort pairs by packed keys. None if the keys need more than 63 bits, or numbers do not ascend."""
+    """Sort pairs by keys of due time and position. None if a key needs more than 63 bits or `seq` does not ascend."""
     low_ms, bits = int(due.min()), len(due).bit_length()
     if (int(due.max()) - low_ms) >> (63 - bits) or not (seq[1:] > seq[:-1]).all():
         return None
-    # Sorting values takes half the time of computing an order. A start with a million messages waits for this sort.
+    # A key is (due time, index). Sorting keys takes half the time of computing an order, and a start with a million
+    # messages waits for this sort.
     keys = (due - low_ms) << bits | np.arange(len(due))
     keys.sort()
     return (keys >> bits) + low_ms, seq[keys & ((1 << bits) - 1)]
 
 
-def _concat(runs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
+def _merge_sorted(runs: list[tuple[Int64Array, Int64Array]]) -> tuple[Int64Array, Int64Array]:
+    """Merge sorted pairs into sorted pairs. A single run is returned without a copy."""
     if not runs:
         return _EMPTY, _EMPTY
     if len(runs) == 1:

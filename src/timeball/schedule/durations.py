@@ -1,7 +1,7 @@
-"""Scheduled messages whose due time was given as a duration: leases, retries, delays. They follow elapsed time.
+"""Durations: scheduled messages with a relative due time (leases, retries, delays). They follow elapsed time.
 
-A duration becomes a due time on the scheduler's clock once, when the message is accepted. If that clock is set
-afterwards, the due time in the log no longer matches the elapsed time: it has to be *shifted* by the step.
+When a message is accepted, its duration is converted once to a due time on the scheduler's clock. If that clock is set
+afterwards, the due time in the log no longer matches the elapsed time and must be *shifted* by the step.
 
     offset    the scheduler's clock minus the boot clock, which only grows
     shift     the offset now, minus the offset when the message was accepted; nonzero only after a step
@@ -11,9 +11,9 @@ under another offset. The pairs (due_ms, seq) of all durations are stored beside
 no effect until a clock is set. After a step the scheduler takes the pending ones out of their backlogs and loads them
 itself at their shifted due times. Outcomes and the log still identify them by the original pairs.
 
-After a restart the rows in the log show which messages are durations. They are read at the first step, or at once if
-the clock is behind any row. A row with a time in the future was stored before the clock was set back. Its message
-waits no longer than its whole duration from the start on.
+After a restart the rows in the log show which messages are durations. They are read at the first clock step, or at
+once if the clock is behind the store time of any row. Such a row was stored before the clock was set back. Its message
+waits at most its whole duration, counted from the start.
 
 This module does not depend on leases or topics: the broker decides which messages are durations
 (broker/accepting/durations.py).
@@ -41,7 +41,7 @@ EPOCHS_MAX = 256
 # The clock stands still during a small step back, and the offset changes all that time. It is followed at this
 # interval, in ms.
 FOLLOW_MS = 1_000
-# Pairs that `first_promised_ms` checks at a time.
+# Pairs that `first_original_due_ms` checks at a time.
 LOOK_ROWS = 4_096
 
 _NONE = np.empty(0, np.int64)
@@ -54,7 +54,7 @@ class Shifted(NamedTuple):
     """Pending messages at shifted due times, with the original due times, by which outcomes identify them."""
 
     due_ms: Int64Array
-    promised_ms: Int64Array
+    original_due_ms: Int64Array
     seq: Int64Array
 
 
@@ -62,7 +62,7 @@ NOTHING = Shifted(_NONE, _NONE, _NONE)
 
 
 class Found(NamedTuple):
-    """Durations in rows of an earlier run, sorted by number, with the time at which each row was stored."""
+    """Durations in the rows of earlier runs, sorted by number, with the time at which each row was stored."""
 
     waiting: Waiting
     store_ms: Int64Array
@@ -93,29 +93,31 @@ class Durations:
         self._begun_ms = 0 if clock is None else clock.now_ms()
         self._is_behind = False
         self.files_to_seq = 0  # messages in rows below it are in files
-        # Rows whose store time is later than this start, and the difference in ms. Sorted by number, and usually empty.
-        self._early_seq = self._early_ms = _NONE
+        # Durations whose rows were stored later than this start, and the difference in ms. Sorted by number, usually
+        # empty.
+        self._future_seq = self._future_ms = _NONE
         offset_ms = 0 if clock is None else clock.offset_ms
         self._epochs = [(-FAR_MS, offset_ms)]  # (first number, offset in ms from there on)
         self._offset_ms = self._applied_ms = offset_ms
         self._applied_elapsed_ms = -FAR_MS
-        # The pairs of pending durations, and of some settled ones. The scheduler appends to `newest` while there is
-        # room.
+        # The pairs (due_ms, seq) of pending durations, and of some settled ones. The scheduler appends to `newest`
+        # until `is_full`.
         self._pairs, self.newest, self.is_full = DueIndex(), list[Pairs](), False
         self.has_changed = False  # true if the offset has changed since the shifts were applied
         self._locations = Locations()  # of the durations that were rewritten
-        # The numbers of the durations that the scheduler loads itself (settled ones included), and their original due
-        # times in the same order. Sorted by number. Replaced, never changed in place, because the reader thread reads
-        # them.
-        self.known = self._promised_by_number = _NONE
-        self._waiting = NOTHING  # sorted by `promised_ms`; settled pairs at its beginning are removed
+        # The numbers of the shifted durations (settled ones included), which the scheduler loads itself, and their
+        # original due times in the same order. Sorted by number. Replaced, never changed in place, because the reader
+        # thread reads them.
+        self.shifted_seqs = self._original_due_by_number = _NONE
+        # Sorted by `original_due_ms`. Settled pairs at its beginning are removed.
+        self._pending_shifted = NOTHING
         if clock is not None:
             clock.on_offset = self._offset_changed
 
     def __len__(self) -> int:
-        return len(self._folded())
+        return len(self._index())
 
-    def _folded(self) -> DueIndex:
+    def _index(self) -> DueIndex:
         """Move the newest pairs into the index and return it."""
         if self.newest:
             due_ms, seq = (np.concatenate(columns) for columns in zip(*self.newest, strict=True))
@@ -126,7 +128,7 @@ class Durations:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def begin(self, newest_ms: int, files_to_seq: int) -> None:
-        """Start after rows that were stored at `newest_ms` or before.
+        """Start after an earlier run whose newest row was stored at `newest_ms`.
 
         If the clock is behind `newest_ms`, it was set back, perhaps before the last rows were stored. Messages in rows
         below `files_to_seq` are in files.
@@ -135,32 +137,32 @@ class Durations:
         self._is_behind = self.has_changed = newest_ms > self._begun_ms + OFFSET_JITTER_MS
 
     def adopt(self, found: Found) -> None:
-        """Add durations from before the start. From the start on, none waits longer than its whole duration."""
+        """Add durations from before the start. None of them waits longer than its whole duration from now on."""
         waiting, later_ms = found.waiting, found.store_ms - self._begun_ms
-        self._folded().add(waiting.due_ms, waiting.seq)
+        self._index().add(waiting.due_ms, waiting.seq)
         self._locations.add(waiting.seq, waiting.row_seq)
-        # Stored in the future of this start's clock: the shift takes the difference away again.
-        late = later_ms > 0
-        self._early_seq, self._early_ms = waiting.seq[late], later_ms[late]
+        # Stored in the future of this start's clock. `shift_of` subtracts the difference.
+        in_future = later_ms > 0
+        self._future_seq, self._future_ms = waiting.seq[in_future], later_ms[in_future]
 
     def rewritten(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> None:
         """Record the new rows of the durations among these messages."""
         # `pop` first: a message that is rewritten twice must not have two locations.
-        if len(self._folded()) and (ours := self._folded().contains(due_ms, seq)).any():
-            self._locations.pop(seq[ours])
-            self._locations.add(seq[ours], row_seq[ours])
+        if len(self._index()) and (is_duration := self._index().contains(due_ms, seq)).any():
+            self._locations.pop(seq[is_duration])
+            self._locations.add(seq[is_duration], row_seq[is_duration])
 
     def rows_of(self, seq: Int64Array) -> Int64Array:
-        """Find the rows of the log that contain these messages, or contained them before they moved to a file."""
+        """Find the rows of the log that contain these messages, or contained them until they were moved to a file."""
         return self._locations.rows_of(seq)
 
     def forget_before(self, mark_ms: int) -> None:
         """Forget the durations due before the mark, which are settled (released or cancelled)."""
-        if (pairs := self._folded()).first_due_ms < mark_ms:
+        if (pairs := self._index()).first_due_ms < mark_ms:
             _, seq = pairs.pop_before(mark_ms, 0)
             if len(self._locations):
                 self._locations.pop(seq)
-        self.is_full = len(self._folded()) >= ROWS_MAX
+        self.is_full = len(self._index()) >= ROWS_MAX
 
     # -- steps of the clock ------------------------------------------------------------------------------------
 
@@ -178,7 +180,7 @@ class Durations:
 
     @property
     def is_off(self) -> bool:
-        """True if the shifts have to be applied now, because the offset has changed."""
+        """True if the shifts must be applied now, because the offset has changed."""
         if not self.has_changed:
             return False
         changed_ms = self._offset_ms - self._applied_ms
@@ -188,12 +190,12 @@ class Durations:
         if changed_ms > OFFSET_JITTER_MS or changed_ms < -STEP_MS:
             return True
         if changed_ms >= -OFFSET_JITTER_MS or self._clock is None:
-            self.has_changed = False  # the offset is back at its old value
+            self.has_changed = False  # the offset has returned to the applied one
             return False
         return self._clock.elapsed_ms() - self._applied_elapsed_ms >= FOLLOW_MS
 
     def apply(self) -> int:
-        """Apply the current offset to the shifts. Return the step in ms since the last call."""
+        """Make `shift_of` use the current offset. Returns the change of the offset since the last call, in ms."""
         step_ms = self._offset_ms - self._applied_ms
         self._applied_ms, self._is_behind, self.has_changed = self._offset_ms, False, False
         if self._clock is not None:
@@ -205,55 +207,58 @@ class Durations:
         first_seq, offset_ms = np.array(self._epochs, np.int64).T
         shift_ms: Int64Array = self._applied_ms - offset_ms[np.searchsorted(first_seq, seq, side="right") - 1]
         # The rows stored in the future count from the start (see `adopt`).
-        if len(self._early_seq):
-            at = np.minimum(np.searchsorted(self._early_seq, seq), len(self._early_seq) - 1)
-            shift_ms = shift_ms - np.where(self._early_seq[at] == seq, self._early_ms[at], 0)
+        if len(self._future_seq):
+            indexes = np.minimum(np.searchsorted(self._future_seq, seq), len(self._future_seq) - 1)
+            shift_ms = shift_ms - np.where(self._future_seq[indexes] == seq, self._future_ms[indexes], 0)
         return shift_ms
 
     def shifted(self) -> Shifted:
-        """Collect all pending durations whose due times are shifted. `contains` is true for them from now on."""
-        due_ms, seq = self._folded().pairs()
+        """Collect all pending durations with shifted due times. From now on `contains` is true for exactly these."""
+        due_ms, seq = self._index().pairs()
         shift_ms = self.shift_of(seq)
         # Durations that were shifted before stay included, even with a shift of 0: their backlogs may have opened them
         # meanwhile.
         chosen = (np.abs(shift_ms) > OFFSET_JITTER_MS) | self.contains(seq)
         chosen[chosen] = self._outcomes.waits(due_ms[chosen], seq[chosen])
-        promised_ms, seq, shift_ms = due_ms[chosen], seq[chosen], shift_ms[chosen]
+        original_due_ms, seq, shift_ms = due_ms[chosen], seq[chosen], shift_ms[chosen]
         order = np.argsort(seq)
-        self.known, self._promised_by_number = seq[order], promised_ms[order]
-        self._waiting = Shifted(promised_ms + shift_ms, promised_ms, seq)
-        return self._waiting
+        self.shifted_seqs, self._original_due_by_number = seq[order], original_due_ms[order]
+        self._pending_shifted = Shifted(original_due_ms + shift_ms, original_due_ms, seq)
+        return self._pending_shifted
 
     def contains(self, seq: Int64Array) -> Bools:
-        """Return a mask of the numbers that the scheduler loads itself."""
-        return is_in(self.known, seq)
+        """Compute a mask of the numbers that are shifted durations, which the scheduler loads itself."""
+        return is_in(self.shifted_seqs, seq)
 
-    def promised_of(self, seq: Int64Array) -> Int64Array:
-        """Return the original due times of messages that the last `shifted` returned (any thread)."""
-        promised_ms = self._promised_by_number
+    def original_due_of(self, seq: Int64Array) -> Int64Array:
+        """Look up the original due times of messages that the last `shifted` returned (any thread)."""
+        original_due_ms = self._original_due_by_number
         # A gather from before the last step may ask for other numbers. Its result is discarded.
-        at = np.minimum(np.searchsorted(self.known, seq), len(promised_ms) - 1)
-        return promised_ms[at] if len(promised_ms) else seq
+        indexes = np.minimum(np.searchsorted(self.shifted_seqs, seq), len(original_due_ms) - 1)
+        return original_due_ms[indexes] if len(original_due_ms) else seq
 
-    def first_promised_ms(self) -> int:
-        """Find the earliest original due time among the pending shifted durations. The mark must not pass it."""
-        waiting = self._waiting
-        while len(waiting.seq):
-            # Settled pairs are removed from the beginning, a part at a time: usually the first part contains a pending
-            # one.
+    def first_original_due_ms(self) -> int:
+        """Find the earliest original due time among the pending shifted durations. FAR_MS if there are none.
+
+        The mark (outcomes.py) must not pass it.
+        """
+        pending = self._pending_shifted
+        while len(pending.seq):
+            # Settled pairs are removed from the beginning, LOOK_ROWS at a time. Usually the first rows contain a
+            # pending pair.
             head = slice(0, LOOK_ROWS)
-            settled = self._outcomes.is_settled(waiting.promised_ms[head], waiting.seq[head])
-            done = int(np.argmin(np.append(settled, False)))
-            if done:
-                waiting = self._waiting = Shifted(*(column[done:] for column in waiting))
-            if done < LOOK_ROWS:
+            settled = self._outcomes.is_settled(pending.original_due_ms[head], pending.seq[head])
+            settled_rows = int(np.argmin(np.append(settled, False)))
+            if settled_rows:
+                pending = self._pending_shifted = Shifted(*(column[settled_rows:] for column in pending))
+            if settled_rows < LOOK_ROWS:
                 break
-        return int(waiting.promised_ms[0]) if len(waiting.seq) else FAR_MS
+        return int(pending.original_due_ms[0]) if len(pending.seq) else FAR_MS
 
 
-def is_in(known: Int64Array, seq: Int64Array) -> Bools:
-    """Return a mask of the numbers that are in `known`, which is sorted."""
-    if not len(known):
+def is_in(sorted_seqs: Int64Array, seq: Int64Array) -> Bools:
+    """Compute a mask of the numbers that are in `sorted_seqs`."""
+    if not len(sorted_seqs):
         return np.zeros(len(seq), np.bool_)
-    at = np.minimum(np.searchsorted(known, seq), len(known) - 1)
-    return np.asarray(known[at] == seq)
+    indexes = np.minimum(np.searchsorted(sorted_seqs, seq), len(sorted_seqs) - 1)
+    return np.asarray(sorted_seqs[indexes] == seq)

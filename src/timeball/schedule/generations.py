@@ -1,9 +1,9 @@
-"""Generations: each is one folder of a strategy's files. A state in a checkpoint belongs to one generation.
+"""Generations of a strategy's files. Each generation is a folder, and a saved state belongs to one generation.
 
     timer_wheel/00000003/…        cascade/00000001/…
 
-A start that cannot use a state begins a new generation. So an older state never meets records that were written later
-under the same names. After a power cut it finds that its files are gone, not that they have changed.
+A start that cannot use the saved state begins a new generation. So the files of an older state never change: after a
+power cut its files may be missing, but they never contain records that were written later under the same names.
 """
 
 from __future__ import annotations
@@ -37,12 +37,15 @@ class BacklogInFiles(Backlog):
     _generation: int
 
     def _begin_generation(self, files: Files, folder: str, state: StateOfGeneration | None) -> str:
-        """Start the generation of a state, or a new one if there is no state. Return its folder."""
+        """Continue the generation of a state, or begin a new one if there is no state. Return its folder."""
         self._generation = begin_generation(files, folder, None if state is None else state.generation)
         return folder_of(folder, self._generation)
 
     def _add_in_log_order(self, waiting: Waiting, now_ms: int) -> Opened:
-        """Add the messages since the state, sorted by row, so that files and log rows can be dropped together."""
+        """Add messages in the order of their rows, so that files and log rows can be dropped together.
+
+        Returns those that count as opened.
+        """
         waiting = waiting.part(np.argsort(waiting.row_seq, kind="stable"))
         near = waiting.part(self.add(waiting, now_ms))
         return Opened.near(near.due_ms, near.seq, near.row_seq)
@@ -76,7 +79,7 @@ def begin_generation(files: Files, folder: str, saved: int | None) -> int:
 
 
 def folder_of(folder: str, generation: int) -> str:
-    """Return the folder of a generation."""
+    """Build the name of a generation's folder."""
     return f"{folder}/{generation:08d}"
 
 
@@ -95,6 +98,7 @@ def check(files: Files, folder: str, logs: Iterable[LogBounds]) -> None:
 
 
 def _remove_logs(files: Files, folder: str) -> None:
-    for log in files.list_dir(folder):
-        for name in files.list_dir(f"{folder}/{log}"):
-            files.remove(f"{folder}/{log}/{name}")
+    """Remove the files of all logs of a generation."""
+    for log_name in files.list_dir(folder):
+        for file_name in files.list_dir(f"{folder}/{log_name}"):
+            files.remove(f"{folder}/{log_name}/{file_name}")

@@ -51,7 +51,7 @@ def waiting_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Select the rows that gave a message its due time, from those that `waiting_rows` returns."""
+    """Select the rows of `waiting_rows` that gave a message its due time."""
     rows = waiting_rows(rows)
     mask = rows.column("kind").to_numpy() == Kind.SCHEDULED
     mask |= np.asarray(rows.column("from_due_ms").is_valid())
@@ -59,7 +59,7 @@ def versions_in(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def waiting_in(rows: pa.RecordBatch) -> Waiting:
-    """Build the pending messages of READ_SCHEMA rows of these `KINDS`."""
+    """Build the columns of the messages in READ_SCHEMA rows. All rows must have one of `KINDS`."""
     row_seq = int64(rows.column("seq"))
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     seq = np.where(moved, moved_versions(rows), row_seq) if moved.any() else row_seq
@@ -67,7 +67,7 @@ def waiting_in(rows: pa.RecordBatch) -> Waiting:
 
 
 def moved_versions(rows: pa.RecordBatch) -> Int64Array:
-    """Compute the versions of MOVED rows. A row with a new due time is a version, others refer to their version."""
+    """Compute the versions of MOVED rows. A row with a new due time is a version itself, others refer to one."""
     return np.where(
         np.asarray(rows.column("from_due_ms").is_valid()), int64(rows.column("seq")), versions(rows)
     )
@@ -75,20 +75,20 @@ def moved_versions(rows: pa.RecordBatch) -> Int64Array:
 
 def versions(rows: pa.RecordBatch) -> Int64Array:
     """Read the versions that rows of the kinds RELEASE, CANCEL and MOVED refer to. 0 if they refer to none."""
-    named, number = rows.column("version_seq"), rows.column("source_seq")
-    named = number if named.null_count == len(named) else pc.coalesce(named, number)
-    return np.asarray(named.fill_null(0).to_numpy(), dtype=np.int64)
+    version_seq, number = rows.column("version_seq"), rows.column("source_seq")
+    version_seq = number if version_seq.null_count == len(version_seq) else pc.coalesce(version_seq, number)
+    return np.asarray(version_seq.fill_null(0).to_numpy(), dtype=np.int64)
 
 
-def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
+def latest(batches: Iterable[Waiting], from_seq: int) -> Waiting:
     """Find the last location of each message in rows from `from_seq` on, sorted by version.
 
-    `found` is in the order of the log.
+    `batches` are in the order of the log.
     """
-    parts = list(found)
-    if not parts:
+    columns = list(batches)
+    if not columns:
         return NOTHING
-    waiting = Waiting.joined(parts)
+    waiting = Waiting.joined(columns)
     if not (kept := waiting.row_seq >= from_seq).all():
         waiting = waiting.part(kept)
     # Each message occurs once and in order in nearly all cases, since few are rewritten.
@@ -96,8 +96,8 @@ def latest(found: Iterable[Waiting], from_seq: int) -> Waiting:
         return waiting
     # `unique` returns the first index of each number. In reverse order this is the row that came last.
     waiting = waiting.part(slice(None, None, -1))
-    _, last = np.unique(waiting.seq, return_index=True)
-    return waiting.part(last)
+    _, last_indexes = np.unique(waiting.seq, return_index=True)
+    return waiting.part(last_indexes)
 
 
 def take_scheduled(reader: LogReader, row_seq: Int64Array) -> pa.RecordBatch:
@@ -110,8 +110,8 @@ def as_scheduled(rows: pa.RecordBatch) -> pa.RecordBatch:
     moved = rows.column("kind").to_numpy() == Kind.MOVED
     if not moved.any():
         return rows
-    mask, count = pa.array(moved), rows.num_rows
-    nothing, number = pa.nulls(count, pa.int64()), rows.column("source_seq")
+    moved_mask, count = pa.array(moved), rows.num_rows
+    nulls, number = pa.nulls(count, pa.int64()), rows.column("source_seq")
     seq = np.where(moved, moved_versions(rows), int64(rows.column("seq")))
     # A row that was only rolled or hopped reads like its first row, because number and version are the same.
     keeps_number = moved & (seq != number.fill_null(0).to_numpy())
@@ -120,11 +120,11 @@ def as_scheduled(rows: pa.RecordBatch) -> pa.RecordBatch:
     changed = {
         "seq": pa.array(seq),
         "kind": pa.array(np.where(keeps_number, Kind.MOVED, Kind.SCHEDULED).astype(np.int8)),
-        "store_ms": pc.if_else(mask, rows.column("accepted_ms"), rows.column("store_ms")),
-        "accepted_ms": nothing,
+        "store_ms": pc.if_else(moved_mask, rows.column("accepted_ms"), rows.column("store_ms")),
+        "accepted_ms": nulls,
         "source_seq": pc.if_else(pa.array(keeps_number), number, pa.scalar(None, pa.int64())),
-        "version_seq": nothing,
-        "from_due_ms": nothing,
+        "version_seq": nulls,
+        "from_due_ms": nulls,
     }
     columns = [changed.get(name, rows.column(name)) for name in READ_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=READ_SCHEMA)
@@ -141,33 +141,33 @@ class Locations:
 
     def add(self, seq: Int64Array, row_seq: Int64Array) -> None:
         """Store the rows of these messages. A message in the row of its version takes no memory."""
-        # Nearly all messages are in the row of their version, so nearly all sends cost nothing here.
-        elsewhere = seq != row_seq
-        if elsewhere.any():
-            seqs = np.concatenate((self._seq, seq[elsewhere]))
+        # Nearly all messages are in the row of their version, so most calls store nothing.
+        is_elsewhere = seq != row_seq
+        if is_elsewhere.any():
+            seqs = np.concatenate((self._seq, seq[is_elsewhere]))
             order = np.argsort(seqs, kind="stable")
             self._seq = seqs[order]
-            self._row_seq = np.concatenate((self._row_seq, row_seq[elsewhere]))[order]
+            self._row_seq = np.concatenate((self._row_seq, row_seq[is_elsewhere]))[order]
 
     def rows_of(self, seq: Int64Array) -> Int64Array:
         """Find the rows of these messages."""
-        found, known = self._find(seq)
-        return np.where(known, self._row_seq[found], seq) if known.any() else seq
+        indexes, is_stored = self._find(seq)
+        return np.where(is_stored, self._row_seq[indexes], seq) if is_stored.any() else seq
 
     def pop(self, seq: Int64Array) -> Int64Array:
         """Find and remove the rows of these messages."""
-        row_seq, (found, known) = self.rows_of(seq), self._find(seq)
-        if known.any():
-            left = np.ones(len(self._seq), dtype=np.bool_)
+        row_seq, (indexes, is_stored) = self.rows_of(seq), self._find(seq)
+        if is_stored.any():
+            kept = np.ones(len(self._seq), dtype=np.bool_)
             # A message is opened once, so its location is not needed after this.
-            left[found[known]] = False
-            self._seq, self._row_seq = self._seq[left], self._row_seq[left]
+            kept[indexes[is_stored]] = False
+            self._seq, self._row_seq = self._seq[kept], self._row_seq[kept]
         return row_seq
 
     def _find(self, seq: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
-        """Find the index of each message in the columns, and a mask of the messages that are stored there."""
+        """Find the index of each message in the columns, and a mask of the messages that have one."""
         if not len(self._seq):
             return seq, np.zeros(len(seq), np.bool_)
         # A number after the last one would get an index out of range.
-        found = np.minimum(np.searchsorted(self._seq, seq), len(self._seq) - 1)
-        return found, self._seq[found] == seq
+        indexes = np.minimum(np.searchsorted(self._seq, seq), len(self._seq) - 1)
+        return indexes, self._seq[indexes] == seq

@@ -15,10 +15,10 @@ never negative, is *marked*: it is replaced by its complement. The checksum is c
 stays valid whether or not the mark has reached the disk.
 
 The log is a cache, valid only within the bounds that its owner has saved. Mapped pages reach the disk at any time and
-in any order. So after a restart only the [begin, end) of a checkpoint counts that was saved after its files were
-synced. The owner saves both numbers and passes them in when it opens the log. Everything behind is cut off. For this a
-file is removed only after a checkpoint that does not need it has been saved (`files_to_sync`). If a file is missing all
-the same, or too short or damaged, `check` reports it, and the owner starts anew from the log.
+in any order. So after a restart only the [begin, end) of a checkpoint is valid, which was saved after its files were
+synced. The owner saves both numbers and passes them in when it opens the log. All later records are cut off. A file is
+removed only after a checkpoint that does not need it has been saved (`files_to_sync`). If a file is missing
+nevertheless, or too short or damaged, `check` reports it, and the owner rebuilds the records from the commit log.
 
 The CRC-32C of many short records of one length is computed column by column. Except for a constant, a checksum is
 linear: that of a record is that of as many zeros, combined by exclusive or with one number per byte value and position.
@@ -47,8 +47,8 @@ Uint32Array = npt.NDArray[np.uint32]
 FILE_RECORDS = 1 << 20  # 24 to 40 MB per file, so a hundred files for a hundred million messages
 FIRST_ALLOCATION = 4_096  # records; a log with few records should not take a whole file
 SUFFIX = ".log"
-CHECKED = 1 << 18  # records that are checked at a time, a few MB
-# Checksums at a time: the transposed bytes of the records and the result fit into the cache of the processor.
+CHECK_ROWS = 1 << 18  # records that `check` reads at a time, a few MB
+# Records whose checksums are computed at a time: their transposed bytes and the result fit into the processor's cache.
 BLOCK = 16_384
 FEW = 64  # up to this many records are faster one by one than as columns
 
@@ -98,8 +98,8 @@ class MappedLog:
         self._files, self.folder, self._record = files, folder, record_type.fields
         self._file_records = file_records = record_type.file_records
         self.begin, self.end = begin, end
-        # The `begin` of the last checkpoint that is known to be saved, and the one of the checkpoint after it.
-        self._vouched = self._offered = begin
+        # The `begin` of the last checkpoint that is known to be saved, and of the checkpoint after it.
+        self._saved_begin = self._unsaved_begin = begin
         self._chunks: dict[int, _Chunk] = {}
         # Files written since the last `files_to_sync`.
         self._dirty: set[int] = set()
@@ -111,42 +111,48 @@ class MappedLog:
 
     def append(self, records: RecordArray) -> int:
         """Append records. Return the index of the first. On a full disk, append none and raise OverLimit."""
-        first, done = self.end, 0
+        first, done_rows = self.end, 0
         # All files grow before any record is written, so that a full disk leaves no part of a batch to be taken back.
-        fresh = np.empty(len(records), self._checked)
-        fresh["record"], fresh["crc32c"] = records, _sums(records, self._marked)
+        stored = np.empty(len(records), self._checked)
+        stored["record"], stored["crc32c"] = records, _checksums(records, self._marked)
         views = []
-        while done < len(records):
-            number, at = divmod(first + done, self._file_records)
+        while done_rows < len(records):
+            number, position = divmod(first + done_rows, self._file_records)
             # A batch may extend beyond the end of a file, where it is cut.
-            count = min(len(records) - done, self._file_records - at)
-            views.append((number, self._view(number, at + count, grow=True)[at : at + count]))
-            done += count
-        done = 0
+            count = min(len(records) - done_rows, self._file_records - position)
+            views.append(
+                (number, self._view(number, position + count, grow=True)[position : position + count])
+            )
+            done_rows += count
+        done_rows = 0
         for number, view in views:
-            view[:] = fresh[done : done + len(view)]
+            view[:] = stored[done_rows : done_rows + len(view)]
             self._dirty.add(number)
-            done += len(view)
+            done_rows += len(view)
         # This comes last, because readers in other threads check their range against `end`.
-        self.end += done
+        self.end += done_rows
         return first
 
     def read(self, begin: int, end: int) -> RecordArray:
         """Copy the records in [begin, end). Raise OutOfRange if some are outside the log, Corrupt if one is damaged."""
         if not self.begin <= begin <= end <= self.end:
             raise OutOfRange(f"records {begin} to {end}: {self.folder} keeps {self.begin} to {self.end}")
-        parts = []
+        chunks = []
         while begin < end:
-            number, at = divmod(begin, self._file_records)
-            stop = min(end - number * self._file_records, self._file_records)
-            parts.append(_verified(self._view(number, stop)[at:stop], self._marked, self._name(number)))
-            begin = number * self._file_records + stop
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self._record), *parts])
+            number, position = divmod(begin, self._file_records)
+            end_position = min(end - number * self._file_records, self._file_records)
+            chunks.append(
+                _verified(
+                    self._view(number, end_position)[position:end_position], self._marked, self._name(number)
+                )
+            )
+            begin = number * self._file_records + end_position
+        return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, self._record), *chunks])
 
     def parts(self) -> Iterator[tuple[int, RecordArray]]:
         """Yield all records, a few MB at a time, each part with the index of its first record."""
-        for begin in range(self.begin, self.end, CHECKED):
-            yield begin, self.read(begin, min(begin + CHECKED, self.end))
+        for begin in range(self.begin, self.end, CHECK_ROWS):
+            yield begin, self.read(begin, min(begin + CHECK_ROWS, self.end))
 
     def at(self, indexes: Int64Array) -> RecordArray:
         """Copy the records at these indexes. Raise the errors of `read`."""
@@ -154,11 +160,11 @@ class MappedLog:
             raise OutOfRange(
                 f"records {indexes.min()} to {indexes.max()}: {self.folder} keeps {self.begin} to {self.end}"
             )
-        found = np.empty(len(indexes), self._record)
-        for number, here, low in self._by_file(indexes):
-            part = self._view(number, int(low.max()) + 1)[low]
-            found[here] = _verified(part, self._marked, self._name(number))
-        return found
+        records = np.empty(len(indexes), self._record)
+        for number, mask, positions in self._by_file(indexes):
+            chunk = self._view(number, int(positions.max()) + 1)[positions]
+            records[mask] = _verified(chunk, self._marked, self._name(number))
+        return records
 
     def mark(self, indexes: Int64Array) -> None:
         """Mark the records at these indexes, in place: replace the marked field by its complement.
@@ -167,10 +173,10 @@ class MappedLog:
         restart may see the mark or not.
         """
         assert self._marked is not None
-        for number, _, low in self._by_file(indexes):
-            field = self._view(number, int(low.max()) + 1)["record"][self._marked]
+        for number, _, positions in self._by_file(indexes):
+            field = self._view(number, int(positions.max()) + 1)["record"][self._marked]
             # The field is never negative, so its complement is. The minimum of both is the mark, set once or twice.
-            field[low] = np.minimum(field[low], ~field[low])
+            field[positions] = np.minimum(field[positions], ~field[positions])
             self._dirty.add(number)
 
     def drop_below(self, index: int) -> None:
@@ -185,10 +191,9 @@ class MappedLog:
         The caller syncs them in a thread of its own, then syncs the folder, then saves the checkpoint. So the next call
         means that this checkpoint has been saved, and files that it does not need are removed.
         """
-        # One call behind: the checkpoint of this call may not be saved, so the one before it decides which files may be
-        # removed.
-        self._vouched, self._offered = self._offered, self.begin
-        for number in [n for n in self._chunks if (n + 1) * self._file_records <= self._vouched]:
+        # The checkpoint of this call may never be saved, so the one before it decides which files may be removed.
+        self._saved_begin, self._unsaved_begin = self._unsaved_begin, self.begin
+        for number in [n for n in self._chunks if (n + 1) * self._file_records <= self._saved_begin]:
             self._chunks.pop(number).file.close()
             self._dirty.discard(number)
             self._files.remove(self._name(number))
@@ -198,7 +203,7 @@ class MappedLog:
 
     def sync_failed(self) -> None:
         """Count all open files as written, because the files were not synced or the checkpoint was not saved."""
-        self._offered = self._vouched
+        self._unsaved_begin = self._saved_begin
         self._dirty.update(self._chunks)
 
     def close(self) -> None:
@@ -207,21 +212,21 @@ class MappedLog:
             chunk.file.close()
         self._chunks = {}
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------
 
     def _by_file(self, indexes: Int64Array) -> list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]]:
-        """Group indexes by file. Return (file number, mask of `indexes` in it, their positions there)."""
+        """Group indexes by file. Returns (file number, mask of `indexes` in it, their positions in the file)."""
         if len(indexes) == 0:
             return []
         numbers = indexes // self._file_records
-        first = int(numbers[0])
-        if bool((numbers == first).all()):
-            return [(first, slice(None), indexes - first * self._file_records)]
-        found: list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]] = []
+        first_number = int(numbers[0])
+        if bool((numbers == first_number).all()):
+            return [(first_number, slice(None), indexes - first_number * self._file_records)]
+        groups: list[tuple[int, npt.NDArray[np.bool_] | slice, Int64Array]] = []
         for number in np.unique(numbers).tolist():
-            here = numbers == number
-            found.append((number, here, indexes[here] - number * self._file_records))
-        return found
+            mask = numbers == number
+            groups.append((number, mask, indexes[mask] - number * self._file_records))
+        return groups
 
     def _view(self, number: int, records: int, *, grow: bool = False) -> RecordArray:
         """Map file `number` with at least `records` records. Views stay valid when the file grows."""
@@ -234,6 +239,7 @@ class MappedLog:
             return self._map(number, records, grow)
 
     def _map(self, number: int, records: int, grow: bool) -> RecordArray:
+        """Open file `number` if needed, let it grow to `records` records if `grow`, and map it (lock held)."""
         name = self._name(number)
         chunk = self._chunks.get(number)
         if chunk is None:
@@ -249,7 +255,7 @@ class MappedLog:
         if size < records and grow:
             size = min(self._file_records, max(FIRST_ALLOCATION, records, 2 * size))
             chunk.file.allocate(size * self._checked.itemsize)
-        # A file that has grown is mapped anew. Views of the old mapping stay valid and show the same file.
+        # A file that has grown is mapped again. Views of the old mapping stay valid and show the same file.
         chunk.records = np.frombuffer(chunk.file.map(), dtype=self._checked, count=size)
         return chunk.records
 
@@ -276,11 +282,11 @@ def check(
         if files.size(name) < needed * checked.itemsize:
             raise Corrupt(f"{name} is too short")
         records = np.frombuffer(files.map_readonly(name), checked, count=needed)
-        for at in range(first, needed, CHECKED):
-            _verified(records[at : min(at + CHECKED, needed)], record_type.marked, name)
+        for position in range(first, needed, CHECK_ROWS):
+            _verified(records[position : min(position + CHECK_ROWS, needed)], record_type.marked, name)
 
 
-def _sums(records: RecordArray, marked: str | None) -> Uint32Array:
+def _checksums(records: RecordArray, marked: str | None) -> Uint32Array:
     """Compute the checksum of each record, as it was before a mark."""
     records = np.ascontiguousarray(records)
     if marked is not None and bool((records[marked] < 0).any()):
@@ -290,10 +296,10 @@ def _sums(records: RecordArray, marked: str | None) -> Uint32Array:
     return checksums_of(records)
 
 
-def _verified(found: RecordArray, marked: str | None, name: str) -> RecordArray:
-    """Copy records without their checksums. Raise Corrupt if one does not match."""
-    records = found["record"].copy()
-    if bool((_sums(records, marked) != found["crc32c"]).any()):
+def _verified(stored: RecordArray, marked: str | None, name: str) -> RecordArray:
+    """Copy stored records without their checksums. Raise Corrupt if a checksum does not match."""
+    records = stored["record"].copy()
+    if bool((_checksums(records, marked) != stored["crc32c"]).any()):
         raise Corrupt(
             f"{name} does not match its checksums: start the broker again, and what waits is read from the log"
         )
@@ -310,28 +316,30 @@ def _numbers(files: Files, folder: str) -> list[int]:
 def checksums_of(records: npt.NDArray[np.void]) -> Uint32Array:
     """Compute the checksum of each record of a contiguous array."""
     size = records.dtype.itemsize
-    raw = records.view(np.uint8).reshape(len(records), size)
-    if len(raw) <= FEW:
-        return np.array([google_crc32c.value(row.tobytes()) for row in raw], np.uint32)
-    zeros, tables = _tables(size)
-    sums = np.full(len(raw), zeros, np.uint32)
-    for begin in range(0, len(raw), BLOCK):
+    record_bytes = records.view(np.uint8).reshape(len(records), size)
+    if len(record_bytes) <= FEW:
+        return np.array([google_crc32c.value(row.tobytes()) for row in record_bytes], np.uint32)
+    zeros_crc, tables = _crc_tables(size)
+    sums = np.full(len(record_bytes), zeros_crc, np.uint32)
+    for begin in range(0, len(record_bytes), BLOCK):
         # Transposed, so that the bytes at one position of all records are contiguous.
-        columns = np.ascontiguousarray(raw[begin : begin + BLOCK].T)
-        of_block = sums[begin : begin + BLOCK]
+        columns = np.ascontiguousarray(record_bytes[begin : begin + BLOCK].T)
+        block_sums = sums[begin : begin + BLOCK]
         for table, column in zip(tables, columns, strict=True):
-            # A view of `sums`, into which the exclusive or of all bytes' numbers is collected.
-            of_block ^= table.take(column)
+            # `block_sums` is a view of `sums`.
+            block_sums ^= table.take(column)
     return sums
 
 
 @cache
-def _tables(size: int) -> tuple[int, Uint32Array]:
-    """Compute the checksum of `size` zeros, and the change of it by each value of each byte."""
-    zeros = google_crc32c.value(bytes(size))
+def _crc_tables(size: int) -> tuple[int, Uint32Array]:
+    """Compute the checksum of `size` zeros, and the exclusive or that each value at each byte position contributes."""
+    zeros_crc = google_crc32c.value(bytes(size))
     tables = np.empty((size, 256), np.uint32)
-    for at in range(size):
+    for position in range(size):
         for value in range(256):
             # By definition of the change. A few thousand calls of the library, once per size (`cache`).
-            tables[at, value] = google_crc32c.value(bytes(at) + bytes([value]) + bytes(size - at - 1)) ^ zeros
-    return zeros, tables
+            tables[position, value] = (
+                google_crc32c.value(bytes(position) + bytes([value]) + bytes(size - position - 1)) ^ zeros_crc
+            )
+    return zeros_crc, tables

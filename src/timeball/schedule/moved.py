@@ -1,10 +1,10 @@
-"""Messages that got another due time after they were accepted: number -> the newest (due_ms, version).
+"""Messages that got another due time after they were accepted: number -> newest (due_ms, version).
 
 The schedule identifies a message by due time and version, a caller by its number. For most messages version and number
 are equal. All others are stored here, each with its newest version. MOVED rows in the log contain the same data, but
 retention removes them, while the message may stay in a file of the pending table for months. An entry is removed when
-the last of all its due times has passed: until then a file may contain an old row of the message, which must not be
-taken for the message.
+the last of all its due times has passed. Until then a file may contain an old row of the message, which only the entry
+shows to be outdated.
 
 This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
 because a move must not cost a pass over all earlier ones.
@@ -42,11 +42,11 @@ class Moved:
         return len(self._older[0])
 
     def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
-        """Store moves (due_ms, number, version, from_due_ms). The last move of a number counts."""
+        """Store moves (due_ms, number, version, from_due_ms). The last move of a number replaces earlier ones."""
         for due_ms, number, version, from_due_ms in rows:
-            known = self._find(number)
+            entry = self._find(number)
             # An old row may have any of the message's due times, so the entry is needed until the latest of them.
-            until_ms = max(due_ms, from_due_ms, -FAR_MS if known is None else known[2])
+            until_ms = max(due_ms, from_due_ms, -FAR_MS if entry is None else entry[2])
             self._recent[number] = (due_ms, version, until_ms)
             self._first_until_ms = min(self._first_until_ms, until_ms)
         if len(self._recent) > RECENT_MAX:
@@ -54,8 +54,8 @@ class Moved:
 
     def newest(self, number: int) -> tuple[int, int] | None:
         """Find the newest (due_ms, version) of a message. None if it was not moved, or if its entry was removed."""
-        known = self._find(number)
-        return None if known is None else known[:2]
+        entry = self._find(number)
+        return None if entry is None else entry[:2]
 
     def last_due_ms(self, first: int, rows: int) -> int:
         """Find the latest current due time of the moved messages among first, first + 1, …. 0 if there are none."""
@@ -63,21 +63,30 @@ class Moved:
         begin, end = np.searchsorted(numbers, [first, first + rows])
         last_ms = int(due_ms[begin:end].max()) if begin < end else 0
         recent = self._recent
-        # The shorter one of both is scanned.
+        # The shorter of the range and the recent moves is scanned.
         moved = range(first, first + rows) if rows < len(recent) else recent
-        return max([last_ms, *(recent[n][0] for n in moved if n in recent and first <= n < first + rows)])
+        return max(
+            [
+                last_ms,
+                *(
+                    recent[number][0]
+                    for number in moved
+                    if number in recent and first <= number < first + rows
+                ),
+            ]
+        )
 
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Find the current (due_ms, version) of many messages, given their numbers and first due times."""
         due_ms, version = due_ms.copy(), number.copy()
         numbers, *newest, _ = self._older
         if len(numbers):
-            at = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
-            was_moved = numbers[at] == number
-            due_ms[was_moved], version[was_moved] = (column[at[was_moved]] for column in newest)
-        for at_row, each in enumerate(number.tolist()) if self._recent else ():
-            if each in self._recent:
-                due_ms[at_row], version[at_row], _ = self._recent[each]
+            indexes = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
+            was_moved = numbers[indexes] == number
+            due_ms[was_moved], version[was_moved] = (column[indexes[was_moved]] for column in newest)
+        for index, seq in enumerate(number.tolist()) if self._recent else ():
+            if seq in self._recent:
+                due_ms[index], version[index], _ = self._recent[seq]
         return due_ms, version
 
     def forget_before(self, due_ms: int) -> None:
@@ -98,23 +107,25 @@ class Moved:
         return list(zip(due, numbers, versions, until, strict=True))
 
     def _find(self, number: int) -> tuple[int, int, int] | None:
+        """Find the (due_ms, version, until_ms) of a number. None if it was not moved."""
         recent = self._recent.get(number)
         if recent is not None:
             return recent
         numbers, due_ms, versions, until_ms = self._older
-        at = int(np.searchsorted(numbers, number))
-        if at == len(numbers) or numbers[at] != number:
+        index = int(np.searchsorted(numbers, number))
+        if index == len(numbers) or numbers[index] != number:
             return None
-        return int(due_ms[at]), int(versions[at]), int(until_ms[at])
+        return int(due_ms[index]), int(versions[index]), int(until_ms[index])
 
     def _merge(self) -> None:
+        """Merge the recent moves into the columns."""
         if not self._recent:
             return
-        fresh = [(number, *found) for number, found in self._recent.items()]
+        recent_rows = [(number, *entry) for number, entry in self._recent.items()]
         # The new entries come first, because `unique` takes the first of equal numbers.
-        rows = np.concatenate([np.array(fresh, dtype=np.int64), np.stack(self._older, axis=1)])
-        _, at = np.unique(rows[:, 0], return_index=True)
-        rows = rows[at]
+        rows = np.concatenate([np.array(recent_rows, dtype=np.int64), np.stack(self._older, axis=1)])
+        _, first_indexes = np.unique(rows[:, 0], return_index=True)
+        rows = rows[first_indexes]
         # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
         self._older = (rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), rows[:, 3].copy())
         self._recent = {}

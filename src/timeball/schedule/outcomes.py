@@ -5,22 +5,22 @@
 
 A message is *settled* when it is released durably or cancelled.
 
-The *mark* (S, N) states that all messages due before S with numbers below N are settled. Excepted are messages that a
-later bulk attach adds under numbers that were reserved before (`late`). Only settled messages that the mark does not
-cover need a pair in memory. The time T before which all is settled moves back when a message arrives whose due time has
-passed. The mark never moves back, so pairs that it covers can be removed. It moves on when T has caught up with it.
-Messages of a paused campaign are excepted from the mark while they are held (`Holds`), and their settled pairs stay
-in memory.
+The *mark* (S, N) states that all messages due before S with numbers below N are settled. So only settled messages that
+the mark does not cover need a pair in memory. Two kinds of messages are excepted from the mark: messages that a later
+bulk attach adds under numbers that were reserved before (`late`), and messages of a paused campaign while they are held
+(`Holds`), whose settled pairs stay in memory. The time T before which everything is settled moves back when a message
+arrives whose due time has passed. The mark never moves back, so pairs that it covers can be removed. It advances again
+when T has reached it.
 
 A pair is (due time, number). A message that gets another due time becomes another pair, and its old pair counts as
 settled.
 
-The *cursor* is the progress of the releases: the latest second of which a message was released (the tick), and the
-number of durable releases in that second (the local index). It is derived from the release records alone, so a
-successor that has the log has the cursor. It never decreases and does not depend on the order of the records: a message
-that came too late, or a clock that was set back, does not change it. The cursor does not identify messages, because
-cancelled messages of the tick are not counted, and a late one may sort before counted ones. The pairs identify the
-settled messages, so a restart from an older cursor repeats no release.
+The *cursor* is the progress of the releases: the latest second with a released message (the tick), and the number of
+durable releases in that second (the local index). It is computed from the release records alone, so any node that has
+the log can compute it. It never decreases and does not depend on the order of the records: a message that came too
+late, or a clock that was set back, does not change it. The cursor does not identify messages, because cancelled
+messages of the tick are not counted, and a late message may sort before counted ones. The pairs identify the settled
+messages, so a restart from an older cursor repeats no release.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from timeball.schedule.moved import Moved
 
 # Messages that paused campaigns hold: ranges of numbers, each from a due time on.
 #
-# A held message is pending, even below the mark, and is not loaded. Messages due before the start of the hold had been
-# settled (released or cancelled) when it began. So a pause needs memory for its ranges but not for its rows, and the
-# mark moves on meanwhile.
+# A held message is pending, even if the mark covers it, and is not loaded. Messages due before `from_ms` of the hold
+# were settled (released or cancelled) when it began. So a pause needs memory for its ranges but not for its rows, and
+# the mark continues to advance.
 #
 # This is a cache. The META rows of the campaigns contain the same data (broker/registry/campaigns.py).
 
@@ -69,24 +69,25 @@ class Holds:
     def add(self, name: str, ranges: Sequence[tuple[int, int]], from_ms: int) -> None:
         """Hold the pending messages of these ranges that are due at `from_ms` or later."""
         self._by_name[name] = ranges, from_ms
-        self._keep_bounds()
+        self._update_bounds()
 
     def remove(self, name: str) -> None:
         """End the hold `name`. Does nothing if there is no such hold."""
         self._by_name.pop(name, None)
-        self._keep_bounds()
+        self._update_bounds()
 
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the messages that are held. A held message is still settled if its pair is stored."""
+        """Compute a mask of the held messages. A message in the mask may be settled, if its settled pair is stored."""
         # Read the tuple once: the event loop may replace it while another thread is here.
         first_seq, end_seq, from_ms = self._bounds
         if not len(first_seq):
             return np.zeros(len(seq), np.bool_)
         # Ranges do not overlap, so only the last range that begins at or before a number can contain it.
-        at = np.searchsorted(first_seq, seq, side="right") - 1
-        return np.asarray((at >= 0) & (seq < end_seq[at]) & (due_ms >= from_ms[at]))
+        indexes = np.searchsorted(first_seq, seq, side="right") - 1
+        return np.asarray((indexes >= 0) & (seq < end_seq[indexes]) & (due_ms >= from_ms[indexes]))
 
-    def _keep_bounds(self) -> None:
+    def _update_bounds(self) -> None:
+        """Build the sorted columns of all ranges for `contains`."""
         rows = sorted(
             (first_seq, first_seq + rows, from_ms)
             for ranges, from_ms in self._by_name.values()
@@ -115,13 +116,13 @@ class Settled:
     released: int = 0  # the last `released` pairs were released; the others were cancelled or moved
 
     def may_wait(self, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the numbers that may be pending. All belong to messages due before `before_ms`."""
-        waits = np.asarray(seq >= self.before_seq)
+        """Compute a mask of the numbers that may be pending. All must belong to messages due before `before_ms`."""
+        may_be_pending = np.asarray(seq >= self.before_seq)
         for first_seq, rows in self.late:
-            waits |= (seq >= first_seq) & (seq < first_seq + rows)
-        return waits
+            may_be_pending |= (seq >= first_seq) & (seq < first_seq + rows)
+        return may_be_pending
 
-    def may_touch(self, min_seq: int, max_seq: int) -> bool:
+    def may_be_pending_in(self, min_seq: int, max_seq: int) -> bool:
         """Check whether `may_wait` can be true for a number in [min_seq, max_seq]."""
         late = any(min_seq < first_seq + rows and max_seq >= first_seq for first_seq, rows in self.late)
         return late or max_seq >= self.before_seq
@@ -147,8 +148,8 @@ class ReleaseCursor:
         # released.
         if tick_ms < self.tick_ms:
             return self
-        sent = int(np.count_nonzero(due_ms >= tick_ms)) if len(due_ms) > 1 else 1
-        return ReleaseCursor(tick_ms, sent + (self.local_index if tick_ms == self.tick_ms else 0))
+        released_in_tick = int(np.count_nonzero(due_ms >= tick_ms)) if len(due_ms) > 1 else 1
+        return ReleaseCursor(tick_ms, released_in_tick + (self.local_index if tick_ms == self.tick_ms else 0))
 
 
 NOTHING_SENT = ReleaseCursor()
@@ -194,52 +195,52 @@ class Outcomes:
         self.in_flight_rows += len(seq)
 
     def released(self, seq: Int64Array) -> None:
-        """Count the oldest hand-out, or its first messages, as released. Their records are durable."""
-        handed_due, handed, recorded_ms = self._in_flight.popleft()
+        """Count the oldest hand-out, or its first messages, as released, because their release records are durable."""
+        in_flight_due, in_flight_seq, recorded_ms = self._in_flight.popleft()
         count = len(seq)
         # Another order is a bug. To go on would lose a message or release it twice.
-        assert handed is seq or np.array_equal(handed[:count], seq), (
+        assert in_flight_seq is seq or np.array_equal(in_flight_seq[:count], seq), (
             "releases become durable in the order in which they were handed out"
         )
-        if count < len(handed):  # with large bodies one hand-out becomes several frames
-            self._in_flight.appendleft((handed_due[count:], handed[count:], recorded_ms[count:]))
+        if count < len(in_flight_seq):  # with large bodies one hand-out becomes several frames
+            self._in_flight.appendleft((in_flight_due[count:], in_flight_seq[count:], recorded_ms[count:]))
         self.in_flight_rows -= count
         self.waiting_rows -= count
-        self._released.add(handed_due[:count], seq)
+        self._released.add(in_flight_due[:count], seq)
         self.cursor = self.cursor.after(recorded_ms[:count])
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Cancel the pending ones of these messages. Return a mask of the messages that were cancelled."""
+        """Cancel those of these messages that are pending. Returns a mask of them."""
         # A message in flight is not pending: its release record was decided first, so the cancel comes too late.
-        waiting = self.waits(due_ms, seq)
-        self.waiting_rows -= int(np.count_nonzero(waiting))
-        self._cancelled.add(due_ms[waiting], seq[waiting])
-        return waiting
+        pending = self.waits(due_ms, seq)
+        self.waiting_rows -= int(np.count_nonzero(pending))
+        self._cancelled.add(due_ms[pending], seq[pending])
+        return pending
 
     def add_settled(self, due_ms: Int64Array, seq: Int64Array) -> None:
-        """Count pairs as released that are no scheduled messages, or that were released at another due time."""
+        """Count pairs as released. They are no scheduled messages, or were released under another due time."""
         self._released.add(due_ms, seq)
 
-    # -- answers -------------------------------------------------------------------------------------------
+    # -- queries -------------------------------------------------------------------------------------------
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the messages that are neither settled nor in flight."""
+        """Compute a mask of the pending messages: neither settled nor in flight."""
         if len(seq) <= FEW and not len(self.holds):  # the usual case for acknowledgements of consumers
             pairs = zip(due_ms.tolist(), seq.tolist(), strict=True)
-            return np.array([self._waits(*pair) for pair in pairs], dtype=np.bool_)
-        waiting = ~self.is_settled(due_ms, seq)
-        for _, handed_out, _ in self._in_flight:
+            return np.array([self._is_pending(*pair) for pair in pairs], dtype=np.bool_)
+        pending = ~self.is_settled(due_ms, seq)
+        for _, in_flight_seq, _ in self._in_flight:
             # The number alone is enough: a message in flight has only one due time.
-            waiting &= ~np.isin(seq, handed_out)
-        return waiting
+            pending &= ~np.isin(seq, in_flight_seq)
+        return pending
 
     def may_load(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the messages that are pending and not held."""
-        waiting = self.waits(due_ms, seq)
-        return waiting & ~self.holds.contains(due_ms, seq) if len(self.holds) else waiting
+        """Compute a mask of the messages that are pending and not held."""
+        pending = self.waits(due_ms, seq)
+        return pending & ~self.holds.contains(due_ms, seq) if len(self.holds) else pending
 
     def is_settled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the messages that are cancelled or durably released."""
+        """Compute a mask of the messages that are cancelled or durably released."""
         # The mark comes first, since it covers most messages. The pairs are needed only for the rest.
         settled = (due_ms < self._mark.before_ms) & ~self._mark.may_wait(seq)
         if len(self.holds):
@@ -248,13 +249,13 @@ class Outcomes:
         settled |= self._released.contains(due_ms, seq)
         return np.asarray(settled)
 
-    def _waits(self, due_ms: int, seq: int) -> bool:
+    def _is_pending(self, due_ms: int, seq: int) -> bool:
         """Check a single pair like `waits`, while no messages are held."""
-        if due_ms < self._mark.before_ms and not self._mark.may_touch(seq, seq):
+        if due_ms < self._mark.before_ms and not self._mark.may_be_pending_in(seq, seq):
             return False
         if self._cancelled.has(due_ms, seq) or self._released.has(due_ms, seq):
             return False
-        return not any(bool((handed_out == seq).any()) for _, handed_out, _ in self._in_flight)
+        return not any(bool((in_flight_seq == seq).any()) for _, in_flight_seq, _ in self._in_flight)
 
     @property
     def first_cancelled_ms(self) -> int:
@@ -262,13 +263,13 @@ class Outcomes:
         return self._cancelled.first_due_ms
 
     def was_cancelled(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
-        """Return a mask of the messages that were cancelled or moved, and that the mark does not cover."""
+        """Compute a mask of the messages that were cancelled or moved, except those that the mark covers."""
         return self._cancelled.contains(due_ms, seq)
 
-    # -- the mark, and what a checkpoint saves -------------------------------------------------------------
+    # -- the mark, and checkpoints -------------------------------------------------------------------------
 
     def move_mark(self, before_ms: int, next_seq: int) -> None:
-        """Record that all messages due before `before_ms` with numbers below `next_seq` are settled."""
+        """Advance the mark: all messages due before `before_ms` with numbers below `next_seq` are settled."""
         # Both numbers move together. `next_seq` is the end of the log, so every message below it has been seen.
         if before_ms >= self._mark.before_ms:  # the mark never moves back
             self._mark = Settled(before_ms, _NONE, _NONE, next_seq)
@@ -280,18 +281,24 @@ class Outcomes:
             self.moved.forget_before(before_ms)
 
     def add_late(self, ranges: Iterable[tuple[int, int]], new_rows: int = 0) -> None:
-        """Except the messages of these ranges (first_seq, rows) from the mark: reserved earlier, they arrive only now.
+        """Except the messages of these ranges (first_seq, rows) from the mark.
 
-        `new_rows` is the number of these messages that `waiting_rows` does not include yet.
+        Their numbers were reserved earlier, and a bulk attach adds the messages now. `new_rows` is the number of these
+        messages that `waiting_rows` does not include yet.
         """
         self.waiting_rows += new_rows
         self._mark = replace(self._mark, late=(*self._mark.late, *ranges))
 
     def hold(self, name: str, ranges: Sequence[tuple[int, int]], settled_before_ms: int) -> int:
-        """Hold the pending messages of these ranges. Return the due time before which all of them are settled."""
-        # Messages that arrived after the mark may be due before it. For all others the mark has replaced the pairs.
-        is_late = any(self._mark.may_touch(first_seq, first_seq + rows - 1) for first_seq, rows in ranges)
-        from_ms = settled_before_ms if is_late else max(settled_before_ms, self._mark.before_ms)
+        """Hold the pending messages of these ranges. Returns the due time before which all of them are settled.
+
+        Before `settled_before_ms` all messages of the log are settled.
+        """
+        # Messages that arrived after the mark may be due before it. All others that are due before it are settled.
+        has_late = any(
+            self._mark.may_be_pending_in(first_seq, first_seq + rows - 1) for first_seq, rows in ranges
+        )
+        from_ms = settled_before_ms if has_late else max(settled_before_ms, self._mark.before_ms)
         self.holds.add(name, ranges, from_ms)
         return from_ms
 
@@ -304,7 +311,7 @@ class Outcomes:
     def restore(
         self, settled: Settled, cursor: ReleaseCursor = NOTHING_SENT, *, waiting_rows: int = 0
     ) -> None:
-        """Start with the state of a checkpoint and the log behind it: settled messages, pending count, cursor."""
+        """Start with the state of a checkpoint and the later log: settled messages, pending count, cursor."""
         self.cursor, self.waiting_rows = cursor, waiting_rows
         self._mark = replace(settled, due_ms=_NONE, seq=_NONE, released=0)
         # The cancelled pairs come first, the released ones last (see `Settled.released`).

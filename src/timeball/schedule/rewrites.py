@@ -1,10 +1,10 @@
-"""Rewrites: messages that need a new row in the log to stay pending, on their way from the old row to the new one.
+"""Rewrites: messages that need a new row in the log to stay pending. Two backlogs rewrite messages: a timer wheel rolls
+messages due beyond its ring, and a cascade begins the next hop.
 
-    waiting  --reader thread-->  ready, with bodies  --take-->  in flight  --rewritten-->  their backlog's again
+    unread  --reader thread-->  ready, with bodies  --take_rows-->  in flight  --rewritten-->  back in their backlog
 
-A timer wheel rolls messages due beyond its ring, and a cascade takes a hop. Bodies are read in chunks, so at most about
-`chunk_bytes` are in memory. Messages settled (released or cancelled) meanwhile are skipped. Until its new row is
-durable, a message counts as being in the old one.
+Bodies are read in chunks, so at most about `chunk_bytes` are in memory. Messages settled (released or cancelled)
+meanwhile are skipped. Until its new row is durable, the location of a message is its old row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 # This bounds the time of one read in the reader thread, which serves consumers between two reads.
 CHUNK_ROWS = 8_192
-ROWS_MAX = 1 << 17  # opened and not written yet, 40 bytes each; with more, backlogs wait as long as they can
-# At this number backlogs wait even if due messages are delayed by it.
+# Messages opened and not written yet, 40 bytes each. With more, backlogs are opened as late as possible.
+ROWS_MAX = 1 << 17
+# With this number of messages backlogs open none, even if due messages are delayed by it.
 FULL_ROWS = 8 * ROWS_MAX
 
 
@@ -40,22 +41,22 @@ class Batch:
     """Opened messages of one backlog."""
 
     backlog: Backlog
-    scheduled_rows: Opened
+    opened: Opened
 
     def __len__(self) -> int:
-        return len(self.scheduled_rows)
+        return len(self.opened)
 
     def split(self, rows: int) -> tuple[Batch, Batch]:
         """Split into the first `rows` messages and the others."""
-        scheduled_rows = self.scheduled_rows
+        opened = self.opened
         return (
-            Batch(self.backlog, scheduled_rows.part(slice(None, rows))),
-            Batch(self.backlog, scheduled_rows.part(slice(rows, None))),
+            Batch(self.backlog, opened.part(slice(None, rows))),
+            Batch(self.backlog, opened.part(slice(rows, None))),
         )
 
 
 class Rewrites:
-    """The queue of all messages that have to be rewritten. Belongs to the event loop."""
+    """The queue of all messages that must be rewritten. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Rewrites:
         """Call `on_change` when `take_rows` has rows, and `on_failure` when a read fails."""
         self._reader, self._thread, self._outcomes = reader, reader_thread, outcomes
         self._chunk_bytes, self._on_change, self._on_failure = chunk_bytes, on_change, on_failure
-        self._waiting: deque[Batch] = deque()
+        self._unread: deque[Batch] = deque()
         self._loading: asyncio.Task[pa.RecordBatch] | None = None
         self._loading_batch: Batch | None = None
         self._ready: deque[tuple[Batch, pa.RecordBatch]] = deque()
@@ -80,7 +81,7 @@ class Rewrites:
         self.rows = self.in_flight_rows = 0
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """True if backlogs may open more messages that must be rewritten."""
         return self.rows - self.in_flight_rows < ROWS_MAX
 
@@ -107,34 +108,31 @@ class Rewrites:
 
     def first_due_ms(self) -> int:
         """Find the earliest due time of a message that is not settled. FAR_MS if there is none."""
-        found = FAR_MS
-        # Sorted by their first due times, so that the search ends at the first batch that begins after the result so
-        # far.
-        for batch in sorted(self._all(), key=lambda batch: int(batch.scheduled_rows.due_ms.min())):
-            scheduled_rows = batch.scheduled_rows
-            first = int(scheduled_rows.due_ms.argmin())
-            if scheduled_rows.due_ms[first] >= found:
+        first_due_ms = FAR_MS
+        # Sorted by first due time, so that the search ends at the first batch that begins after the result so far.
+        for batch in sorted(self._all(), key=lambda batch: int(batch.opened.due_ms.min())):
+            opened = batch.opened
+            first_index = int(opened.due_ms.argmin())
+            if opened.due_ms[first_index] >= first_due_ms:
                 break
-            # One check is nearly always enough. A thousand cancelled messages need another one.
+            # Usually the first message is not settled, and one check is enough. Otherwise the whole batch is checked.
             if self._outcomes.is_settled(
-                scheduled_rows.due_ms[first : first + 1], scheduled_rows.seq[first : first + 1]
+                opened.due_ms[first_index : first_index + 1], opened.seq[first_index : first_index + 1]
             )[0]:
-                scheduled_rows = scheduled_rows.part(
-                    ~self._outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq)
-                )
-            if len(scheduled_rows):
-                found = min(found, int(scheduled_rows.due_ms.min()))
-        return found
+                opened = opened.part(~self._outcomes.is_settled(opened.due_ms, opened.seq))
+            if len(opened):
+                first_due_ms = min(first_due_ms, int(opened.due_ms.min()))
+        return first_due_ms
 
     def needed_seq(self) -> int | None:
         """Find the oldest row of the log that contains one of these messages. None if there are none."""
-        return min((int(batch.scheduled_rows.row_seq.min()) for batch in self._all()), default=None)
+        return min((int(batch.opened.row_seq.min()) for batch in self._all()), default=None)
 
-    def add(self, backlog: Backlog, scheduled_rows: Opened) -> None:
+    def add(self, backlog: Backlog, opened: Opened) -> None:
         """Queue opened messages of a backlog for a rewrite."""
-        if len(scheduled_rows):
-            self.rows += len(scheduled_rows)
-            self._waiting.append(Batch(backlog, scheduled_rows))
+        if len(opened):
+            self.rows += len(opened)
+            self._unread.append(Batch(backlog, opened))
             self._load_if_idle()
 
     def take_rows(self, limit: int) -> pa.RecordBatch | None:
@@ -147,12 +145,12 @@ class Rewrites:
                 rows = rows.slice(0, limit)
             # The next chunk is read while the rows of this one are written.
             self._load_if_idle()
-            waits = self._waits(batch.scheduled_rows)
-            if not waits.all():
-                self.rows -= len(batch) - int(waits.sum())
+            unsettled = self._unsettled(batch.opened)
+            if not unsettled.all():
+                self.rows -= len(batch) - int(unsettled.sum())
                 batch, rows = (
-                    Batch(batch.backlog, batch.scheduled_rows.part(waits)),
-                    rows.filter(pa.array(waits)),
+                    Batch(batch.backlog, batch.opened.part(unsettled)),
+                    rows.filter(pa.array(unsettled)),
                 )
             if len(batch):
                 # In the order in which the rows are appended, which is the order in which they become durable.
@@ -162,49 +160,51 @@ class Rewrites:
         return None
 
     def rewritten(self, seq: Int64Array) -> Batch:
-        """Remove the oldest messages in flight, whose new rows are durable. Return them with their old rows."""
+        """Remove the oldest messages in flight, whose new rows are durable. Returns them with their old rows."""
         batch = self._in_flight.popleft()
         # One batch may have become several frames of the log, which become durable one after the other.
-        arrived, rest = batch.split(len(seq))
-        assert np.array_equal(arrived.scheduled_rows.seq, seq), (
+        durable, rest = batch.split(len(seq))
+        assert np.array_equal(durable.opened.seq, seq), (
             "rows become durable in the order in which they were taken"
         )
         if len(rest):
             self._in_flight.appendleft(rest)
         self.in_flight_rows -= len(seq)
         self.rows -= len(seq)
-        return arrived
+        return durable
 
     async def wait_idle(self) -> None:
         """Wait until the reader thread has finished its read."""
         if self._loading is not None:
             await asyncio.wait([self._loading])
 
-    # -- inside ----------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------
 
     def _all(self) -> list[Batch]:
+        """List the batches in all states."""
         loading = [] if self._loading_batch is None else [self._loading_batch]
-        return [*self._waiting, *loading, *(batch for batch, _ in self._ready), *self._in_flight]
+        return [*self._unread, *loading, *(batch for batch, _ in self._ready), *self._in_flight]
 
-    def _waits(self, scheduled_rows: Opened) -> Bools:
-        return np.asarray(~self._outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq))
+    def _unsettled(self, opened: Opened) -> Bools:
+        return np.asarray(~self._outcomes.is_settled(opened.due_ms, opened.seq))
 
     def _load_if_idle(self) -> None:
+        """Begin to read the next chunk of bodies, unless one is being read or is ready."""
         # One chunk is ready while the one before it is written. More chunks would only take memory.
         if self._loading is not None or self._ready:
             return
-        while self._waiting:
-            batch = self._waiting.popleft()
-            row_seq = int(batch.scheduled_rows.row_seq[0])
+        while self._unread:
+            batch = self._unread.popleft()
+            row_seq = int(batch.opened.row_seq[0])
             # An estimate from the frame of the first row alone, since the rows are spread over the log.
             row_bytes = max(1, self._reader.row_bytes(row_seq, row_seq + 1))
             rows = max(1, min(CHUNK_ROWS, self._chunk_bytes // row_bytes))
             if len(batch) > rows:
                 batch, rest = batch.split(rows)
-                self._waiting.appendleft(rest)
-            waits = self._waits(batch.scheduled_rows)
-            self.rows -= len(batch) - int(waits.sum())
-            batch = Batch(batch.backlog, batch.scheduled_rows.part(waits))
+                self._unread.appendleft(rest)
+            unsettled = self._unsettled(batch.opened)
+            self.rows -= len(batch) - int(unsettled.sum())
+            batch = Batch(batch.backlog, batch.opened.part(unsettled))
             if len(batch):
                 self._loading_batch = batch
                 self._loading = asyncio.get_running_loop().create_task(self._load(batch))
@@ -212,16 +212,17 @@ class Rewrites:
                 return
 
     async def _load(self, batch: Batch) -> pa.RecordBatch:
+        """Read the bodies of a batch in the reader thread, as new rows."""
+
         def read() -> pa.RecordBatch:
-            scheduled_rows = batch.scheduled_rows
-            return batch.backlog.encode_rewrite(
-                take_scheduled(self._reader, scheduled_rows.row_seq), scheduled_rows.note
-            )
+            opened = batch.opened
+            return batch.backlog.encode_rewrite(take_scheduled(self._reader, opened.row_seq), opened.note)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, read)
 
     def _loaded(self, task: asyncio.Task[pa.RecordBatch]) -> None:
-        # Here and not in the task: `take_rows` must see that no read is running, or no further read would start.
+        """Store the rows of a finished read, or report its failure."""
+        # Reset here and not in the task: otherwise `take_rows` would still see a running read and start no further one.
         batch, self._loading, self._loading_batch = self._loading_batch, None, None
         if task.cancelled():
             return

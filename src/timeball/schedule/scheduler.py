@@ -3,17 +3,17 @@
     add -> a backlog --open, ahead of its time--> loaded --take_due--> in flight --released--> outcomes
                       \\--------------------------> rewrites --rewritten, durable--> the backlog again
 
-A message that is not settled (neither released nor cancelled) is in exactly one of these places. To *open* means to
-take messages out of a backlog ahead of their due times.
+A message that is not settled (neither released nor cancelled) is in exactly one of these states. To *open* a backlog
+means to take messages out of it ahead of their due times.
 
-Messages are handed out by due time and sequence number, whichever way they take. So a message is not handed out while
-an earlier one may still be in a backlog (`first_due_ms`), is being rewritten, or is loaded without its body.
+All messages are handed out by due time and sequence number. So a message is not handed out while an earlier one may
+still be in a backlog (`first_due_ms`), is being rewritten, or is loaded without its body.
 
 All methods run on the event loop, in the order in which the log assigns sequence numbers. That order decides every
 race: a message that was handed out cannot be cancelled, and a cancelled one is never handed out.
 
-The scheduler stores the next time at which it has work. Each change that makes this time earlier calls `_expect`, so no
-step has to ask every part.
+The scheduler stores the next time at which it has work. Each change that makes this time earlier calls `_wake_by`. So
+no step has to search all backlogs and sources.
 
 When the clock is set, a message with a due time of its own follows the clock, and loaded messages stay loaded.
 Durations follow elapsed time: their due times are shifted by the step (durations.py, and `clock_stepped` of the delay
@@ -82,26 +82,26 @@ class Scheduler:
         self._thread = reader_thread
         self._sources = {id(backlog): Source.of(backlog) for backlog in backlogs}
         self._files = None if table is None else Source(table.read_files, external=external, in_files=True)
-        files = [] if self._files is None else [self._files]
+        file_sources = [] if self._files is None else [self._files]
         self.durations = Durations(outcomes, lambda: reader.next_seq) if durations is None else durations
         # Sources for durations whose due times a clock step has shifted: those in the log, and those in files (below
         # `durations.files_to_seq`).
-        self._shifted = Source(backlogs[0].read_bodies, has_own_instants=True, is_shifted=True)
+        self._shifted = Source(backlogs[0].read_bodies, changes_due_times=True, is_shifted=True)
         self._shifted_files = Source(
-            self._read_shifted_files, has_own_instants=True, is_shifted=True, in_files=True
+            self._read_shifted_files, changes_due_times=True, is_shifted=True, in_files=True
         )
-        self._adopting: asyncio.Task[None] | None = None
-        # Nothing due after this time is handed out while the durations from before the start are being read: until then
-        # it is open whether the clock step shifts their due times.
-        self._held_ms = FAR_MS
+        self._reading_durations: asyncio.Task[None] | None = None
+        # While the durations from before the start are being read, only messages due before this time are handed out:
+        # later ones may be durations whose due times the clock step shifts. FAR_MS otherwise.
+        self._unread_durations_ms = FAR_MS
         self.loaded = Loaded(
             reader_thread, outcomes,
-            [*self._sources.values(), *files, self._shifted, self._shifted_files], ahead_ms=ahead_ms,
-            gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE, on_change=self._look_now, on_failure=on_failure,
+            [*self._sources.values(), *file_sources, self._shifted, self._shifted_files], ahead_ms=ahead_ms,
+            gather_bytes=gather_bytes - gather_bytes // REWRITES_SHARE, on_change=self._wake_now, on_failure=on_failure,
         )  # fmt: skip
         self.rewrites = Rewrites(
             reader, reader_thread, outcomes, chunk_bytes=gather_bytes // REWRITES_SHARE,
-            on_change=self._look_now, on_failure=on_failure,
+            on_change=self._wake_now, on_failure=on_failure,
         )  # fmt: skip
         # The backlogs that are being opened, each with its `first_due_ms` before the opening. That time bounds what may
         # be handed out until the opening ends.
@@ -113,7 +113,7 @@ class Scheduler:
         self._rewritten_rows, self._next_ms = 0, -FAR_MS
         self._awaits_durable = False  # whether the ticker sleeps until handed-out rows are durable
 
-    # -- scheduled messages come ---------------------------------------------------------------------------------------
+    # -- adding messages -----------------------------------------------------------------------------------------------
 
     def add(
         self,
@@ -123,29 +123,29 @@ class Scheduler:
         now_ms: int,
         lasting: Bools | None = None,
     ) -> None:
-        """Add durable messages, in the rows of the log that gave them their due times at `now_ms`.
+        """Add durable messages. `scheduled_rows` are the rows of the log that gave them their due times at `now_ms`.
 
-        `lasting` marks the messages whose due times are durations that began at that time. It is None when there are no
-        durations, or when the backlog recognizes them itself.
+        `pairs` are their due times and numbers. `lasting` marks the messages whose due times are durations that began
+        at `now_ms`. It is None if there are no durations, or if the backlog recognizes them itself.
         """
         due, seq = pairs
         self.outcomes.waiting_rows += len(seq)
         if lasting is not None and not self.durations.is_full:
             self.durations.newest.append((due[lasting], seq[lasting]))
         near = backlog.add(Waiting(due, seq, seq), now_ms)
-        self._bound_opening(backlog, due, near)
+        self._lower_opening_bound(backlog, due, near)
         # A wake-up is needed for each of the two parts: near messages are loaded, far ones are opened later.
-        if near_rows := int(np.count_nonzero(near)):
-            found = scheduled_rows if near_rows == len(near) else filtered(scheduled_rows, near)
-            self._expect(self.loaded.add(self._sources[id(backlog)], found, now_ms))
-        if near_rows < len(near):
-            self._expect_opening(backlog)
+        if near_count := int(np.count_nonzero(near)):
+            near_messages = scheduled_rows if near_count == len(near) else filtered(scheduled_rows, near)
+            self._wake_by(self.loaded.add(self._sources[id(backlog)], near_messages, now_ms))
+        if near_count < len(near):
+            self._wake_for_opening(backlog)
 
     async def attach(self, attachment: Attachment, resumes: str = "", now_ms: int = 0) -> None:
-        """Apply a durable TABLE row: its files join and leave the table. End the hold named `resumes`.
+        """Apply a durable TABLE row: add its files to the table and remove others. End the hold named `resumes`.
 
         Rows of a bulk job or of a resumed campaign may be due before `now_ms`. Their lateness counts from `now_ms`. A
-        file that leaves the table is first opened as far as the backlog is open.
+        file is removed only when its messages due before `table.opened_ms` have been opened.
         """
         table = self._table
         assert table is not None
@@ -153,8 +153,8 @@ class Scheduler:
         # An opening reads a list of files in another thread. None of these files may leave the table meanwhile.
         while id(table) in self._openings or not table.may_attach(attachment):
             if id(table) not in self._openings:
-                # Open as far as `add` has moved the bound: it reads the clock later than the last tick. With the time
-                # of the tick this loop would repeat until the next tick.
+                # `add` may have moved `opened_ms` further than the last tick, because it reads the clock later. Opening
+                # only as of the last tick, this loop would repeat until the next tick.
                 self._start_opening(table, max(self._now_ms, table.opened_ms - self._ahead_ms))
             await asyncio.wait([self._openings[id(table)][0]])
         table.attach(attachment, now_ms)
@@ -162,46 +162,45 @@ class Scheduler:
             self.durations.files_to_seq = max(self.durations.files_to_seq, attachment.to_seq)
         self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)
         self.outcomes.holds.remove(resumes)
-        self._expect_opening(table)
+        self._wake_for_opening(table)
 
     def hold(self, name: str, ranges: Sequence[tuple[int, int]]) -> int:
-        """Load none of these ranges of a bulk attach until they are resumed.
+        """Hold the messages of these ranges of a bulk attach: load none of them until the hold is removed.
 
-        Return the due time from which on the messages are held.
+        Returns the due time from which on the messages are held.
         """
         from_ms = self.outcomes.hold(name, ranges, self.settled_before_ms)
-        self.loaded.drop(lambda seq: within(seq, ranges))
+        self.loaded.remove_held(lambda seq: within(seq, ranges))
         return from_ms
 
     def lease(self, now_ms: int, lease_ms: int) -> None:
         """Leave messages in files to an external dispatcher for `lease_ms`. 0 ends the lease."""
         self.external.lease(now_ms, lease_ms)
-        self._look_now()
+        self._wake_now()
 
-    # -- scheduled messages are due ------------------------------------------------------------------------------------
+    # -- handing out ---------------------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int, limit: int) -> ReadRows | None:
         """Hand out up to `limit` messages due by now, sorted by (due_ms, seq). None if there are none."""
         self._follow_clock(now_ms)
         self._open_if_needed(now_ms)
-        return self.loaded.take_due(now_ms, limit, self._below_ms())
+        return self.loaded.take_due(now_ms, limit, self._hand_out_bound_ms())
 
-    def take_brought(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Hand out the messages that a dispatcher brings, if they are still pending and were left to it.
+    def hand_out_dispatched(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch | None:
+        """Hand out the messages that an external dispatcher brings, if they are still pending and were left to it.
 
-        `scheduled_rows` are all due. The result is sorted like that of `take_due`. It is None if no message is left.
+        All of `scheduled_rows` must be due. The result is sorted like that of `take_due`, or None if it would be empty.
         """
         assert self._files is not None
-        run = Run.of([scheduled_rows])
-        was_full = not self.loaded.has_room(self._now_ms)
-        # A message must be left to the dispatcher and not be settled. One that was loaded meanwhile is no longer in the
-        # index.
+        run = Run.from_batches([scheduled_rows])
+        was_full = not self.loaded.has_capacity(self._now_ms)
+        # A message that is not in the index was never left to the dispatcher, or has been loaded here meanwhile.
         keep = self._files.index.contains(run.due, run.seq) & self.outcomes.may_load(run.due, run.seq)
         # A message may be brought twice; keep the first.
         keep[1:] &= (run.seq[1:] != run.seq[:-1]) | (run.due[1:] != run.due[:-1])
-        # The messages brought here will leave the index, so there may be room to open a backlog.
+        # The messages handed out here will leave the index, so there may be capacity to open a backlog.
         if was_full:
-            self._look_now()
+            self._wake_now()
         if not keep.any():
             return None
         run = run if keep.all() else run.filtered(keep)
@@ -213,7 +212,7 @@ class Scheduler:
         self.outcomes.released(seq)
         if self._awaits_durable:
             self._awaits_durable = False
-            self._look_now()
+            self._wake_now()
 
     def take_rewrites(self, limit: int) -> pa.RecordBatch | None:
         """Take up to `limit` messages that must be rewritten, in the form of their new rows. None if there are none.
@@ -228,45 +227,45 @@ class Scheduler:
         `row_seq` contains the new rows.
         """
         batch = self.rewrites.rewritten(seq)
-        scheduled_rows = batch.scheduled_rows
+        opened = batch.opened
         self._rewritten_rows += len(seq)
         # A message that was cancelled while its new row was being written is settled, although the row is in the log.
-        waits = ~self.outcomes.is_settled(scheduled_rows.due_ms, scheduled_rows.seq)
-        if waits.any():
-            kept = Waiting(scheduled_rows.due_ms[waits], seq[waits], row_seq[waits])
+        unsettled = ~self.outcomes.is_settled(opened.due_ms, opened.seq)
+        if unsettled.any():
+            kept = Waiting(opened.due_ms[unsettled], seq[unsettled], row_seq[unsettled])
             near = batch.backlog.add(
-                kept, now_ms, Rewritten(scheduled_rows.row_seq[waits], scheduled_rows.note[waits])
+                kept, now_ms, Rewritten(opened.row_seq[unsettled], opened.note[unsettled])
             )
             self.durations.rewritten(kept.due_ms, kept.seq, kept.row_seq)
-            self._bound_opening(batch.backlog, kept.due_ms, near)
-            self._expect_loaded(batch.backlog, kept.part(near & ~self.durations.contains(kept.seq)))
-        self._look_now()
+            self._lower_opening_bound(batch.backlog, kept.due_ms, near)
+            self._load_later(batch.backlog, kept.part(near & ~self.durations.contains(kept.seq)))
+        self._wake_now()
 
-    # -- settling them ---------------------------------------------------------------------------------------
+    # -- settling messages -----------------------------------------------------------------------------------
 
     def cancel(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Cancel the pending ones of these messages. Return a mask of the messages that were cancelled.
+        """Cancel those of these messages that are pending. Returns a mask of them.
 
-        A cancelled message stays where it is and is skipped when it becomes due. If it is being rewritten, it no longer
+        A cancelled message stays stored and is skipped when it becomes due. If it is being rewritten, it no longer
         delays the others.
         """
-        waited = self.outcomes.cancel(due_ms, seq)
+        was_cancelled = self.outcomes.cancel(due_ms, seq)
         if self.rewrites.rows:
-            self._look_now()
-        return waited
+            self._wake_now()
+        return was_cancelled
 
     @property
     def settled_before_ms(self) -> int:
-        """The due time before which every durable message is durably settled."""
-        # Read once a second, so the durations are only scanned if a clock step has shifted some.
-        late_ms = self.durations.first_promised_ms() if len(self.durations.known) else FAR_MS
+        """The due time before which every message in the log is durably settled."""
+        # The durations are only scanned if a clock step has shifted some.
+        late_ms = self.durations.first_original_due_ms() if len(self.durations.shifted_seqs) else FAR_MS
         firsts = (self.outcomes.first_in_flight_ms, self.loaded.first_due_ms(), late_ms)
         missing = (backlog.missing_due_ms for backlog in self.backlogs)
-        return min(self._below_ms(), *missing, *(ms for ms in firsts if ms is not None))
+        return min(self._hand_out_bound_ms(), *missing, *(ms for ms in firsts if ms is not None))
 
     @property
     def settled_ms(self) -> int:
-        """Like `settled_before_ms`, but not later than now."""
+        """The earlier of `settled_before_ms` and now."""
         return min(self.settled_before_ms, self._now_ms)
 
     @property
@@ -300,8 +299,8 @@ class Scheduler:
 
     async def close(self) -> None:
         """Wait until the reader thread has finished. The node closes the backlogs and their files."""
-        if self._adopting is not None:
-            await asyncio.wait([self._adopting])
+        if self._reading_durations is not None:
+            await asyncio.wait([self._reading_durations])
         while self._openings:
             await asyncio.wait([task for task, _ in self._openings.values()])
         await self.loaded.wait_idle()
@@ -309,17 +308,17 @@ class Scheduler:
 
     def statistics(self) -> dict[str, int]:
         """Collect counts for statistics, by name. The backlogs have further counts of their own."""
-        now_ms, left = self._now_ms, 0
+        now_ms, leased_out_rows = self._now_ms, 0
         if self._files is not None and self.external.is_leased(now_ms):
             self._files.forget_settled(self.outcomes)
-            left = len(self._files.index)
+            leased_out_rows = len(self._files.index)
         return {
             "near_rows": len(self.loaded),
             "wheel_rows": self.loaded.wheel_rows,
             "moving_rows": self.rewrites.rows,
             "moved_rows": self._rewritten_rows,
             "cancelled_rows": self.outcomes.cancelled_rows,
-            "dispatched_rows": left,
+            "dispatched_rows": leased_out_rows,
             "fetched_rows": self.external.loaded_rows,
             "tick_ms": self.outcomes.cursor.tick_ms,
             "local_index": self.outcomes.cursor.local_index,
@@ -332,13 +331,17 @@ class Scheduler:
         """True while the reader thread works for the scheduler."""
         return bool(self._openings) or self.loaded.is_gathering or self.rewrites.is_loading
 
-    def _below_ms(self) -> int:
-        """Find the earliest due time of a message that may not be loaded. Nothing later is handed out."""
-        below_ms = min(self._held_ms, self.rewrites.first_due_ms()) if self.rewrites.rows else self._held_ms
+    def _hand_out_bound_ms(self) -> int:
+        """Find a lower bound of the due times of messages that are not loaded. Only earlier messages are handed out."""
+        below_ms = (
+            min(self._unread_durations_ms, self.rewrites.first_due_ms())
+            if self.rewrites.rows
+            else self._unread_durations_ms
+        )
         firsts = [backlog.first_due_ms for backlog in self.backlogs]
         return min(below_ms, *firsts, *(first_ms for _, first_ms in self._openings.values()))
 
-    def _open_ms(self, backlog: Backlog) -> int:
+    def _next_open_ms(self, backlog: Backlog) -> int:
         """Compute when to open a backlog: half the lead time (`ahead_ms`) before its first message is due.
 
         The other half of the lead time is left for loading bodies. If memory is full, the backlog is opened only when
@@ -349,55 +352,59 @@ class Scheduler:
             return FAR_MS
         open_ms = first_ms - self._ahead_ms // 2
         if open_ms > self._now_ms:
-            return open_ms  # the room is checked at that time
+            return open_ms  # the capacity is checked at that time
         if self.rewrites.is_full:
             return FAR_MS
-        if self.loaded.has_room(self._now_ms) and self.rewrites.has_room:
+        if self.loaded.has_capacity(self._now_ms) and self.rewrites.has_capacity:
             return open_ms
         return first_ms if first_ms <= self.loaded.first_due_ms() else FAR_MS
 
     def _open_if_needed(self, now_ms: int) -> None:
+        """Start to open the backlogs whose time has come."""
         for backlog in self.backlogs:
-            if self._open_ms(backlog) <= now_ms:
+            if self._next_open_ms(backlog) <= now_ms:
                 self._start_opening(backlog, now_ms)
 
     def _start_opening(self, backlog: Backlog, now_ms: int) -> None:
+        """Open a backlog in a task, and store its `first_due_ms` as a bound until the task ends."""
         task = asyncio.get_running_loop().create_task(self._open(backlog, now_ms))
         self._openings[id(backlog)] = task, backlog.first_due_ms
-        task.add_done_callback(lambda _: self._opening_ended(backlog, task))
+        task.add_done_callback(lambda _: self._finish_opening(backlog, task))
 
-    def _bound_opening(self, backlog: Backlog, due_ms: Int64Array, near: Bools) -> None:
+    def _lower_opening_bound(self, backlog: Backlog, due_ms: Int64Array, near: Bools) -> None:
         """Lower the bound of a running opening: it may also open the added messages that are not near."""
-        # These messages came after the bound was read. Without this the mark would pass them, and they would count as
-        # settled.
+        # These messages were added after the bound was read. Without this the mark would pass them, and they would
+        # count as settled.
         if (opening := self._openings.get(id(backlog))) is not None and not near.all():
             self._openings[id(backlog)] = opening[0], min(opening[1], int(due_ms[~near].min()))
 
     async def _open(self, backlog: Backlog, now_ms: int) -> None:
-        times = (source := self._sources[id(backlog)]).opened
+        """Open a backlog, and load or rewrite the opened messages."""
+        discards = (source := self._sources[id(backlog)]).discards
         opened = await backlog.open(now_ms, now_ms + self._ahead_ms)
         for begin in range(0, len(opened), SORT_ROWS):
             if begin:
-                # In parts, with a pause after each: sorting out a million messages at once would stop the event loop.
+                # In parts, with a pause after each: sorting a million messages at once would block the event loop.
                 await asyncio.sleep(0)
-            if source.opened != times:
+            if source.discards != discards:
                 return  # a clock step has discarded this opening; all of the backlog is opened again
             self._take_over(backlog, opened.part(slice(begin, begin + SORT_ROWS)))
 
     def _take_over(self, backlog: Backlog, opened: Opened) -> None:
-        """Load opened messages, or pass them to `rewrites`. Drop those that are settled."""
-        # A backlog with `has_own_instants` has skipped settled messages itself: outcomes do not contain its due times.
-        if not backlog.has_own_instants:
-            waits = self.outcomes.may_load(opened.due_ms, opened.seq)
-            opened = opened if waits.all() else opened.part(waits)
-        if len(self.durations.known) and (shifted := self.durations.contains(opened.seq)).any():
+        """Load opened messages, or pass them to `rewrites`. Skip those that are settled or held."""
+        # A backlog with `changes_due_times` has skipped settled messages itself: outcomes do not contain its due times.
+        if not backlog.changes_due_times:
+            loadable = self.outcomes.may_load(opened.due_ms, opened.seq)
+            opened = opened if loadable.all() else opened.part(loadable)
+        if len(self.durations.shifted_seqs) and (shifted := self.durations.contains(opened.seq)).any():
             opened = opened.part(~shifted)  # already loaded, with shifted due times
         near = Waiting(opened.due_ms, opened.seq, opened.row_seq).part(~opened.rewrites)
-        self._expect_loaded(backlog, near)
+        self._load_later(backlog, near)
         if opened.rewrites.any():
             self.rewrites.add(backlog, opened.part(opened.rewrites))
 
-    def _expect_loaded(self, backlog: Backlog, near: Waiting) -> None:
+    def _load_later(self, backlog: Backlog, near: Waiting) -> None:
+        """Let `loaded` read the bodies of near messages ahead of their due times, from the table or the log."""
         if not len(near):
             return
         if (in_table := near.row_seq < 0).any():
@@ -407,11 +414,12 @@ class Scheduler:
             near = near.part(~in_table)
         self.loaded.expect(self._sources[id(backlog)], near.due_ms, near.seq, near.row_seq)
 
-    def _opening_ended(self, backlog: Backlog, task: asyncio.Task[None]) -> None:
+    def _finish_opening(self, backlog: Backlog, task: asyncio.Task[None]) -> None:
+        """Remove the bound of an opening, and report its end or its failure."""
         del self._openings[id(backlog)]
         error = None if task.cancelled() else task.exception()
         if error is None:
-            self._look_now()
+            self._wake_now()
         else:
             logger.critical("opening a backlog failed reason=%s", error)
             self._on_failure(error)
@@ -419,17 +427,18 @@ class Scheduler:
     # -- clocks ----------------------------------------------------------------------------------------------
 
     def _follow_clock(self, now_ms: int) -> None:
-        was_ms, self._now_ms = self._now_ms, now_ms
-        if now_ms < was_ms:
-            logger.warning("clock set back back_ms=%d", was_ms - now_ms)
-        if now_ms < was_ms or (self.durations.has_changed and self.durations.is_off):
-            self._follow_step(now_ms, was_ms)
+        """Store the time of this step. React to clock steps, and move the mark once a second."""
+        previous_ms, self._now_ms = self._now_ms, now_ms
+        if now_ms < previous_ms:
+            logger.warning("clock set back back_ms=%d", previous_ms - now_ms)
+        if now_ms < previous_ms or (self.durations.has_changed and self.durations.is_off):
+            self._follow_step(now_ms, previous_ms)
         if not 0 <= now_ms - self._marked_ms < MARK_EVERY_MS:
             self._marked_ms = now_ms
             self._move_mark()
 
-    def _follow_step(self, now_ms: int, was_ms: int) -> None:
-        """Shift the due times of all durations, so that each ends after its elapsed time instead of by the clock."""
+    def _follow_step(self, now_ms: int, previous_ms: int) -> None:
+        """Shift the due times of all durations after a clock step, so that each ends when its time has elapsed."""
         durations, loaded = self.durations, self.loaded
         step_ms = durations.apply()
         for backlog in self.backlogs:
@@ -437,43 +446,46 @@ class Scheduler:
             if backlog.clock_stepped(now_ms, durations.shift_of):
                 loaded.forget(self._sources[id(backlog)], backlog.holds)
         # The messages of earlier shifts are replaced by those of the new shift below.
-        before = durations.known
+        previously_shifted = durations.shifted_seqs
         for source in (self._shifted, self._shifted_files):
-            loaded.forget(source, lambda seq: is_in(before, seq))
+            loaded.forget(source, lambda seq: is_in(previously_shifted, seq))
         shifted = durations.shifted()
-        if durations.find is not None and self._adopting is None:
-            self._adopting = asyncio.get_running_loop().create_task(self._adopt_durations(durations.find))
-            self._adopting.add_done_callback(self._adopted)
-        # After a step forward a duration that has not been read yet would look due.
-        if step_ms > 0 and self._adopting is not None and not self._adopting.done():
-            self._held_ms = min(self._held_ms, was_ms)
+        if durations.find is not None and self._reading_durations is None:
+            self._reading_durations = asyncio.get_running_loop().create_task(
+                self._read_durations(durations.find)
+            )
+            self._reading_durations.add_done_callback(self._finish_reading_durations)
+        # After a step forward, a duration that has not been read yet would seem to be due.
+        if step_ms > 0 and self._reading_durations is not None and not self._reading_durations.done():
+            self._unread_durations_ms = min(self._unread_durations_ms, previous_ms)
         if not len(shifted.seq):
             return
-        known = durations.known
-        loaded.take_out(lambda seq: is_in(known, seq))
+        known = durations.shifted_seqs
+        loaded.remove_for_reload(lambda seq: is_in(known, seq))
         row_seq = durations.rows_of(shifted.seq)
         in_files = row_seq < durations.files_to_seq
-        for source, chosen in ((self._shifted, ~in_files), (self._shifted_files, in_files)):
-            if chosen.any():
-                loaded.expect(source, shifted.due_ms[chosen], shifted.seq[chosen], row_seq[chosen])
+        for source, mask in ((self._shifted, ~in_files), (self._shifted_files, in_files)):
+            if mask.any():
+                loaded.expect(source, shifted.due_ms[mask], shifted.seq[mask], row_seq[mask])
         logger.info("durations follow the step of the clock messages=%d", len(shifted.seq))
-        self._look_now()
+        self._wake_now()
 
-    async def _adopt_durations(self, find: Find) -> None:
+    async def _read_durations(self, find: Find) -> None:
         """Read the durations from before the start, as far as they are still in the log."""
         from_seq, to_seq = self.durations.files_to_seq, self.durations.begun_seq
         loop = asyncio.get_running_loop()
         self.durations.adopt(await loop.run_in_executor(self._thread, find, self._reader, from_seq, to_seq))
 
-    def _adopted(self, task: asyncio.Task[None]) -> None:
+    def _finish_reading_durations(self, task: asyncio.Task[None]) -> None:
+        """Shift the durations from before the start, which have been read, or report the failure."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.critical("reading durations failed reason=%s", error)
             self._on_failure(error)
         elif not task.cancelled():
-            self._held_ms = FAR_MS
+            self._unread_durations_ms = FAR_MS
             self._follow_step(self._now_ms, self._now_ms)
-            self._look_now()
+            self._wake_now()
 
     def _read_shifted_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Read the bodies of shifted durations from the files, where they are sorted by their original due times.
@@ -481,20 +493,22 @@ class Scheduler:
         Runs in the reader thread.
         """
         assert self._table is not None
-        promised_ms = self.durations.promised_of(seq)
-        order = np.lexsort((seq, promised_ms))
-        promised_ms, seq = promised_ms[order], seq[order]
+        original_due_ms = self.durations.original_due_of(seq)
+        order = np.lexsort((seq, original_due_ms))
+        original_due_ms, seq = original_due_ms[order], seq[order]
         # One read per cluster of due times: a read goes through all rows between its first and its last due time.
-        cuts = [0, *(np.flatnonzero(np.diff(promised_ms) > self._ahead_ms) + 1).tolist(), len(seq)]
+        cuts = [0, *(np.flatnonzero(np.diff(original_due_ms) > self._ahead_ms) + 1).tolist(), len(seq)]
         return pa.concat_batches(
             [
-                self._table.read_files(promised_ms[begin:end], seq[begin:end], seq[begin:end])
+                self._table.read_files(original_due_ms[begin:end], seq[begin:end], seq[begin:end])
                 for begin, end in pairwise(cuts)
             ]
         )
 
     def _move_mark(self) -> None:
-        # Not later than now: the mark never moves back, and each message settled behind it needs a pair in memory.
+        """Advance the mark (outcomes.py) to the time before which everything is settled."""
+        # Not later than now: the mark never moves back, and each message that arrives later and is due before the mark
+        # needs a settled pair in memory.
         mark_ms = self.settled_ms
         self.outcomes.move_mark(mark_ms, self._reader.next_seq)
         self.durations.forget_before(mark_ms)
@@ -502,35 +516,37 @@ class Scheduler:
     # -- the ticker ------------------------------------------------------------------------------------------
 
     def next_due_ms(self) -> int | None:
-        """Compute when the scheduler next has to hand out, load, open or rewrite. None if there is no such time."""
+        """Compute when the scheduler next has work: hand out, load, open or rewrite. None if it has none."""
         if self.rewrites.rows and self.rewrites.is_ready:
             return self._now_ms
-        loads_ms = self.loaded.next_ms(self._now_ms, self._below_ms())
-        next_ms = min(loads_ms, *map(self._open_ms, self.backlogs))
+        loads_ms = self.loaded.next_ms(self._now_ms, self._hand_out_bound_ms())
+        next_ms = min(loads_ms, *map(self._next_open_ms, self.backlogs))
         return None if next_ms == FAR_MS else next_ms
 
     def fall_asleep(self, *, until_durable: bool = False) -> int | None:
-        """Store and return the result of `next_due_ms`. Later changes that make it earlier call `on_earlier`.
+        """Store and return the result of `next_due_ms`. A later change that makes it earlier calls `on_earlier`.
 
-        With `until_durable` the next step waits until the rows in flight are on disk.
+        With `until_durable` the next step is due when rows in flight are on disk. The result is then None.
         """
         self._awaits_durable = until_durable
         next_ms = None if until_durable else self.next_due_ms()
         self._next_ms = FAR_MS if next_ms is None else next_ms
         return next_ms
 
-    def _expect(self, ms: int) -> None:
+    def _wake_by(self, ms: int) -> None:
         """Wake the ticker if it would sleep past `ms`, at which there is work."""
         if ms < self._next_ms:
             self._next_ms = ms
             self.on_earlier()
 
-    def _expect_opening(self, backlog: Backlog) -> None:
+    def _wake_for_opening(self, backlog: Backlog) -> None:
+        """Wake the ticker when the backlog must be opened."""
         if backlog.first_due_ms < FAR_MS:
-            self._expect(backlog.first_due_ms - self._ahead_ms // 2)
+            self._wake_by(backlog.first_due_ms - self._ahead_ms // 2)
 
-    def _look_now(self) -> None:
-        self._expect(-FAR_MS + 1)
+    def _wake_now(self) -> None:
+        """Wake the ticker, because there may be work now."""
+        self._wake_by(-FAR_MS + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""Build the backlogs from the settings, and check the saved state of the chosen strategy.
+"""Build the backlog of the chosen strategy from the settings, and check its saved state.
 
-`hour_log` always runs, since it serves the pending table under every strategy. The delay levels always run, too.
-Another strategy runs beside them and stores the messages that are sent.
+`hour_log` always runs, since it serves the pending table under every strategy. The delay levels always run, too. If
+another strategy is chosen, its backlog runs beside them and stores the messages that are sent.
 
 A saved state is ignored if it belongs to another strategy or another ring, or if its files do not match their
 checksums. Then the log is read once, from the oldest scheduled message on.
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.Struct | None:
-    """Return the saved state of the chosen strategy. None if there is none that it can start with.
+    """Find the saved state of the chosen strategy. None if there is none that it can start with.
 
     This reads all files of the strategy, which takes about 50 ns per pending message.
     """
@@ -49,18 +49,19 @@ def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> m
         return None
 
 
-def _checked(settings: Settings, files: Files, found: dict[str, object]) -> msgspec.Struct:
+def _checked(settings: Settings, files: Files, raw_state: dict[str, object]) -> msgspec.Struct:
+    """Convert a state from JSON and check its files. Raises Corrupt, SetupError or ValidationError."""
     if settings.strategy == "timer_wheel":
         from timeball.schedule.timer_wheel import backlog as wheel
         from timeball.schedule.timer_wheel.backlog import WheelState
 
-        wheel_state = msgspec.convert(found, WheelState)
-        wheel.check(files, slots_of(settings), wheel_state)
+        wheel_state = msgspec.convert(raw_state, WheelState)
+        wheel.check(files, ring_slots_of(settings), wheel_state)
         return wheel_state
     from timeball.schedule.level_cascade import backlog as cascade
     from timeball.schedule.level_cascade.backlog import CascadeState
 
-    cascade_state = msgspec.convert(found, CascadeState)
+    cascade_state = msgspec.convert(raw_state, CascadeState)
     cascade.check(files, cascade_state, ahead_ms_of(settings))
     return cascade_state
 
@@ -77,7 +78,7 @@ def build(
             reader,
             reader_thread,
             outcomes,
-            slots=slots_of(settings),
+            slots=ring_slots_of(settings),
             congest_rows=settings.timer_congest_num_each_slot,
             ahead_ms=settings.gather_ahead_ms,
         )
@@ -98,8 +99,8 @@ def ahead_ms_of(settings: Settings) -> int:
     return lead_ms_of(settings.gather_ahead_ms)
 
 
-def slots_of(settings: Settings) -> Slots:
-    """Build the slots of the ring that the settings define."""
+def ring_slots_of(settings: Settings) -> Slots:
+    """Compute the slots of the timer wheel's ring from the settings."""
     from timeball.schedule.timer_wheel.ring import Slots
 
     return Slots.of(

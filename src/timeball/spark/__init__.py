@@ -1,7 +1,8 @@
-"""The pipeline: Spark loads, moves, queries and audits scheduled messages as tables.
+"""The Spark pipeline: loads, moves, queries and audits scheduled messages as tables.
 
 Receives: rows of the log over Flight, files of the pending table by their URI, any DataFrame.
-Keeps: ledger and archive, which store how far they have come. The broker's log stays the source of truth.
+Keeps: ledger and archive, each with the row of the log up to which it is complete. The broker's log stays the source
+of truth.
 Hands on: files for the pending table (attached in one step), the ledger, audit reports.
 
 The jobs for ledger and archive also run without Spark.

@@ -1,8 +1,8 @@
 """Append rows to a Delta table exactly once: tasks write Parquet files, and one commit adds them with a mark.
 
-The mark is Delta's application version, and the caller chooses it. If the table already has this mark for the
-application, the append changes nothing. The ledger's mark is the row of the log up to which the table has events, so
-the table itself stores where the next append begins.
+The mark is Delta's application version, and the caller chooses it. If the table already has this mark or a later one
+for the application, the append changes nothing. The ledger's mark is the row of the log up to which the table has
+events, so the table itself stores where the next append begins.
 
 With `since`, the append raises OutOfRange unless the table's mark is `since`. A different mark shows that another
 writer has appended meanwhile. The table must exist.
@@ -34,7 +34,7 @@ LOG = logging.getLogger("timeball.spark")
 
 @dataclass(frozen=True)
 class DeltaFile:
-    """One Parquet file of a task. With 0 rows the file does not exist."""
+    """A Parquet file that a task has written. With 0 rows there is no file."""
 
     path: str
     size_bytes: int
@@ -42,12 +42,12 @@ class DeltaFile:
 
 
 def table_schema(table: DeltaTable) -> pa.Schema:
-    """Return the table's columns as an Arrow schema."""
+    """Convert the table's schema to Arrow."""
     return pa.schema(table.schema().to_arrow())
 
 
 def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> DeltaFile:
-    """Write all batches as one new Parquet file below `uri`. No version of the table contains it before the commit.
+    """Write all batches to one new Parquet file below `uri`. It belongs to no version of the table before the commit.
 
     Without rows no file is written. Raises StorageError.
     """
@@ -72,33 +72,35 @@ def write_file(uri: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -
 def append_once(uri: str, app_id: str, since: int | None, version: int, written: Sequence[DeltaFile]) -> None:
     """Commit the files together with the mark `version`, unless the table already has this mark or a later one.
 
-    Raises OutOfRange when the table's mark is not `since`, or when another writer of `app_id` commits at the same time.
+    `since`: the mark that the table must have, or None for any. Raises OutOfRange when it has another mark, or when
+    another writer of `app_id` commits at the same time.
     """
     table = open_table(uri)
-    reached = app_version(table, app_id) or 0
-    if reached >= version > 0:
-        LOG.info("version written before table=%s app=%s version=%d", uri, app_id, version)
+    current_mark = app_version(table, app_id) or 0
+    if current_mark >= version > 0:
+        LOG.info("version already written table=%s app=%s version=%d", uri, app_id, version)
         return
     now_ms = SystemClock().wall_ms()
     try:
-        if since not in (None, reached):
-            raise OutOfRange(f"the table is at {reached}, these rows begin at {since}")
+        if since not in (None, current_mark):
+            raise OutOfRange(f"the table is at {current_mark}, these rows begin at {since}")
         table.create_write_transaction(
             [
-                AddAction(each.path, each.size_bytes, {}, now_ms, True, json.dumps({"numRecords": each.rows}))
-                for each in written
-                if each.rows
+                AddAction(file.path, file.size_bytes, {}, now_ms, True, json.dumps({"numRecords": file.rows}))
+                for file in written
+                if file.rows
             ],
             "append",
             table.schema(),
             commit_properties=CommitProperties(app_transactions=[Transaction(app_id, version)]),
         )
     except (OutOfRange, CommitFailedError) as error:
-        # Delta refuses concurrent commits of one application: another writer was faster here, too.
+        # CommitFailedError: Delta refuses concurrent commits of one application, so here, too, another writer was
+        # faster.
         raise OutOfRange(f"another writer of {app_id} was at work: {error}; planned again") from error
 
 
 def app_version(table: DeltaTable, app_id: str) -> int | None:
-    """Return the mark of `app_id` in this table, or None if it has never written here."""
+    """Read the mark of `app_id` in this table. Returns None if this application has never written to it."""
     version = table.transaction_version(app_id)
     return None if version is None else int(version)

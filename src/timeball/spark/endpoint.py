@@ -1,13 +1,13 @@
-"""The calls that the pipeline's processes make to a broker, over the client's connection (client/calls.py).
+"""The calls that processes of the pipeline make to a broker, over the client's connection (client/calls.py).
 
 Every call is safe to repeat, and is repeated for up to `patience_s` seconds. An attach contains its job and epoch, by
 which the broker recognises a repeat. A repeated reserve only leaves unused sequence numbers. An error has the type that
-the broker raised. A broker that cannot be reached is `Unavailable`, so that a runner can distinguish "wait" from "give
-up".
+the broker raised. A broker that cannot be reached raises `Unavailable`, so that a runner can distinguish "wait" from
+"give up".
 
-An endpoint may be confined to one group of a cluster (groups.py). Before its first call it asks the named node which
-group it keeps. If that is another group, it connects to the nodes of the requested group instead. So no call reaches a
-wrong group.
+An endpoint may be pinned to one group of a cluster (groups.py). Before its first call it asks the given node for its
+group. If that is another group, it connects to the nodes of the requested group instead. So no call reaches a wrong
+group.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ LOG = logging.getLogger("timeball.spark")
 
 CALL_TIMEOUT_MS = 60_000
 LONG_CALL_TIMEOUT_MS = 1_800_000
-PATIENCE_S = 20.0  # a broker with a million rows in its tail restarts within seconds
-LEASE_LOOK_S = 0.1  # how often a lease that is not held checks whether it is needed
-COMPACTED = "hour_log"  # the only strategy whose scheduled messages move to the pending table
+PATIENCE_S = 20.0  # enough for a restart: a broker with a million rows in its tail needs some seconds
+LEASE_CHECK_S = 0.1  # interval at which a lease that is not held checks whether it is needed
+COMPACTED_STRATEGY = "hour_log"  # the only strategy whose scheduled messages move to the pending table
 
 
 class Endpoint:
     """A connection to one broker, or to the leader of one group of a cluster.
 
-    Processes do not share it: each task opens its own, which is cheap.
+    Processes do not share a connection. Each task opens its own, which is cheap.
     """
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
         self.uri = uri
         addresses, self._group = split_endpoint(uri)
         self._patience_s, self._clock = patience_s, clock
-        self._dialled = self._dial(addresses)
-        self._is_there = not self._group
+        self._connection = self._connect(addresses)
+        self._is_group_checked = not self._group
 
-    def _dial(self, addresses: str) -> Calls:
+    def _connect(self, addresses: str) -> Calls:
         return Calls(addresses, CALL_TIMEOUT_MS, patience_s=self._patience_s, clock=self._clock)
 
     @property
     def _calls(self) -> Calls:
-        """The connection to a node of the requested group. The first access checks the group of the dialled node."""
-        if not self._is_there:
-            status = self._ask_status(self._dialled)
+        """The connection to a node of the requested group. The first access checks the group of the given node."""
+        if not self._is_group_checked:
+            status = self._ask_status(self._connection)
             if status.group != self._group:
-                self._dialled.close()
-                found = endpoint_of(self.uri, self._group, known_groups(status))
-                self._dialled = self._dial(split_endpoint(found)[0])
-            self._is_there = True
-        return self._dialled
+                self._connection.close()
+                group_endpoint = endpoint_of(self.uri, self._group, known_groups(status))
+                self._connection = self._connect(split_endpoint(group_endpoint)[0])
+            self._is_group_checked = True
+        return self._connection
 
     def __enter__(self) -> Self:
         return self
@@ -75,10 +75,10 @@ class Endpoint:
 
     def close(self) -> None:
         """Close the connection."""
-        self._dialled.close()
+        self._connection.close()
 
     def status(self) -> wire.Status:
-        """Return the broker's status: the ends of its log, its watermark and the version of its table."""
+        """Read the broker's status, such as the ends of its log, its watermark and the version of its table."""
         return self._ask_status(self._calls)
 
     @staticmethod
@@ -86,11 +86,11 @@ class Endpoint:
         return calls.action("status", wire.Nothing(), wire.Status)
 
     def reserve(self, rows: int) -> int:
-        """Reserve `rows` consecutive sequence numbers, and return the first."""
+        """Reserve `rows` consecutive sequence numbers. Returns the first."""
         return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: att.Attachment) -> wire.Attached:
-        """Make files part of the pending table. The answer to a repeated attach has `repeated` set."""
+        """Add files to the pending table. The answer to a repeated attach has `repeated` set."""
         return self._calls.action("attach", attachment, wire.Attached)
 
     def cancel_ranges(self, ranges: Sequence[tuple[int, int]], reason: str = "") -> wire.RangesCancelled:
@@ -102,7 +102,7 @@ class Endpoint:
         return self._calls.action("cancel_range", body, wire.RangesCancelled, LONG_CALL_TIMEOUT_MS)
 
     def campaigns(self, campaign: str | None = None) -> list[wire.Campaign]:
-        """Return one campaign with its ranges, or all campaigns without ranges. Raises NotFound for an unknown id."""
+        """Read one campaign with its ranges, or all campaigns without ranges. Raises NotFound for an unknown id."""
         body = wire.Campaigns(campaign=campaign)
         return self._calls.action("campaigns", body, dict[str, list[wire.Campaign]])["campaigns"]
 
@@ -126,26 +126,26 @@ class Endpoint:
         return self._calls.action("campaign", body, wire.Campaign, LONG_CALL_TIMEOUT_MS)
 
     def drain(self, heir: str, *, dry_run: bool = False) -> wire.Drained:
-        """Move all pending messages of this group to the group `heir`, and return the progress. Safe to repeat."""
+        """Move all pending messages of this group to the group `heir`. Returns the progress. Safe to repeat."""
         return self._calls.action("drain", wire.Drain(heir=heir, dry_run=dry_run), wire.Drained)
 
     def starts(self, from_seq: int, to_seq: int) -> list[wire.Start]:
-        """Return the times of the broker's starts, of those whose first row is in from_seq <= seq < to_seq."""
+        """List the starts of the broker whose first row is in from_seq <= seq < to_seq, with their times."""
         body = wire.Starts(from_seq=from_seq, to_seq=to_seq)
         return self._calls.action("starts", body, dict[str, list[wire.Start]])["starts"]
 
     def lease_dispatcher(self, lease_ms: int) -> None:
-        """Announce to the broker that a dispatcher brings due messages for the next `lease_ms`. 0 ends the lease."""
+        """Announce to the broker that a dispatcher delivers due messages for the next `lease_ms`. 0 ends the lease."""
         self._calls.action("dispatcher", wire.DispatcherLease(lease_ms=lease_ms), dict[str, Any])
 
     def lease_compactor(self, lease_ms: int) -> None:
-        """Announce to the broker that an external compactor is at work for the next `lease_ms`."""
+        """Announce to the broker that an external compactor runs for the next `lease_ms`."""
         self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
     def release(self, batches: Iterable[pa.RecordBatch]) -> list[wire.ReleaseAnswer]:
-        """Send batches of due rows (TABLE_SCHEMA) for release, and return one answer per batch.
+        """Send batches of due rows (TABLE_SCHEMA) for release. Returns one answer per batch.
 
-        `batches` may take its time to yield the next batch: the stream stays open.
+        The stream stays open while `batches` waits before it yields the next batch.
         """
         answers: list[wire.ReleaseAnswer] = []
         with translated(self.uri):
@@ -186,13 +186,16 @@ class Endpoint:
         )
 
     def queues(self, topic: str) -> dict[int, tuple[int, int]]:
-        """Return {queue: (first kept offset, next offset)} of a topic. Raises NotFound if there is no such topic."""
+        """Read {queue: (first kept offset, next offset)} of a topic. Raises NotFound for an unknown topic."""
         body = wire.Queues(topic=topic)
-        found = self._calls.action("queues", body, dict[str, dict[int, wire.QueueRange]])["queues"]
-        return {queue: (each.min, each.max) for queue, each in found.items()}
+        ranges = self._calls.action("queues", body, dict[str, dict[int, wire.QueueRange]])["queues"]
+        return {queue: (offsets.min, offsets.max) for queue, offsets in ranges.items()}
 
     def read_queue(self, topic: str, queue_id: int, begin: int, end: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows begin <= offset < end of a queue, in order, in READ_SCHEMA. Raises OutOfRange if it is shorter."""
+        """Yield rows begin <= offset < end of a queue, in order, in READ_SCHEMA.
+
+        Raises OutOfRange if the queue is shorter.
+        """
         while begin < end:
             rows, count = min(end - begin, PULL_ROWS_MAX), 0
             for batch in self._rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=begin, rows=rows)):
@@ -209,65 +212,73 @@ class Endpoint:
 
 
 def group_statuses(endpoint: str, *, patience_s: float = PATIENCE_S) -> list[tuple[Group, wire.Status]]:
-    """Return the groups to read at an endpoint with the status of each. One group costs only one call."""
+    """Read the groups at an endpoint with the status of each. A single group costs only one call."""
     with Endpoint(endpoint, patience_s=patience_s) as broker:
         status = broker.status()
     groups = groups_of(status, endpoint)
     if len(groups) == 1:
         return [(groups[0], status)]
-    found = []
+    statuses = []
     for group in groups:
         with Endpoint(group.endpoint, patience_s=patience_s) as broker:
-            found.append((group, broker.status()))
-    return found
+            statuses.append((group, broker.status()))
+    return statuses
 
 
 def read_groups(endpoint: str) -> list[Group]:
-    """Ask a node for the groups to read at an endpoint."""
+    """Ask a node which groups to read at an endpoint."""
     with Endpoint(endpoint) as broker:
         return groups_of(broker.status(), endpoint)
 
 
-# ---- a read that goes on --------------------------------------------------------------------------------------
+# ---- a read that resumes after interruptions ------------------------------------------------------------------
 
-# Rows of the log and of queues have numbers and never change. So a reader that stores the last number can continue
-# after the broker's restart, and yields every row exactly once. It waits for the broker as long as every call does.
+# Rows of the log and of queues have numbers and never change. So a reader that remembers the last number can continue
+# after a restart of the broker, and yields every row exactly once. It waits for the broker as long as any call does.
 
 READ_TRIES = 3
 
 Read = Callable[[int], Iterator[pa.RecordBatch]]  # position -> the rows from there on, in order
-After = Callable[[pa.RecordBatch, int], int]  # (batch, its first position) -> the position after the batch
+# (batch, its first position) -> the position after the batch.
+PositionAfter = Callable[[pa.RecordBatch, int], int]
 
 
-def retrying_read(endpoint: Endpoint, read: Read, position: int, after: After) -> Iterator[pa.RecordBatch]:
-    """Yield all batches of `read(position)`, and resume after each interruption.
+def retrying_read(
+    endpoint: Endpoint, read: Read, position: int, after: PositionAfter
+) -> Iterator[pa.RecordBatch]:
+    """Yield all batches of `read(position)`. After an interruption, continue behind the last batch.
 
-    Raises Unavailable when the broker stays away, or after READ_TRIES retries without a batch between them.
+    `after` computes the position behind a batch. Raises Unavailable when the broker does not come back, or after
+    READ_TRIES retries without a batch between them.
     """
-    broken = 0
+    failures = 0
     while True:
         try:
             for batch in read(position):
-                position, broken = after(batch, position), 0
+                position, failures = after(batch, position), 0
                 yield batch
             return
         except Unavailable as error:
-            broken += 1
-            if broken > READ_TRIES:
+            failures += 1
+            if failures > READ_TRIES:
                 raise
             LOG.warning(
-                "read broke off broker=%s at_seq=%d try=%d reason=%s", endpoint.uri, position, broken, error
+                "read was interrupted broker=%s at_seq=%d try=%d reason=%s",
+                endpoint.uri,
+                position,
+                failures,
+                error,
             )
             endpoint.status()  # blocks until the broker is back, or raises
 
 
-def behind_last_seq(batch: pa.RecordBatch, _: int) -> int:
-    """Return the position after rows of the log, which must have the column `seq`."""
+def after_last_seq(batch: pa.RecordBatch, _: int) -> int:
+    """Compute the position after a batch of the log, which must have the column `seq`."""
     return int(batch.column("seq")[-1].as_py()) + 1
 
 
-def behind_rows(batch: pa.RecordBatch, position: int) -> int:
-    """Return the position after rows of a queue. Queues have a row at each offset."""
+def after_rows(batch: pa.RecordBatch, position: int) -> int:
+    """Compute the position after a batch of a queue, which has a row at each offset."""
     return position + int(batch.num_rows)
 
 
@@ -275,7 +286,7 @@ def behind_rows(batch: pa.RecordBatch, position: int) -> int:
 
 
 class Connections:
-    """Open connections to all groups at an endpoint. Each query asks again which groups exist."""
+    """Connections to all groups at an endpoint, opened on first use. Each query asks again which groups exist."""
 
     def __init__(self, endpoint: str) -> None:
         self._uri = endpoint
@@ -288,14 +299,14 @@ class Connections:
         self._opened = {}
 
     def broker(self, uri: str | None = None) -> Endpoint:
-        """Return the connection to `uri`, by default to the endpoint itself. Opens it on first use."""
+        """Get the connection to `uri`, by default to the endpoint itself. Opens it on first use."""
         uri = uri or self._uri
         if uri not in self._opened:
             self._opened[uri] = Endpoint(uri)
         return self._opened[uri]
 
     def statuses(self) -> list[tuple[Group, wire.Status]]:
-        """Return the current groups with the status of each. One group costs only one call."""
+        """Read the current groups with the status of each. A single group costs only one call."""
         status = self.broker().status()
         groups = self._groups_of(status)
         if len(groups) == 1:
@@ -303,10 +314,11 @@ class Connections:
         return [(group, self.broker(group.endpoint).status()) for group in groups]
 
     def groups(self) -> list[Group]:
-        """Return the current groups."""
+        """Read the current groups."""
         return self._groups_of(self.broker().status())
 
     def _groups_of(self, status: wire.Status) -> list[Group]:
+        """List the groups in a status, and close connections to endpoints that no group has any more."""
         groups = groups_of(status, self._uri)
         for uri in self._opened.keys() - {self._uri, *(group.endpoint for group in groups)}:
             self._opened.pop(uri).close()  # its group has another leader, and so another endpoint
@@ -317,11 +329,11 @@ class Connections:
         return {**self.__dict__, "_opened": {}}
 
 
-# ---- a job at work --------------------------------------------------------------------------------------------------
+# ---- leases of running jobs -----------------------------------------------------------------------------------------
 
 
 class Lease:
-    """Keeps a lease at a broker while `needed()` is true, from a thread of its own. Use as a context manager."""
+    """Holds a lease at a broker while `needed()` is true, with its own thread. Use as a context manager."""
 
     def __init__(
         self,
@@ -332,14 +344,14 @@ class Lease:
         *,
         lease_ms: int,
         renew_s: float,
-        is_returned: bool = False,
+        ends_when_unneeded: bool = False,
     ) -> None:
-        """`grant` renews the lease, as Endpoint.lease_compactor does.
+        """`grant(endpoint, lease_ms)` renews the lease, for example Endpoint.lease_compactor.
 
-        `is_returned`: end the lease with a duration of 0 when it is no longer needed, instead of letting it expire.
+        `ends_when_unneeded`: end the lease when it is no longer needed, instead of letting it expire.
         """
         self._endpoint, self._job, self._grant, self._needed = endpoint, job, grant, needed
-        self._lease_ms, self._renew_s, self._is_returned = lease_ms, renew_s, is_returned
+        self._lease_ms, self._renew_s, self._is_returned = lease_ms, renew_s, ends_when_unneeded
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
@@ -352,21 +364,22 @@ class Lease:
         self._thread.join()
 
     def _renew(self) -> None:
-        held = False
-        while not self._stopped.wait(self._renew_s if held else LEASE_LOOK_S):
-            needed = self._needed()
-            if needed:
-                self._tell(self._lease_ms)
-            elif held and self._is_returned:
-                self._tell(0)
-            held = needed
-        if held and self._is_returned:
-            self._tell(0)
+        """Renew the lease while it is needed, until the context manager ends."""
+        is_held = False
+        while not self._stopped.wait(self._renew_s if is_held else LEASE_CHECK_S):
+            is_needed = self._needed()
+            if is_needed:
+                self._send_lease(self._lease_ms)
+            elif is_held and self._is_returned:
+                self._send_lease(0)
+            is_held = is_needed
+        if is_held and self._is_returned:
+            self._send_lease(0)
 
-    def _tell(self, lease_ms: int) -> None:
+    def _send_lease(self, lease_ms: int) -> None:
         try:
             with Endpoint(self._endpoint, patience_s=0) as broker:
                 self._grant(broker, lease_ms)
         except TimeballError as error:
-            # Harmless: the broker does the work itself after the lease has expired.
+            # Harmless: after the lease has expired, the broker does the work itself.
             LOG.warning("lease not renewed job=%s reason=%s", self._job, error)

@@ -9,9 +9,9 @@
     started     a start of the broker; lateness_ms is how long       the first row after the start, 0
                 the broker was down
 
-A half message has no due time, so it does not count as a scheduled message yet: its first move is its acceptance. A row
-without a due time that ends a half message is no event. A move that keeps the due time (to another position in the
-storage) is no event.
+A half message (of a RocketMQ transaction) has no due time, so it is not a scheduled message yet. Its first move gives
+it one, and counts as its acceptance. A row that ends a half message and has no due time is no event. A move that keeps
+the due time, because the message was only written again, is no event.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.model.message import NO_INSTANT_MS, READ_SCHEMA, Kind
-from timeball.spark.endpoint import Endpoint, behind_last_seq, retrying_read
+from timeball.model.message import NO_DUE_TIME_MS, READ_SCHEMA, Kind
+from timeball.spark.endpoint import Endpoint, after_last_seq, retrying_read
 from timeball.table import attachment as att
 
 # Application id of the ledger's mark in its Delta table: the row of the log up to which it has events.
@@ -42,12 +42,12 @@ EVENT_SCHEMA = pa.schema(
         ("queue_offset", pa.int64()),
         ("attempt", pa.int32()),  # reconsume_times + 1
         ("event_seq", pa.int64()),  # the row of the log that records the event
-        # Releases: the promised due time, if a clock step has shifted it to due_ms. Otherwise null.
+        # For a release: the original due time, if a clock step has shifted it to due_ms. Otherwise null.
         ("from_due_ms", pa.int64()),
     ]
 )
 
-# The rows of the archive: the log's columns, and the day by which the table is partitioned.
+# Rows of the archive: the log's columns, and the day by which the table is partitioned.
 ARCHIVE_SCHEMA = pa.schema([*READ_SCHEMA, pa.field("day", pa.date32())])
 
 
@@ -61,7 +61,10 @@ _EVENTS = pa.array(["accepted", "moved", "released", "cancelled"])
 
 
 def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.RecordBatch]:
-    """Yield the events of rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA: first those of `read_spans`."""
+    """Yield the events of the rows from_seq <= seq < to_seq of the log, in EVENT_SCHEMA.
+
+    Those of `read_spans` come first.
+    """
     spans = read_spans(broker, from_seq, to_seq)
     yield from (batch for batch in spans.to_batches() if batch.num_rows)
 
@@ -69,64 +72,68 @@ def read_events(broker: Endpoint, from_seq: int, to_seq: int) -> Iterator[pa.Rec
         return broker.read_log(begin, to_seq, _KINDS, columns=_COLUMNS)
 
     if from_seq < to_seq:
-        for batch in retrying_read(broker, read, from_seq, behind_last_seq):
-            found = events_of(batch)
-            if found.num_rows:
-                yield found
+        for batch in retrying_read(broker, read, from_seq, after_last_seq):
+            events = derive_events(batch)
+            if events.num_rows:
+                yield events
 
 
-def events_of(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert log rows to events, at most one per row.
+def derive_events(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Derive the events of log rows, at most one per row, in EVENT_SCHEMA.
 
-    The rows have kinds in _KINDS and the columns _COLUMNS. Rows that are no event are left out (see the module
+    `rows`: log rows of the kinds _KINDS with the columns _COLUMNS. Rows that are no event are left out (see the module
     docstring).
     """
     moved = pc.equal(rows.column("kind"), int(Kind.MOVED))
-    is_event = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
-    rows = rows.filter(pc.and_(is_event, rows.column("due_ms").is_valid()))
+    changes_due_time = pc.or_(pc.invert(moved), rows.column("from_due_ms").is_valid())
+    rows = rows.filter(pc.and_(changes_due_time, rows.column("due_ms").is_valid()))
     kind, from_due_ms = rows.column("kind"), rows.column("from_due_ms")
-    released, nothing = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
-    accepted_by_move = pc.fill_null(pc.equal(from_due_ms, NO_INSTANT_MS), False)
-    kinds = np.where(accepted_by_move.to_numpy(zero_copy_only=False), int(Kind.SCHEDULED), kind.to_numpy())
-    which = np.searchsorted([int(each) for each in (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE)], kinds)
-    # As in message.lateness_ms: lateness counts from the acceptance if the scheduled message was already due then.
+    released, null = pc.equal(kind, int(Kind.RELEASE)), pa.scalar(None, pa.int64())
+    commits_half_message = pc.fill_null(pc.equal(from_due_ms, NO_DUE_TIME_MS), False)
+    kinds = np.where(
+        commits_half_message.to_numpy(zero_copy_only=False), int(Kind.SCHEDULED), kind.to_numpy()
+    )
+    event_index = np.searchsorted(
+        [int(event_kind) for event_kind in (Kind.SCHEDULED, Kind.MOVED, Kind.RELEASE)], kinds
+    )
+    # As in message.lateness_ms: if the message was already due when it was accepted, lateness counts from then.
     begin_ms = pc.max_element_wise(rows.column("due_ms"), rows.column("accepted_ms"))
     lateness_ms = pc.max_element_wise(pc.subtract(rows.column("store_ms"), begin_ms), 0)
     attempt = pc.add(pc.fill_null(rows.column("reconsume_times"), 0), pa.scalar(1, pa.int32()))
     columns = {
-        "event": _EVENTS.take(pa.array(which)),
+        "event": _EVENTS.take(pa.array(event_index)),
         "first_seq": pc.if_else(
             pc.equal(kind, int(Kind.SCHEDULED)), rows.column("seq"), rows.column("source_seq")
         ),
         "rows": pa.repeat(pa.scalar(1, pa.int64()), rows.num_rows),
         "at_ms": rows.column("store_ms"),
-        "lateness_ms": pc.if_else(released, lateness_ms, nothing),
+        "lateness_ms": pc.if_else(released, lateness_ms, null),
         "queue_id": pc.if_else(released, rows.column("queue_id"), pa.scalar(None, pa.int32())),
-        "queue_offset": pc.if_else(released, rows.column("queue_offset"), nothing),
+        "queue_offset": pc.if_else(released, rows.column("queue_offset"), null),
         "attempt": attempt.cast(pa.int32()),
         "event_seq": rows.column("seq"),
-        "from_due_ms": pc.if_else(released, from_due_ms, nothing),
+        "from_due_ms": pc.if_else(released, from_due_ms, null),
     }
-    found = [columns[name] if name in columns else rows.column(name) for name in EVENT_SCHEMA.names]
-    return pa.RecordBatch.from_arrays(found, schema=EVENT_SCHEMA)
+    event_columns = [columns[name] if name in columns else rows.column(name) for name in EVENT_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(event_columns, schema=EVENT_SCHEMA)
 
 
 def read_spans(broker: Endpoint, from_seq: int, to_seq: int) -> pa.Table:
-    """Read the events of rows from_seq <= seq < to_seq that concern no single message: bulk attaches and starts."""
+    """Read the events of rows from_seq <= seq < to_seq that concern many messages or none: bulk attaches and starts."""
     if from_seq >= to_seq:
         return EVENT_SCHEMA.empty_table()
-    found = [
+    events = [
         {"event": "started", "first_seq": start.first_seq, "rows": 0, "at_ms": start.at_ms,
          "lateness_ms": max(0, start.at_ms - start.before_ms), "event_seq": start.first_seq}
         for start in broker.starts(from_seq, to_seq)
     ]  # fmt: skip
     for batch in broker.read_log(from_seq, to_seq, [Kind.TABLE], columns=["seq", "store_ms", "body"]):
-        found += attach_events(batch)
-    return pa.Table.from_pylist(found, EVENT_SCHEMA)
+        events += attach_events(batch)
+    return pa.Table.from_pylist(events, EVENT_SCHEMA)
 
 
 def attach_events(rows: pa.RecordBatch) -> Iterator[dict[str, object]]:
-    """Yield an `accepted` event for each range of numbers of the bulk attaches among these TABLE rows."""
+    """Yield an `accepted` event for each range of sequence numbers of the bulk attaches among these TABLE rows."""
     for row in rows.to_pylist():  # few rows: one per change of the table
         change = att.decode_change(row["body"])
         if not isinstance(change, att.Attachment) or change.job != "bulk":

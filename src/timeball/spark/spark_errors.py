@@ -1,10 +1,10 @@
 """Convert Spark's failures to Timeball's errors, with a message of one sentence.
 
-Spark reports a failure as a page of stack traces of two languages, with our own error somewhere in it. This module
-finds that error. Spark's exception stays chained as the cause, for the log. The user sees the sentence first.
+Spark reports a failure as a page of Java and Python stack traces. If the cause is an error of Timeball, it is somewhere
+in that text. This module finds it. Spark's exception stays chained as the cause, for the log.
 
-A failure becomes Unavailable unless it is known to need the operator. Examples are a killed JVM or worker, and a broken
-connection. A new start may help, so the runner tries again.
+Failures that need the operator become SetupError or StorageError. All others become Unavailable, for example a killed
+JVM or worker, or a broken connection. After an Unavailable the runner starts the job again.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pyspark.errors import AnalysisException, PySparkException
 from timeball.model import errors
 from timeball.model.errors import SetupError, StorageError, TimeballError, Unavailable
 
-_OURS = re.compile(r"timeball\.model\.errors\.(\w+): (.+)")
-_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
-_RAISED = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
-_KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
+_TIMEBALL_ERROR = re.compile(r"timeball\.model\.errors\.(\w+): (.+)")
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_TRACEBACK_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
     (
         re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
         Unavailable,
@@ -63,41 +63,41 @@ _KNOWN: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
 ]
 
 
-def plain(error: BaseException) -> TimeballError:
-    """Convert an exception of Spark to one of our errors. Returns an error of ours unchanged."""
+def to_timeball_error(error: BaseException) -> TimeballError:
+    """Convert an exception of Spark to an error of Timeball. An error of Timeball stays as it is."""
     if isinstance(error, TimeballError):
         return error
     text = str(error)
-    found = _OURS.findall(text)
-    if found:
-        name, sentence = found[-1]
+    timeball_errors = _TIMEBALL_ERROR.findall(text)
+    if timeball_errors:
+        name, sentence = timeball_errors[-1]
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, TimeballError):
             return kind(sentence.strip())
-    for pattern, kind, sentence in _KNOWN:
+    for pattern, kind, sentence in _KNOWN_FAILURES:
         match = pattern.search(text)
         if match is not None:
             return kind(match.expand(sentence))
-    missing = _MODULE.search(text)
-    if missing:
+    missing_module = _MISSING_MODULE.search(text)
+    if missing_module:
         return SetupError(
-            f"Spark's Python workers cannot import {missing.group(1)}: install it on every executor, or name the "
-            "Python that has it with PYSPARK_PYTHON."
+            f"Spark's Python workers cannot import {missing_module.group(1)}: install it on every executor, or name "
+            "the Python that has it with PYSPARK_PYTHON."
         )
     # The last line of a worker's Python traceback is more specific than the first line of Spark's message.
-    raised = _RAISED.findall(text)
-    if raised:
-        return Unavailable(f"Spark failed in a Python worker: {raised[-1]}")
-    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    traceback_errors = _TRACEBACK_ERROR.findall(text)
+    if traceback_errors:
+        return Unavailable(f"Spark failed in a Python worker: {traceback_errors[-1]}")
+    first_line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     if isinstance(error, AnalysisException):
-        return SetupError(f"Spark cannot run this: {first}")
-    return Unavailable(f"Spark failed: {first}")
+        return SetupError(f"Spark cannot run this: {first_line}")
+    return Unavailable(f"Spark failed: {first_line}")
 
 
 @contextmanager
 def spark_errors() -> Iterator[None]:
-    """Convert exceptions of Spark in the body to our errors, with Spark's exception as the cause."""
+    """Convert exceptions of Spark in the block to errors of Timeball, with Spark's exception as the cause."""
     try:
         yield
     except (PySparkException, Py4JError, ConnectionError) as error:  # ConnectionError: the JVM has ended
-        raise plain(error) from error
+        raise to_timeball_error(error) from error

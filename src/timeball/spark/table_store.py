@@ -1,9 +1,9 @@
-"""Read and write files of the pending table from any process, such as a Spark executor.
+"""Read and write files of the pending table from any process, for example a Spark executor.
 
 An executor may run on another machine, so the table is named by a URI, and all access goes through Arrow's file systems
-(model/storage_uris.py). A file belongs to the table only after the broker has attached it. So writing needs no
-protocol, and a task that dies leaves only unused files, which the broker deletes later. The broker makes files durable:
-it syncs them when it attaches them.
+(model/storage_uris.py). A file belongs to the table only after the broker has attached it. So writers need not
+coordinate, and a task that dies leaves only unused files, which the broker deletes later. The broker makes files
+durable: it syncs them when it attaches them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError
 from timeball.model.limits import SECOND_MS
 from timeball.model.message import TABLE_SCHEMA
 from timeball.model.wire import Status
-from timeball.spark.groups import place_of
+from timeball.spark.groups import group_table_uri
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.layout import cut_files
@@ -33,14 +33,16 @@ from timeball.table.layout import cut_files
 LOG = logging.getLogger("timeball.spark")
 
 Due = tuple[int | None, int | None]  # low <= due_ms < high; None means no bound
-ALWAYS: Due = (None, None)
-FILE_TIME_MS = 1_000  # `as_of`: the time in a commit may be this much later than the time of its file
+ANY_DUE_TIME: Due = (None, None)
+FILE_TIME_MS = 1_000  # the time in a commit may be this much later than the modification time of its file
+# A task sorts and writes its rows in chunks, each at most so large.
 CHUNK_ROWS = 1_000_000
-CHUNK_BYTES = 256 * 1024 * 1024  # with the sorted copy and the encoder's pages, a worker needs less than 1 GB
+# With the sorted copy and the encoder's pages, a worker then needs less than 1 GB.
+CHUNK_BYTES = 256 * 1024 * 1024
 
 
 class Store:
-    """The folder of a table. Operating system errors become StorageError with the file's name."""
+    """The folder of a table. Errors of the file system become StorageError with the file's name."""
 
     def __init__(self, uri: str) -> None:
         self.uri = uri
@@ -62,7 +64,7 @@ class Store:
             raise StorageError(f"cannot write {path} of {self.uri}: {error}") from error
 
     def remove(self, paths: Iterable[str]) -> None:
-        """Delete files that were never attached. A failure is only logged: the file wastes space, but does no harm."""
+        """Delete files that were never attached. A failure is only logged, because an unused file does no harm."""
         for path in paths:
             try:
                 self._files.delete_file(f"{self._root}/{path}")
@@ -74,7 +76,7 @@ class Store:
     def put_rows(self, rows: pa.Table, now_ms: int) -> Iterator[FileEntry]:
         """Cut sorted rows of TABLE_SCHEMA into files, write them, and yield each file's entry after it is written.
 
-        After the last file it writes their key run, with which the broker finds messages by key (table/key_index.py).
+        Then writes the key run of all files, with which the broker finds messages by key (table/key_index.py).
         """
         keys = FileKeys()
         for entry, data in cut_files(rows, now_ms, keys):
@@ -103,7 +105,7 @@ class TableFile:
     max_seq: int | None = None
 
     def may_hold(self, due: Due) -> bool:
-        """Check whether the file can contain rows due within these bounds. Missing statistics count as yes."""
+        """Check whether the file may contain rows due within these bounds. It may if its statistics have no bounds."""
         low, high = due
         above = low is not None and self.max_due_ms is not None and self.max_due_ms < low
         below = high is not None and self.min_due_ms is not None and self.min_due_ms >= high
@@ -145,19 +147,22 @@ def table_files(uri: str, version: int) -> list[TableFile]:
 
 
 def files_dataset(uri: str, paths: Sequence[str]) -> ds.Dataset:
-    """Open files of the pending table as one Arrow dataset, which may be empty. Raises OutOfRange if one is deleted."""
+    """Open files of the pending table as one Arrow dataset. Without paths it is empty.
+
+    Raises OutOfRange for a deleted file.
+    """
     if not paths:
         return ds.dataset(TABLE_SCHEMA.empty_table())
     files, root = storage_uris.arrow(uri)
-    found = [f"{root}/{path}" for path in paths]
+    full_paths = [f"{root}/{path}" for path in paths]
     try:
-        return ds.dataset(found, TABLE_SCHEMA, format="parquet", filesystem=files)
+        return ds.dataset(full_paths, TABLE_SCHEMA, format="parquet", filesystem=files)
     except FileNotFoundError as error:
-        raise files_gone(uri, error) from error
+        raise deleted_file_error(uri, error) from error
 
 
 def read_files(
-    uri: str, paths: Sequence[str], columns: Sequence[str], rows: ds.Expression
+    uri: str, paths: Sequence[str], columns: Sequence[str], row_filter: ds.Expression
 ) -> Iterator[pa.RecordBatch]:
     """Read the rows that match a filter from files of the table. Skips row groups that cannot match.
 
@@ -168,33 +173,38 @@ def read_files(
     try:
         # Small read-ahead limits the memory: bodies may be large, and a file may have a whole day's scheduled messages.
         yield from files_dataset(uri, paths).to_batches(
-            columns=list(columns), filter=rows, batch_size=65_536, batch_readahead=4, fragment_readahead=2
+            columns=list(columns),
+            filter=row_filter,
+            batch_size=65_536,
+            batch_readahead=4,
+            fragment_readahead=2,
         )
     except FileNotFoundError as error:
-        raise files_gone(uri, error) from error
+        raise deleted_file_error(uri, error) from error
     except (OSError, pa.ArrowException) as error:
         raise StorageError(f"cannot read the pending table at {uri}: {error}") from error
 
 
-def files_gone(uri: str, error: Exception) -> OutOfRange:
-    """Build the error for a file that the broker has deleted since the version was listed."""
+def deleted_file_error(uri: str, error: Exception) -> OutOfRange:
+    """Build the error for a data file that the broker has deleted since the version was listed."""
     return OutOfRange(
         f"a file of the pending table at {uri} has gone meanwhile, or this version was cleaned up: {error}"
     )
 
 
 def open_table(uri: str, version: int | None = None) -> DeltaTable:
-    """Open the Delta table at `uri`. Raises NotFound if there is no table or no such version.
+    """Open the Delta table at `uri`, by default its newest version. Raises StorageError.
 
-    Raises Unavailable for a negative version, which the broker's status has while its object store does not answer.
+    Raises NotFound if the table or the version does not exist. Raises Unavailable for a negative version: the broker
+    reports it while the table lacks rows of its log because the object store does not answer.
     """
     if version is not None and version < 0:
         raise Unavailable(
             f"the pending table at {uri} is behind the broker's log until its object store answers"
         )
-    place, options = storage_uris.delta(uri)
+    delta_uri, options = storage_uris.delta(uri)
     try:
-        return DeltaTable(place, version=version, storage_options=options)
+        return DeltaTable(delta_uri, version=version, storage_options=options)
     except TableNotFoundError as error:
         raise NotFound(f"no Delta table at {uri}") from error
     except DeltaError as error:
@@ -205,26 +215,26 @@ def open_table(uri: str, version: int | None = None) -> DeltaTable:
         raise StorageError(f"cannot read the Delta table at {uri}: {error}") from error
 
 
-def create_table(uri: str, schema: pa.Schema, **how: Any) -> DeltaTable:
-    """Create a Delta table at `uri`. `how` is passed on to DeltaTable.create. Raises StorageError."""
-    place, options = storage_uris.delta(uri)
+def create_table(uri: str, schema: pa.Schema, **create_options: Any) -> DeltaTable:
+    """Create a Delta table at `uri` with these options of DeltaTable.create. Raises StorageError."""
+    delta_uri, options = storage_uris.delta(uri)
     try:
-        return DeltaTable.create(place, schema, storage_options=options, **how)
+        return DeltaTable.create(delta_uri, schema, storage_options=options, **create_options)
     except OSError as error:
         raise StorageError(f"cannot create a Delta table at {uri}: {error}") from error
 
 
-def as_of(table: DeltaTable, instant_ms: int) -> DeltaTable:
-    """Load the version that was current at `instant_ms` into `table`, and return it.
+def load_version_at(table: DeltaTable, time_ms: int) -> DeltaTable:
+    """Load the version that was current at `time_ms` into `table`. Returns `table`.
 
-    Raises NotFound when the table is younger, or when its log no longer reaches back so far.
+    Raises NotFound when the table is newer than `time_ms`, or when its log no longer has that version.
     """
-    table.load_as_version(datetime.fromtimestamp(instant_ms / SECOND_MS, UTC))
-    made_ms = int(table.history(1)[0]["timestamp"])
+    table.load_as_version(datetime.fromtimestamp(time_ms / SECOND_MS, UTC))
+    created_ms = int(table.history(1)[0]["timestamp"])
     # For a time before the oldest version, delta-rs loads the oldest version. It compares the file's modification time,
     # which may be some milliseconds before the time stored in the file.
-    if made_ms > instant_ms + FILE_TIME_MS:
-        oldest = datetime.fromtimestamp(made_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
+    if created_ms > time_ms + FILE_TIME_MS:
+        oldest = datetime.fromtimestamp(created_ms / SECOND_MS, UTC).isoformat(timespec="milliseconds")
         raise NotFound(
             f"the Delta table at {table.table_uri} has no version so old: the first is of {oldest}"
         )
@@ -250,40 +260,42 @@ def dataset_of(uris: Sequence[str], schema: pa.Schema, partition_columns: Sequen
 
 
 def sibling(uri: str, name: str) -> str:
-    """Return the URI of a folder next to the table. Ledger, archive and the jobs' checkpoints are such folders."""
+    """Build the URI of a folder next to the table's folder, for ledger, archive or the checkpoints of jobs."""
     return uri.rstrip("/").rpartition("/")[0] + "/" + name
 
 
-def beside(name: str, table_uri: str, status: Status) -> str:
-    """Return the default URI of the ledger or the archive (`name`) of the group that answered `status`.
+def default_table_uri(name: str, table_uri: str, status: Status) -> str:
+    """Find the default URI of the ledger or the archive (`name`) of the group that answered `status`.
 
-    The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set it for every command and for Spark's readers.
+    The environment variables TIMEBALL_LEDGER and TIMEBALL_ARCHIVE set it for all commands and for Spark's readers.
     Without them it is the folder next to the table.
     """
     variable = f"TIMEBALL_{name.upper()}"
-    named = place_of(variable, os.environ.get(variable) or None, status.group, len(status.groups or ()))
-    return named or sibling(table_uri, name)
+    given_uri = group_table_uri(
+        variable, os.environ.get(variable) or None, status.group, len(status.groups or ())
+    )
+    return given_uri or sibling(table_uri, name)
 
 
-# ---- as much as a task holds ----------------------------------------------------------------------------------
+# ---- bounded memory of a task ---------------------------------------------------------------------------------
 
 
 def chunks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
     """Gather batches into tables of at most CHUNK_ROWS rows and about CHUNK_BYTES bytes.
 
-    The number of a task's batches has no bound, so they cannot all be held. But a file should have as many sorted rows
-    as memory allows.
+    A task may have more batches than fit in memory. But large chunks make large files of sorted rows, which are
+    cheaper to read than many small files.
     """
-    held: list[pa.RecordBatch] = []
-    rows = size = 0
-    for whole in batches:
-        for begin in range(0, whole.num_rows, CHUNK_ROWS):
-            batch = whole.slice(begin, CHUNK_ROWS)
-            if held and (rows + batch.num_rows > CHUNK_ROWS or size + batch.nbytes > CHUNK_BYTES):
-                yield pa.Table.from_batches(held)
-                held, rows, size = [], 0, 0
-            held.append(batch)
+    gathered: list[pa.RecordBatch] = []
+    rows = size_bytes = 0
+    for source_batch in batches:
+        for begin in range(0, source_batch.num_rows, CHUNK_ROWS):
+            batch = source_batch.slice(begin, CHUNK_ROWS)
+            if gathered and (rows + batch.num_rows > CHUNK_ROWS or size_bytes + batch.nbytes > CHUNK_BYTES):
+                yield pa.Table.from_batches(gathered)
+                gathered, rows, size_bytes = [], 0, 0
+            gathered.append(batch)
             rows += batch.num_rows
-            size += batch.nbytes
-    if held:
-        yield pa.Table.from_batches(held)
+            size_bytes += batch.nbytes
+    if gathered:
+        yield pa.Table.from_batches(gathered)

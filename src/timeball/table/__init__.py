@@ -2,7 +2,7 @@
 
 Receives: batches of scheduled messages, from the broker's own compaction or from Spark's executors.
 Keeps: immutable Parquet files sorted by due time, listed in a Delta Lake log, and sorted runs of their keys.
-Hands on: rows of a range of due times to the schedule, file lists to Spark.
+Hands on: the rows of a range of due times to the schedule, file lists to Spark.
 
 This package is below `schedule` and imports no part of the broker. So an executor on another machine writes files with
 the same functions as the broker.

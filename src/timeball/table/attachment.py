@@ -1,11 +1,12 @@
-"""Changes of the pending table as values: files join or leave it, or sequence numbers are reserved for a later file.
+"""Changes of the pending table: an attach adds and removes files, a reservation takes sequence numbers for later files.
 
-Each change is the body of a TABLE row of the log, as JSON with its type in the field `change`. An `Attachment` also
-travels over Flight, and its row becomes a commit of the Delta table. It names files, never rows, so its size does not
-grow with the attached rows.
+Each change is the body of a TABLE row of the log: JSON with its type in the field `change`. An `Attachment` is also
+sent over Flight, and its row becomes a commit of the Delta table. It names files and not rows, so its size does not
+grow with the number of rows.
 
-    compact   rows of the log [from_seq, to_seq) were written to `files`; the watermark moves to `to_seq`
-    bulk      rows that never passed through the log; `ranges` are reserved sequence ranges, used once
+    compact   `files` contain the rows [from_seq, to_seq) of the log; the watermark moves to `to_seq`
+    bulk      `files` contain rows that never passed through the log; `ranges` are their reserved sequence numbers, each
+              used once
     rewrite   `files` replace `removes`, with the same rows except those already settled
 
 A message is *settled* when it is durably released or cancelled.
@@ -27,8 +28,8 @@ from timeball.model.message import Int64Array
 
 Ranges = Sequence[tuple[int, int]]  # ranges of sequence numbers: (first_seq, rows)
 Job = Literal["compact", "bulk", "rewrite"]
-ANY_ROWS = "any"  # a digest: remember the job, but do not compare its rows
-# Exactly the paths that layout.describe makes. The random last part identifies a file everywhere.
+ANY_ROWS = "any"  # as `digest`: record the job, but do not compare its input rows
+# Matches exactly the paths that layout.describe makes. The random name identifies a file in all folders.
 PATH = re.compile(r"bucket=[0-9T-]{7,13}/[0-9a-f]{32}\.parquet")
 
 
@@ -50,14 +51,18 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"):
-    """Reserves `rows` sequence numbers for a later bulk attach: those after this row, within the span of its frame."""
+    """Reserves `rows` sequence numbers for a later bulk attach.
+
+    They are the numbers after this row's own number. The frame of the row in the log spans them.
+    """
 
     rows: int
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
-    """Files join or leave the table. `job_id` and `epoch` make a repeated attach a no-op (broker/registry/attach.py).
+    """Adds `files` to the table and removes the paths `removes`.
 
+    The broker recognises a repeated attach by `job_id` and `epoch`, and ignores it (broker/registry/attach.py).
     `digest` identifies the input rows of a bulk job: a repeat with another digest is refused.
     """
 
@@ -78,7 +83,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", 
 
 
 def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
-    """Apply an attach to the live files, by path. Attaches must be applied in the order of the log."""
+    """Apply an attach to `live`, the live files by path. Attaches must be applied in the order of the log."""
     for path in attachment.removes:
         live.pop(path, None)
     for entry in attachment.files:
@@ -86,7 +91,7 @@ def apply_to(live: dict[str, FileEntry], attachment: Attachment) -> None:
 
 
 def live_files(files: list[FileEntry], attaches: Sequence[tuple[int, Attachment]]) -> list[FileEntry]:
-    """Compute the live files after these attaches, given as (row, attach) in the order of the log."""
+    """Compute the live files after these attaches: (sequence number, attach) pairs in the order of the log."""
     live = {entry.path: entry for entry in files}
     for _, attachment in attaches:
         apply_to(live, attachment)
@@ -104,7 +109,7 @@ def decode_change(body: bytes) -> Attachment | Reservation:
 
 
 def decode(data: bytes) -> Attachment:
-    """Decode a caller's attach. Raises InvalidMessage if it is malformed, OverLimit for too many files."""
+    """Decode the attach of a client. Raises InvalidMessage if it is malformed, OverLimit for too many files."""
     try:
         attachment = msgspec.json.decode(data, type=Attachment)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -120,19 +125,19 @@ def decode(data: bytes) -> Attachment:
 
 
 def within(seq: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Compute a mask of the numbers that lie in one of the ranges."""
+    """Compute a mask: True for each sequence number that lies in one of the ranges."""
     if not ranges:
         return np.zeros(len(seq), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)
-    at = np.searchsorted(bounds[:, 0], seq, side="right") - 1
-    return np.asarray((at >= 0) & (seq < bounds[at, 0] + bounds[at, 1]))
+    index = np.searchsorted(bounds[:, 0], seq, side="right") - 1
+    return np.asarray((index >= 0) & (seq < bounds[index, 0] + bounds[index, 1]))
 
 
 def overlap(begin: Int64Array, end: Int64Array, ranges: Ranges) -> npt.NDArray[np.bool_]:
-    """Compute a mask of the spans, begin <= seq < end, that overlap one of the ranges. The ranges are disjoint."""
+    """Compute a mask: True for each span begin <= seq < end that overlaps one of the ranges, which are disjoint."""
     if not ranges:
         return np.zeros(len(begin), dtype=np.bool_)
     bounds = np.array(sorted(ranges), dtype=np.int64)
-    # Of the ranges that begin before the end of a span, the last one extends furthest.
-    at = np.searchsorted(bounds[:, 0], end, side="left") - 1
-    return np.asarray((at >= 0) & (begin < bounds[at, 0] + bounds[at, 1]))
+    # Disjoint ranges: of those that begin before the end of a span, the last one also ends last.
+    index = np.searchsorted(bounds[:, 0], end, side="left") - 1
+    return np.asarray((index >= 0) & (begin < bounds[index, 0] + bounds[index, 1]))

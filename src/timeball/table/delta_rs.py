@@ -1,7 +1,7 @@
-"""Reading and writing of the pending table's Delta log with delta-rs.
+"""Read and write the pending table's Delta log with delta-rs.
 
-Imported only when the table is opened: importing it takes longer than reading most logs, and a start releases due
-messages before it opens the table.
+Import this module only where the table is opened. The import takes longer than reading most commit logs, and a broker
+that starts releases due messages before it opens the table.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import PARTITION_COLUMN
 
 __all__ = [
-    "ANEW",
     "APP_ID",
+    "RECREATED_JOB_ID",
     "DeltaError",
     "commit",
-    "corrected_layout",
     "create_table",
     "is_disk_full",
+    "one_line",
     "open_table",
-    "said",
+    "recreate_if_different",
 ]
 
 APP_ID = "timeball"
-ANEW = "anew"  # job id of the single commit of a recreated table
+RECREATED_JOB_ID = "anew"  # job id of the one commit that fills a recreated table
 DELTA_SCHEMA = pa.schema([*TABLE_SCHEMA, pa.field(PARTITION_COLUMN, pa.string())])
 
-_ORNAMENTS = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs prints causes as a coloured tree, one per line
+_TREE_DRAWING = re.compile(r"\x1b\[[0-9;]*m|↳")  # delta-rs prints causes as a coloured tree, one per line
 _NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
 def open_table(uri: str, options: dict[str, str] | None) -> DeltaTable | None:
-    """Open the table. Returns None when there is none, and raises DeltaError when it cannot be read."""
+    """Open the newest version of the table, or return None if there is none. Raises DeltaError if it is unreadable."""
     try:
         return DeltaTable(uri, storage_options=options)
     except TableNotFoundError:
@@ -49,11 +49,12 @@ def open_table(uri: str, options: dict[str, str] | None) -> DeltaTable | None:
 
 
 def create_table(uri: str, options: dict[str, str] | None) -> DeltaTable:
-    """Create an empty table."""
-    return _created(uri, options, "ignore")
+    """Create an empty table. An existing table stays as it is."""
+    return _create(uri, options, "ignore")
 
 
-def _created(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "overwrite"]) -> DeltaTable:
+def _create(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "overwrite"]) -> DeltaTable:
+    """Create an empty table. `mode`: keep (`ignore`) or replace (`overwrite`) an existing table."""
     return DeltaTable.create(
         uri,
         DELTA_SCHEMA,
@@ -66,17 +67,20 @@ def _created(uri: str, options: dict[str, str] | None, mode: Literal["ignore", "
     )
 
 
-def corrected_layout(
+def recreate_if_different(
     uri: str, options: dict[str, str] | None, table: DeltaTable, difference: str | None
 ) -> DeltaTable:
-    """Recreate the table, without files, if its schema or rules have a `difference`. Returns the table to use."""
+    """Replace the table by an empty one if its schema or writer rules are wrong. Returns the table to use.
+
+    `difference` describes the first wrong rule. It is None if there is none.
+    """
     if difference is None:
         return table
-    return _created(uri, options, "overwrite")
+    return _create(uri, options, "overwrite")
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Check whether a failure of delta-rs, which reports causes as text, means a full disk."""
+    """Check whether an error of delta-rs means a full disk. delta-rs reports the cause only as text."""
     number = getattr(error, "errno", None)
     return number in DISK_FULL or any(f"(os error {full})" in str(error) for full in DISK_FULL)
 
@@ -84,16 +88,22 @@ def is_disk_full(error: BaseException) -> bool:
 def commit(
     table: DeltaTable, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int
 ) -> None:
-    """Write the commit of one attach, the TABLE row `attach_seq`."""
-    # A stream that follows the table has already received the rows of a rewrite, but not those of a recreated table.
-    changes = attachment.job != "rewrite" or bool(attachment.ranges) or attachment.job_id == ANEW
+    """Commit one attach: add its files, and remove `removed`.
+
+    `attach_seq`: the sequence number of its TABLE row, stored as the Delta application transaction.
+    """
+    # Streams that follow the table skip commits without data change: they have already received the rows of a rewrite.
+    # A recreated table is new to them.
+    data_change = (
+        attachment.job != "rewrite" or bool(attachment.ranges) or attachment.job_id == RECREATED_JOB_ID
+    )
     actions: list[AddAction | RemoveAction] = [
-        _add_action(entry, now_ms, data_change=changes) for entry in attachment.files
+        _add_action(entry, now_ms, data_change=data_change) for entry in attachment.files
     ]
     actions += [
         RemoveAction(
             path=entry.path,
-            data_change=changes,
+            data_change=data_change,
             deletion_timestamp=now_ms,
             size=entry.size_bytes,
             partition_values={PARTITION_COLUMN: entry.bucket},
@@ -113,12 +123,13 @@ def commit(
     )
 
 
-def said(error: Exception) -> str:
-    """Format a message of delta-rs in one line."""
-    return " ".join(_ORNAMENTS.sub(" ", str(error)).split())
+def one_line(error: Exception) -> str:
+    """Format an error of delta-rs, which spans several lines, as one line."""
+    return " ".join(_TREE_DRAWING.sub(" ", str(error)).split())
 
 
 def _add_action(entry: FileEntry, now_ms: int, *, data_change: bool) -> AddAction:
+    """Build the entry of the Delta log that adds a file, with the statistics that readers need to skip files."""
     stats = {
         "numRecords": entry.rows,
         "minValues": {"due_ms": entry.min_due_ms, "seq": entry.min_seq},

@@ -1,7 +1,8 @@
-"""The ids and keys of data files as key runs (key_hash.py): hash -> file << 32 | row.
+"""Index the ids and keys of data files as key runs (key_hash.py), and find files by their bounds.
 
-The task that writes files collects their keys while it has the rows in memory. It then writes one run for all its files
-into `_keys`, under a new name. The run names its files, so no attach need name the run.
+A key run is a sorted list of pairs: the hash of a key, and the position of its row as `file << 32 | row`. The task that
+writes data files collects their keys while it has the rows in memory. It then writes one run for all its files into
+`_keys`, under a new name. The run lists the names of its files, so an attach does not have to name the run.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ from timeball.model.key_hash import KeyRun, Pairs, hash_keys, joined
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 
-KEYS = "_keys"  # folder inside the table's; Delta tools ignore names that begin with '_'
+KEYS = "_keys"  # folder inside the table's folder; Delta tools ignore names that begin with '_'
 SUFFIX = ".keys"
-RUN_PAIRS = 1 << 20  # a writer begins another run after so many pairs, because they are sorted in memory
-HASHED_ROWS = 65_536
+RUN_PAIRS = 1 << 20  # a writer ends a run at this size, because its pairs are sorted in memory
+HASHED_ROWS = 65_536  # rows hashed at a time
 ROW_BITS = 32
 ROW_MASK = (1 << ROW_BITS) - 1
 
 
 class FileKeys:
-    """Collects the keys of files, one file after the other."""
+    """Collects the (hash, position) pairs of data files, one file after the other, for one key run."""
 
     def __init__(self) -> None:
         self._paths: list[str] = []
-        self._parts: list[Pairs] = []
+        self._pairs_of_files: list[Pairs] = []
         self.pairs = 0
 
     def add(self, path: str, unique_key: pa.ChunkedArray, keys: pa.ChunkedArray) -> None:
         """Add the keys of all rows of a file, in the order of its rows."""
-        # In slices: hashing a key takes several times its memory.
-        for at in range(0, len(unique_key), HASHED_ROWS):
-            some = (_one_chunk(column.slice(at, HASHED_ROWS)) for column in (unique_key, keys))
-            hashes, rows = hash_keys(*some)
-            self._parts.append((hashes, rows + at | len(self._paths) << ROW_BITS))
+        # In slices, because hashing needs several times the memory of the keys.
+        for begin in range(0, len(unique_key), HASHED_ROWS):
+            columns = (_one_chunk(column.slice(begin, HASHED_ROWS)) for column in (unique_key, keys))
+            hashes, rows = hash_keys(*columns)
+            self._pairs_of_files.append((hashes, rows + begin | len(self._paths) << ROW_BITS))
             self.pairs += len(rows)
         self._paths.append(path)
 
@@ -49,36 +50,37 @@ class FileKeys:
 
     @property
     def has_files(self) -> bool:
-        """True when there is anything to write. Files without keys are also listed in a run."""
+        """True when there is a run to write. A run also lists files without keys."""
         return bool(self._paths)
 
     def run(self) -> KeyRun:
-        """Build the run of all pairs added."""
-        return KeyRun.build(*joined(self._parts), self._paths)
+        """Build the key run of all files added."""
+        return KeyRun.build(*joined(self._pairs_of_files), self._paths)
 
     def clear(self) -> None:
         """Begin another run."""
-        self._paths, self._parts, self.pairs = [], [], 0
+        self._paths, self._pairs_of_files, self.pairs = [], [], 0
 
 
 def run_path() -> str:
-    """Make a new path for a run, relative to the table. It is random, so a repeated task overwrites nothing."""
+    """Make a random path for a run, relative to the table. A repeated task overwrites nothing."""
     return f"{KEYS}/{uuid.uuid4().hex}{SUFFIX}"
 
 
 def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
-    joined = column.combine_chunks()
-    return joined if isinstance(joined, pa.Array) else pa.concat_arrays(joined.chunks)
+    combined = column.combine_chunks()
+    return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
-# The live files between two changes of the table, with their bounds as columns.
+# ---- the live files, searched by their bounds
+# --------------------------------------------------------------------------
 #
-# A look-up by number must find the files, among thousands, that may contain it. With columns this takes microseconds,
-# file by file milliseconds.
+# A look-up by sequence number must find, among thousands of files, those that may contain it. With the bounds in
+# columns this takes microseconds, file by file milliseconds.
 
 
 class FileSet:
-    """An immutable set of live files. An attach makes a new one."""
+    """An immutable set of live files, with their bounds as columns. Each attach makes a new set."""
 
     def __init__(self, entries: Iterable[FileEntry]) -> None:
         self.entries = tuple(entries)
@@ -96,18 +98,24 @@ class FileSet:
         return self._by_path.get(path)
 
     def with_seqs(self, seq: Int64Array) -> list[FileEntry]:
-        """List the files that may contain one of these numbers."""
+        """List the files whose bounds admit at least one of these sequence numbers."""
         seq = np.sort(seq)
-        low = np.searchsorted(seq, self._min_seq, side="left")
-        high = np.searchsorted(seq, self._max_seq, side="right")
-        return [self.entries[at] for at in np.flatnonzero(high > low).tolist()]
+        first_match = np.searchsorted(seq, self._min_seq, side="left")
+        matches_end = np.searchsorted(seq, self._max_seq, side="right")
+        return [self.entries[index] for index in np.flatnonzero(matches_end > first_match).tolist()]
 
     def with_pairs(self, due_ms: Int64Array, seq: Int64Array) -> list[tuple[FileEntry, Int64Array]]:
-        """List the files that may contain some of these (due time, number) pairs, each with its pairs' indexes."""
-        found: dict[int, list[int]] = {}
-        for place, (due, number) in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
-            may = (self._min_seq <= number) & (number <= self._max_seq)
-            may &= (self._min_due <= due) & (due <= self._max_due)
-            for at in np.flatnonzero(may).tolist():
-                found.setdefault(at, []).append(place)
-        return [(self.entries[at], np.array(places, np.int64)) for at, places in found.items()]
+        """List the files whose bounds admit some of these (due time, sequence number) pairs.
+
+        Each file comes with the indexes of its pairs.
+        """
+        matches: dict[int, list[int]] = {}
+        for pair_index, (due, number) in enumerate(zip(due_ms.tolist(), seq.tolist(), strict=True)):
+            may_contain = (self._min_seq <= number) & (number <= self._max_seq)
+            may_contain &= (self._min_due <= due) & (due <= self._max_due)
+            for file_index in np.flatnonzero(may_contain).tolist():
+                matches.setdefault(file_index, []).append(pair_index)
+        return [
+            (self.entries[file_index], np.array(pair_indexes, np.int64))
+            for file_index, pair_indexes in matches.items()
+        ]

@@ -1,8 +1,8 @@
 """A second copy of the identifying columns of a data file's rows, in small blocks: a look-up of a row reads one block.
 
-A cancel by key needs ID_COLUMNS of a row. From Parquet it would have to parse a footer and decode seven columns of a
-row group, which takes a millisecond per row. A block takes a twentieth. The blocks are between the last page and the
-seal of a data file (layout.py), where Parquet readers never look, so they are created, moved and removed with the rows:
+A cancel by key needs ID_COLUMNS of a row. With Parquet, it would parse the footer and decode seven columns of a row
+group, which takes 1 ms per row. Reading a block takes a twentieth of that. The blocks are between the last page and the
+seal of a data file (layout.py), where Parquet readers never read, so they are created, moved and removed with the rows:
 
     +---- … ----+- … -+---- … ----+------- … -------+-------------+------+------------+--------+-----------+
     | block 0   |     | block b-1 | b entries       | block_bytes | rows | block_rows | crc32c | "TBIDEN1" |
@@ -10,15 +10,15 @@ seal of a data file (layout.py), where Parquet readers never look, so they are c
                                     20 bytes each     8             8      4            4        8 bytes
                                                                                         little-endian
 
-A block is a record batch message in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`. If unique_key is
-32 hexadecimal digits, `id16` contains the id in its place. Then unique_key is null for lower-case digits, as in
-Timeball's ids, or empty for upper-case digits, as in RocketMQ's. The bytes of the message are sorted by their position
-modulo 8, those at position 0 first, because similar numbers then give long runs. Then they are compressed with LZ4 (a
-raw block). A block has `block_rows` rows in the order of the file, the last block fewer.
+A block is a record batch message in Arrow's IPC format, without its schema: ID_COLUMNS, then `id16`. An id of 32
+hexadecimal digits is stored as 16 bytes in `id16` instead of as text in unique_key. unique_key is then null for
+lower-case digits (Timeball's ids), or empty for upper-case digits (RocketMQ's ids). The bytes of the message are sorted
+by their position modulo 8, those at position 0 first, because similar numbers then give long runs. Then they are
+compressed with LZ4 (a raw block). A block has `block_rows` rows in the order of the file, the last block fewer.
 
-The entry of a block contains its begin relative to the first block (8 bytes), its compressed bytes, its decompressed
-bytes, and the CRC-32C of its compressed bytes and these three fields (4 bytes each). `block_bytes` is the total of all
-blocks. The last checksum covers the three fields before it.
+The entry of a block contains its offset from the first block (8 bytes), its compressed size, its decompressed size, and
+the CRC-32C of its compressed bytes and of these three fields (4 bytes each). `block_bytes` is the total size of all
+blocks. The checksum of the trailer covers the three fields before it.
 
 Rows of a file without blocks are read from its row groups. This module is only a codec and does no I/O.
 """
@@ -45,29 +45,31 @@ _ID16 = pa.field("id16", pa.binary(16))
 _BLOCK_SCHEMA = ID_SCHEMA.append(_ID16)
 # 4.5 KB on disk: one or two pages to read, 8 us to decompress.
 BLOCK_ROWS = 128
-_PART_ROWS = 64 * BLOCK_ROWS  # rows encoded at a time: a megabyte, held three times
+_CHUNK_ROWS = 64 * BLOCK_ROWS  # rows encoded at a time: 1 MB, in memory three times
 MAGIC = b"TBIDEN1\x00"
 TRAILER = struct.Struct("<QQII8s")
 _COVERED = struct.Struct("<QQI")  # the part of the trailer that its checksum covers
-_PLACE = struct.Struct("<QII")  # the first three fields of an entry
+# First three fields of a block's entry: offset, compressed and decompressed size.
+_BLOCK_BOUNDS = struct.Struct("<QII")
 _CRC = struct.Struct("<I")
-_ENTRY_BYTES = _PLACE.size + _CRC.size
+_ENTRY_BYTES = _BLOCK_BOUNDS.size + _CRC.size
 _WORD = 8
-# Not zstd, which makes a context for each block: 25 us to read a block, 40 us to write it.
+# Not zstd, which makes a context for each block: that costs 25 us to read a block and 40 us to write it.
 _LZ4 = pa.Codec("lz4_raw")
 _ID_DIGITS = 32
-_NO_DIGIT = 255
-# The layout of a block's message. A text column has three buffers, the others two.
-_ID16_FORM = struct.Struct("16s")
-_ENDS = struct.Struct("<ii")  # begin and end of a text
-_FORMS = [
-    {pa.int64(): struct.Struct("<q"), pa.string(): _ENDS}.get(f.type, _ID16_FORM) for f in _BLOCK_SCHEMA
+_NOT_A_DIGIT = 255
+# The layout of a block's message. A text column has three buffers (bitmap, bounds, text), other columns have two.
+_ID16_STRUCT = struct.Struct("16s")
+_TEXT_BOUNDS = struct.Struct("<ii")  # begin and end of a text value
+_COLUMN_STRUCTS = [
+    {pa.int64(): struct.Struct("<q"), pa.string(): _TEXT_BOUNDS}.get(f.type, _ID16_STRUCT)
+    for f in _BLOCK_SCHEMA
 ]
-_BUFFER_COUNTS = [3 if form is _ENDS else 2 for form in _FORMS]
+_BUFFER_COUNTS = [3 if form is _TEXT_BOUNDS else 2 for form in _COLUMN_STRUCTS]
 _FIRST_BUFFERS = list(itertools.accumulate(_BUFFER_COUNTS, initial=0))[:-1]
-_OF_TEXT = {at for at, form in zip(_FIRST_BUFFERS, _FORMS, strict=True) if form is _ENDS}
-_PLACES = struct.Struct(f"<{2 * sum(_BUFFER_COUNTS)}q")
-_DIGITS = np.full(256, _NO_DIGIT, np.uint8)
+_TEXT_BUFFERS = {at for at, form in zip(_FIRST_BUFFERS, _COLUMN_STRUCTS, strict=True) if form is _TEXT_BOUNDS}
+_BUFFER_BOUNDS = struct.Struct(f"<{2 * sum(_BUFFER_COUNTS)}q")
+_DIGITS = np.full(256, _NOT_A_DIGIT, np.uint8)
 _DIGITS[np.frombuffer(b"0123456789abcdef", np.uint8)] = np.arange(16)
 _DIGITS[np.frombuffer(b"ABCDEF", np.uint8)] = np.arange(10, 16)
 _LOWER_BIT = ord("a") ^ ord("A")
@@ -77,70 +79,71 @@ ReadAt = Callable[[int, int], pa.Buffer]  # (begin, size) of a file
 
 
 def encode(rows: pa.Table) -> bytes:
-    """Encode the identities of these rows: blocks, entries and trailer."""
+    """Encode the identities of these rows as blocks, entries and trailer."""
     encoder = Encoder()
     encoder.add(rows)
     return encoder.finish()
 
 
 class Encoder:
-    """Encodes the identities of rows that are added part by part."""
+    """Encodes the identities of rows that are added chunk by chunk."""
 
     def __init__(self) -> None:
         self._blocks, self._entries = list[bytes](), list[bytes]()
         self._block_bytes = self._rows = 0
-        self._left = ID_SCHEMA.empty_table()  # fewer rows than a block
+        self._incomplete_block = ID_SCHEMA.empty_table()  # the last rows added, fewer than a block
 
     def add(self, rows: pa.Table) -> None:
         """Add the next rows."""
-        whole = pa.concat_tables([self._left, rows.select(ID_COLUMNS).cast(ID_SCHEMA)])
-        self._left = whole.slice(whole.num_rows // BLOCK_ROWS * BLOCK_ROWS)
-        self._encode(whole.slice(0, whole.num_rows - self._left.num_rows))
+        rows_to_encode = pa.concat_tables([self._incomplete_block, rows.select(ID_COLUMNS).cast(ID_SCHEMA)])
+        self._incomplete_block = rows_to_encode.slice(rows_to_encode.num_rows // BLOCK_ROWS * BLOCK_ROWS)
+        self._encode(rows_to_encode.slice(0, rows_to_encode.num_rows - self._incomplete_block.num_rows))
 
     def finish(self) -> bytes:
         """Encode the last block. Returns the blocks, entries and trailer."""
-        self._encode(self._left)
+        self._encode(self._incomplete_block)
         counts = self._block_bytes, self._rows, BLOCK_ROWS
         trailer = TRAILER.pack(*counts, google_crc32c.value(_COVERED.pack(*counts)), MAGIC)
         return b"".join([*self._blocks, *self._entries, trailer])
 
     def _encode(self, rows: pa.Table) -> None:
+        """Encode rows that begin a new block."""
         for begin in range(0, rows.num_rows, BLOCK_ROWS):
-            if begin % _PART_ROWS == 0:
-                part = _with_id16(rows.slice(begin, _PART_ROWS))
-            raw = part.slice(begin % _PART_ROWS, BLOCK_ROWS).serialize()  # a multiple of 8 bytes
+            if begin % _CHUNK_ROWS == 0:
+                chunk = _with_id16(rows.slice(begin, _CHUNK_ROWS))
+            raw = chunk.slice(begin % _CHUNK_ROWS, BLOCK_ROWS).serialize()  # a multiple of 8 bytes
             block = _LZ4.compress(np.frombuffer(raw, np.uint8).reshape(-1, _WORD).T.tobytes(), asbytes=True)
-            place = _PLACE.pack(self._block_bytes, len(block), raw.size)
-            crc = google_crc32c.extend(google_crc32c.value(block), place)
-            self._entries.append(place + _CRC.pack(crc))
+            bounds = _BLOCK_BOUNDS.pack(self._block_bytes, len(block), raw.size)
+            crc = google_crc32c.extend(google_crc32c.value(block), bounds)
+            self._entries.append(bounds + _CRC.pack(crc))
             self._blocks.append(block)
             self._block_bytes += len(block)
         self._rows += rows.num_rows
 
 
 def _with_id16(rows: pa.Table) -> pa.RecordBatch:
-    """Convert rows of ID_SCHEMA to the schema of a block."""
+    """Convert rows of ID_SCHEMA to the schema of a block: move ids of 32 hexadecimal digits to `id16`."""
     columns = {name: pa.concat_arrays(rows.column(name).chunks) for name in ID_COLUMNS}
     ids, count = columns["unique_key"], rows.num_rows
-    may_be = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
-    texts = ids.filter(may_be)
-    _, offsets, data = texts.buffers()
+    has_id_length = pc.fill_null(pc.equal(pc.binary_length(ids), _ID_DIGITS), False)
+    candidates = ids.filter(has_id_length)
+    _, offsets, data = candidates.buffers()
     packed = np.zeros((count, _ID_DIGITS // 2), np.uint8)
     is_packed, is_upper = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
-    if len(texts):
-        begin = int(np.frombuffer(offsets, np.int32, 1, 4 * texts.offset)[0])
-        size_bytes = _ID_DIGITS * len(texts)
+    if len(candidates):
+        begin = int(np.frombuffer(offsets, np.int32, 1, 4 * candidates.offset)[0])
+        size_bytes = _ID_DIGITS * len(candidates)
         characters = np.frombuffer(data, np.uint8, size_bytes, begin).reshape(-1, _ID_DIGITS)
         digits = _DIGITS[characters]
-        # The bit that distinguishes lower case is also set in the digits 0 to 9.
+        # The digits 0 to 9 have the lower-case bit too, so they count as both cases.
         are_upper = ((characters & _LOWER_BIT == 0) | (digits < 10)).all(axis=1)
         are_lower = (characters & _LOWER_BIT != 0).all(axis=1)
-        fit = (digits != _NO_DIGIT).all(axis=1) & (are_upper | are_lower)
-        places = np.flatnonzero(np.asarray(may_be))[fit]
-        packed[places] = (digits[:, ::2] << 4 | digits[:, 1::2])[fit]
-        is_packed[places], is_upper[places] = True, ~are_lower[fit]
-    # Not `if_else`, which keeps the text of a null. `take` gives a null for a masked index, and an empty text for the
-    # index after all ids.
+        is_id16 = (digits != _NOT_A_DIGIT).all(axis=1) & (are_upper | are_lower)
+        row_indexes = np.flatnonzero(np.asarray(has_id_length))[is_id16]
+        packed[row_indexes] = (digits[:, ::2] << 4 | digits[:, 1::2])[is_id16]
+        is_packed[row_indexes], is_upper[row_indexes] = True, ~are_lower[is_id16]
+    # `if_else` would keep the bytes of texts that become null. `take` gives a null for a masked index, and the appended
+    # empty text for the index `count`.
     empty = pa.concat_arrays([ids, pa.array([""], ids.type)])
     columns["unique_key"] = empty.take(
         pa.array(np.where(is_upper, count, np.arange(count)), mask=is_packed & ~is_upper)
@@ -153,55 +156,55 @@ def _with_id16(rows: pa.Table) -> pa.RecordBatch:
 class Identities:
     """Reads the identities of one file, block by block."""
 
-    __slots__ = ("_begin", "_block_rows", "_entries", "_read_at", "rows")  # thousands of these are kept
+    __slots__ = ("_begin", "_block_rows", "_entries", "_read_at", "rows")  # thousands of these objects exist
 
     def __init__(self, read_at: ReadAt, end: int) -> None:
-        """`end`: the position of their end in the file. Reads the trailer. Raises Corrupt."""
+        """Read and check the trailer. `end`: the position in the file where the identities end. Raises Corrupt."""
         self._read_at = read_at
         trailer = bytes(read_at(end - TRAILER.size, TRAILER.size))
         block_bytes, self.rows, self._block_rows, crc, _ = TRAILER.unpack(trailer)
         if google_crc32c.value(trailer[: _COVERED.size]) != crc:
-            raise Corrupt("what stands behind its identities does not match its checksum")
+            raise Corrupt("the trailer of its identities does not match its checksum")
         self._entries = end - TRAILER.size - _ENTRY_BYTES * -(-self.rows // self._block_rows)
         self._begin = self._entries - block_bytes
         if self._begin < 0:
             raise Corrupt("it is shorter than its identities")
 
-    def rows_at(self, places: Iterable[int]) -> list[Row]:
-        """Read the rows at these indexes of the file, in this order. Raises Corrupt."""
+    def rows_at(self, row_numbers: Iterable[int]) -> list[Row]:
+        """Read the identities of these rows of the file, in the order of `row_numbers`. Raises Corrupt."""
         blocks: dict[int, _Block] = {}
-        found = []
-        for place in places:
-            if place >= self.rows:
-                raise Corrupt(f"it has {self.rows} identities, and row {place} was asked for")
-            block, row = divmod(place, self._block_rows)
+        rows = []
+        for row_number in row_numbers:
+            if row_number >= self.rows:
+                raise Corrupt(f"it has {self.rows} identities, but row {row_number} is needed")
+            block, row_in_block = divmod(row_number, self._block_rows)
             if block not in blocks:
                 blocks[block] = _Block(self._block(block))
-            found.append(blocks[block].row(row))
-        return found
+            rows.append(blocks[block].row(row_in_block))
+        return rows
 
     def check(self) -> None:
-        """Raise Corrupt unless every block matches its checksum."""
+        """Check the checksums of all blocks. Raises Corrupt."""
         for block in range(-(-self.rows // self._block_rows)):
             self._block(block)
 
     def _block(self, block: int) -> bytes:
-        """Read the message of a block and compare it with its checksum."""
+        """Read a block, compare it with its checksum, and decompress its message. Raises Corrupt."""
         entry = bytes(self._read_at(self._entries + _ENTRY_BYTES * block, _ENTRY_BYTES))
-        begin, stored_bytes, raw_bytes = _PLACE.unpack_from(entry)
+        begin, stored_bytes, raw_bytes = _BLOCK_BOUNDS.unpack_from(entry)
         if self._begin + begin + stored_bytes > self._entries:
-            raise Corrupt(f"block {block} of its identities lies behind their end")
+            raise Corrupt(f"block {block} of its identities extends beyond their end")
         data = self._read_at(self._begin + begin, stored_bytes)
-        crc = google_crc32c.extend(google_crc32c.value(data), entry[: _PLACE.size])
-        if entry[_PLACE.size :] != _CRC.pack(crc):
+        crc = google_crc32c.extend(google_crc32c.value(data), entry[: _BLOCK_BOUNDS.size])
+        if entry[_BLOCK_BOUNDS.size :] != _CRC.pack(crc):
             raise Corrupt(f"block {block} of its identities does not match its checksum")
         return np.frombuffer(_LZ4.decompress(data, raw_bytes), np.uint8).reshape(_WORD, -1).T.tobytes()
 
 
 class _Block:
-    """The message of a block, for reading one or two rows: opening it with Arrow takes longer than reading ten rows.
+    """Reads single rows of a block's message. For one or two rows this is faster than opening the message with Arrow.
 
-    Its metadata, a flatbuffer, contains the positions of its buffers (Arrow's format/Message.fbs).
+    The message's metadata, a flatbuffer, contains the positions of its buffers (Arrow's format/Message.fbs).
     """
 
     def __init__(self, message: bytes) -> None:
@@ -209,31 +212,38 @@ class _Block:
         body_at = 4 + fb.target(message, 4)
         batch_at = fb.target(message, fb.present_field(message, fb.target(message, 8), fb.MESSAGE_HEADER))
         buffers_at = fb.target(message, fb.present_field(message, batch_at, fb.BATCH_BUFFERS)) + 4
-        places = _PLACES.unpack_from(message, buffers_at)
-        # Pairs of position and size. The first buffer of each column is its bitmap, which is empty if it has no nulls.
-        self._bitmaps = [body_at + places[2 * at] if places[2 * at + 1] else -1 for at in _FIRST_BUFFERS]
-        self._values = [body_at + places[2 * at + 2] for at in _FIRST_BUFFERS]
-        self._texts = [body_at + places[2 * at + 4] if at in _OF_TEXT else -1 for at in _FIRST_BUFFERS]
+        bounds = _BUFFER_BOUNDS.unpack_from(message, buffers_at)
+        # (position, size) of each buffer. The first buffer of a column is its validity bitmap. It is empty without
+        # nulls.
+        self._bitmaps = [
+            body_at + bounds[2 * buffer] if bounds[2 * buffer + 1] else -1 for buffer in _FIRST_BUFFERS
+        ]
+        self._values = [body_at + bounds[2 * buffer + 2] for buffer in _FIRST_BUFFERS]
+        self._texts = [
+            body_at + bounds[2 * buffer + 4] if buffer in _TEXT_BUFFERS else -1 for buffer in _FIRST_BUFFERS
+        ]
 
     def row(self, row: int) -> Row:
-        """Read one row."""
+        """Decode one row."""
         message, values = self._message, list[Any]()
-        for form, bitmap, at, text in zip(_FORMS, self._bitmaps, self._values, self._texts, strict=True):
+        for column_struct, bitmap, values_at, text_at in zip(
+            _COLUMN_STRUCTS, self._bitmaps, self._values, self._texts, strict=True
+        ):
             if bitmap >= 0 and not message[bitmap + (row >> 3)] >> (row & 7) & 1:
                 values.append(None)
-            elif text < 0:
-                values.append(form.unpack_from(message, at + form.size * row)[0])
+            elif text_at < 0:
+                values.append(column_struct.unpack_from(message, values_at + column_struct.size * row)[0])
             else:
-                begin, end = _ENDS.unpack_from(message, at + 4 * row)
-                values.append(message[text + begin : text + end].decode())
+                begin, end = _TEXT_BOUNDS.unpack_from(message, values_at + 4 * row)
+                values.append(message[text_at + begin : text_at + end].decode())
         *values, id16 = values
         identity = dict(zip(ID_COLUMNS, values, strict=True))
         if id16 is not None:
-            # If unique_key is empty, the id is in upper case.
+            # unique_key is null for an id in lower case, and empty for one in upper case.
             identity["unique_key"] = id16.hex() if identity["unique_key"] is None else id16.hex().upper()
         return identity
 
 
-def is_there(read_at: ReadAt, end: int) -> bool:
-    """Check whether a file has identities that end at `end`."""
+def has_identities(read_at: ReadAt, end: int) -> bool:
+    """Check whether a file has identities that end at the position `end`."""
     return end >= TRAILER.size and bytes(read_at(end - len(MAGIC), len(MAGIC))) == MAGIC

@@ -1,16 +1,18 @@
-"""Look-ups of rows of the pending table by id, key or number, across any number of files.
+"""Find rows of the pending table by id, key or sequence number, across any number of data files.
 
-    runs      sorted runs of the keys of files (file_keys.py), in `pending/_keys`; a look-up reads a block of each
-    cover     runs left by writers are opened; files that no run lists are read, and their keys become a run
-    merge     runs of similar size become one, without the pairs of files that have left the table
+    key runs    sorted (key hash, row position) pairs of files (file_keys.py), in `pending/_keys`; a look-up reads one
+                block of each run
+    cover       makes the runs list all live files: opens the runs of other writers, and reads the keys of files that
+                no run lists
+    merge       replaces several runs of similar size by one, without the pairs of files that have left the table
 
-The runs are a cache: the log lists the live files, and the files contain the keys. A run is used as far as it lists
-live files. If one is missing or damaged, it is rebuilt from the files. So the steps of a merge need no particular
-order: if the new run, the old ones or all of them exist, the result is the same.
+The runs are a cache: the log lists the live files, and the files contain the keys. Pairs of other files in a run are
+ignored. A missing or damaged run is rebuilt from the files. So the steps of a merge need no particular order: with the
+new run, the old runs or all of them, a look-up has the same result.
 
-A look-up by key reads small blocks of the files (identities.py), and files that were read this way stay mapped. For
-other look-ups the most recently used files stay open, because parsing a footer costs more than the look-up. These open
-files are not shared, because Arrow's reader fails when two threads use it.
+A look-up by key reads small blocks of the files (identities.py), and these files stay mapped. For other look-ups the
+most recently used files stay open, because parsing a footer costs more than the look-up. A lock protects the open
+files, because Arrow's reader fails when two threads use it.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.io.files import Files, no_room_to_sync
+from timeball.io.files import Files, full_disk_as_over_limit
 from timeball.model.errors import Corrupt, OverLimit
 from timeball.model.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, DataFiles
-from timeball.table.file_cache import FileCache, Ranged
+from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, FileSet, run_path
 from timeball.table.identities import ID_SCHEMA, Identities, Row
 from timeball.table.layout import FOLDER, KEYS_FOLDER
 
 logger = logging.getLogger(__name__)
 
-RUNS_MIN = 6  # similar runs before they are merged: each pair is then written O(log n) times
-RUNS_MAX = 256  # most runs merged at once
-# Runs count as similar if the largest has at most this multiple of the smallest's pairs.
+RUNS_MIN = 6  # runs of similar size that start a merge; each pair is then rewritten O(log n) times
+RUNS_MAX = 256  # runs merged at once, at most
+# Runs have a similar size if the largest has at most SIZE_RATIO times as many pairs as the smallest.
 SIZE_RATIO = 8
-SMALL_PAIRS = 65_536  # smaller runs count as having this size
-# Files whose identities stay mapped, 1.5 KB each: mapping a file takes as long as reading two rows.
+SMALL_PAIRS = 65_536  # smaller runs count as this size
+# Files whose identities stay mapped (1.5 KB each), because mapping a file takes as long as reading two rows.
 MAPPED_FILES_MAX = 16_384
 OPEN_GROUPS_MAX = 1_024  # row groups of the files that stay open: 14 KB each
 
@@ -50,170 +52,183 @@ _NO_ROWS = ID_SCHEMA.empty_table()
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
-    """A run on disk. `name` is relative to the data folder."""
+class _StoredRun:
+    """A key run on disk. `name` is relative to the data folder."""
 
     name: str
     run: KeyRun
 
 
 class TableKeys:
-    """The keys of the live files. Blocking, any thread. `merge` runs beside look-ups.
+    """The key index of the live files. Blocking, any thread.
 
-    Other methods wait for each other.
+    A merge and reads of identities run at the same time as other calls. A lock serialises everything else.
     """
 
     def __init__(self, files: Files, cache: FileCache | None = None, data: DataFiles | None = None) -> None:
-        """`cache`: set if the files, and the runs that their writers leave, are in an object store.
+        """`cache`: the local copies, if the data files and the runs of other writers are in an object store.
 
-        `data`: reads the data files, if they are not read directly from `files`.
+        `data`: maps the data files, by default `files`.
         """
         self._files, self._cache = files, cache
-        self._data: DataFiles = (data or files) if cache is None else Ranged(cache)
+        self._data: DataFiles = (data or files) if cache is None else RangedFiles(cache)
         self._lock = threading.RLock()
-        self._runs: tuple[_Stored, ...] = ()
-        self._covered: FileSet | None = None  # the live files that the runs are known to list
-        self._unreadable: set[str] = set()  # files with unreadable keys that are logged already
-        self._open: OrderedDict[str, DataFile] = OrderedDict()  # the most recently used last
+        self._runs: tuple[_StoredRun, ...] = ()
+        self._covered_files: FileSet | None = None  # the runs are known to list all these files
+        self._unreadable: set[str] = set()  # files whose read error has been logged
+        self._open_files: OrderedDict[str, DataFile] = OrderedDict()  # the most recently used last
         self._open_groups = 0
         self._mapped: dict[str, Identities] = {}  # path -> identities of the files read by key
 
     # -- look-ups ------------------------------------------------------------------------------------------------
 
     def find_keys(self, live: FileSet, hashes: UInt64Array) -> list[Row]:
-        """Find the identities of rows with a key whose hash is among `hashes`. The caller compares the texts.
+        """Read the identities of the rows that have a key with one of these hashes.
 
-        Raises Corrupt when a file cannot be read, NotFound when a file has left the table and is removed.
+        The caller compares the keys themselves, because different keys may have the same hash. Raises Corrupt for an
+        unreadable file, NotFound for a file that has left the table and was deleted meanwhile.
         """
         with self._lock:
-            hits = self._hits(live, hashes)
-        # Not for copies of a store's files, which are evicted.
-        kept = self._mapped if self._cache is None else None
-        found = list[Row]()
-        for entry, places in hits:
-            # Checked before each file, because a key may be in more files than may stay mapped. Several are dropped at
-            # once.
+            row_numbers_by_file = self._find_rows(live, hashes)
+        # Copies of files in an object store may be evicted, so they do not stay mapped.
+        mapped = self._mapped if self._cache is None else None
+        rows = list[Row]()
+        for entry, row_numbers in row_numbers_by_file:
+            # Checked before each file, because one key may be in more files than may stay mapped. An eighth is dropped
+            # at once, so that this is rare.
             if len(self._mapped) >= MAPPED_FILES_MAX and entry.path not in self._mapped:
                 for path in list(self._mapped)[: max(1, MAPPED_FILES_MAX // 8)]:
                     self._mapped.pop(path, None)
-            found += DataFile(self._data, entry).identities_at(sorted(set(places)), kept)
-        return found
+            rows += DataFile(self._data, entry).identities_at(sorted(set(row_numbers)), mapped)
+        return rows
 
     def find_seqs(self, live: FileSet, seq: Int64Array) -> pa.Table:
-        """Find the identities of rows with these numbers. Reads the numbers of the files whose bounds admit them."""
+        """Read the identities of the rows with these sequence numbers, in ID_SCHEMA."""
         with self._lock:
-            parts = [self._file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
-        return pa.concat_tables(parts) if parts else _NO_ROWS
+            tables = [self._open_file(entry).find_seqs(seq) for entry in live.with_seqs(seq)]
+        return pa.concat_tables(tables) if tables else _NO_ROWS
 
     def rows_of(self, live: FileSet, due_ms: Int64Array, seq: Int64Array) -> list[pa.Table]:
         """Read all columns of the rows with these due times and numbers: one table per file, in TABLE_SCHEMA."""
         with self._lock:
             return [
-                self._file(entry).rows_of(due_ms[places], seq[places])
-                for entry, places in live.with_pairs(due_ms, seq)
+                self._open_file(entry).rows_of(due_ms[pair_indexes], seq[pair_indexes])
+                for entry, pair_indexes in live.with_pairs(due_ms, seq)
             ]
 
-    def _hits(self, live: FileSet, hashes: UInt64Array) -> list[tuple[FileEntry, list[int]]]:
+    def _find_rows(self, live: FileSet, hashes: UInt64Array) -> list[tuple[FileEntry, list[int]]]:
+        """Find the row numbers with these key hashes in each live file. Rebuilds runs that are damaged."""
         while True:
-            runs, hits = self._cover(live), defaultdict[str, list[int]](list)
+            runs, rows_by_path = self._cover_files(live), defaultdict[str, list[int]](list)
             for stored in runs:
                 try:
-                    numbers = stored.run.find_numbers(hashes).tolist()
+                    positions = stored.run.find_numbers(hashes).tolist()
                 except Corrupt as error:
-                    logger.warning("keys of data files made again run=%s reason=%s", stored.name, error)
-                    self._drop(stored)
+                    logger.warning("keys of data files rebuilt run=%s reason=%s", stored.name, error)
+                    self._remove_run(stored)
                     break
-                for number in numbers:
-                    hits[stored.run.names[number >> ROW_BITS]].append(number & ROW_MASK)
+                for position in positions:
+                    rows_by_path[stored.run.names[position >> ROW_BITS]].append(position & ROW_MASK)
             else:
-                # A run may list files that have left, or that are not attached yet.
-                return [(entry, hits[path]) for path in hits if (entry := live.get(path)) is not None]
+                # A run may list files that have left the table, or that are not attached yet.
+                return [
+                    (entry, rows_by_path[path])
+                    for path in rows_by_path
+                    if (entry := live.get(path)) is not None
+                ]
 
-    def _file(self, entry: FileEntry) -> DataFile:
-        """Get a file, opened. Closes the least recently used ones."""
-        if (file := self._open.get(entry.path)) and file.is_ranged and self._is_local(entry.path):
+    def _open_file(self, entry: FileEntry) -> DataFile:
+        """Open a file, or take it from the open files. Closes the least recently used files beyond OPEN_GROUPS_MAX."""
+        if (file := self._open_files.get(entry.path)) and file.is_ranged and self._is_local(entry.path):
             self._close(entry.path)
-        file = self._open.pop(entry.path, None)
+        file = self._open_files.pop(entry.path, None)
         if file is None:
             file = DataFile(self._data, entry)
             file.check()
             self._open_groups += file.group_count()
-        self._open[entry.path] = file
-        while self._open_groups > OPEN_GROUPS_MAX and len(self._open) > 1:
-            self._close(next(iter(self._open)))
+        self._open_files[entry.path] = file
+        while self._open_groups > OPEN_GROUPS_MAX and len(self._open_files) > 1:
+            self._close(next(iter(self._open_files)))
         return file
 
     def _is_local(self, path: str) -> bool:
         return self._cache is not None and self._cache.is_local(path)
 
     def _close(self, path: str) -> None:
-        file = self._open.pop(path)
+        file = self._open_files.pop(path)
         self._open_groups -= file.group_count()
         file.close()
 
     # -- covering the live files -----------------------------------------------------------------------------------
 
     def bring_up(self, live: FileSet) -> None:
-        """Cover the live files ahead of look-ups: otherwise the first look-up might read thousands of files."""
+        """Make the runs list all live files in advance. Otherwise the next look-up might read thousands of files.
+
+        Also closes files that have left the table, and removes runs that list no live file.
+        """
         with self._lock:
-            for path in [path for path in self._open if live.get(path) is None]:
+            for path in [path for path in self._open_files if live.get(path) is None]:
                 self._close(path)
-            # A mapping keeps the disk space of a file that has left.
+            # A mapping keeps the disk space of a deleted file.
             for path in [path for path in list(self._mapped) if live.get(path) is None]:
                 self._mapped.pop(path, None)
             try:
-                self._cover(live)
+                self._cover_files(live)
             except Corrupt:
-                # Logged already. A request that needs this file gets the error, and the other files are covered.
+                # Logged already. The other files are covered. A look-up gets the error.
                 return
             for stored in self._runs:
                 if not any(live.get(path) for path in stored.run.names):
-                    self._drop(stored, covered=live)
+                    self._remove_run(stored, covered=live)
 
-    def _cover(self, live: FileSet) -> tuple[_Stored, ...]:
-        """Make the runs list all these files, and return them. Raises Corrupt for a file that cannot be read."""
-        if self._covered is live:
+    def _cover_files(self, live: FileSet) -> tuple[_StoredRun, ...]:
+        """Make the runs list all these files. Returns the runs. Raises Corrupt for an unreadable file."""
+        if self._covered_files is live:
             return self._runs
-        missing = self._missing(live)
+        missing = self._unlisted(live)
         if missing:
-            self._open_new(missing)
-            missing = self._missing(live)
-        error = self._build(missing)
+            self._open_written_runs(missing)
+            missing = self._unlisted(live)
+        error = self._index_files(missing)
         if error is not None:
             raise error
-        self._covered = live
+        self._covered_files = live
         return self._runs
 
-    def _missing(self, live: FileSet) -> dict[str, FileEntry]:
-        spoken_of = set[str]().union(*(stored.run.names for stored in self._runs))
-        return {entry.path: entry for entry in live.entries if entry.path not in spoken_of}
+    def _unlisted(self, live: FileSet) -> dict[str, FileEntry]:
+        """List the live files that no run lists, by path."""
+        listed = set[str]().union(*(stored.run.names for stored in self._runs))
+        return {entry.path: entry for entry in live.entries if entry.path not in listed}
 
-    def _open_new(self, missing: dict[str, FileEntry]) -> None:
-        """Use the runs in the folder that list missing files."""
+    def _open_written_runs(self, entries: dict[str, FileEntry]) -> None:
+        """Open the runs of other writers in the folder `_keys` that list some of these files."""
         if self._cache is not None:
             self._cache.fetch_keys()
         known = {stored.name for stored in self._runs}
-        found = []
+        new_runs = []
         for name in (f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)):
             if name not in known:
                 try:
-                    found.append(_Stored(name, KeyRun(self._files.map_readonly(name))))
+                    new_runs.append(_StoredRun(name, KeyRun(self._files.map_readonly(name))))
                 except Corrupt as error:
-                    # Its writer has not finished, or never will. `sweep` removes it.
+                    # Its writer has not finished yet or has died. `sweep` removes the file.
                     logger.info("keys of data files not used run=%s reason=%s", name, error)
-        # The largest first: leftover runs that were merged into it then add no files.
-        left = set(missing)
-        for stored in sorted(found, key=lambda stored: -stored.run.pairs):
-            if not left.isdisjoint(stored.run.names):
-                left.difference_update(stored.run.names)
+        # The largest first: runs left over from a merge into it then list no further files, and are not opened.
+        unlisted = set(entries)
+        for stored in sorted(new_runs, key=lambda stored: -stored.run.pairs):
+            if not unlisted.isdisjoint(stored.run.names):
+                unlisted.difference_update(stored.run.names)
                 self._runs = (*self._runs, stored)
 
-    def _build(self, missing: dict[str, FileEntry]) -> Corrupt | None:
-        """Read the keys of these files into runs. Returns the error of the last file that cannot be read."""
+    def _index_files(self, missing: dict[str, FileEntry]) -> Corrupt | None:
+        """Read the keys of these files and write them as runs.
+
+        Returns the error of the last unreadable file, or None.
+        """
         keys, failed = FileKeys(), None
         for path, entry in missing.items():
             try:
-                # Not through the files kept open, because each of these is read only once.
+                # Not from `_open_files`, because each of these files is read only once.
                 keys.add(path, *DataFile(self._data, entry).key_columns())
             except Corrupt as error:
                 failed = error
@@ -221,91 +236,97 @@ class TableKeys:
                     logger.error("keys not indexed file=%s reason=%s", path, error)
                     self._unreadable.add(path)
             if keys.is_full:
-                self._runs = (*self._runs, self._store([keys.run().data]))
+                self._runs = (*self._runs, self._write_run([keys.run().data]))
                 keys = FileKeys()
         if keys.has_files:
-            self._runs = (*self._runs, self._store([keys.run().data]))
+            self._runs = (*self._runs, self._write_run([keys.run().data]))
         return failed
 
-    def _store(self, pieces: Iterable[pa.Buffer | bytes]) -> _Stored:
+    def _write_run(self, pieces: Iterable[pa.Buffer | bytes]) -> _StoredRun:
         """Write a run to disk, and map it."""
         name = f"{FOLDER}/{run_path()}"
-        # Written under its final name: an incomplete run is recognised by its missing end.
+        # Written under its final name: an incomplete run is recognised, because its end is missing.
         write_pieces(self._files, name, pieces)
-        return _Stored(name, KeyRun(self._files.map_readonly(name)))
+        return _StoredRun(name, KeyRun(self._files.map_readonly(name)))
 
-    def _drop(self, stored: _Stored, *, covered: FileSet | None = None) -> None:
+    def _remove_run(self, stored: _StoredRun, *, covered: FileSet | None = None) -> None:
         self._runs = tuple(each for each in self._runs if each is not stored)
-        self._covered = covered
+        self._covered_files = covered
         self._files.remove(stored.name)
 
-    # -- maintenance
-    # ----------------------------------------------------------------------------------------------------
+    # -- maintenance ---------------------------------------------------------------------------------------------
 
     def merge(self, live: FileSet) -> bool:
-        """Merge runs if worthwhile. Returns whether any were. Takes seconds for ten million keys."""
+        """Merge runs if there are enough of similar size. Returns whether it did.
+
+        Takes seconds for ten million keys.
+        """
         with self._lock:
-            chosen = self._choose(live)
-        if not chosen:
+            selected = self._select_runs(live)
+        if not selected:
             return False
         try:
-            merged = self._merged(chosen, live)
+            merged = self._merge_runs(selected, live)
         except Corrupt as error:
             logger.warning("keys of data files not merged reason=%s", error)
             merged = None
         with self._lock:
-            # A damaged run is found only during the merge. Then all of them are dropped and their files are read again.
-            for stored in chosen:
-                self._drop(stored)
+            # If a run turns out to be damaged, all selected runs are removed, and their files are read again later.
+            for stored in selected:
+                self._remove_run(stored)
             if merged is not None:
                 self._runs = (*self._runs, merged)
         return True
 
     def sweep(self) -> None:
-        """Remove key runs that are not in use (left by failed jobs or earlier runs of the broker).
+        """Delete run files that are not in use (left by failed jobs or earlier runs of the broker).
 
-        Also drop used runs whose file is lost.
+        Also stops using runs whose file is lost.
         """
         with self._lock:
-            there = {f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)}
-            # The file of a mapped run was removed. Dropped now, because otherwise the next start would have to rebuild
-            # it.
-            for stored in [each for each in self._runs if each.name not in there]:
-                self._drop(stored)
-            # This may remove the run of an attach still to come. Its files are then read once more.
-            for name in there - {stored.name for stored in self._runs}:
+            existing = {f"{KEYS_FOLDER}/{name}" for name in self._files.list_dir(KEYS_FOLDER)}
+            # The file of a mapped run is lost. Dropped now, so that this run of the broker rebuilds it and not the next
+            # start.
+            for stored in [run for run in self._runs if run.name not in existing]:
+                self._remove_run(stored)
+            # This may delete the run of files that are not attached yet. Their keys are then read from the files.
+            for name in existing - {stored.name for stored in self._runs}:
                 self._files.remove(name)
 
-    def _choose(self, live: FileSet) -> list[_Stored]:
+    def _select_runs(self, live: FileSet) -> list[_StoredRun]:
+        """Select runs to merge: several of similar size, or a single one if most of its files have left the table."""
         runs = sorted(self._runs, key=lambda stored: stored.run.pairs)
-        for at, stored in enumerate(runs):
+        for index, stored in enumerate(runs):
             largest = SIZE_RATIO * max(SMALL_PAIRS, stored.run.pairs)
-            alike = [each for each in runs[at:] if each.run.pairs <= largest]
-            if len(alike) >= RUNS_MIN:
-                return alike[:RUNS_MAX]
-        # Counted in files, because a run does not record how many pairs each file has.
+            similar = [other for other in runs[index:] if other.run.pairs <= largest]
+            if len(similar) >= RUNS_MIN:
+                return similar[:RUNS_MAX]
+        # Files are counted, because a run does not record how many pairs each file has.
         for stored in runs:
             if 2 * sum(live.get(path) is not None for path in stored.run.names) < len(stored.run.names):
                 return [stored]
         return []
 
-    def _merged(self, chosen: Sequence[_Stored], live: FileSet) -> _Stored:
-        places: dict[str, int] = {}
-        changes = []
-        for stored in chosen:
-            to = np.full(len(stored.run.names), -1, np.int64)
-            for at, path in enumerate(stored.run.names):
-                if live.get(path) is not None and path not in places:  # once: two runs may list the same file
-                    to[at] = places[path] = len(places)
-            changes.append(to)
+    def _merge_runs(self, selected: Sequence[_StoredRun], live: FileSet) -> _StoredRun:
+        """Write one run with the pairs of the live files of these runs. Gives the files new numbers."""
+        new_indexes: dict[str, int] = {}
+        index_maps = []
+        for stored in selected:
+            index_map = np.full(len(stored.run.names), -1, np.int64)
+            for index, path in enumerate(stored.run.names):
+                if live.get(path) is not None and path not in new_indexes:  # two runs may list the same file
+                    index_map[index] = new_indexes[path] = len(new_indexes)
+            index_maps.append(index_map)
 
-        def changed(at: int, pairs: Pairs) -> Pairs:
-            hashes, numbers = pairs
-            to = changes[at][numbers >> ROW_BITS]
-            kept = to >= 0
-            return hashes[kept], (to[kept] << ROW_BITS) | (numbers[kept] & ROW_MASK)
+        def renumber(index: int, pairs: Pairs) -> Pairs:
+            hashes, positions = pairs
+            index_map = index_maps[index][positions >> ROW_BITS]
+            is_live = index_map >= 0
+            return hashes[is_live], (index_map[is_live] << ROW_BITS) | (positions[is_live] & ROW_MASK)
 
-        return self._store(encode(merge([stored.run for stored in chosen], changed), list(places)))
+        return self._write_run(
+            encode(merge([stored.run for stored in selected], renumber), list(new_indexes))
+        )
 
     def statistics(self) -> dict[str, int]:
         """Count the runs and their pairs, for display."""
@@ -314,14 +335,14 @@ class TableKeys:
 
 
 def write_pieces(files: Files, name: str, pieces: Iterable[pa.Buffer | bytes]) -> None:
-    """Write a new file piece by piece. Durable on return. The file is removed again if that fails."""
+    """Write a new file in KEYS_FOLDER piece by piece. Durable on return. Removes the file if that fails."""
     files.make_dir(KEYS_FOLDER)
-    file, at = files.create(name), 0
+    file, offset = files.create(name), 0
     try:
         for piece in pieces:
-            file.write_at(at, piece)
-            at += len(piece)
-        with no_room_to_sync(f"writing {name}"):
+            file.write_at(offset, piece)
+            offset += len(piece)
+        with full_disk_as_over_limit(f"writing {name}"):
             file.sync()
     except (Corrupt, OverLimit):
         files.remove(name)

@@ -12,10 +12,11 @@ hours + 60 days + 24 months = 132 buckets.
 Readers never rely on the bucket: every file has a range of due times and is sorted, so a coarse bucket that has become
 near is still read by binary search. Rewriting it into hours only keeps the number of open files small.
 
-Parquet has checksums for pages but none for the footer, on which everything depends. One flipped bit in it could hide
-row groups, hence scheduled messages, and a reader of a damaged footer may abort the process instead of raising. So each
-file has a *seal*, and its footer is checked before it is parsed. Parquet readers find the footer from the end of the
-file and never look between it and the last page. The seal is there, after the identities of the rows (identities.py):
+Parquet has checksums for pages but none for the footer, which says where everything is. One flipped bit in the footer
+could hide row groups with scheduled messages. A reader of a damaged footer may also abort the process instead of
+raising an error. So each file has a *seal*, a checksum of its footer, which is checked before the footer is parsed.
+Parquet readers find the footer from the end of the file and never read between the last page and the footer. The seal
+is in this gap, after the identities of the rows (identities.py):
 
         +------- … -------+----- … -----+-----------+----------+-------- … --------+--------+--------+
         | "PAR1", pages   | identities  | "TBSEAL1" | crc32c   | footer (thrift)   | length | "PAR1" |
@@ -23,7 +24,7 @@ file and never look between it and the last page. The seal is there, after the i
                                           8 bytes     8 bytes    length bytes        4        4
                                                                  `------------ covered by crc32c ----'
 
-The functions are pure and work on column batches. The caller writes the bytes to a folder or an object store.
+The functions are pure and work on column batches. The caller writes the resulting bytes to a folder or an object store.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from timeball.table.file_keys import KEYS, FileKeys
 
 HOURS_AHEAD_MS = 48 * limits.HOUR_MS
 DAYS_AHEAD_MS = 60 * limits.DAY_MS
-# A read of a few rows opens the file, at some 15 us per row group, and decodes one group: 0.5 ms for 2,048 rows, 1.3 ms
-# for 8,192. So larger files have larger groups. When tasks share a file, their slices begin at multiples of the larger
-# size.
+# Rows per row group. A read of a few rows parses the footer (15 us per row group) and decodes one group (0.5 ms for
+# 2,048 rows, 1.3 ms for 8,192). So large files have large groups. Spark tasks that share a file begin their slices at
+# multiples of ROW_GROUP_ROWS.
 ROW_GROUP_ROWS, SMALL_GROUP_ROWS = 8_192, 2_048
 SMALL_FILE_ROWS = 65_536
-PART_ROWS = 32_768  # rows sorted and written at a time: some megabytes, held four times
+PART_ROWS = 32_768  # rows copied and encoded at a time: some megabytes, in memory four times
 PARTITION_COLUMN = "bucket"
-FOLDER = "pending"  # below the data folder
+FOLDER = "pending"  # relative to the data folder
 KEYS_FOLDER = f"{FOLDER}/{KEYS}"
 
 
@@ -68,7 +69,7 @@ def sort_rows(rows: pa.Table | pa.RecordBatch) -> pa.Table:
 
 
 def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
-    """Compute the start (ms) of each row's bucket, as seen at `now_ms`. `bucket_names` names it."""
+    """Compute the start (ms) of each row's bucket. `now_ms` decides whether the bucket is an hour, a day or a month."""
     hours = due_ms - due_ms % limits.HOUR_MS
     days = due_ms - due_ms % limits.DAY_MS
     months = due_ms.astype("datetime64[ms]").astype("datetime64[M]").astype("datetime64[ms]").astype(np.int64)
@@ -77,7 +78,7 @@ def bucket_starts(due_ms: Int64Array, now_ms: int) -> Int64Array:
 
 
 def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
-    """Name the bucket of each of a few due times."""
+    """Format the name of each due time's bucket. For a few due times: it formats them one by one."""
     starts = bucket_starts(due_ms, now_ms).astype("datetime64[ms]")
     units = np.where(
         due_ms < now_ms + HOURS_AHEAD_MS, "h", np.where(due_ms < now_ms + DAYS_AHEAD_MS, "D", "M")
@@ -86,70 +87,73 @@ def bucket_names(due_ms: Int64Array, now_ms: int) -> list[str]:
 
 
 def sorted_files(
-    rows: pa.Table, now_ms: int, keys: FileKeys | None = None, copied: Callable[[], None] = lambda: None
+    rows: pa.Table, now_ms: int, keys: FileKeys | None = None, on_copied: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[FileEntry, bytes]]:
-    """Sort rows and yield their files as `cut_files` does, with some PART_ROWS rows and one file in memory at a time.
+    """Sort rows and yield the files that `cut_files` would yield, with about PART_ROWS rows and one file in memory.
 
-    `copied` is called each time a part of `rows` has been copied.
+    `on_copied` is called each time a chunk of `rows` has been copied to memory.
     """
     due, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
     order = np.lexsort((seq, due))
     cuts = [*_bucket_cuts(due[order], now_ms).tolist(), len(order)]
     begin = 0
-    for cut, following in itertools.pairwise([*cuts, len(order) + PART_ROWS + 1]):
-        # Cut only between buckets, because each part of a bucket would be a file of its own.
-        if following - begin <= PART_ROWS or cut == begin:
+    for cut, next_cut in itertools.pairwise([*cuts, len(order) + PART_ROWS + 1]):
+        # Chunks end between buckets, because each part of a divided bucket would become a file of its own.
+        if next_cut - begin <= PART_ROWS or cut == begin:
             continue
         positions = order[begin:cut]
-        if len(positions) > PART_ROWS:  # a single bucket
-            yield _large_file(rows, positions, now_ms, keys, copied)
+        if len(positions) > PART_ROWS:  # a chunk above this size is always a single bucket
+            yield _large_file(rows, positions, now_ms, keys, on_copied)
         else:
-            part = _rows_at(rows, positions)
-            copied()
-            yield from cut_files(part, now_ms, keys)
+            chunk = _take_rows(rows, positions)
+            on_copied()
+            yield from cut_files(chunk, now_ms, keys)
         begin = cut
 
 
 def _large_file(
-    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None, copied: Callable[[], None]
+    rows: pa.Table, positions: Int64Array, now_ms: int, keys: FileKeys | None, on_copied: Callable[[], None]
 ) -> tuple[FileEntry, bytes]:
-    """Build the entry and the content of the file of one bucket, encoding PART_ROWS rows at a time."""
-    parts = (_rows_at(rows, positions[at : at + PART_ROWS]) for at in range(0, len(positions), PART_ROWS))
-    places: list[pa.Table] = []
+    """Build the entry and the bytes of the file of one bucket. Encodes PART_ROWS rows at a time."""
+    chunks = (
+        _take_rows(rows, positions[begin : begin + PART_ROWS])
+        for begin in range(0, len(positions), PART_ROWS)
+    )
+    described_columns: list[pa.Table] = []
 
-    def noted(part: pa.Table) -> pa.Table:
-        copied()
-        places.append(part.select(["due_ms", "seq", "unique_key", "keys"]))
-        return part
+    def remember_columns(chunk: pa.Table) -> pa.Table:
+        on_copied()
+        described_columns.append(chunk.select(["due_ms", "seq", "unique_key", "keys"]))
+        return chunk
 
-    data = _encoded(map(noted, parts), len(positions))
-    placed = pa.concat_tables(places)
-    (bucket,) = bucket_names(_values(placed.slice(0, 1), "due_ms"), now_ms)
-    return _described(bucket, placed, data, keys), data
+    data = _encode_chunks(map(remember_columns, chunks), len(positions))
+    entry_columns = pa.concat_tables(described_columns)
+    (bucket,) = bucket_names(_values(entry_columns.slice(0, 1), "due_ms"), now_ms)
+    return _describe_with_keys(bucket, entry_columns, data, keys), data
 
 
-def _rows_at(rows: pa.Table, positions: Int64Array) -> pa.Table:
-    """Take the rows at these positions, which are distinct, in this order."""
-    # Batch by batch, because `take` of a table first joins all its chunks.
+def _take_rows(rows: pa.Table, positions: Int64Array) -> pa.Table:
+    """Copy the rows at these distinct positions, in the order of `positions`."""
+    # Batch by batch, because `take` of a table first copies the whole table into one chunk.
     ascending = np.sort(positions)
     batches = rows.to_batches()
     ends = np.cumsum([batch.num_rows for batch in batches])
-    parts = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
+    positions_by_batch = np.split(ascending, np.searchsorted(ascending, ends[:-1]))
     begins = ends - [batch.num_rows for batch in batches]
-    found = [
-        batch.take(pa.array(part - begin))
-        for batch, part, begin in zip(batches, parts, begins, strict=True)
-        if len(part)
+    taken = [
+        batch.take(pa.array(batch_positions - begin))
+        for batch, batch_positions, begin in zip(batches, positions_by_batch, begins, strict=True)
+        if len(batch_positions)
     ]
-    joined = pa.Table.from_batches(found, rows.schema).combine_chunks()
-    return joined.take(pa.array(np.searchsorted(ascending, positions)))
+    ascending_rows = pa.Table.from_batches(taken, rows.schema).combine_chunks()
+    return ascending_rows.take(pa.array(np.searchsorted(ascending, positions)))
 
 
 def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table]]:
-    """Yield slices of sorted `rows`, one per bucket, in order of due time.
+    """Yield (bucket, rows) for each bucket of sorted `rows`, in order of due time. The rows are slices, not copies.
 
-    In rows sorted by due time, a bucket is one contiguous run: hours, days and months follow each other. A day that
-    contains the 48 h border gives an hour run and then a day run.
+    In rows sorted by due time, a bucket is one contiguous run. The day that contains the 48 h border has hour buckets
+    before the border and a day bucket after it.
     """
     due = _values(rows, "due_ms")
     cuts = _bucket_cuts(due, now_ms)
@@ -161,10 +165,10 @@ def split_by_bucket(rows: pa.Table, now_ms: int) -> Iterator[tuple[str, pa.Table
 def _bucket_cuts(due: Int64Array, now_ms: int) -> Int64Array:
     """Find the start index of each bucket in a sorted column, which may be empty."""
     starts = bucket_starts(due, now_ms)
-    zone = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
-    changed = np.flatnonzero(np.diff(starts)) + 1
+    borders = np.searchsorted(due, [now_ms + HOURS_AHEAD_MS, now_ms + DAYS_AHEAD_MS])
+    changes = np.flatnonzero(np.diff(starts)) + 1
     first = np.zeros(min(1, len(due)), np.int64)
-    return np.unique(np.concatenate((first, changed, zone[zone < len(due)])))
+    return np.unique(np.concatenate((first, changes, borders[borders < len(due)])))
 
 
 def group_rows(rows: int) -> int:
@@ -174,10 +178,11 @@ def group_rows(rows: int) -> int:
 
 def encode_file(rows: pa.Table) -> bytes:
     """Encode sorted rows as a sealed Parquet file: zstd level 1, statistics on searched columns, identities."""
-    return _encoded([rows], rows.num_rows)
+    return _encode_chunks([rows], rows.num_rows)
 
 
-def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
+def _encode_chunks(chunks: Iterable[pa.Table], rows: int) -> bytes:
+    """Encode the file of `rows` rows, which come in several chunks, as `encode_file` does."""
     sink, ids = io.BytesIO(), identities.Encoder()
     with pq.ParquetWriter(
         sink,
@@ -188,14 +193,17 @@ def _encoded(parts: Iterable[pa.Table], rows: int) -> bytes:
         write_statistics=["due_ms", "seq", "topic"],
         write_page_checksum=True,  # a damaged page raises an error when it is read
     ) as writer:
-        for part in parts:
-            writer.write_table(part.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
-            ids.add(part)
-    return _sealed(sink, ids.finish())
+        for chunk in chunks:
+            writer.write_table(chunk.select(TABLE_SCHEMA.names), row_group_size=group_rows(rows))
+            ids.add(chunk)
+    return _seal_in_place(sink, ids.finish())
 
 
 def describe(bucket: str, rows: pa.Table, size_bytes: int) -> FileEntry:
-    """Build the entry for a new file with `rows`. Each call makes a new name, so a repeated task overwrites nothing."""
+    """Build the entry for a new file with these sorted rows.
+
+    The file's name is random, so a repeated task overwrites nothing.
+    """
     due, seq = _values(rows, "due_ms"), _values(rows, "seq")
     return FileEntry(
         path=f"{PARTITION_COLUMN}={bucket}/{uuid.uuid4().hex}.parquet",
@@ -214,12 +222,12 @@ def cut_files(rows: pa.Table, now_ms: int, keys: FileKeys | None = None) -> Iter
 
     `keys` collects the keys of the files, for a run that the caller writes after them.
     """
-    for bucket, part in split_by_bucket(rows, now_ms):
-        data = encode_file(part)
-        yield _described(bucket, part, data, keys), data
+    for bucket, bucket_rows in split_by_bucket(rows, now_ms):
+        data = encode_file(bucket_rows)
+        yield _describe_with_keys(bucket, bucket_rows, data, keys), data
 
 
-def _described(bucket: str, rows: pa.Table, data: bytes, keys: FileKeys | None) -> FileEntry:
+def _describe_with_keys(bucket: str, rows: pa.Table, data: bytes, keys: FileKeys | None) -> FileEntry:
     entry = describe(bucket, rows, len(data))
     if keys is not None:
         keys.add(entry.path, rows.column("unique_key"), rows.column("keys"))
@@ -242,11 +250,11 @@ PARQUET_MAGIC = b"PAR1"
 
 def seal(data: bytes) -> bytes:
     """Seal a finished Parquet file."""
-    return _sealed(io.BytesIO(data))
+    return _seal_in_place(io.BytesIO(data))
 
 
-def _sealed(file: io.BytesIO, before: bytes = b"") -> bytes:
-    """Seal a Parquet file. `before`: bytes to insert before the seal."""
+def _seal_in_place(file: io.BytesIO, before: bytes = b"") -> bytes:
+    """Insert `before` and the seal between the pages and the footer of a Parquet file. Returns the sealed file."""
     # In place: a file may have hundreds of megabytes, so copies would be expensive.
     with file.getbuffer() as view:
         length, magic = TRAILER.unpack_from(view, len(view) - TRAILER.size)
@@ -259,7 +267,10 @@ def _sealed(file: io.BytesIO, before: bytes = b"") -> bytes:
 
 
 def sealed_bytes(end: pa.Buffer) -> int:
-    """Compute the length of a file's seal and footer from its last bytes. Meaningless for other files."""
+    """Compute the total size of a file's seal, footer and Parquet trailer from the last bytes of the file.
+
+    The result is meaningless for a file without a seal, and 0 if there are too few bytes.
+    """
     if end.size < TRAILER.size:
         return 0
     length, _ = TRAILER.unpack_from(end, end.size - TRAILER.size)
@@ -273,9 +284,9 @@ def check_seal(data: pa.Buffer) -> None:
     length, magic = TRAILER.unpack_from(data, data.size - TRAILER.size)
     begin = data.size - TRAILER.size - length
     if magic != PARQUET_MAGIC or begin < SEAL.size:
-        raise Corrupt("its end is not that of a Parquet file")
-    ours, crc = SEAL.unpack_from(data, begin - SEAL.size)
-    if ours != MAGIC:
+        raise Corrupt("it does not end as a Parquet file")
+    seal_magic, stored_crc = SEAL.unpack_from(data, begin - SEAL.size)
+    if seal_magic != MAGIC:
         raise Corrupt("its footer has no seal: files of the pending table are written by layout.cut_files")
-    if google_crc32c.value(data.slice(begin)) != crc:
+    if google_crc32c.value(data.slice(begin)) != stored_crc:
         raise Corrupt("its footer does not match its checksum")

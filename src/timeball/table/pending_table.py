@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from timeball.table.catalog import Catalog
 from timeball.table.data_file import DataFiles
-from timeball.table.file_cache import FileCache, Ranged
+from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.key_index import TableKeys
 
 
@@ -24,7 +24,7 @@ class PendingTable:
     @property
     def data_files(self) -> DataFiles:
         """The source of any data file, for threads that may wait for an object store."""
-        return self.catalog.data if self.cache is None else Ranged(self.cache)
+        return self.catalog.data if self.cache is None else RangedFiles(self.cache)
 
     @property
     def whole_files(self) -> DataFiles:

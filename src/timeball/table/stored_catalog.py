@@ -1,15 +1,17 @@
 """The Delta log of a pending table in an object store, and the steps of an attach there (compare catalog.py).
 
-    1. put the data files        instead of syncs; those of other writers are compared with their claims by range
+    1. put the data files        replaces the syncs; for files of other writers, the footer is read by a range request
+                                 and compared with the file's entry
     2. append the TABLE row      the decision, as for a local table
     3. Delta commit              a put on condition that the entry does not exist: of two writers the store refuses
                                  one, and a commit whose answer was lost is found when it is repeated
     4. -                         not needed: an answered put is durable
 
-A request without an answer raises `Unavailable` and changes nothing in the log. The log stays the source of truth: a
-table that is behind it is brought up when the store answers again.
+A request without an answer raises `Unavailable` and changes nothing in the commit log. The commit log stays the source
+of truth: when the store answers again, the table is updated from it.
 
-Two brokers must not share a URI. A table with files that the log does not contain is refused, and not recreated.
+Two brokers must not share a URI. A table with files that the commit log does not contain is refused. It is not
+recreated, because another broker may own it.
 """
 
 from __future__ import annotations
@@ -30,22 +32,22 @@ from timeball.table.object_store import ANSWER_S, ObjectStore
 
 T = TypeVar("T")
 
-# Seconds. Overdue messages are late by up to this time.
+# How long a start waits for the store. Overdue messages are late by up to this time.
 START_ANSWER_S = 5.0
 
 
 def open_table(
-    place: str, files: Files, size_bytes_max: int, *, is_known: bool
+    uri: str, files: Files, size_bytes_max: int, *, is_known: bool
 ) -> tuple[Catalog, FileCache | None]:
-    """Open the pending table's Delta log at a URI, and, for an object store, the cache of its files.
+    """Open the pending table's Delta log. For a table in an object store, also open the local cache of its files.
 
-    Raises SetupError for a URI that cannot be used. If the store does not answer, this is a SetupError only when the
-    table is not known (`is_known`): a broker that has used the table before starts without it, after at most
-    START_ANSWER_S.
+    `uri`: the object store, or "" for the data folder. `is_known`: this broker has used the table before. Then it
+    starts even if the store does not answer within START_ANSWER_S. An unknown table raises SetupError in that case, and
+    so does an unusable URI.
     """
-    if not place:
+    if not uri:
         return Catalog(files), None
-    store, problem = ObjectStore(place), ""
+    store, problem = ObjectStore(uri), ""
     try:
         store.check(START_ANSWER_S if is_known else ANSWER_S)
     except Unavailable as error:
@@ -59,28 +61,32 @@ def open_table(
 class StoredCatalog(Catalog):
     """The Delta log in an object store.
 
-    Blocking. Belongs to one thread, but not to the reader thread, because a store may take half a minute to fail.
+    Blocking. All calls come from one thread. This is not the reader thread, because a request may take half a minute to
+    fail.
     """
 
-    _says_nothing: ClassVar[tuple[type[Exception], ...]] = (OSError, Unavailable, SetupError)
+    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = (OSError, Unavailable, SetupError)
 
     def __init__(self, store: ObjectStore, cache: FileCache) -> None:
         super().__init__(store, store.storage_options)
         self._store, self._cache = store, cache
-        self._is_behind = True  # true until it is brought up to the log
+        self._lags_log = True  # True while the Delta log lacks TABLE rows of the commit log
 
     @property
     def version(self) -> int:
-        """See Catalog. It is -1 while the table is behind the log, because its readers would miss messages."""
-        return -1 if self._is_behind else self._version
+        """See Catalog.
+
+        It is -1 while the table lacks rows of the commit log, because its readers would miss messages.
+        """
+        return -1 if self._lags_log else self._version
 
     def check_data(self, live: list[FileEntry]) -> None:
-        """Raise Corrupt when the store lacks a data file. A file that is only in the data folder is put there."""
-        self._cache.check_answers()  # the start has sent a request just before
-        self._cache.bring(live)
+        """Raise Corrupt when the store lacks a data file. Uploads files that are only in the data folder."""
+        self._cache.check_answers()  # `open_table` has just sent a request: do not wait for a second time-out
+        self._cache.upload_missing(live)
 
     def sync_data(self, entries: list[FileEntry]) -> None:
-        """Step 1: put the data files."""
+        """Upload the data files (step 1)."""
         self._cache.put(entries)
 
     def bring_up(
@@ -91,25 +97,28 @@ class StoredCatalog(Catalog):
         watermark: int,
         now_ms: int,
     ) -> None:
-        """See Catalog. Raises SetupError for another log's table, Unavailable when the store does not answer."""
+        """See Catalog.
+
+        Raises SetupError for the table of another broker, Unavailable when the store does not answer.
+        """
         bring_up = partial(super().bring_up, live, attaches, attach_seq, watermark, now_ms)
 
         def check_and_bring_up() -> None:
-            with self._failing("opening the table"), descriptors.lent(RESERVE_OF_LIBRARIES):
+            with self._translate_errors("opening the table"), descriptors.lent(RESERVE_OF_LIBRARIES):
                 self._check_owner(live, attaches)
                 bring_up()
 
         self._ask(check_and_bring_up)
-        self._is_behind = False
+        self._lags_log = False
 
     def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
         """See Catalog. Raises Unavailable, after which the call may be repeated."""
         try:
             version = self._ask(partial(super().commit, attachment, attach_seq, removed, now_ms))
         except Unavailable:
-            self._is_behind = True
+            self._lags_log = True
             raise
-        self._is_behind = False
+        self._lags_log = False
         return version
 
     def vacuum(self, older_than_ms: int) -> int:
@@ -120,46 +129,48 @@ class StoredCatalog(Catalog):
         """See Catalog. Raises Unavailable."""
         self._ask(partial(super().look, now_ms))
 
-    def _put_back(self) -> list[FileEntry]:
-        # A store has no links. Files are put there again from local copies, which include all files with messages due
-        # soon.
-        return self._cache.put_back(list(self.data.live.values()))
+    def _restore_missing_files(self) -> list[FileEntry]:
+        # A store has no hard links. Removed files are uploaded again from local copies. There are local copies of all
+        # files with messages due soon.
+        return self._cache.restore_missing(list(self.data.live.values()))
 
     def _ask(self, step: Callable[[], T]) -> T:
-        # Without a limit: delta-rs gives up by itself, and no other step may run beside it. Only a stop of the broker
-        # leaves it behind.
+        # No time limit: delta-rs gives up by itself, and no other step may run at the same time. Only a stop of the
+        # broker abandons the step.
         return self._store.requests.ask(step, None)
 
     def _check_owner(self, live: list[FileEntry], attaches: list[tuple[int, Attachment]]) -> None:
+        """Raise SetupError if the table has data files that this broker's log has never attached."""
         known = {entry.path for entry in live}
         known.update(path for _, attachment in attaches for path in attachment.removes)
         try:
-            found = self.open().files
+            table_files = self.open().files
         except Corrupt:
-            return  # it is recreated later
-        # Files of other programs have names of another form, and `_correct` removes them from the table.
-        unknown = [e.path for e in found if e.path not in known and PATH.fullmatch(e.path)]
+            return  # the table is unreadable; `bring_up` recreates it
+        # Other programs use another form of file name. `_repair` removes such files from the table.
+        unknown = [e.path for e in table_files if e.path not in known and PATH.fullmatch(e.path)]
         if unknown:
             raise SetupError(
                 f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "
-                f"know, as {unknown[0]}: it is another broker's, or the log was put back; name an empty place"
+                f"know, as {unknown[0]}: it is another broker's, or the log was restored from a backup; name an "
+                "empty folder"
             )
 
-    def _remove(self, path: str) -> None:
-        super()._remove(path)
+    def _remove_file(self, path: str) -> None:
+        super()._remove_file(path)
         self._cache.forget([path])
 
     def _make_durable(self) -> None:
-        """Do nothing: an answered put is durable."""
+        """Do nothing, because an answered put is durable."""
 
     def _drop_torn_commits(self) -> None:
-        """Do nothing: a put is atomic."""
+        """Do nothing, because a put is atomic."""
 
     @contextmanager
-    def _failing(self, doing: str) -> Iterator[None]:
-        from timeball.table.delta_rs import DeltaError, said
+    def _translate_errors(self, operation: str) -> Iterator[None]:
+        from timeball.table.delta_rs import DeltaError, one_line
 
         try:
             yield
         except (OSError, DeltaError) as error:
-            raise Unavailable(f"{self.uri}: {doing} failed: {said(error)}; it is tried again") from error
+            raise Unavailable(f"{self.uri}: {operation} failed: {one_line(error)}; retried later") from error

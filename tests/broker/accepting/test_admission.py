@@ -33,7 +33,7 @@ def admitted(sent: pa.RecordBatch, delay_ms_max: int = MAX_MS) -> pa.RecordBatch
 # ---- now or later -------------------------------------------------------------------------------------------
 
 
-def test_a_row_with_an_instant_is_a_scheduled_message_and_one_without_is_a_message() -> None:
+def test_rows_with_a_due_time_are_scheduled_and_others_are_visible() -> None:
     rows = admitted(batch(4, due_ms=[None, NOW_MS + 5, None, None], delay_ms=[None, None, 0, 7]))
     assert column(rows, "kind") == [Kind.MESSAGE, Kind.SCHEDULED, Kind.SCHEDULED, Kind.SCHEDULED]
     assert column(rows, "due_ms") == [None, NOW_MS + 5, NOW_MS, NOW_MS + 7]
@@ -47,14 +47,16 @@ WHEN = st.one_of(
 
 
 @given(st.lists(WHEN, min_size=1, max_size=30), st.integers(0, 5))
-def test_an_instant_is_kept_and_a_delay_counts_from_now(whens: list[tuple[Any, Any]], skipped: int) -> None:
+def test_due_times_are_kept_and_delays_count_from_the_store_time(
+    whens: list[tuple[Any, Any]], skipped: int
+) -> None:
     due, delay = [one for one, _ in whens], [other for _, other in whens]
     sent = batch(len(whens), due_ms=due, delay_ms=delay).slice(min(skipped, len(whens) - 1))
     expected = [d if d is not None else None if s is None else NOW_MS + s for d, s in whens]
     assert column(admitted(sent), "due_ms") == expected[-sent.num_rows :]
 
 
-def test_an_instant_in_the_past_is_due_at_once_and_stays_what_it_was() -> None:
+def test_a_due_time_in_the_past_is_accepted_and_kept() -> None:
     assert column(admitted(batch(2, due_ms=[0, NOW_MS - 1])), "due_ms") == [0, NOW_MS - 1]
 
 
@@ -74,12 +76,14 @@ def test_an_instant_in_the_past_is_due_at_once_and_stays_what_it_was() -> None:
         ({"due_ms": [1, NOW_MS], "delay_ms": [None, 5]}, r"row 1 has both"),
     ],
 )
-def test_an_instant_that_cannot_be_is_refused_never_delivered_now(columns: dict[str, Any], text: str) -> None:
+def test_an_invalid_due_time_is_refused_and_never_delivered_at_once(
+    columns: dict[str, Any], text: str
+) -> None:
     with pytest.raises(InvalidDelay, match=text):
         admitted(batch(2, **columns))
 
 
-def test_the_last_instant_allowed_is_allowed() -> None:
+def test_the_latest_allowed_due_time_is_accepted() -> None:
     assert column(admitted(batch(1, delay_ms=[MAX_MS])), "due_ms") == [NOW_MS + MAX_MS]
     assert column(admitted(batch(1, due_ms=[NOW_MS + MAX_MS])), "due_ms") == [NOW_MS + MAX_MS]
 
@@ -87,7 +91,7 @@ def test_the_last_instant_allowed_is_allowed() -> None:
 # ---- columns ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_said_is_filled_in() -> None:
+def test_missing_columns_get_their_defaults() -> None:
     rows = admitted(batch(2, born_ms=[None, 9], queue_id=pa.array([None, 3], pa.int32()))).to_pylist()
     stamps = {"store_ms": NOW_MS, "store_host": "h", "flag": 0, "sys_flag": 0, "reconsume_times": 0}
     for row in rows:
@@ -116,7 +120,7 @@ GIVEN = st.fixed_dictionaries(
 
 
 @given(st.lists(GIVEN, min_size=1, max_size=10), st.randoms())
-def test_every_value_given_arrives(messages: list[dict[str, Any]], random: Any) -> None:
+def test_all_given_columns_are_stored(messages: list[dict[str, Any]], random: Any) -> None:
     names = [name for name in SEND_COLUMNS if any(name in message for message in messages)]
     random.shuffle(names)
     columns = {n: pa.array([message.get(n) for message in messages], SEND_COLUMNS[n]) for n in names}
@@ -140,7 +144,7 @@ def test_every_value_given_arrives(messages: list[dict[str, Any]], random: Any) 
         ("tag", pa.nulls(2)),
     ],
 )
-def test_a_type_that_says_the_same_is_cast(name: str, values: pa.Array) -> None:
+def test_compatible_column_types_are_cast(name: str, values: pa.Array) -> None:
     rows = admitted(with_column(name, values))
     kept = values.cast(SEND_COLUMNS[name])
     assert rows.column(name).equals(kept)
@@ -161,7 +165,7 @@ def test_a_type_that_says_the_same_is_cast(name: str, values: pa.Array) -> None:
         ("tag", pa.array([["a"], ["b"]])),
     ],
 )
-def test_a_type_that_does_not_is_refused_by_column(name: str, values: pa.Array) -> None:
+def test_incompatible_column_types_are_refused_with_the_column_name(name: str, values: pa.Array) -> None:
     with pytest.raises(InvalidMessage, match=f"column '{name}' has type"):
         admitted(with_column(name, values))
 
@@ -175,7 +179,7 @@ def with_column(name: str, values: pa.Array) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
 
-def test_missing_unknown_and_empty_columns_are_named() -> None:
+def test_missing_unknown_and_empty_columns_are_refused_by_name() -> None:
     for name in ("topic", "body"):
         with pytest.raises(InvalidMessage, match=f"column '{name}' is missing"):
             admitted(batch(1).drop_columns([name]))
@@ -200,31 +204,31 @@ def test_missing_unknown_and_empty_columns_are_named() -> None:
         ("keys", limits.KEYS_BYTES_MAX), ("properties", limits.PROPERTIES_BYTES_MAX),
     ],
 )  # fmt: skip
-def test_texts_are_bounded_in_bytes(name: str, bytes_max: int) -> None:
+def test_texts_beyond_their_byte_limit_are_refused(name: str, bytes_max: int) -> None:
     admitted(batch(2, **{name: ["", "é" * (bytes_max // 2)]}))
     with pytest.raises(InvalidMessage, match=f"row 1: {name}: more than {bytes_max} bytes"):
         admitted(batch(2, **{name: [None, "é" * (bytes_max // 2 + 1)]}))
 
 
-def test_bodies_are_bounded() -> None:
+def test_bodies_beyond_the_limit_are_refused() -> None:
     admitted(batch(1, body=[bytes(limits.BODY_BYTES_MAX)]))
     with pytest.raises(InvalidMessage, match="row 0: body"):
         admitted(batch(1, body=[bytes(limits.BODY_BYTES_MAX + 1)]))
 
 
-def test_keys_are_counted() -> None:
+def test_too_many_keys_are_refused() -> None:
     admitted(batch(1, keys=[" ".join(["k"] * limits.KEYS_PER_MESSAGE_MAX)]))
     with pytest.raises(InvalidMessage, match=f"row 1: keys: more than {limits.KEYS_PER_MESSAGE_MAX}"):
         admitted(batch(2, keys=[None, " ".join(["k"] * (limits.KEYS_PER_MESSAGE_MAX + 1))]))
 
 
 @pytest.mark.parametrize("queue_id", [-2, limits.QUEUES_PER_TOPIC_MAX])
-def test_queues_are_bounded(queue_id: int) -> None:
+def test_queue_numbers_beyond_the_limit_are_refused(queue_id: int) -> None:
     with pytest.raises(InvalidMessage, match="row 1: queue_id"):
         admitted(batch(2, queue_id=pa.array([None, queue_id], pa.int32())))
 
 
-def test_a_request_has_between_one_row_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_without_rows_or_with_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 5)
     admitted(batch(5))
     for rows in (batch(6), batch(1).slice(1)):
@@ -232,7 +236,7 @@ def test_a_request_has_between_one_row_and_the_limit(monkeypatch: pytest.MonkeyP
             admitted(rows)
 
 
-def test_a_request_has_a_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_with_too_many_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUEST_BYTES_MAX", 10_000)
     admitted(batch(1, body=[bytes(9_000)]))
     with pytest.raises(OverLimit, match="split it"):

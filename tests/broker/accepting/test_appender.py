@@ -37,7 +37,7 @@ def mixed(now_ms: int, cancelled_topic: str = "gone") -> pa.RecordBatch:
 
 
 @on_node()
-async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
+async def test_appended_rows_are_indexed_or_scheduled_by_their_kind(world: World) -> None:
     appender = world.broker.appender
     heard: list[int] = []
     rows = mixed(world.clock.wall)
@@ -58,9 +58,7 @@ async def test_each_row_goes_where_its_kind_belongs(world: World) -> None:
 
 
 @on_node(auto_create_topics=False)
-async def test_what_refuses_does_so_before_anything_is_written(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_refused_batch_writes_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TOPICS_MAX", 0)
     before = world.broker.log.writer.next_seq
     with pytest.raises(OverLimit, match="topics exist"):
@@ -69,7 +67,7 @@ async def test_what_refuses_does_so_before_anything_is_written(
 
 
 @on_node()
-async def test_part_of_what_is_prepared_may_be_appended(world: World) -> None:
+async def test_some_of_the_prepared_rows_may_be_appended(world: World) -> None:
     rows = world.broker.appender.prepare(mixed(world.clock.wall), world.clock.wall)
     appended = world.broker.appender.append(rows.filter(pa.array([False, True, False])))
     await appended.durable
@@ -83,7 +81,9 @@ STEPS = st.lists(st.tuples(st.integers(1, 2 * TailCount.STEP), st.booleans()), m
 
 
 @given(STEPS, st.data())
-def test_the_count_is_right_to_within_a_step(steps: list[tuple[int, bool]], data: st.DataObject) -> None:
+def test_the_tail_count_is_wrong_by_less_than_a_step(
+    steps: list[tuple[int, bool]], data: st.DataObject
+) -> None:
     """Against a list of every append; the watermark moves to any place, also between two marks."""
     count, appends, next_seq, watermark = TailCount(1, 0), [], 1, 1
     for rows, moves in steps:
@@ -99,7 +99,7 @@ def test_the_count_is_right_to_within_a_step(steps: list[tuple[int, bool]], data
         assert abs(count.rows - true) <= TailCount.STEP + largest
 
 
-def test_a_tail_that_was_moved_whole_counts_for_nothing_much() -> None:
+def test_the_tail_count_is_near_zero_after_the_whole_tail_was_compacted() -> None:
     count = TailCount(1, 50_000)
     for _ in range(10):
         count.add(60_000, 9_999)

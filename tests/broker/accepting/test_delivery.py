@@ -20,9 +20,9 @@ from timeball.broker.accepting.delivery import (
     FEW_ROWS,
     Brought,
     Lateness,
-    in_frames,
     moved_rows,
     release_rows,
+    split_into_frames,
 )
 from timeball.io.clock import ManualClock
 from timeball.model import limits
@@ -49,7 +49,7 @@ def released(rows: pa.RecordBatch, now_ms: int = 1_000) -> pa.RecordBatch:
     return release_rows(rows, now_ms=now_ms, queue_id=queue, queue_offset=queue + 40)
 
 
-def test_a_release_is_the_message_and_names_its_scheduled_message() -> None:
+def test_a_release_row_has_the_message_and_the_number_of_its_scheduled_message() -> None:
     rows = released(scheduled_rows([1, 2, 3]))
     assert set(rows.column("kind").to_pylist()) == {int(Kind.RELEASE)}
     assert rows.column("source_seq").to_pylist() == [17, 18, 19]
@@ -59,7 +59,7 @@ def test_a_release_is_the_message_and_names_its_scheduled_message() -> None:
     assert rows.column("body").equals(scheduled_rows([1, 2, 3]).column("body"))
 
 
-def test_a_scheduled_message_written_again_names_itself_and_keeps_its_age() -> None:
+def test_a_rewritten_scheduled_message_keeps_its_number_and_accept_time() -> None:
     rows = moved_rows(scheduled_rows([1, 2, 3]), now_ms=1_000)
     assert set(rows.column("kind").to_pylist()) == {int(Kind.MOVED)}
     assert rows.column("source_seq").to_pylist() == [17, 18, 19]
@@ -69,27 +69,27 @@ def test_a_scheduled_message_written_again_names_itself_and_keeps_its_age() -> N
     assert as_scheduled(with_seq(rows, 90)).equals(scheduled_rows([1, 2, 3]))
 
 
-def test_never_early_is_asserted_here_once_more() -> None:
+def test_releasing_before_the_due_time_fails_an_assertion() -> None:
     released(scheduled_rows([1, 1]), now_ms=1)
     with pytest.raises(AssertionError, match="before its instant"):
         released(scheduled_rows([1, 1]), now_ms=0)
 
 
 @given(st.lists(st.integers(0, 5_000), min_size=1, max_size=40))
-def test_parts_fit_into_frames_and_are_the_whole_in_its_order(sizes: list[int]) -> None:
+def test_rows_are_split_into_frames_in_their_order(sizes: list[int]) -> None:
     whole = scheduled_rows(sizes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(limits, "REQUEST_BYTES_MAX", 8_192)
-        parts = list(in_frames(whole))
+        parts = list(split_into_frames(whole))
     assert pa.Table.from_batches(parts).combine_chunks().to_batches()[0].equals(whole)
     assert all(part.nbytes <= 8_192 or part.num_rows == 1 for part in parts)
 
 
-def test_what_fits_is_not_cut() -> None:
-    assert len(list(in_frames(scheduled_rows([100] * 100)))) == 1
+def test_rows_that_fit_into_a_frame_are_not_split() -> None:
+    assert len(list(split_into_frames(scheduled_rows([100] * 100)))) == 1
 
 
-def test_lateness_counts_every_release_once() -> None:
+def test_lateness_counts_each_release_once() -> None:
     lateness = Lateness()
     lateness.add(np.array([0, 1, 3, 70_000], dtype=np.int64))
     summary = lateness.summary()
@@ -165,10 +165,10 @@ def dispatched(world: World) -> int:
 
 
 @on_node()
-async def test_what_is_brought_is_released_once(world: World) -> None:
+async def test_rows_from_the_dispatcher_are_released_once(world: World) -> None:
     keys, rows = await near(world, [0, 1, 2, 5_000])
     await pass_by(world, SECOND_MS + 2)
-    release = world.broker.delivery.release_brought
+    release = world.broker.delivery.release_dispatched
     assert await release(rows.slice(1, 2)) == Brought(2, 0)
     assert await release(rows.slice(0, 3)) == Brought(1, 2)
     assert await release(pa.concat_batches([rows.slice(0, 3)] * 2)) == Brought(0, 6)
@@ -178,27 +178,27 @@ async def test_what_is_brought_is_released_once(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_brought_too_early_is_refused_whole(world: World) -> None:
+async def test_a_dispatched_batch_with_a_row_not_due_is_refused_as_a_whole(world: World) -> None:
     keys, rows = await near(world, [0, 1])
     await pass_by(world, SECOND_MS)
     with pytest.raises(OutOfRange, match="bring it then"):
-        await world.broker.delivery.release_brought(rows)
+        await world.broker.delivery.release_dispatched(rows)
     assert await delivered(world) == []
     await pass_by(world, 1)
-    assert await world.broker.delivery.release_brought(rows) == Brought(2, 0)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(2, 0)
     assert sorted(await delivered(world)) == sorted(keys)
 
 
 @on_node()
-async def test_what_a_campaign_holds_is_left_and_comes_after_its_resume(world: World) -> None:
+async def test_dispatched_rows_of_a_paused_campaign_are_released_after_its_resume(world: World) -> None:
     keys, rows = await near(world, [0, 1])
     await world.pause("spring")
     assert dispatched(world) == 0
     await pass_by(world, SECOND_MS + 1)
-    assert await world.broker.delivery.release_brought(rows) == Brought(0, 2)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(0, 2)
     await pass_by(world, 2 * GRACE_MS)
     assert await world.resume("spring", keys, shift=True) == 2
-    assert await world.broker.delivery.release_brought(rows) == Brought(
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(
         0, 2
     )  # they are due at other instants now
     await world.advance(2 * GRACE_MS)
@@ -207,36 +207,36 @@ async def test_what_a_campaign_holds_is_left_and_comes_after_its_resume(world: W
 
 
 @on_node()
-async def test_what_he_does_not_bring_is_late_by_the_grace(world: World) -> None:
+async def test_messages_that_the_dispatcher_omits_are_late_by_the_grace_time(world: World) -> None:
     keys, rows = await near(world, [0])
     await pass_by(world, SECOND_MS + GRACE_MS - 1)
     assert await delivered(world) == []
     await pass_by(world, 1)
     await world.settled()
     assert await delivered(world) == keys
-    assert await world.broker.delivery.release_brought(rows) == Brought(0, 1)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(0, 1)
 
 
 @on_node()
-async def test_rows_of_nobody_are_left(world: World) -> None:
+async def test_dispatched_rows_of_unknown_messages_are_not_released(world: World) -> None:
     keys, rows = await near(world, [0, 0, 0])
     await pass_by(world, SECOND_MS)
     for name, change in (("seq", 1_000), ("due_ms", -1)):
         at = rows.schema.get_field_index(name)
         strange = rows.set_column(at, rows.schema.field(name), pc.add(rows[name], change))
-        assert await world.broker.delivery.release_brought(strange) == Brought(0, 3)
+        assert await world.broker.delivery.release_dispatched(strange) == Brought(0, 3)
     assert await delivered(world) == []
-    assert await world.broker.delivery.release_brought(rows) == Brought(3, 0)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(3, 0)
     assert sorted(await delivered(world)) == sorted(keys)
 
 
 @on_node()
-async def test_cancel_and_release_have_one_winner(world: World) -> None:
+async def test_a_cancel_during_a_dispatch_has_one_winner(world: World) -> None:
     keys, rows = await near(world, [0, 0, 0])
     await pass_by(world, SECOND_MS)
     assert await said(world, ids=keys[:1]) == ["cancelled"]
     brought, verdicts = await asyncio.gather(
-        world.broker.delivery.release_brought(rows), said(world, ids=keys[1:])
+        world.broker.delivery.release_dispatched(rows), said(world, ids=keys[1:])
     )
     assert brought.released == verdicts.count("released")
     assert brought.left == 1 + verdicts.count("cancelled")
@@ -245,20 +245,20 @@ async def test_cancel_and_release_have_one_winner(world: World) -> None:
 
 
 @on_node()
-async def test_a_restart_repeats_nothing_and_loses_nothing(world: World) -> None:
+async def test_a_restart_neither_repeats_nor_loses_dispatched_rows(world: World) -> None:
     keys, rows = await near(world, [0, 0, 0])
     await pass_by(world, SECOND_MS)
-    assert await world.broker.delivery.release_brought(rows.slice(1, 1)) == Brought(1, 0)
+    assert await world.broker.delivery.release_dispatched(rows.slice(1, 1)) == Brought(1, 0)
     await world.stop()
     await world.start()
-    assert await world.broker.delivery.release_brought(rows.slice(1, 1)) == Brought(0, 1)
+    assert await world.broker.delivery.release_dispatched(rows.slice(1, 1)) == Brought(0, 1)
     await world.settled()
     assert sorted(await delivered(world)) == sorted(keys)
-    assert await world.broker.delivery.release_brought(rows) == Brought(0, 3)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(0, 3)
 
 
 @on_node()
-async def test_what_is_brought_waits_while_the_disk_is_behind(
+async def test_a_dispatch_waits_while_too_many_releases_are_in_flight(
     world: World,
 ) -> None:
     keys, rows = await near(world, [0] * 50)
@@ -266,7 +266,7 @@ async def test_what_is_brought_waits_while_the_disk_is_behind(
     before, limits.RELEASE_ROWS_IN_FLIGHT_MAX = limits.RELEASE_ROWS_IN_FLIGHT_MAX, 10
     most = 0
     try:
-        release = world.broker.delivery.release_brought
+        release = world.broker.delivery.release_dispatched
         tasks = [asyncio.create_task(release(rows.slice(at, 5))) for at in range(0, 50, 5)]
         while not all(task.done() for task in tasks):
             most = max(most, world.broker.scheduling.scheduler.in_flight_rows)
@@ -278,27 +278,27 @@ async def test_what_is_brought_waits_while_the_disk_is_behind(
 
 
 @on_node()
-async def test_a_topic_that_cannot_be_costs_nothing(world: World) -> None:
+async def test_a_dispatched_row_with_an_invalid_topic_is_refused_before_any_release(world: World) -> None:
     keys, rows = await near(world, [0])
     await pass_by(world, SECOND_MS)
     strange = rows.set_column(
         rows.schema.get_field_index("topic"), "topic", pa.array(["no/topic"] * len(keys))
     )
     with pytest.raises(InvalidMessage, match="no/topic"):
-        await world.broker.delivery.release_brought(strange)
-    assert await world.broker.delivery.release_brought(rows) == Brought(1, 0)
+        await world.broker.delivery.release_dispatched(strange)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(1, 0)
 
 
 @on_node(strategy="timer_wheel")
-async def test_with_another_schedule_what_lies_in_files_is_brought(world: World) -> None:
+async def test_with_another_strategy_messages_in_files_are_dispatched(world: World) -> None:
     keys, rows = await near(world, [0, 1])
     await pass_by(world, SECOND_MS + 1)
-    assert await world.broker.delivery.release_brought(rows) == Brought(2, 0)
+    assert await world.broker.delivery.release_dispatched(rows) == Brought(2, 0)
     assert sorted(await delivered(world)) == sorted(keys)
 
 
 @on_node()
-async def test_a_lease_ends_by_a_word(world: World) -> None:
+async def test_a_dispatcher_lease_of_zero_ends_the_lease(world: World) -> None:
     keys, _ = await near(world, [0])
     world.broker.delivery.lease_to_dispatcher(0)
     assert dispatched(world) == 0
@@ -319,8 +319,8 @@ async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(
             rows.schema.get_field_index("topic"), "topic", pa.array([topic], rows.schema.field("topic").type)
         )
         if allowed:
-            assert await world.broker.delivery.release_brought(renamed) == Brought(1, 0)
+            assert await world.broker.delivery.release_dispatched(renamed) == Brought(1, 0)
         else:
             with pytest.raises(InvalidMessage, match="topic"):
-                await world.broker.delivery.release_brought(renamed)
+                await world.broker.delivery.release_dispatched(renamed)
     assert name in world.broker.topics()

@@ -120,7 +120,9 @@ async def test_a_duration_elapses_while_the_clock_is_set(world: World, make: Mak
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
 @pytest.mark.parametrize("make", [lease, delay, level, moved])
 @on_node()
-async def test_each_strategy_does(world: World, make: Make, step_ms: int, strategy: str) -> None:
+async def test_durations_elapse_with_each_strategy(
+    world: World, make: Make, step_ms: int, strategy: str
+) -> None:
     await world.restart(strategy=strategy)
     await make(world)
     world.clock.step_wall(step_ms)
@@ -131,7 +133,7 @@ async def test_each_strategy_does(world: World, make: Make, step_ms: int, strate
 @pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS])
 @pytest.mark.parametrize("make", [lease, delay])
 @on_node()
-async def test_what_has_gone_into_a_file_does(world: World, make: Make, step_ms: int) -> None:
+async def test_durations_elapse_for_messages_in_data_files(world: World, make: Make, step_ms: int) -> None:
     await make(world)
     await world.compact()
     world.clock.step_wall(step_ms)
@@ -158,7 +160,7 @@ async def test_a_clock_set_back_while_no_broker_runs(world: World, make: Make) -
 
 
 @on_node()
-async def test_what_was_there_before_a_restart_follows_too(world: World) -> None:
+async def test_durations_elapse_for_messages_from_before_a_restart(world: World) -> None:
     await lease(world)
     await delay(world)
     await world.restart()
@@ -201,7 +203,7 @@ async def test_none_of_before_a_restart_is_early_while_the_log_is_read_for_them(
 
 
 @on_node()
-async def test_again_and_again(world: World) -> None:
+async def test_durations_survive_repeated_restarts(world: World) -> None:
     """Steps in both directions, and messages between them: each elapses by itself, and comes once."""
     for number, step_ms in enumerate([-HOUR_MS, HOUR_MS, -24 * HOUR_MS, 24 * HOUR_MS, -HOUR_MS]):
         await world.broker.send(batch(1, topic=[LATER], body=[b"%d" % number], delay_ms=[MINUTE_MS]))

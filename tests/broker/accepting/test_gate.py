@@ -7,7 +7,7 @@ import asyncio
 from timeball.broker.accepting.gate import Gate
 
 
-def test_one_alone_waits_for_those_inside_and_lets_none_in_meanwhile() -> None:
+def test_the_exclusive_holder_waits_for_others_and_blocks_new_ones() -> None:
     async def live() -> list[str]:
         gate, told, go = Gate(), list[str](), asyncio.Event()
 
@@ -35,7 +35,7 @@ def test_one_alone_waits_for_those_inside_and_lets_none_in_meanwhile() -> None:
     assert asyncio.run(live()) == ["a in", "b in", "a out", "b out", "alone in", "alone out", "c in", "c out"]
 
 
-def test_one_that_fails_inside_has_left() -> None:
+def test_a_holder_that_raises_releases_the_gate() -> None:
     async def live() -> None:
         gate = Gate()
         for enter in (gate.passing, gate.alone, gate.passing):

@@ -61,7 +61,7 @@ class Bakery:
 
 
 @in_turns()
-async def test_who_comes_meanwhile_shares_the_next_turn(bakery: Bakery) -> None:
+async def test_requests_during_a_batch_share_the_next_batch(bakery: Bakery) -> None:
     first = bakery.turns.put(1)
     await asyncio.sleep(0)
     rest = [bakery.turns.put(n) for n in (2, 3, 4)]
@@ -72,14 +72,14 @@ async def test_who_comes_meanwhile_shares_the_next_turn(bakery: Bakery) -> None:
 
 
 @in_turns(items_max=2)
-async def test_a_turn_has_its_size(bakery: Bakery) -> None:
+async def test_a_batch_has_a_maximum_size(bakery: Bakery) -> None:
     bakery.open.set()
     await asyncio.gather(*[bakery.turns.put(n) for n in range(5)])
     assert bakery.done == [[0, 1], [2, 3], [4]]
 
 
 @in_turns()
-async def test_an_error_of_one_is_its_own(bakery: Bakery) -> None:
+async def test_an_error_of_one_request_does_not_affect_others(bakery: Bakery) -> None:
     bakery.open.set()
     good, bad = await asyncio.gather(*[bakery.turns.put(n) for n in (1, 101)], return_exceptions=True)
     assert good == "cake 1" and isinstance(bad, NotFound)
@@ -87,14 +87,14 @@ async def test_an_error_of_one_is_its_own(bakery: Bakery) -> None:
 
 
 @in_turns()
-async def test_a_turn_that_is_refused_is_taken_one_by_one(bakery: Bakery) -> None:
+async def test_a_refused_batch_is_retried_one_by_one(bakery: Bakery) -> None:
     bakery.open.set()
     outcomes = await asyncio.gather(*[bakery.turns.put(n) for n in (1, 13, 2)], return_exceptions=True)
     assert [str(outcome) for outcome in outcomes] == ["cake 1", "13 of [13]", "cake 2"]
 
 
 @pytest.mark.parametrize("error", [Unavailable("stopping"), RuntimeError("a bug")], ids=type)
-def test_what_is_nobodys_mistake_is_told_to_all(error: Exception) -> None:
+def test_an_internal_error_refuses_all_requests(error: Exception) -> None:
     @in_turns()
     async def live(bakery: Bakery) -> None:
         bakery.open.set()
@@ -109,7 +109,7 @@ def test_what_is_nobodys_mistake_is_told_to_all(error: Exception) -> None:
 
 
 @in_turns()
-async def test_who_has_gone_away_holds_nobody_up(bakery: Bakery) -> None:
+async def test_a_cancelled_request_does_not_block_others(bakery: Bakery) -> None:
     gone, stays = bakery.turns.put(1), bakery.turns.put(2)
     await asyncio.sleep(0)
     gone.cancel()
@@ -165,7 +165,7 @@ async def bodies(world: World) -> list[bytes]:
 
 
 @on_node()
-async def test_calls_that_come_together_share_a_commit(world: World) -> None:
+async def test_concurrent_sends_share_a_commit(world: World) -> None:
     calls = Calls(world)
     placed = await asyncio.gather(*(calls.put([row(b"%d" % n)] * (n % 3 + 1)) for n in range(30)))
     assert len(calls.sizes) == 1 and calls.sizes[0] == sum(n % 3 + 1 for n in range(30))
@@ -175,7 +175,7 @@ async def test_calls_that_come_together_share_a_commit(world: World) -> None:
 
 
 @on_node()
-async def test_a_refused_call_is_told_alone(world: World) -> None:
+async def test_only_the_bad_send_of_a_batch_is_refused(world: World) -> None:
     calls = Calls(world)
     bad = row(tag="t" * (limits.TAG_BYTES_MAX + 1))
     answers = await asyncio.gather(
@@ -188,7 +188,7 @@ async def test_a_refused_call_is_told_alone(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_more_than_one_batch_goes_in_several(
+async def test_sends_beyond_the_batch_limit_form_several_batches(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = Calls(world)
@@ -203,7 +203,7 @@ async def test_what_is_more_than_one_batch_goes_in_several(
 
 
 @on_node()
-async def test_who_goes_away_harms_nobody(world: World) -> None:
+async def test_a_disconnected_sender_does_not_affect_others(world: World) -> None:
     calls = Calls(world)
     three = [calls.put([row(b"%d" % n)]) for n in range(3)]
     three[1].cancel()
@@ -214,7 +214,7 @@ async def test_who_goes_away_harms_nobody(world: World) -> None:
 
 
 @on_node()
-async def test_what_waits_is_bounded_whether_its_callers_stay_or_go(
+async def test_held_bytes_are_limited_even_if_callers_disconnect(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ingress, "HELD_BYTES_MAX", 10)
@@ -234,7 +234,7 @@ async def test_what_waits_is_bounded_whether_its_callers_stay_or_go(
 
 
 @on_node(failing=True)
-async def test_a_disk_that_fails_is_told_to_all(world: World) -> None:
+async def test_a_disk_failure_refuses_all_sends(world: World) -> None:
     calls = Calls(world)
     await calls.put([row()])
     world.files.fail_at(world.files.calls + 1, DiskFailed("broken"))
@@ -278,7 +278,7 @@ async def test_rows_of_topics_that_are_decided_about_are_not_refused_with_others
 
 
 @on_node()
-async def test_what_comes_while_a_commit_is_under_way_shares_the_next(world: World) -> None:
+async def test_sends_during_a_commit_share_the_next_commit(world: World) -> None:
     calls = Calls(world)
     first = calls.put([row()])
     await asyncio.sleep(0)  # begun
@@ -324,7 +324,7 @@ ROWS = st.lists(st.tuples(*(values_of(name) for name in SEND_NAMES)), min_size=1
 
 
 @given(rows=ROWS)
-def test_a_batch_says_what_its_rows_said(rows: list[SendRow]) -> None:
+def test_rows_converted_to_columns_keep_their_values(rows: list[SendRow]) -> None:
     batch = batch_of(rows)
     assert batch.num_rows == len(rows)
     for at, name in enumerate(SEND_NAMES):
@@ -336,7 +336,7 @@ def test_a_batch_says_what_its_rows_said(rows: list[SendRow]) -> None:
             assert given == [None] * len(rows)
 
 
-def test_a_number_out_of_range_is_no_batch() -> None:
+def test_a_number_out_of_range_raises_arrow_invalid() -> None:
     row = tuple(
         2**40 if name == "queue_id" else "x" if SEND_COLUMNS[name] == pa.string() else None
         for name in SEND_NAMES

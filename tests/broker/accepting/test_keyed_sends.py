@@ -121,7 +121,7 @@ async def test_a_key_is_of_its_caller_and_of_its_messages(world: World) -> None:
 
 
 @on_node(InTurn)
-async def test_a_send_that_is_repeated_while_it_is_under_way_is_one(world: World) -> None:
+async def test_a_repetition_during_the_first_send_appends_nothing(world: World) -> None:
     client = Client(world)
     sends = [client.put(key, batch(body=[key.encode()])) for key in ("a", "b", "a", "a", "b", "c")]
     with pytest.raises(Conflict):
@@ -161,7 +161,9 @@ async def test_a_full_log_leaves_no_key_behind(world: World, monkeypatch: pytest
 
 
 @on_node(idempotency_ms=60_000)
-async def test_keys_expire_and_the_oldest_give_way(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_keys_expire_and_the_oldest_are_dropped_at_the_limit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client, keys = Client(world), world.broker.tables.idempotency_keys
     monkeypatch.setattr(limits, "IDEMPOTENCY_KEYS_MAX", 3)
     sent = {key: await client.send(key, batch()) for key in "abcd"}
@@ -202,7 +204,7 @@ async def test_a_repeated_send_is_told_the_current_state_and_due_time(world: Wor
 
 
 @on_node()
-async def test_a_send_is_made_anew_when_it_asks_and_nothing_waits(world: World) -> None:
+async def test_a_send_anew_is_appended_if_no_earlier_message_is_pending(world: World) -> None:
     client = Client(world)
     rows, others = batch(2, delay_ms=[HOUR_MS] * 2), batch(1, body=[b"other"], delay_ms=[2 * HOUR_MS])
     first_seq = (await client.send("a", rows))[0]
@@ -232,7 +234,7 @@ async def test_a_send_is_made_anew_when_it_asks_and_nothing_waits(world: World) 
 
 
 @on_node(InTurn)
-async def test_of_several_sends_anew_at_one_moment_one_is_made(world: World) -> None:
+async def test_of_concurrent_sends_anew_one_is_appended(world: World) -> None:
     client, rows = Client(world), batch(delay_ms=[HOUR_MS])
     await world.broker.cancel(seqs=[(await client.send("a", rows))[0]])
     sends = [client.put("a", rows, attempt=attempt, anew=bool(attempt)) for attempt in ("r1", "r2", "r1", "")]
@@ -249,7 +251,7 @@ async def test_of_several_sends_anew_at_one_moment_one_is_made(world: World) -> 
 
 
 @on_node()
-async def test_an_attempt_has_a_bound_and_is_needed_to_send_anew(world: World) -> None:
+async def test_an_attempt_is_limited_and_required_for_a_send_anew(world: World) -> None:
     client = Client(world)
     await client.send("a", batch(delay_ms=[HOUR_MS]))
     for attempt in ("x" * 513, "é" * 257):
@@ -260,7 +262,7 @@ async def test_an_attempt_has_a_bound_and_is_needed_to_send_anew(world: World) -
 
 
 @on_node(idempotency_ms=60_000)
-async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None:
+async def test_a_key_is_kept_while_its_message_is_pending(world: World) -> None:
     client, keys, now_ms = Client(world), world.broker.tables.idempotency_keys, world.clock.wall
     rows, moved = batch(delay_ms=[HOUR_MS], unique_key=["a"]), batch(delay_ms=[HOUR_MS], unique_key=["b"])
     await client.send("a", rows)
@@ -281,7 +283,7 @@ async def test_a_key_is_known_as_long_as_its_message_waits(world: World) -> None
 
 
 @on_node()
-async def test_a_snapshot_knows_the_keys(world: World) -> None:
+async def test_a_snapshot_contains_the_keys(world: World) -> None:
     client = Client(world)
     sent = await client.send("a", batch())
     assert await world.node.maintenance.snapshot()  # type: ignore[union-attr]

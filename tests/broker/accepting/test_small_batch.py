@@ -79,12 +79,12 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
 
 @settings(max_examples=30)
 @given(st.lists(ROWS, min_size=1, max_size=3))
-def test_both_ways_write_the_same(batches: list[list[SendRow]]) -> None:
+def test_rows_and_columns_are_written_alike(batches: list[list[SendRow]]) -> None:
     by_rows, by_columns = (run(written(batches, few)) for few in (None, lambda *_, **__: False))
     assert by_rows == by_columns
 
 
-def test_a_way_that_places_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control of the comparison."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
     assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
@@ -102,7 +102,7 @@ def values_of(field: pa.Field) -> st.SearchStrategy[Any]:
 
 
 @given(st.lists(st.tuples(*(values_of(field) for field in LOG_SCHEMA)), min_size=1, max_size=9))
-def test_rows_built_at_once_have_the_bytes_of_rows_built_by_columns(values: list[tuple[Any, ...]]) -> None:
+def test_encoded_rows_equal_the_bytes_of_rows_built_as_columns(values: list[tuple[Any, ...]]) -> None:
     columns = dict(zip(LOG_SCHEMA.names, map(list, zip(*values, strict=True)), strict=True))
     by_columns = build_rows(len(values), **columns)
     assert frame_of(rows_of(values)) == frame_of(by_columns)
@@ -116,11 +116,11 @@ def frame_of(rows: pa.RecordBatch) -> bytes:
 
 
 @given(ROWS)
-def test_columns_become_the_rows_they_were_made_of(rows: list[SendRow]) -> None:
+def test_columns_convert_back_to_their_rows(rows: list[SendRow]) -> None:
     assert small_batch.rows_in(batch_of(rows)) == rows
 
 
-def test_what_admission_casts_or_refuses_and_what_is_much_stays_columns() -> None:
+def test_batches_that_are_large_or_need_a_cast_are_not_converted_to_rows() -> None:
     plain = batch()
     assert small_batch.rows_in(plain) is not None
     assert small_batch.rows_in(plain.slice(0, 0)) is None
@@ -136,7 +136,7 @@ def test_what_admission_casts_or_refuses_and_what_is_much_stays_columns() -> Non
 
 
 @on_node(auto_create_topics=False)
-async def test_a_value_that_no_column_can_hold_takes_no_place(world: World) -> None:
+async def test_a_refused_value_uses_no_queue_offset(world: World) -> None:
     await world.broker.create_topic("orders", 2)
     good = tuple({"topic": "orders", "body": b"x"}.get(name) for name in SEND_NAMES)
     bad = tuple({"topic": "orders", "body": b"x", "flag": 1 << 40}.get(name) for name in SEND_NAMES)

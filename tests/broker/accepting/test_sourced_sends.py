@@ -57,7 +57,7 @@ class Bridge:
 
 
 @on_node()
-async def test_a_batch_that_was_taken_is_refused_when_it_comes_again(world: World) -> None:
+async def test_a_repeated_source_batch_raises_conflict(world: World) -> None:
     bridge = Bridge(world)
     first = await bridge.send(0, 2)
     later = await bridge.send(2, 5, batch(3, delay_ms=[None, HOUR_MS, None]))
@@ -69,14 +69,14 @@ async def test_a_batch_that_was_taken_is_refused_when_it_comes_again(world: Worl
 
 
 @on_node()
-async def test_batches_may_be_under_way_one_behind_the_other(world: World) -> None:
+async def test_consecutive_source_batches_may_be_under_way_together(world: World) -> None:
     bridge = Bridge(world)
     await asyncio.gather(*(bridge.put(at, at + 1) for at in range(20)))
     assert bodies(world) == [b"%d" % at for at in range(20)]
 
 
 @on_node()
-async def test_a_refused_batch_has_not_moved_its_source(world: World) -> None:
+async def test_a_refused_batch_does_not_move_the_source_position(world: World) -> None:
     bridge = Bridge(world)
     with pytest.raises(InvalidName):
         bridge.put(0, 1, batch(topic=["no topic!"]))
@@ -86,7 +86,7 @@ async def test_a_refused_batch_has_not_moved_its_source(world: World) -> None:
 
 
 @on_node()
-async def test_records_that_become_no_message_are_passed_by(world: World) -> None:
+async def test_an_empty_batch_moves_the_source_position(world: World) -> None:
     bridge = Bridge(world)
     accepted = await bridge.send(0, 7, build_rows(0))
     assert accepted.rows == 0 and bridge.stands == 7 and bodies(world) == []

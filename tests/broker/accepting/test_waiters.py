@@ -17,7 +17,7 @@ async def _waits(waiters: Waiters, *places: tuple[str, int | None]) -> list[asyn
     return tasks
 
 
-def test_a_queue_wakes_those_who_wait_for_it_and_no_others() -> None:
+def test_a_queue_wakes_only_its_own_waiters() -> None:
     async def scene() -> None:
         waiters = Waiters()
         mine, another, any_queue, elsewhere = await _waits(waiters, ("a", 1), ("a", 2), ("a", None), ("b", 1))
@@ -39,7 +39,7 @@ async def turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-def test_who_waits_is_woken_by_their_topic_alone() -> None:
+def test_a_waiter_is_woken_only_by_its_topic() -> None:
     async def main() -> None:
         waiters = Waiters()
         first, second, other = (asyncio.ensure_future(waiters.wait(name, 60)) for name in "aab")
@@ -54,7 +54,7 @@ def test_who_waits_is_woken_by_their_topic_alone() -> None:
     asyncio.run(main())
 
 
-def test_who_waits_for_either_of_two_is_woken_by_the_first_and_gone_from_both() -> None:
+def test_a_waiter_for_two_topics_is_woken_once_and_removed_from_both() -> None:
     async def main() -> None:
         waiters = Waiters()
         either = asyncio.ensure_future(waiters.wait_any(["a", "b"], 60))
@@ -66,7 +66,7 @@ def test_who_waits_for_either_of_two_is_woken_by_the_first_and_gone_from_both() 
     asyncio.run(main())
 
 
-def test_who_waits_too_long_or_goes_away_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PULLS_WAITING_MAX", 2)
 
     async def main() -> None:
@@ -99,7 +99,7 @@ async def hold(lines: WaitQueue, key: str, until: asyncio.Event, order: list[str
         return has_turn
 
 
-def test_turns_come_one_by_one_in_order_and_lines_are_apart() -> None:
+def test_turns_are_in_order_and_independent_by_key() -> None:
     async def main() -> None:
         lines, order, gates = WaitQueue(), list[str](), [asyncio.Event() for _ in range(4)]
         tasks = [
@@ -122,7 +122,7 @@ def test_turns_come_one_by_one_in_order_and_lines_are_apart() -> None:
     asyncio.run(main())
 
 
-def test_whoever_waits_too_long_is_told_so_and_the_line_goes_on() -> None:
+def test_a_timeout_yields_false_and_the_queue_continues() -> None:
     async def main() -> None:
         lines, gate, order = WaitQueue(), asyncio.Event(), list[str]()
         first = asyncio.create_task(hold(lines, "a", gate, order, "first"))
@@ -138,7 +138,7 @@ def test_whoever_waits_too_long_is_told_so_and_the_line_goes_on() -> None:
     asyncio.run(main())
 
 
-def test_no_more_wait_than_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_waiters_raise_over_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PULLS_WAITING_MAX", 1)
 
     async def main() -> None:

@@ -16,7 +16,7 @@ from timeball.model.errors import Forbidden, InvalidName, RequestError
 
 
 @on_node()
-async def test_topics_are_made_and_changed(world: World) -> None:
+async def test_topics_are_created_and_changed(world: World) -> None:
     admin, topics = world.broker.administration, world.broker.tables.topics
     made = TopicChange("a", TopicConfig(3, 2), "+message.type=DELAY", "MULTI_TAG")
     await admin.configure_topics([made, TopicChange("b", TopicConfig(1, 1))], ANONYMOUS)
@@ -39,7 +39,7 @@ async def test_topics_are_made_and_changed(world: World) -> None:
         TopicChange("c", TopicConfig(1, 1), "+no.such=thing"),
     ],
 )
-def test_none_is_made_beside_one_that_cannot_be(bad: TopicChange) -> None:
+def test_an_invalid_topic_in_a_request_creates_no_topic(bad: TopicChange) -> None:
     @on_node()
     async def check(world: World) -> None:
         with pytest.raises((RequestError, InvalidName)):

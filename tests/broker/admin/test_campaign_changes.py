@@ -420,12 +420,12 @@ async def test_a_resume_that_fails_leaves_no_file_behind(
 
     async def then_fails(*args: Any) -> None:
         await work(*args)
-        mover.is_unfinished = amid_an_attach  # another's, between its row and its commit
+        mover.has_unfinished_attach = amid_an_attach  # another's, between its row and its commit
         raise OverLimit("the disk is full")
 
     def fails_amid(*args: Any) -> Iterator[Any]:
         yield next(iter(work(*args)))
-        mover.is_unfinished = amid_an_attach
+        mover.has_unfinished_attach = amid_an_attach
         raise OverLimit("the disk is full")
 
     with monkeypatch.context() as patch, pytest.raises(OverLimit):
@@ -436,7 +436,7 @@ async def test_a_resume_that_fails_leaves_no_file_behind(
         else:
             patch.setattr(mover, step, then_fails)
         await world.broker.change_campaign("spring", "resume")
-    mover.is_unfinished = False
+    mover.has_unfinished_attach = False
     assert (state(world), data_files(world)) == ("paused", before)
     assert await world.resume("spring", keys) == 3
     await world.advance(41 * DAY_MS)

@@ -22,7 +22,7 @@ from timeball.model.errors import GroupNotFound, OutOfRange
 
 
 @on_node()
-async def test_a_group_is_behind_by_what_it_was_not_handed(world: World) -> None:
+async def test_the_lag_of_a_group_counts_the_messages_it_has_not_received(world: World) -> None:
     await send(world, [b"%d" % number for number in range(10)])
     received = await receive(world, 4)
     await acknowledge(world, received)
@@ -88,7 +88,7 @@ async def test_a_walk_over_all_groups_in_one_turn_is_noticed(world: World) -> No
 
 
 @on_node()
-async def test_pages_have_each_group_once(world: World) -> None:
+async def test_pages_list_each_group_exactly_once(world: World) -> None:
     names = [f"g{number:04d}" for number in range(7)]
     for name in reversed(names):
         world.broker.tables.groups.update(SubscriptionGroup(name))

@@ -13,9 +13,7 @@ from timeball.model.errors import Forbidden
 
 
 @on_node()
-async def test_what_jobs_and_audit_have_written_is_shown(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_reports_of_jobs_and_audit_are_returned(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     reports, files = world.broker.job_reports, world.broker.files
     assert await reports.all(ANONYMOUS) == ([], None)
     files.make_dir("pipeline")

@@ -21,7 +21,7 @@ def principal(**fields: Any) -> Principal:
 
 
 @on_node()
-async def test_one_that_was_answered_is_there_after_a_crash(world: World) -> None:
+async def test_an_acknowledged_subscription_survives_a_crash(world: World) -> None:
     put = await world.broker.push.put("a", subscription(), ANONYMOUS)
     assert put.is_new and put.secret is not None
     await world.broker.push.pause("a", ANONYMOUS)
@@ -75,7 +75,7 @@ async def test_the_watcher_is_told_of_each_change(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_refused_changes_nothing(world: World) -> None:
+async def test_a_refused_change_changes_nothing(world: World) -> None:
     push = world.broker.push
     for error, wrong in (
         (InvalidMessage, {"url": "http://127.0.0.1/"}),

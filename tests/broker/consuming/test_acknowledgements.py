@@ -46,7 +46,7 @@ async def test_each_request_gets_its_own_verdicts(world: World) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 40])
 @on_node()
-async def test_a_few_and_many_are_ended_alike(world: World, count: int) -> None:
+async def test_few_and_many_receipts_are_acknowledged_alike(world: World, count: int) -> None:
     """And also when one append does not take all of them."""
     await send(world, [b"%d" % i for i in range(count)])
     got = [one for one in (await receive(world, count)).receipts if isinstance(one, Receipt)]
@@ -59,7 +59,7 @@ async def test_a_few_and_many_are_ended_alike(world: World, count: int) -> None:
 
 
 @on_node()
-async def test_one_that_was_moved_meanwhile_is_looked_at_again(world: World) -> None:
+async def test_a_receipt_moved_by_another_request_is_decided_again(world: World) -> None:
     await send(world, [b"a", b"b"])
     one, other = (await receive(world)).receipts
     assert isinstance(one, Receipt) and isinstance(other, Receipt)
@@ -75,7 +75,7 @@ def _pair(receipt: Receipt) -> tuple[Int64Array, Int64Array]:
 
 
 @on_node()
-async def test_a_log_that_has_stopped_refuses_all(world: World) -> None:
+async def test_a_stopped_log_refuses_all_acknowledgements(world: World) -> None:
     await send(world, [b"a"])
     (one,) = (await receive(world)).receipts
     assert isinstance(one, Receipt)

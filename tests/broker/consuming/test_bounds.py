@@ -24,9 +24,7 @@ from timeball.model import limits
 
 
 @on_node()
-async def test_a_queue_gives_no_more_than_may_be_in_hand(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_full_queue_hands_out_no_more_messages(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 3)
     await send(world, [b"%d" % i for i in range(8)])
     popped = await pop(world)
@@ -38,7 +36,7 @@ async def test_a_queue_gives_no_more_than_may_be_in_hand(
 
 
 @on_node()
-async def test_no_more_is_in_hand_altogether_than_may_be(
+async def test_the_total_of_leased_positions_is_limited(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "POP_HELD_MAX", 3)
@@ -51,7 +49,7 @@ async def test_no_more_is_in_hand_altogether_than_may_be(
 
 
 @on_node()
-async def test_what_a_group_holds_for_long_waits_in_the_log(
+async def test_long_leases_in_a_crowded_queue_move_to_the_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
@@ -68,7 +66,7 @@ async def test_what_a_group_holds_for_long_waits_in_the_log(
 
 
 @on_node()
-async def test_one_slow_message_does_not_hold_up_the_offset_for_ever(
+async def test_a_slow_message_does_not_block_the_stored_offset(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "POP_SPAN_MAX", 10)

@@ -51,7 +51,7 @@ async def shown(world: World, rows: int = 100) -> list[DeadLetterRow]:
 
 
 @on_node()
-async def test_what_was_given_up_is_shown_page_by_page(world: World) -> None:
+async def test_dead_letters_are_listed_in_pages(world: World) -> None:
     await kill(world, [b"%d" % number for number in range(7)])
     found: list[DeadLetterRow] = []
     after: str | None = None
@@ -72,7 +72,7 @@ async def test_what_was_given_up_is_shown_page_by_page(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_that_never_was_is_an_error(world: World) -> None:
+async def test_an_unknown_group_raises_group_not_found(world: World) -> None:
     letters = world.broker.dead_letters
     for verb in (
         letters.page("ohter", 3, None, ANONYMOUS),
@@ -84,7 +84,7 @@ async def test_a_group_that_never_was_is_an_error(world: World) -> None:
 
 
 @on_node()
-async def test_a_resend_gives_it_to_the_group_alone_and_once(world: World) -> None:
+async def test_a_resend_delivers_once_and_only_to_its_group(world: World) -> None:
     await kill(world, [b"a", b"b"])
     first, second = await shown(world)
     resolved = await world.broker.dead_letters.resend(GROUP, [first.dead_letter, "0-99"], ANONYMOUS)
@@ -101,7 +101,7 @@ async def test_a_resend_gives_it_to_the_group_alone_and_once(world: World) -> No
 
 
 @on_node()
-async def test_one_that_dies_again_is_a_dead_letter_again(world: World) -> None:
+async def test_a_resent_message_can_become_a_dead_letter_again(world: World) -> None:
     try_at_most(world, 0)
     await kill(world, [b"a"])
     for _ in range(3):
@@ -114,7 +114,7 @@ async def test_one_that_dies_again_is_a_dead_letter_again(world: World) -> None:
 
 
 @on_node()
-async def test_a_group_in_order_gets_it_from_its_topic(world: World) -> None:
+async def test_a_resend_for_an_orderly_group_goes_to_the_original_topic(world: World) -> None:
     await kill(world, [b"a"])
     world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     assert (await world.broker.dead_letters.resend(GROUP, None, ANONYMOUS)).rows == 1
@@ -122,7 +122,7 @@ async def test_a_group_in_order_gets_it_from_its_topic(world: World) -> None:
 
 
 @on_node()
-async def test_all_are_deleted_and_stay_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deleted_dead_letters_stay_deleted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letters, "RESENT_AT_ONCE", 2)
     await kill(world, [b"%d" % number for number in range(5)])
     deleted = await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
@@ -137,7 +137,7 @@ async def test_all_are_deleted_and_stay_so(world: World, monkeypatch: pytest.Mon
 
 
 @on_node()
-async def test_with_their_topic_they_are_forgotten(world: World) -> None:
+async def test_deleting_the_topic_forgets_its_dead_letters(world: World) -> None:
     await kill(world, [b"a"])
     await world.broker.dead_letters.delete(GROUP, None, ANONYMOUS)
     await world.broker.administration.delete_topic(DEAD, ANONYMOUS)
@@ -220,7 +220,7 @@ def test_a_resend_in_two_frames_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @on_node()
-async def test_it_shows_why_it_was_given_up(world: World) -> None:
+async def test_a_dead_letter_shows_its_nack_reason(world: World) -> None:
     try_at_most(world, 0)
     await send(world, [b"a", b"b", b"c"])
     received = await receive(world)

@@ -32,7 +32,7 @@ from timeball.model.message import Kind
 
 
 @on_node()
-async def test_what_is_handed_out_is_a_scheduled_message_in_the_log(world: World) -> None:
+async def test_a_lease_is_a_scheduled_message_in_the_log(world: World) -> None:
     await send(world, [b"a", b"b"], tag=["x", None], keys=["k", None])
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
@@ -47,7 +47,7 @@ async def test_what_is_handed_out_is_a_scheduled_message_in_the_log(world: World
 
 
 @on_node()
-async def test_what_is_not_acknowledged_comes_again_once_and_counted(world: World) -> None:
+async def test_an_unacknowledged_message_is_redelivered_once_and_counted(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world, 1)
     await acknowledge(world, await receive(world, 1))
@@ -75,7 +75,7 @@ async def test_after_the_last_attempt_a_message_is_a_dead_letter(world: World) -
 
 
 @on_node()
-async def test_a_dead_letter_that_was_acknowledged_in_time_is_none(world: World) -> None:
+async def test_a_last_attempt_acknowledged_in_time_leaves_no_dead_letter(world: World) -> None:
     try_at_most(world, 0)
     await send(world, [b"a"])
     assert await acknowledge(world, await receive(world)) == [True]
@@ -84,7 +84,7 @@ async def test_a_dead_letter_that_was_acknowledged_in_time_is_none(world: World)
 
 
 @on_node()
-async def test_who_waits_is_told_of_the_first_message(world: World) -> None:
+async def test_a_waiting_receive_gets_the_first_message(world: World) -> None:
     await world.broker.create_topic(TOPIC, 2)
     waiting = [asyncio.create_task(receive(world, wait_ms=30_000)) for _ in range(3)]
     await asyncio.sleep(0.01)
@@ -99,7 +99,7 @@ async def test_who_waits_is_told_of_the_first_message(world: World) -> None:
 
 
 @on_node()
-async def test_the_time_is_up_when_nothing_comes(world: World) -> None:
+async def test_a_receive_without_messages_returns_after_its_wait_time(world: World) -> None:
     await world.broker.create_topic(TOPIC, 2)
     assert (await receive(world, wait_ms=10)).receipts == []
 
@@ -157,15 +157,15 @@ async def test_a_consumer_that_goes_away_while_its_scheduled_message_is_written_
 async def test_when_nothing_can_be_written_the_positions_come_back(world: World) -> None:
     await send(world, [b"a"])
     writer = world.broker.log.writer
-    writer.next_segment.room_error = OverLimit("full")
+    writer.next_segment.disk_full_error = OverLimit("full")
     with pytest.raises(OverLimit, match="full"):
         await receive(world)
-    writer.next_segment.room_error = None
+    writer.next_segment.disk_full_error = None
     assert bodies(await receive(world)) == [b"a"]
 
 
 @on_node()
-async def test_what_cannot_be_asked_is_refused(world: World) -> None:
+async def test_invalid_receive_requests_are_refused(world: World) -> None:
     await send(world, [b"a"])
     with pytest.raises(NotFound, match="'nothing' does not exist"):
         await receive(world, topic="nothing")

@@ -17,7 +17,7 @@ from tests.broker.consuming.subscriber import (
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.group_places import Copy, by_message
+from timeball.broker.consuming.group_places import Copy, copies_by_message
 from timeball.model.message import Kind
 from timeball.model.wire import GroupPlace, MessagePlace
 
@@ -31,7 +31,7 @@ async def place(world: World, message_id: str = ID) -> GroupPlace | None:
 
 @pytest.mark.parametrize("in_log", [True, False])
 @on_node()
-async def test_from_the_first_delivery_to_the_acknowledgement(world: World, in_log: bool) -> None:
+async def test_the_state_follows_delivery_and_acknowledgement(world: World, in_log: bool) -> None:
     await send(world, [b"a"], unique_key=[ID])
     assert await place(world) is None, "no group yet"
     received = await receive(world, in_log=in_log)
@@ -66,7 +66,7 @@ async def test_a_lease_that_ends_unanswered_and_one_that_is_longer(world: World)
 
 
 @on_node()
-async def test_a_message_that_is_given_up(world: World) -> None:
+async def test_a_dead_letter_has_the_state_dead(world: World) -> None:
     try_at_most(world, 1)
     await send(world, [b"a", b"b"], unique_key=[ID, "id-2"])
     first = await receive(world)
@@ -93,7 +93,7 @@ async def test_a_group_that_reads_by_offset_and_one_that_has_not_come_so_far(wor
 
 
 @on_node()
-async def test_messages_of_one_id_are_told_apart(world: World) -> None:
+async def test_messages_with_the_same_id_have_separate_states(world: World) -> None:
     await send(world, [b"a"], unique_key=[ID])
     assert await acknowledge(world, await receive(world)) == [True]
     await send(world, [b"b"], unique_key=[ID])
@@ -108,5 +108,7 @@ def test_a_copy_that_names_no_row_belongs_to_the_newest_message_of_its_topic() -
 
     places = {row: MessagePlace("visible", row - 1, topic) for row, topic in ((2, "a"), (4, "a"), (6, "b"))}
     chain = [copy(10, 2), copy(11, 10), copy(12, 11)]
-    found = by_message([*reversed(chain), copy(20, None), copy(21, None, "b"), copy(22, None, None)], places)
+    found = copies_by_message(
+        [*reversed(chain), copy(20, None), copy(21, None, "b"), copy(22, None, None)], places
+    )
     assert found == {1: chain, 3: [copy(20, None)], 5: [copy(21, None, "b")]}

@@ -15,7 +15,7 @@ SEQS = st.integers(1, 2**40)
 
 
 @given(st.lists(st.tuples(SEQS, st.none() | SEQS, st.integers(0, 2**40)), min_size=1, max_size=5))
-def test_a_few_ends_as_values_are_those_made_by_columns(leases: list[tuple[int, int | None, int]]) -> None:
+def test_cancel_rows_as_values_equal_those_as_columns(leases: list[tuple[int, int | None, int]]) -> None:
     receipts = [Receipt("g", "orders", seq, 5) for seq, _, _ in leases]
     version = np.array([seq if moved is None else moved for seq, moved, _ in leases], dtype=np.int64)
     due_ms = np.array([due for _, _, due in leases], dtype=np.int64)

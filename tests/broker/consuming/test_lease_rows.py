@@ -39,7 +39,7 @@ async def test_a_scheduled_message_is_known_by_its_newest_version_and_settled_on
 
 
 @on_node()
-async def test_it_is_decided_again_for_as_long_as_others_move_it(world: World) -> None:
+async def test_a_decision_is_repeated_while_others_move_the_message(world: World) -> None:
     await send(world, [b"a", b"b"])
     receipts = [one for one in (await receive(world)).receipts if isinstance(one, Receipt)]
     rounds: list[list[int]] = []

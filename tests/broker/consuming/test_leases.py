@@ -41,7 +41,7 @@ def take(into: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
     into.advance(offsets[-1] + 1)
 
 
-def test_a_receipt_is_found_by_place_and_time() -> None:
+def test_a_lease_is_found_by_offset_and_pop_time() -> None:
     w = leases_of_queue()
     take(w, [0, 1], pop_ms=5)
     held = w.lease_of(1, 5)
@@ -74,7 +74,7 @@ def test_what_is_done_ahead_is_counted_until_it_is_passed() -> None:
     assert w.idle and w.count.rows == 0
 
 
-def test_forgetting_forgets_all_and_counts_it() -> None:
+def test_forget_removes_all_positions_from_the_count() -> None:
     w = leases_of_queue()
     take(w, [0, 1, 2])
     w.give_back(1)

@@ -52,7 +52,7 @@ async def test_a_tail_shows_what_comes_after_it_began(world: World) -> None:
 
 
 @on_node()
-async def test_a_position_leads_on_where_it_was_left(world: World) -> None:
+async def test_a_tail_continues_at_its_position(world: World) -> None:
     at = await begin_of_new(world)
     await world.broker.send(batch(600, unique_key=[f"k{i:03d}" for i in range(600)]))
     seen: list[str] = []
@@ -75,7 +75,7 @@ async def begin_of_new(world: World) -> Offsets:
 
 
 @on_node()
-async def test_a_filter_passes_over_what_does_not_match(world: World) -> None:
+async def test_a_tail_skips_messages_that_the_filter_excludes(world: World) -> None:
     at = await begin_of_new(world)
     await world.broker.send(batch(4, unique_key=["a", "b", "c", "d"], tag=["x", "y", "x", None]))
     found = await read(world, at, "x || z")
@@ -100,7 +100,7 @@ async def test_a_thousand_tails_cost_one_read(world: World) -> None:
 
 
 @on_node()
-async def test_a_tail_ends_with_its_topic_and_its_right(world: World) -> None:
+async def test_a_tail_ends_when_its_topic_or_permission_is_removed(world: World) -> None:
     at = await begin_of_new(world)
     may = principal(topics={"orders": "SUB"})
     for caller in (principal(topics={"orders": "PUB"}), principal(topics={"news": "SUB"})):

@@ -131,7 +131,7 @@ async def test_more_and_less_time_and_the_message_comes_once(world: World) -> No
 
 
 @on_node()
-async def test_an_attempt_may_not_count_and_the_next_one_counts_again(world: World) -> None:
+async def test_a_change_without_counting_is_no_attempt(world: World) -> None:
     try_at_most(world, 1)
     await send(world, [b"a"])
     for counts, attempt in ((False, 1), (False, 1), (True, 1)):
@@ -152,7 +152,7 @@ async def test_an_attempt_may_not_count_and_the_next_one_counts_again(world: Wor
 
 
 @on_node()
-async def test_a_dead_letter_is_one_at_once_and_once(world: World) -> None:
+async def test_a_dead_letter_is_written_at_once_and_only_once(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world)
     first, second = received.receipts
@@ -166,7 +166,7 @@ async def test_a_dead_letter_is_one_at_once_and_once(world: World) -> None:
 
 
 @on_node()
-async def test_answers_of_all_sorts_at_once_leave_one_winner(world: World) -> None:
+async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> None:
     await send(world, [b"%d" % i for i in range(40)])
     received = await receive(world, 40)
     verbs = engine(world)
@@ -227,7 +227,7 @@ async def test_what_was_settled_is_not_begun_again_when_the_disk_is_full(
 
             async def flushed(wait: Callable[[], Awaitable[None]] = writer.flushed) -> None:
                 await wait()
-                patch.setattr(writer, "check_room", Mock(side_effect=OverLimit("the disk is full")))
+                patch.setattr(writer, "check_admission", Mock(side_effect=OverLimit("the disk is full")))
 
             patch.setattr(writer, "flushed", flushed)
             verbs = engine(world).dead_letter(first), engine(world).dead_letter(second)

@@ -27,7 +27,7 @@ async def push_out(world: World, seq: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
-def test_it_outlives_its_segment(schedule: str) -> None:
+def test_a_lease_survives_the_removal_of_its_segment(schedule: str) -> None:
     @on_node(retention_ms=1, strategy=schedule, timer_wheel_ms=60_000)
     async def live(world: World) -> None:
         await send(world, [b"a", b"b", b"c"])

@@ -65,7 +65,7 @@ async def test_groups_do_not_take_from_each_other(world: World) -> None:
 
 
 @on_node()
-async def test_one_queue_may_be_asked_for(world: World) -> None:
+async def test_a_request_may_name_a_queue(world: World) -> None:
     await send(world, [b"0", b"1"], queue_id=pa.array([0, 1], pa.int32()))
     assert bodies(await pop(world, queue_id=1)) == [b"1"]
     assert bodies(await pop(world)) == [b"0"]
@@ -151,7 +151,7 @@ async def test_after_its_last_try_a_message_is_a_dead_letter(world: World) -> No
 
 
 @on_node()
-async def test_more_time_means_a_new_receipt(world: World) -> None:
+async def test_a_longer_lease_has_a_new_receipt(world: World) -> None:
     await send(world, [b"a"])
     (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
     new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS)
@@ -164,7 +164,7 @@ async def test_more_time_means_a_new_receipt(world: World) -> None:
 
 
 @on_node()
-async def test_less_time_brings_it_back_sooner(world: World) -> None:
+async def test_a_shorter_lease_ends_sooner(world: World) -> None:
     await send(world, [b"a"])
     (receipt,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
     await engine(world).change_invisible_time(receipt, 10)
@@ -210,7 +210,7 @@ async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: Worl
 
 
 @on_node()
-async def test_a_pop_waits_for_what_comes_back(world: World) -> None:
+async def test_a_pop_waits_for_redelivered_messages(world: World) -> None:
     await send(world, [b"a"])
     await pop(world)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
@@ -236,10 +236,10 @@ async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World)
 @on_node()
 async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> None:
     await send(world, [b"a"])
-    assert await engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 0)
+    assert await engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 0)
     await pop(world)
-    assert not await engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 0)
-    waiting = asyncio.create_task(engine(world).wait_for_some(ReceiveRequest(GROUP, TOPIC), 30_000))
+    assert not await engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 0)
+    waiting = asyncio.create_task(engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 30_000))
     await world.until(lambda: world.broker.waiters._count, "it waits")
     await send(world, [b"b"])
     assert await waiting

@@ -15,7 +15,7 @@ from tests.broker.registry.test_topics import fresh, visible
 from tests.crash.world import SECOND_MS, World
 
 from timeball.broker.consuming import pull
-from timeball.broker.consuming.pull import locate
+from timeball.broker.consuming.pull import find_seqs
 from timeball.broker.filters import EVERYTHING, compile_filter
 from timeball.broker.registry.topics import Topic
 from timeball.model import limits
@@ -41,7 +41,7 @@ def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.Da
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     offsets = {q: data.draw(st.integers(0, n)) for q, n in enumerate(lengths) if data.draw(st.booleans())}
     rows = data.draw(st.integers(1, 40))
-    taken = locate(topic_with(lengths), offsets, rows).tolist()
+    taken = find_seqs(topic_with(lengths), offsets, rows).tolist()
     available = {q: lengths[q] - offset for q, offset in offsets.items()}
     assert len(taken) == min(rows, sum(available.values()))
     for queue, offset in offsets.items():
@@ -52,25 +52,25 @@ def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.Da
 
 
 @pytest.mark.parametrize("rows", [0, -5])
-def test_nothing_asked_is_nothing_taken(rows: int) -> None:
-    assert len(locate(topic_with([3]), {0: 0}, rows)) == 0
+def test_a_pull_of_zero_rows_finds_none(rows: int) -> None:
+    assert len(find_seqs(topic_with([3]), {0: 0}, rows)) == 0
 
 
-def test_more_than_a_pull_holds_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_is_limited_to_its_maximum_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PULL_ROWS_MAX", 4)
-    assert len(locate(topic_with([9]), {0: 0}, 1 << 40)) == 4
+    assert len(find_seqs(topic_with([9]), {0: 0}, 1 << 40)) == 4
 
 
 @pytest.mark.parametrize("offset", [-1, 4])
-def test_an_offset_outside_is_told_what_is_kept(offset: int) -> None:
+def test_an_offset_out_of_range_error_names_the_kept_range(offset: int) -> None:
     with pytest.raises(OutOfRange, match=r"keeps offsets 0 to 3, not"):
-        locate(topic_with([3]), {0: offset}, 1)
+        find_seqs(topic_with([3]), {0: offset}, 1)
 
 
 @pytest.mark.parametrize("queue", [-1, 1, 99])
 def test_a_queue_that_is_not_there(queue: int) -> None:
     with pytest.raises(NotFound, match="it has 1"):
-        locate(topic_with([3]), {queue: 0}, 1)
+        find_seqs(topic_with([3]), {queue: 0}, 1)
 
 
 @on_node()
@@ -143,7 +143,7 @@ TAGS = st.lists(st.sampled_from(["Aa", "BB", "C", None]), min_size=1, max_size=4
 )
 @settings(max_examples=60)
 @on_node(queues_per_topic=1)
-async def test_all_of_them_in_order(
+async def test_filtered_pulls_find_all_matches_in_order(
     world: World, tags: list[str | None], text: str, rows: int, scan: int
 ) -> None:
     """ "Aa" and "BB" have one hash."""
@@ -167,7 +167,7 @@ async def test_all_of_them_in_order(
 
 
 @on_node(queues_per_topic=1)
-async def test_beyond_what_is_kept(world: World) -> None:
+async def test_offsets_outside_the_queue_raise_out_of_range(world: World) -> None:
     await world.broker.send(batch(3))
     index = world.broker.tables.topics.get("orders").queues[0].index
     assert len(pull.candidates(index, 3, 5, EVERYTHING).seqs) == 0

@@ -75,7 +75,9 @@ async def test_what_is_asked_for_and_refused_is_as_before(
 
 
 @on_node()
-async def test_many_come_back_in_parts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_expired_leases_are_written_in_chunks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_ROWS", 3)
     monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_BYTES", 400)
     await popped(world, 20, body=[b"%03d" % i * 20 for i in range(20)])
@@ -87,7 +89,7 @@ async def test_many_come_back_in_parts(world: World, monkeypatch: pytest.MonkeyP
 
 
 @on_node()
-async def test_nothing_is_acked_while_it_is_on_its_way_back(world: World) -> None:
+async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -> None:
     (receipt,) = (await popped(world)).receipts
     giving_up = asyncio.create_task(engine(world).dead_letter(receipt))
     await asyncio.sleep(0)

@@ -128,7 +128,7 @@ def test_a_few_scheduled_messages_as_values_are_those_made_by_columns(
         len(messages), properties=list(texts), reconsume_times=pa.array(times, pa.int32()), tag=list(tags),
         body=list(bodies), unique_key="u", flag=3, sys_flag=None, born_host="h",
     )  # fmt: skip
-    main: Any = SimpleNamespace(again_name="%RETRY%g_orders", dead_name="%DLQ%g", times_max=9)
+    main: Any = SimpleNamespace(retry_name="%RETRY%g_orders", dead_letter_name="%DLQ%g", times_max=9)
     how: Any = {"group": GROUP, "topic": TOPIC, "main": main, "now_ms": NOW_MS, "due_ms": 99, "host": "here"}
     few, many = redelivery_rows.few_handed_out(source, **how), redelivery_rows.handed_out(source, **how)
     assert rows_of(few).to_pylist() == many.to_pylist()
@@ -138,7 +138,7 @@ def test_a_few_scheduled_messages_as_values_are_those_made_by_columns(
 
 def test_a_few_scheduled_messages_stay_within_what_a_wire_can_carry_too() -> None:
     text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 40)})
-    main: Any = SimpleNamespace(again_name="again", dead_name="dead", times_max=9)
+    main: Any = SimpleNamespace(retry_name="again", dead_letter_name="dead", times_max=9)
     source = rows(1, properties=[text])
     (row,) = redelivery_rows.few_handed_out(
         source, group=GROUP, topic=TOPIC, main=main, now_ms=NOW_MS, due_ms=99, host="here"

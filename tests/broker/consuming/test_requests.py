@@ -10,7 +10,7 @@ from timeball.broker.consuming.requests import PositionReceipt, Receipt
 
 
 @on_node()
-async def test_each_row_has_its_receipt(world: World) -> None:
+async def test_each_received_row_has_a_receipt(world: World) -> None:
     await send(world, [b"a", b"b", b"c"])
     received = await receive(world)
     assert received.rows.num_rows == len(set(received.receipts)) == 3

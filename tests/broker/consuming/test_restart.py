@@ -129,7 +129,7 @@ async def test_holes_that_others_leave_are_remembered(world: World) -> None:
 
 
 @on_node()
-async def test_an_ordered_stop_leaves_nothing_to_look_for(world: World) -> None:
+async def test_after_an_orderly_stop_no_positions_need_recovery(world: World) -> None:
     await send(world, [b"a", b"b"])
     received = await receive(world, 1)
     await world.restart()
@@ -195,7 +195,7 @@ def test_a_window_goes_on_where_it_ended_and_idle_ones_are_left_out() -> None:
     assert found.first_open == 2
 
 
-def test_it_is_found_once() -> None:
+def test_saved_leases_are_restored_only_once() -> None:
     busy = leases_of_queue()
     take(busy, [0])
     log = StateRows()

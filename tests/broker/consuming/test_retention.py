@@ -131,7 +131,7 @@ async def test_a_group_that_was_made_again_keeps_its_messages(world: World) -> N
 
 
 @on_node(**DAYS)
-async def test_many_lines_become_one(
+async def test_many_expiry_log_lines_are_summed_up(
     world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "LOGGED_MAX", 2)

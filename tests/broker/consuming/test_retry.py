@@ -57,7 +57,7 @@ def test_each_time_waits_a_level_longer_from_the_third_on(times: int) -> None:
 
 
 @pytest.mark.parametrize("times", [16, 17, INT_MAX])
-def test_the_last_time_is_the_dead_letter(times: int) -> None:
+def test_after_the_maximum_of_attempts_the_next_copy_is_a_dead_letter(times: int) -> None:
     found = back(times=times)
     assert (found.topic, found.delay_level) == ("%DLQ%readers", 0)
     assert found.is_dead_letter
@@ -69,7 +69,7 @@ def test_a_level_asked_for_is_taken_as_it_is() -> None:
     assert back(delay_level=1_000).delay_level == 1_000  # admission knows the table, and clamps
 
 
-def test_a_level_below_zero_is_the_dead_letter_at_once() -> None:
+def test_a_negative_delay_level_makes_a_dead_letter() -> None:
     assert back(delay_level=-1) == back(delay_level=-7)
     assert back(delay_level=-1).topic == "%DLQ%readers"
 
@@ -78,7 +78,7 @@ def test_a_level_asked_for_does_not_outlive_the_maximum() -> None:
     assert back(delay_level=1, times=16).is_dead_letter
 
 
-def test_a_negative_count_is_none() -> None:
+def test_a_negative_attempt_count_is_taken_as_zero() -> None:
     assert back(times=-4).delay_level == 3
 
 
@@ -93,7 +93,7 @@ def test_the_copy_says_where_it_came_from() -> None:
     }
 
 
-def test_what_the_first_time_said_stays() -> None:
+def test_the_first_topic_and_message_id_are_kept() -> None:
     found = back(RETRY_TOPIC="first", ORIGIN_MESSAGE_ID="1")
     assert (found.properties["RETRY_TOPIC"], found.properties["ORIGIN_MESSAGE_ID"]) == ("first", "1")
 
@@ -114,7 +114,7 @@ def test_a_retry_has_its_own_level_and_no_other_delay() -> None:
 # ---- sent by the client itself ---------------------------------------------------------------------------
 
 
-def test_a_client_has_counted_already() -> None:
+def test_a_resent_copy_keeps_the_clients_attempt_count() -> None:
     assert sent(times=16) == Next("%RETRY%readers", {**USERS, "DELAY": "3"}, 3, 16)
     assert sent(times=17) == Next("%DLQ%readers", USERS, 0, 17)
 
@@ -133,7 +133,7 @@ def test_a_resend_keeps_its_level_alone() -> None:
 # ---- both ------------------------------------------------------------------------------------------------
 
 
-def test_topics_and_groups() -> None:
+def test_retry_and_dead_letter_topics_are_named_after_the_group() -> None:
     assert group_of(retry_topic("a")) == "a"
     assert dead_letter_topic("a") == "%DLQ%a"
 

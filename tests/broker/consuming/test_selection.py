@@ -64,7 +64,7 @@ def test_bytes_are_bounded_but_the_first_row_always_goes(sizes: list[int], back:
         while offsets := selection(64).lease(w, EVERYTHING):
             assert len(offsets) == 1 or sum(4 * sizes[o] for o in offsets) <= 12
             got += offsets
-        assert got == again and everything.found == []
+        assert got == again and everything.leased == []
 
 
 def test_what_has_come_back_goes_first_and_what_is_done_ahead_not_at_all() -> None:
@@ -86,13 +86,13 @@ def test_in_order_nothing_while_something_is_in_hand_unless_it_is_the_same_attem
     assert w.in_flight[1].pop_ms == 2 and w.in_flight[1].times == 0
 
 
-def test_more_that_nobody_has_looked_at_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selection_reports_entries_that_were_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timeball.broker.consuming.selection.SCAN_ENTRIES", 2)
     w = leases_of_queue(index=index([10] * 3, ["a", "a", "b"]))
     first = selection()
-    assert first.lease(w, compile_filter("b")) == [] and first.unseen
+    assert first.lease(w, compile_filter("b")) == [] and first.has_unsearched
     second = selection()
-    assert second.lease(w, compile_filter("b")) == [2] and not second.unseen
+    assert second.lease(w, compile_filter("b")) == [2] and not second.has_unsearched
 
 
 def test_a_queue_whose_beginning_is_gone_goes_on_where_it_begins() -> None:
@@ -101,7 +101,7 @@ def test_a_queue_whose_beginning_is_gone_goes_on_where_it_begins() -> None:
     assert selection().lease(w, EVERYTHING) == [3, 4]
 
 
-def test_a_full_window_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_leases_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 2)
     w = leases_of_queue(index=index([10] * 5))
     assert selection().lease(w, EVERYTHING) == [0, 1]

@@ -35,7 +35,7 @@ class Told:
 
 
 @pytest.mark.parametrize("in_log", [True, False])
-def test_receipts_and_answers_are_told(in_log: bool) -> None:
+def test_receives_and_acknowledgements_are_traced(in_log: bool) -> None:
     @on_node(traces=True)
     async def run(world: World) -> None:
         consuming, told = world.broker.consuming, Told(world)

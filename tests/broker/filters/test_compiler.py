@@ -167,7 +167,7 @@ def test_sql_has_no_word_for_all(text: str | None) -> None:
         compile_filter(text, SQL92)
 
 
-def test_half_a_character() -> None:
+def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(InvalidFilter, match="character 3 is half") as refused:
         compile_filter("a \ud800")
     assert refused.value.position == 3
@@ -180,7 +180,7 @@ def test_an_sql_filter_says_nothing_of_the_index() -> None:
     assert wanted.exact(rows_of([])).tolist() == []
 
 
-def test_a_refusal_is_the_callers() -> None:
+def test_an_invalid_filter_error_is_a_request_error() -> None:
     assert issubclass(InvalidFilter, RequestError)
 
 

@@ -7,12 +7,12 @@ import tracemalloc
 import pytest
 
 from timeball.broker.filters import compiler
-from timeball.broker.filters.compiler import OVERHEAD_CHARACTERS, FiltersKept
+from timeball.broker.filters.compiler import OVERHEAD_CHARACTERS, FilterCache
 from timeball.model.errors import InvalidFilter
 
 
 def test_a_filter_is_compiled_once() -> None:
-    filters = FiltersKept()
+    filters = FilterCache()
     found = filters.get("a || b", "TAG", bit_mask=False)
     assert filters.get("a || b", "TAG", bit_mask=False) is found
     assert filters.get("a || b", "TAG", bit_mask=True) is not found
@@ -20,7 +20,7 @@ def test_a_filter_is_compiled_once() -> None:
 
 
 def test_what_cannot_be_compiled_is_not_kept() -> None:
-    filters = FiltersKept()
+    filters = FilterCache()
     for _ in range(2):
         with pytest.raises(InvalidFilter):
             filters.get("a >", "SQL92", bit_mask=False)
@@ -29,7 +29,7 @@ def test_what_cannot_be_compiled_is_not_kept() -> None:
 
 def test_ever_new_texts_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "CHARACTERS_MAX", 3_000)
-    filters = FiltersKept()
+    filters = FilterCache()
     most = 0
     for n in range(100):
         filters.get(f"a = {n}" + " " * 500, "SQL92", bit_mask=False)
@@ -39,7 +39,7 @@ def test_ever_new_texts_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_bound_is_of_what_filters_take_and_not_only_of_their_texts() -> None:
-    filters = FiltersKept()
+    filters = FilterCache()
     tracemalloc.start()
     try:
         for n in range(10):

@@ -72,18 +72,18 @@ ALL = list(range(7))
         ("NOT (NULL)", []),
     ],
 )
-def test_who_is_let_through(text: str, delivered: list[int]) -> None:
+def test_filters_select_the_expected_messages(text: str, delivered: list[int]) -> None:
     mask = compile_filter(text, SQL92).exact(rows_of(MESSAGES))
     assert [i for i in ALL if mask[i]] == delivered
 
 
-def test_a_large_integer_is_no_double() -> None:
+def test_large_integers_are_compared_exactly() -> None:
     rows = rows_of([{"n": "9007199254740993"}, {"n": "9007199254740992"}, {"n": "9223372036854775807"}])
     assert compile_filter("n = 9007199254740992", SQL92).exact(rows).tolist() == [False, True, False]
     assert compile_filter("n > 9223372036854775806", SQL92).exact(rows).tolist() == [False, False, True]
 
 
-def test_a_search_is_no_pattern() -> None:
+def test_searches_take_special_characters_literally() -> None:
     rows = rows_of([{"s": "a.c"}, {"s": "abc"}, {"s": "a%c"}, {"s": "éa.cé"}])
     assert compile_filter("s CONTAINS 'a.c'", SQL92).exact(rows).tolist() == [True, False, False, True]
     assert compile_filter("s ENDSWITH 'é'", SQL92).exact(rows).tolist() == [False, False, False, True]

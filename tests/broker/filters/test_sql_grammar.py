@@ -154,7 +154,7 @@ def test_a_refusal_is_short_whatever_was_written() -> None:
         ("a\u00a0= 1", "unexpected", 2),
     ],
 )
-def test_what_is_no_word(text: str, said: str, position: int) -> None:
+def test_characters_outside_the_grammar_are_refused(text: str, said: str, position: int) -> None:
     with pytest.raises(InvalidFilter) as refused:
         parse(text)
     assert said in str(refused.value)

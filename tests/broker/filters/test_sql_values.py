@@ -58,7 +58,7 @@ def test_any_text_is_split_as_the_decoder_splits_it(properties: list[str], split
         assert texts(values, name) == [decode_properties(text).get(name) for text in properties]
 
 
-def test_the_last_of_two_counts() -> None:
+def test_of_duplicate_properties_the_last_value_counts() -> None:
     rows = build_rows(2, properties=["a\x011\x02b\x012\x02a\x013\x02", "a\x01\x02"])
     assert texts(Values(rows, NAMES), "a") == ["3", ""]
 
@@ -72,7 +72,7 @@ def test_what_has_a_column_is_found_there_and_else_in_the_text() -> None:
     assert texts(values, "UNIQ_KEY") == [None] * 4
 
 
-def test_a_slice_of_rows_is_no_matter() -> None:
+def test_a_slice_of_rows_has_the_right_values() -> None:
     rows = rows_of([{"a": str(i)} for i in range(10)], tag=[f"t{i}" for i in range(10)]).slice(3, 4)
     values = Values(rows, frozenset({"a", "TAGS"}))
     assert texts(values, "a") == ["3", "4", "5", "6"]
@@ -113,7 +113,7 @@ def test_decimal_numbers_are_those_of_java(text: str, value: float | None) -> No
 
 
 @given(st.integers(-(2**70), 2**70))
-def test_every_integer(value: int) -> None:
+def test_any_64_bit_integer_is_parsed(value: int) -> None:
     assert as_long(str(value)) == (value if -(2**63) <= value < 2**63 else None)
 
 

@@ -59,12 +59,12 @@ def test_a_subscription_is_read_as_rocketmq_reads_it(text: str, names: list[str]
 
 
 @pytest.mark.parametrize("text", ["||", " ", " || ", "||||", "\x00||\x1f"])
-def test_a_subscription_without_a_tag(text: str) -> None:
+def test_a_subscription_without_tags_is_refused(text: str) -> None:
     with pytest.raises(InvalidFilter, match="names no tag; write \\* for all"):
         compile_filter(text)
 
 
-def test_too_many_tags() -> None:
+def test_too_many_tags_are_refused() -> None:
     most = "||".join(map(str, range(limits.FILTER_TAGS_MAX)))
     assert found(compile_filter(most), ["0", "1023", "1024"]) == [True, True, False]
     with pytest.raises(InvalidFilter, match=r"1025 tags, at most 1024 \(FILTER_TAGS_MAX\)") as refused:
@@ -80,7 +80,7 @@ def test_two_tags_with_one_hash_are_told_apart() -> None:
     assert found(wanted, ["Aa", "BB"]) == [True, False]
 
 
-def test_a_message_without_a_tag_is_in_no_set() -> None:
+def test_a_message_without_a_tag_matches_no_tag_filter() -> None:
     assert found(compile_filter("Aa"), [None, "", "Aa"]) == [False, False, True]
     assert found(compile_filter("Aa"), [None, None]) == [False, False]
     assert found(compile_filter("\0x"), [None, "\0x"]) == [False, False], (
@@ -92,7 +92,7 @@ def test_in_a_topic_of_single_tags_the_whole_text_is_the_tag() -> None:
     assert found(compile_filter("a"), ["a||b", "a"]) == [False, True]
 
 
-def test_several_tags_a_message() -> None:
+def test_a_multi_tag_message_matches_any_of_its_tags() -> None:
     wanted = compile_filter("a || b", bit_mask=True)
     messages = ["a", "b||c", "c", "c || a", None, "", "||", "ab"]
     assert found(wanted, messages, bit_mask=True) == [True, True, False, True, False, False, False, False]
@@ -144,7 +144,7 @@ def test_tags_that_are_counted_up_do_not_fill_the_memory() -> None:
         assert most is not None and most * longest <= 16 * 1024 * 1024
 
 
-def test_everything_passes() -> None:
+def test_the_filter_for_everything_matches_all() -> None:
     assert EVERYTHING.matches_all
     assert EVERYTHING.candidates(entries_of([0, -1, 5])).tolist() == [True] * 3
     assert EVERYTHING.exact(tagged([None, "a"])).tolist() == [True] * 2

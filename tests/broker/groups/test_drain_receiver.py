@@ -8,19 +8,21 @@ from tests.broker.revoking.test_drain_rows import scheduled_rows
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 
 from timeball.broker.registry.drains import AdoptedFacts
-from timeball.broker.revoking.drain_rows import encode_sent, handed_rows
+from timeball.broker.revoking.drain_rows import build_drain_rows, encode_sent
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Forbidden, InvalidMessage, OutOfRange
 
 
 def transfer(number: int, rows: int = 3, since_ms: int = 5) -> AdoptHere:
-    sent = encode_sent(handed_rows(scheduled_rows([None] * rows), "g1", 9))
+    sent = encode_sent(build_drain_rows(scheduled_rows([None] * rows), "g1", 9))
     return AdoptHere(source="g2", since_ms=since_ms, transfer=number, rows=sent)
 
 
 @in_two_groups
-async def test_a_transfer_is_taken_over_once(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_a_repeated_transfer_is_adopted_once(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
     adoption = one.broker.adoption
     for number in (1, 1, 2, 1, 2):
         await adoption.adopt(transfer(number), ANONYMOUS)
@@ -35,7 +37,7 @@ async def test_a_transfer_is_taken_over_once(neighbours: Neighbours, one: InGrou
 
 
 @in_two_groups
-async def test_one_that_is_refused_leaves_nothing(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_a_refused_transfer_adopts_nothing(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
     with pytest.raises(Forbidden):
         await one.broker.adoption.adopt(transfer(1), shop())
     with pytest.raises(InvalidMessage):

@@ -73,7 +73,7 @@ async def each_kind(two: InGroup) -> list[str]:
 
 
 @in_two_groups
-async def test_all_that_waits_goes_and_comes_at_its_instant(
+async def test_all_pending_messages_are_handed_over_and_delivered_at_their_due_times(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     keys = await each_kind(two)
@@ -198,7 +198,9 @@ async def test_a_cancel_that_met_both_groups_too_early_and_too_late_asks_again(
 
 
 @in_two_groups
-async def test_what_comes_to_wait_later_goes_too(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_a_message_that_is_postponed_during_a_drain_is_handed_over(
+    neighbours: Neighbours, one: InGroup, two: InGroup
+) -> None:
     (key,) = await two.send("orders", [MARGIN_MS // 2])
     await drain(two)
     assert words(await two.broker.reschedule(ids=[key], delay_ms=HOUR_MS)) == ["rescheduled"]
@@ -207,7 +209,7 @@ async def test_what_comes_to_wait_later_goes_too(neighbours: Neighbours, one: In
 
 
 @in_two_groups
-async def test_a_drain_that_cannot_be_is_refused(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
+async def test_an_invalid_drain_is_refused(neighbours: Neighbours, one: InGroup, two: InGroup) -> None:
     with pytest.raises(InvalidMessage):
         await two.broker.drain("g2")
     with pytest.raises(NotFound, match="there are g1"):
@@ -375,11 +377,11 @@ def test_an_heir_that_forgets_what_it_has_taken_over_is_noticed(monkeypatch: pyt
 @pytest.mark.usefixtures("small_transfers")
 def test_a_group_that_forgets_a_transfer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     async def forgotten(self: Draining) -> None:
-        facts = self._parts.drains.out
+        facts = self._tables.drains.out
         if facts is not None and facts.rows:
-            self._parts.drains.put(msgspec.structs.replace(facts, rows=0))
+            self._tables.drains.put(msgspec.structs.replace(facts, rows=0))
 
-    monkeypatch.setattr(Draining, "_send_again", forgotten)
+    monkeypatch.setattr(Draining, "_resend_unconfirmed", forgotten)
     assert faults_of_cuts("g1")[-1], "lost: the heir went before it had it"
 
 
@@ -482,7 +484,7 @@ async def test_the_next_leader_goes_on_as_the_account_that_asked(
     neighbours.brokers["g2"] = two.broker
     access.replace({})
     await two.broker.draining.look()
-    told = two.broker.draining._told(two.broker.tables.drains.out)
+    told = two.broker.draining._report_progress(two.broker.tables.drains.out)
     assert "'operator' is not in the access file" in told.problem and told.moving == 1
     access.replace(parse(ACCOUNTS, "access.toml"))
     await two.broker.draining.look()

@@ -118,7 +118,10 @@ async def test_the_refusal_of_another_group_is_that_of_the_request(
     unknown = encode_handle("orders", "g2", two.clock.wall + FAR_MS, "unknown")
     with pytest.raises(RecallRefused) as refused:
         await one.broker.recall("orders", unknown)
-    assert (refused.value.verdict, refused.value.sentence) == ("not_found", "no such message waits here")
+    assert (refused.value.verdict, refused.value.sentence) == (
+        "not_found",
+        "no pending message matches the handle",
+    )
     with pytest.raises(NotFound):
         await one.broker.recall("none", encode_handle("none", "g2", 1, key))
     with pytest.raises(InvalidMessage):

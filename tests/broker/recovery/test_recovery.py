@@ -109,7 +109,7 @@ def remove(files: CrashFiles, folder: str) -> None:
 
 @pytest.mark.parametrize("lost", ["checkpoint", "rotten checkpoint", "queues", "keys", "commits"])
 @on_node()
-async def test_what_is_a_cache_may_be_lost(world: World, lost: str) -> None:
+async def test_deleted_caches_are_rebuilt(world: World, lost: str) -> None:
     """All but the log and the data files. Without the checkpoint, since it is what vouches for the others."""
     await lived(world, LIFE)
     expected = await state(world, copy_of(world))
@@ -197,7 +197,7 @@ async def test_without_checkpoint_and_without_the_log_s_beginning_a_snapshot_kno
 
 
 @on_node()
-async def test_a_restart_of_nothing_is_nothing(world: World) -> None:
+async def test_a_restart_of_an_empty_log_recovers_nothing(world: World) -> None:
     for _ in range(3):
         await world.restart()
     status = world.broker.status()

@@ -13,7 +13,7 @@ from timeball.broker.recovery.replayed import Replayed
 from timeball.broker.registry.attach import AttachState
 from timeball.broker.registry.campaigns import CampaignFacts
 from timeball.log.checkpoint import Checkpoint, Facts
-from timeball.model.message import NO_INSTANT_MS, Kind, build_rows, with_seq
+from timeball.model.message import NO_DUE_TIME_MS, Kind, build_rows, with_seq
 from timeball.schedule.moved import Moved
 from timeball.table.attachment import Attachment, FileEntry, Reservation, encode
 
@@ -119,7 +119,7 @@ def test_a_move_settles_the_version_before_it_and_what_waits_stays_as_many() -> 
     assert settled(found) == ([(20, 9)], [])
     assert found.waiting_rows == 1
     # A half message had no instant: with it one more waits.
-    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, NO_INSTANT_MS)))
+    found = replayed(known([], waiting_rows=1), rows(100, moved(50, 9, NO_DUE_TIME_MS)))
     assert found.waiting_rows == 2
 
 
@@ -127,7 +127,7 @@ def test_halves_are_open_until_a_row_names_them() -> None:
     start = known([], halves=[(3, 1), (4, 0), (5, 2)])
     ends = [
         {**cancel(0, 4), "due_ms": None},
-        moved(90, 3, NO_INSTANT_MS),
+        moved(90, 3, NO_DUE_TIME_MS),
         {**release(0, 101), "due_ms": None},
     ]
     found = replayed(

@@ -62,7 +62,7 @@ def ledger() -> AttachState:
 # ---- what fits ----------------------------------------------------------------------------------------------
 
 
-def test_what_fits_the_log_is_let_in(ledger: AttachState) -> None:
+def test_a_valid_attach_is_accepted(ledger: AttachState) -> None:
     for change in (
         compact(10, 11), compact(10, DURABLE), bulk((50, 5)), bulk((60, 7), (50, 5)),
         attachment([entry(1, 1)]), attachment([], removes=[LIVE]), attachment([entry(1, 1)], removes=[LIVE]),
@@ -87,7 +87,7 @@ def test_a_compact_ends_ahead_and_at_what_is_durable(ledger: AttachState, to_seq
 @pytest.mark.parametrize(
     "ranges", [[(50, 4)], [(50, 6)], [(51, 4)], [(55, 5)], [(1, 1)], [(50, 5), (70, 1)], [(60, 5)]]
 )
-def test_numbers_that_nobody_set_aside_are_refused(
+def test_ranges_that_were_not_reserved_are_refused(
     ledger: AttachState, ranges: list[tuple[int, int]]
 ) -> None:
     with pytest.raises(OutOfRange, match="were not set aside"):
@@ -116,7 +116,7 @@ def test_two_files_with_one_number_are_refused() -> None:
     check(ledger, bulk((50, 6), files=[doubled[0], entry(53, 3, "bucket=2026-11/more.parquet")]))
 
 
-def test_one_range_twice_is_one_too_many(ledger: AttachState) -> None:
+def test_a_range_that_is_named_twice_is_refused(ledger: AttachState) -> None:
     """Or a row would be counted for two scheduled messages."""
     with pytest.raises(OutOfRange, match="twice"):
         check(ledger, bulk((50, 5), (50, 5)))
@@ -142,7 +142,7 @@ def test_what_a_job_may_not_do(ledger: AttachState, change: Attachment, text: st
         check(ledger, change)
 
 
-def test_only_what_is_there_can_leave(ledger: AttachState) -> None:
+def test_only_live_files_can_be_removed(ledger: AttachState) -> None:
     with pytest.raises(NotFound, match="not part of the pending table"):
         check(ledger, attachment([], removes=["bucket=2026-11/gone.parquet"]))
 
@@ -158,7 +158,7 @@ def test_a_compact_moves_the_watermark_and_nothing_else_does(ledger: AttachState
     assert ledger.watermark == 42
 
 
-def test_reserved_numbers_are_used_up_once(ledger: AttachState) -> None:
+def test_an_attach_uses_up_its_reserved_numbers(ledger: AttachState) -> None:
     ledger.apply(bulk((50, 5)), 1, NOW_MS)
     with pytest.raises(OutOfRange, match="used up"):
         check(ledger, bulk((50, 5), job_id="another"))
@@ -168,7 +168,7 @@ def test_reserved_numbers_are_used_up_once(ledger: AttachState) -> None:
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 9)), max_size=20), st.sampled_from(["", "r"])
 )
-def test_a_repeat_is_known_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
+def test_a_repeated_attach_is_recognized_by_job_and_epoch(seen: list[tuple[str, int]], digest: str) -> None:
     ledger, last = AttachState(), {}
     for job_id, epoch in seen:
         change = attachment([], job_id=job_id, epoch=epoch, digest=digest)
@@ -208,7 +208,7 @@ def test_a_compact_is_repeated_when_the_watermark_has_passed_it(ledger: AttachSt
     assert not ledger.is_repeated(compact(0, 0, epoch=1))
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_the_oldest_jobs_and_reservations_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job without a digest, and the reservation, of longest ago is forgotten first."""
     monkeypatch.setattr(limits, "RESERVATIONS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
@@ -222,7 +222,9 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 40 in ledger.reserved
 
 
-def test_what_may_be_repeated_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_job_is_refused_if_it_would_displace_one_that_may_be_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not for others without a digest, however many, and for others with one not before it is old."""
     monkeypatch.setattr(limits, "JOBS_MAX", 3)
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 3)
@@ -284,7 +286,7 @@ def test_instants_beyond_the_maximum_delay_are_refused() -> None:
         checked(files, attachment([msgspec.structs.replace(entries[0], min_due_ms=-5)]))
 
 
-def test_one_attach_names_so_many_files_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attach_with_too_many_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ATTACH_FILES_MAX", 3)
     check_count(attachment([entry(1, 1)], removes=[LIVE, LIVE]))
     with pytest.raises(OverLimit, match="at most 3 files"):

@@ -36,7 +36,9 @@ def attached(campaigns: Campaigns) -> None:
     change.keep()
 
 
-def test_a_plan_is_there_once_and_one_of_nothing_has_nothing_to_attach(campaigns: Campaigns) -> None:
+def test_a_repeated_plan_changes_nothing_and_a_plan_without_rows_is_running_at_once(
+    campaigns: Campaigns,
+) -> None:
     plan(campaigns)
     plan(campaigns, rows=9)
     assert campaigns.get("spring").rows == 3
@@ -45,7 +47,7 @@ def test_a_plan_is_there_once_and_one_of_nothing_has_nothing_to_attach(campaigns
     assert list(campaigns.all()) == ["spring", "nothing"]
 
 
-def test_the_row_that_goes_with_the_attach(campaigns: Campaigns) -> None:
+def test_an_attach_makes_a_planned_campaign_running_when_its_row_is_kept(campaigns: Campaigns) -> None:
     assert campaigns.attached(ATTACH, 2_000) is None  # not planned: no campaign
     plan(campaigns)
     assert campaigns.attached(msgspec.structs.replace(ATTACH, job="rewrite"), 2_000) is None
@@ -62,7 +64,7 @@ def test_the_row_that_goes_with_the_attach(campaigns: Campaigns) -> None:
     assert [facts.is_finished(ms) for ms in (70, 71)] == [False, True]
 
 
-def test_what_may_be_paused(campaigns: Campaigns) -> None:
+def test_only_an_attached_campaign_that_is_not_cancelled_can_be_paused(campaigns: Campaigns) -> None:
     with pytest.raises(NotFound, match="no campaign 'spring'"):
         campaigns.get_attached("spring")
     with pytest.raises(InvalidMessage, match="campaign 'a/b'"):
@@ -78,7 +80,7 @@ def test_what_may_be_paused(campaigns: Campaigns) -> None:
     campaigns.check_attach(msgspec.structs.replace(ATTACH, job_id="other"))
 
 
-def test_they_are_bounded_and_those_that_are_over_give_way(
+def test_at_the_limit_a_finished_campaign_is_deleted_and_without_one_a_plan_is_refused(
     campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 2)
@@ -91,7 +93,7 @@ def test_they_are_bounded_and_those_that_are_over_give_way(
     assert list(campaigns.all()) == ["summer", "autumn"]
 
 
-def test_a_cancelled_one_gives_way_when_nothing_of_it_can_come(
+def test_a_cancelled_campaign_is_deleted_only_when_none_of_its_messages_can_be_delivered(
     campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that gave way at once was attached afterwards by its job; one whose cancel was cut short lost its hold."""
@@ -115,7 +117,7 @@ def test_a_cancelled_one_gives_way_when_nothing_of_it_can_come(
     assert gives_way(ranges=[(10, 3)])
 
 
-def test_a_cancelled_plan_gives_way_when_no_job_can_be_at_work_for_it(
+def test_a_cancelled_plan_is_deleted_only_after_the_longest_job(
     campaigns: Campaigns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "CAMPAIGNS_MAX", 1)
@@ -128,12 +130,12 @@ def test_a_cancelled_plan_gives_way_when_no_job_can_be_at_work_for_it(
 
 
 @pytest.mark.parametrize("good", ["a", "spring-2027", "A.b_c", "x" * 100])
-def test_an_id(campaigns: Campaigns, good: str) -> None:
+def test_a_valid_id_is_accepted(campaigns: Campaigns, good: str) -> None:
     plan(campaigns, good)
     assert campaigns.get(good).state == "planned"
 
 
 @pytest.mark.parametrize("bad", ["", "a/b", ".hidden", "_x", "a b", "ü", "x" * 101, "spark-compact", "a\n"])
-def test_what_is_no_id(campaigns: Campaigns, bad: str) -> None:
+def test_an_invalid_id_is_refused(campaigns: Campaigns, bad: str) -> None:
     with pytest.raises(InvalidMessage, match="campaign"):
         plan(campaigns, bad)

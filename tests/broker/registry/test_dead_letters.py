@@ -12,7 +12,7 @@ from timeball.broker.registry.dead_letters import (
     ResolvedDeadLetters,
     Run,
     joined,
-    left_of,
+    subtract_spans,
 )
 from timeball.broker.registry.meta import MetaLog
 from timeball.model import limits
@@ -47,7 +47,7 @@ def test_what_the_log_no_longer_has_is_forgotten() -> None:
     assert kept.spans("g", 0) == []
 
 
-def test_many_gaps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_resolved_spans_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DEAD_LETTER_SPANS_MAX", 2)
     with pytest.raises(OverLimit, match="oldest"):
         registry().changed("g", [(0, 1), (0, 3), (0, 5)], {})
@@ -77,5 +77,5 @@ def test_what_is_repeated_is_found_until_it_is_dropped(positions: set[int], drop
 
 
 def test_the_rest_of_a_span_is_what_is_not_done() -> None:
-    assert list(left_of((2, 9), [(0, 3), (4, 5), (8, 20)])) == [(3, 4), (5, 8)]
-    assert list(left_of((2, 9), [])) == [(2, 9)]
+    assert list(subtract_spans((2, 9), [(0, 3), (4, 5), (8, 20)])) == [(3, 4), (5, 8)]
+    assert list(subtract_spans((2, 9), [])) == [(2, 9)]

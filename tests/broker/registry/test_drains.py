@@ -24,7 +24,7 @@ def opened() -> tuple[Drains, list[object]]:
     return drains, rows
 
 
-def test_both_sides_are_as_the_last_rows_say() -> None:
+def test_the_last_rows_of_both_sides_count_after_a_restart() -> None:
     drains, rows = opened()
     assert drains.out is None and drains.adopted("g2") is None
     drains.put(DrainFacts(heir="g1", since_ms=5))
@@ -32,7 +32,7 @@ def test_both_sides_are_as_the_last_rows_say() -> None:
     assert drains.out is not None and not drains.out.transfer, "not before the append"
     rows.append(change.rows)
     change.keep()
-    taken = drains.adopting("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
+    taken = drains.adoption_row("g3", AdoptedFacts(since_ms=1, transfer=4, rows=10))
     rows.append(taken.rows)
     taken.keep()
     for found in (drains, reopened(rows)):
@@ -43,10 +43,10 @@ def test_both_sides_are_as_the_last_rows_say() -> None:
 
 def test_a_message_that_was_handed_over_is_not_called_cancelled() -> None:
     drains, _ = opened()
-    assert not drains.was_handed("already_cancelled", None) and not drains.is_moving(None)
+    assert not drains.was_handed_over("already_cancelled", None) and not drains.is_moving(None)
     drains.put(DrainFacts(heir="g1", since_ms=5, transfer=2, first_seq=9, rows=2, at_ms=6))
-    assert drains.was_handed(HANDED, 3) and drains.was_handed("already_cancelled", None)
-    assert not drains.was_handed("already_cancelled", 3) and not drains.was_handed("released", None)
+    assert drains.was_handed_over(HANDED, 3) and drains.was_handed_over("already_cancelled", None)
+    assert not drains.was_handed_over("already_cancelled", 3) and not drains.was_handed_over("released", None)
     assert (drains.is_moving(5), drains.is_moving(6), drains.is_moving(None)) == (False, True, True)
     drains.put(DrainFacts(heir="g1", since_ms=5, transfer=2, moved_rows=2))
     assert not drains.is_moving(6) and drains.needed_seq is None

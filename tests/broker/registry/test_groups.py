@@ -109,7 +109,7 @@ def test_a_name_that_no_client_may_use_is_refused(name: str) -> None:
     assert log.count == 0
 
 
-def test_there_is_an_end_to_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GROUPS_MAX", 2)
     groups = fresh()
     groups.ensure("a")
@@ -133,7 +133,7 @@ def test_what_has_not_changed_is_not_saved_and_has_no_new_version() -> None:
 
 
 @on_node()
-async def test_groups_outlive_the_broker(world: World) -> None:
+async def test_groups_survive_a_restart(world: World) -> None:
     world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=2))
     await world.restart()
     assert world.broker.tables.groups.get("g").retry_max_times == 2
@@ -243,7 +243,9 @@ async def test_what_was_said_is_kept_and_what_was_not_is_pull(world: World) -> N
     assert modes.get("t", "h").mode == "PULL"
 
 
-def test_names_and_numbers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_modes_with_invalid_names_or_beyond_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     modes = StateRows().opened(RequestModes)
     for wrong in (RequestMode("", "g"), RequestMode("t", "../g")):
         with pytest.raises(InvalidMessage):

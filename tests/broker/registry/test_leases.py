@@ -25,19 +25,19 @@ def table(meta: MetaLog) -> MetaTable[SavedLeases]:
     return MetaTable(meta, "in_flight", SavedLeases)
 
 
-def test_a_row_is_read_as_it_was_written() -> None:
+def test_saved_leases_are_read_as_written() -> None:
     log = StateRows()
     log.opened(table).put([("g@orders@1", SAVED)])
     assert log.opened(table).values == {"g@orders@1": SAVED}
 
 
-def test_a_lease_is_written_by_place() -> None:
+def test_a_saved_lease_is_an_array_and_older_rows_are_read() -> None:
     """A folder of an older broker has such rows: a new field goes to the end, with a default."""
     assert msgspec.json.encode(LEASE) == b'[3,41,90,7,60007,true,2,null,""]'
     assert msgspec.json.decode(b"[3,41,90,7,60007,true,2]", type=SavedLease) == LEASE
 
 
-def test_it_is_made_once_and_kept() -> None:
+def test_the_receipt_secret_is_created_once_per_folder() -> None:
     log = StateRows()
     made = log.opened(ReceiptSecret).get()
     assert len(made) == SIZE_BYTES and log.count == 1
@@ -47,14 +47,14 @@ def test_it_is_made_once_and_kept() -> None:
 
 
 @on_node()
-async def test_receipts_are_as_good_after_a_restart(world: World) -> None:
+async def test_the_receipt_secret_survives_a_restart(world: World) -> None:
     before = world.broker.tables.receipt_secret.get()
     await world.restart()
     assert world.broker.tables.receipt_secret.get() == before
 
 
 @on_node()
-async def test_the_first_receive_makes_it_and_waits_for_the_disk(world: World) -> None:
+async def test_the_first_receive_creates_a_durable_receipt_secret(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(1))
     await world.broker.consuming.receive(ReceiveRequest("g", "orders", in_log=True), 0)
@@ -68,7 +68,7 @@ async def test_the_first_receive_makes_it_and_waits_for_the_disk(world: World) -
 
 
 @on_node()
-async def test_no_reader_of_the_log_is_shown_it(world: World) -> None:
+async def test_readers_of_the_log_do_not_get_the_receipt_secret(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     secret = world.broker.tables.receipt_secret.get()
     await world.broker.log.writer.flushed()

@@ -93,7 +93,7 @@ def test_a_group_has_a_name_that_stock_clients_know(group: str) -> None:
         fresh().commit(group, "t", {0: 1}, ENDS)
 
 
-def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "GROUPS_MAX", 2)
     offsets = fresh()
     for group in ("one", "two", "one"):
@@ -102,7 +102,7 @@ def test_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         offsets.commit("three", "t", {0: 1}, ENDS)
 
 
-def test_only_what_has_changed_is_saved() -> None:
+def test_a_save_without_changes_appends_no_row() -> None:
     log = StateRows()
     offsets = log.opened(Offsets)
     offsets.save(NONE)
@@ -115,7 +115,7 @@ def test_only_what_has_changed_is_saved() -> None:
     assert keys == [["offsets/g@t", "offsets/parked"], ["offsets/g@u", "offsets/parked"]]
 
 
-def test_what_is_handed_out_is_a_copy() -> None:
+def test_a_change_of_the_returned_offsets_changes_no_stored_offset() -> None:
     offsets = fresh()
     offsets.commit("g", "t", {0: 1}, ENDS)
     offsets.get("g", "t")[0] = 9

@@ -23,7 +23,7 @@ def subscription(**fields: Any) -> PushSubscription:
     return PushSubscription(**{"topic": "orders", "group": "hooks", "url": "https://a.example/", **fields})
 
 
-def test_one_is_kept_with_its_secret() -> None:
+def test_a_subscription_and_its_secret_survive_a_restart() -> None:
     log = StateRows()
     made = log.opened(PushSubscriptions).put("a", subscription(rate_per_s=2.5), now_ms=0)
     assert made is not None and len(made) == SECRET_BYTES
@@ -34,7 +34,7 @@ def test_one_is_kept_with_its_secret() -> None:
     assert log.opened(PushSubscriptions).secrets("a", 0) == [made]
 
 
-def test_what_has_not_changed_is_no_row() -> None:
+def test_an_unchanged_subscription_appends_no_row() -> None:
     log = StateRows()
     kept = log.opened(PushSubscriptions)
     kept.put("a", subscription(), now_ms=0)
@@ -43,7 +43,7 @@ def test_what_has_not_changed_is_no_row() -> None:
     assert log.count == count
 
 
-def test_a_secret_that_was_replaced_signs_beside_the_new_one_for_a_day() -> None:
+def test_after_a_rotation_the_old_secret_signs_for_another_day() -> None:
     log = StateRows()
     kept = log.opened(PushSubscriptions)
     first = kept.put("a", subscription(), now_ms=1_000)
@@ -54,7 +54,7 @@ def test_a_secret_that_was_replaced_signs_beside_the_new_one_for_a_day() -> None
     assert kept.secrets("a", 5_000 + OVERLAP_MS) == [second]
 
 
-def test_one_that_is_removed_leaves_nothing_and_its_successor_has_another_secret() -> None:
+def test_a_removed_subscription_is_forgotten_and_a_new_one_gets_another_secret() -> None:
     log = StateRows()
     kept = log.opened(PushSubscriptions)
     before = kept.put("a", subscription(), now_ms=0)
@@ -76,19 +76,23 @@ def test_one_that_is_removed_leaves_nothing_and_its_successor_has_another_secret
         (OutOfRange, {"rate_per_s": float("nan")}), (OutOfRange, {"rate_per_s": float("inf")}),
     ],
 )  # fmt: skip
-def test_what_no_subscription_may_have(error: type[Exception], wrong: dict[str, Any]) -> None:
+def test_an_invalid_field_is_refused_and_appends_no_row(
+    error: type[Exception], wrong: dict[str, Any]
+) -> None:
     log = StateRows()
     with pytest.raises(error):
         log.opened(PushSubscriptions).put("a", subscription(**wrong), now_ms=0)
     assert log.count == 0
 
 
-def test_a_name_is_as_a_group_s() -> None:
+def test_a_name_that_is_no_group_name_is_refused() -> None:
     with pytest.raises(InvalidName):
         StateRows().opened(PushSubscriptions).put("a/b", subscription(), now_ms=0)
 
 
-def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_a_new_subscription_is_refused_until_one_is_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(limits, "PUSH_SUBSCRIPTIONS_MAX", 2)
     kept = StateRows().opened(PushSubscriptions)
     kept.put("a", subscription(), now_ms=0)
@@ -100,6 +104,6 @@ def test_their_number_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept.put("c", subscription(), now_ms=0)
 
 
-def test_a_secret_as_receivers_are_given_it() -> None:
+def test_a_secret_is_shown_as_prefixed_base64() -> None:
     text = secret_text(b"x" * 32)
     assert text.startswith("whsec_") and base64.b64decode(text.removeprefix("whsec_")) == b"x" * 32

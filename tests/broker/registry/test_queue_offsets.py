@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.broker.registry.test_topics import fresh, visible
 
-from timeball.broker.registry.queue_offsets import FewPlaces
+from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.registry.topics import Topics
@@ -38,7 +38,7 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
     by_rows, by_columns, next_seq = made(), made(), 1
     for batch in batches:
         rows = visible([name for name, _, _ in batch], [at for _, at, _ in batch], tag=[t for *_, t in batch])
-        placement, few = by_columns.place(rows), FewPlaces()
+        placement, few = by_columns.place(rows), QueueOffsets()
         sizes = stored_sizes(rows).tolist()
         chosen = [
             few.choose(by_rows.get(name), row, queue_id, sizes[row], tag, None)
@@ -46,7 +46,7 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
         ]
         assert chosen == list(zip(placement.queue_id.tolist(), placement.queue_offset.tolist(), strict=True))
         assert sorted(few.queues()) == sorted(placement.queues())
-        few.give_out()
+        few.reserve_offsets()
         few.index(next_seq)
         placement.index(next_seq)
         next_seq += len(batch)
@@ -54,7 +54,7 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
 
 
 def test_dead_letters_are_counted_by_the_topic_that_they_were_sent_to_both_ways() -> None:
-    topics, few, counted = made(), FewPlaces(), (Rates(), Rates())
+    topics, few, counted = made(), QueueOffsets(), (Rates(), Rates())
     properties = encode_properties({RETRY_TOPIC: "orders"})
     rows = visible(["%DLQ%g", "a", "%DLQ%g"], [0, 0, 0], properties=[properties, properties, None])
     topics.ensure("%DLQ%g", 1)
@@ -69,11 +69,11 @@ def test_dead_letters_are_counted_by_the_topic_that_they_were_sent_to_both_ways(
 
 
 def test_nothing_is_given_out_before_it_is_said() -> None:
-    topics, refused = made(), FewPlaces()
+    topics, refused = made(), QueueOffsets()
     before = state(topics)
     refused.choose(topics.get("a"), 0, -1, 91, "red", None)
     assert state(topics) == before
-    placed = FewPlaces()
+    placed = QueueOffsets()
     assert placed.choose(topics.get("a"), 0, -1, 91, "red", None) == (0, 0)
-    placed.give_out()
+    placed.reserve_offsets()
     assert state(topics) != before

@@ -25,7 +25,7 @@ def started() -> Rates:
     return rates
 
 
-def test_what_has_come_counts_at_once() -> None:
+def test_added_counts_are_in_every_window_at_once() -> None:
     rates = started()
     rates.put("t", 3, 300)
     rates.put("t", 1, 100)
@@ -85,7 +85,9 @@ def test_the_minute_is_what_came_since_its_oldest_state(steps: list[tuple[str, i
 # ---- the bound ------------------------------------------------------------------------------------------------
 
 
-def test_there_are_only_so_many_and_idle_ones_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_a_new_counter_is_not_counted_until_idle_ones_are_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "COUNTERS_MAX", 4)
     rates = started()
     for name in ("a", "b", "c", "d", "one too many"):

@@ -25,7 +25,7 @@ def positions(world: World) -> SourcePositions:
 
 
 @on_node()
-async def test_a_source_goes_on_where_it_stands_and_nowhere_else(world: World) -> None:
+async def test_a_step_that_does_not_begin_at_the_current_position_is_refused(world: World) -> None:
     move(world, "", {0: 5}, {0: 9})  # the first step begins anywhere
     move(world, "", {0: 9, 3: 100}, {0: 9, 3: 101})
     assert positions(world).of("", "s") == {0: 9, 3: 101}
@@ -35,7 +35,7 @@ async def test_a_source_goes_on_where_it_stands_and_nowhere_else(world: World) -
 
 
 @on_node()
-async def test_a_source_is_its_accounts(world: World) -> None:
+async def test_sources_of_two_accounts_are_independent(world: World) -> None:
     move(world, "one", {0: 0}, {0: 9})
     assert positions(world).of("two", "s") == {} and positions(world).of("one", "other") == {}
     move(world, "two", {0: 0}, {0: 1})
@@ -43,7 +43,9 @@ async def test_a_source_is_its_accounts(world: World) -> None:
 
 
 @on_node()
-async def test_it_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_sources_or_partitions_are_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "SOURCES_MAX", 1)
     monkeypatch.setattr(limits, "SOURCE_PARTITIONS_MAX", 2)
     move(world, "", {0: 0}, {0: 9})
@@ -54,7 +56,7 @@ async def test_it_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @on_node()
-async def test_it_is_there_after_a_restart_and_from_a_snapshot(world: World) -> None:
+async def test_positions_survive_a_restart_from_a_snapshot(world: World) -> None:
     move(world, "", {0: 0}, {0: 9})
     await world.broker.log.writer.flushed()
     assert await asyncio.wait_for(world.node.maintenance.snapshot(), 60)  # type: ignore[union-attr]

@@ -45,7 +45,7 @@ def test_queues_are_a_sequence() -> None:
     assert len(found) == 5
 
 
-def test_what_is_saved_is_what_it_is() -> None:
+def test_a_topic_is_restored_from_its_facts() -> None:
     facts = TopicFacts(4, "MULTI_TAG", TopicConfig(2, None, perm=4), emptied_before_seq=9, made_by="anna")
     topic = Topic("t", queues(4), facts)
     assert topic.facts() == facts
@@ -66,7 +66,7 @@ MAX = limits.QUEUES_PER_TOPIC_MAX
         TopicConfig(perm=7, order=True, sys_flag=3),
     ],
 )
-def test_what_rocketmq_allows_is_allowed(config: TopicConfig) -> None:
+def test_configurations_that_rocketmq_allows_are_accepted(config: TopicConfig) -> None:
     check_config(config)
 
 
@@ -81,7 +81,7 @@ def test_what_rocketmq_allows_is_allowed(config: TopicConfig) -> None:
         (TopicConfig(sys_flag=4), RequestError),
     ],
 )
-def test_what_cannot_be_is_refused(config: TopicConfig, error: type[Exception]) -> None:
+def test_invalid_configurations_are_refused(config: TopicConfig, error: type[Exception]) -> None:
     with pytest.raises(error):
         check_config(config)
 
@@ -108,6 +108,6 @@ def test_attributes_change_one_by_one() -> None:
         "+cleanup.policy=COMPACTION",
     ],
 )  # fmt: skip
-def test_attributes_that_mean_nothing_here_are_refused(changes: str) -> None:
+def test_unknown_attributes_and_values_are_refused(changes: str) -> None:
     with pytest.raises(RequestError):
         altered_attributes({}, changes)

@@ -169,7 +169,7 @@ def test_a_topic_is_made_and_written_to_without_a_call_to_the_disk() -> None:
     assert files.list_dir("queues") == ["00000000000000000001.cq"]
 
 
-def test_topics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_at_the_limit_a_new_topic_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TOPICS_MAX", 2)
     topics = fresh()
     for name in "aba":
@@ -179,7 +179,7 @@ def test_topics_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", ".", "a\n", "ä", "x" * 6])
-def test_names_that_nobody_can_live_with(name: str) -> None:
+def test_invalid_topic_names_are_refused(name: str) -> None:
     check_name("%a|B_9-"[:5], 5, "topic")
     with pytest.raises(InvalidMessage, match=r"group .*: 1 to 5 of the characters"):
         check_name(name, 5, "group")
@@ -248,7 +248,7 @@ def test_the_filter_type_of_a_topic_changes_only_while_it_is_empty() -> None:
     assert log.count == 2
 
 
-def test_a_filter_type_that_there_is_not() -> None:
+def test_an_unknown_filter_type_is_refused() -> None:
     topics = fresh()
     with pytest.raises(RequestError, match="'HEAVY': it is SINGLE_TAG or MULTI_TAG"):
         topics.ensure("t", filter_type="HEAVY")
@@ -295,7 +295,7 @@ def test_a_topic_shows_what_was_configured_and_after_a_restart_too() -> None:
         assert (topic.config, topic.filter_type) == (config, "MULTI_TAG")
 
 
-def test_a_topic_nobody_configured_shows_all_its_queues() -> None:
+def test_a_topic_without_configuration_shows_all_its_queues() -> None:
     topic = fresh().ensure("t")
     assert (topic.read_queues, topic.write_queues, topic.perm) == (QUEUES, QUEUES, 6)
 

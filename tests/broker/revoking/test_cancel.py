@@ -24,8 +24,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 from tests.node_fixture import running_node
 
-from timeball.broker.revoking.cancel import cancel_rows, verdicts
-from timeball.broker.revoking.scheduled_lookup import Candidate, Found
+from timeball.broker.revoking.cancel import cancel_rows, list_verdicts
+from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult
 from timeball.io.clock import ManualClock
 from timeball.log.row_encoder import rows_of
 from timeball.model import limits
@@ -101,7 +101,7 @@ PLACES: list[Callable[[World], object]] = [
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_what_waits_is_cancelled_once_and_never_comes(world: World, place: Callable) -> None:
+async def test_a_pending_message_is_cancelled_once_and_never_delivered(world: World, place: Callable) -> None:
     key = await place(world)
     now_ms = world.clock.wall
     first, second = await world.broker.cancel(ids=[key]), await world.broker.cancel(ids=[key])
@@ -114,7 +114,9 @@ async def test_what_waits_is_cancelled_once_and_never_comes(world: World, place:
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_what_has_come_is_released_since_its_instant(world: World, place: Callable) -> None:
+async def test_a_cancel_of_a_delivered_message_reports_when_it_was_released(
+    world: World, place: Callable
+) -> None:
     key = await place(world)
     await world.advance(FAR_MS)
     released = await world.broker.cancel(ids=[key])
@@ -180,7 +182,7 @@ async def test_a_key_names_several_scheduled_messages_in_all_places_at_once(worl
 
 
 @on_node()
-async def test_a_key_is_a_whole_word_and_no_id(world: World) -> None:
+async def test_a_key_matches_only_whole_keys_and_no_id(world: World) -> None:
     columns = {"unique_key": ["id1", "id2", "id3"], "keys": ["ab abc", "b", None]}
     await world.broker.send(batch(3, **columns, delay_ms=[FAR_MS] * 3))
     for name in ("a", "bc", "AB", "id1"):
@@ -191,7 +193,7 @@ async def test_a_key_is_a_whole_word_and_no_id(world: World) -> None:
 
 
 @on_node()
-async def test_ids_need_not_be_unique(world: World) -> None:
+async def test_all_messages_with_the_same_id_are_cancelled(world: World) -> None:
     """A producer that sent twice has two scheduled messages; both are settled."""
     for _ in range(2):
         await world.broker.send(batch(1, unique_key=["same"], delay_ms=[FAR_MS]))
@@ -266,7 +268,7 @@ async def let_go_of_all(world: World) -> None:
 
 
 @on_node(retention_ms=1)
-async def test_a_cancel_is_remembered_when_its_row_has_been_let_go(world: World) -> None:
+async def test_a_cancel_is_remembered_after_retention_removed_its_row(world: World) -> None:
     key = (await world.send("a", [HOUR_MS]))[0]
     await world.compact()
     assert await said(world, ids=[key]) == ["cancelled"]
@@ -288,7 +290,7 @@ async def test_what_waits_in_the_table_is_cancelled_without_its_row_in_the_log(w
 
 
 @on_node(retention_ms=1)
-async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) -> None:
+async def test_settled_messages_without_rows_are_not_found_by_id_and_expired_by_number(world: World) -> None:
     keys = await world.send("a", [SOON_MS, SOON_MS])
     await world.cancel(keys[:1])
     await world.advance(SOON_MS)
@@ -297,7 +299,7 @@ async def test_what_is_settled_and_let_go_is_not_known_any_more(world: World) ->
 
 
 @on_node(retention_ms=1)
-async def test_what_its_file_still_has_and_nothing_else_knows_is_expired(world: World) -> None:
+async def test_a_message_that_only_a_file_still_contains_is_expired(world: World) -> None:
     """It was released, or cancelled; a guess would be no verdict."""
     keys = await world.send("a", [SOON_MS, SOON_MS])
     await world.compact()
@@ -465,10 +467,10 @@ def test_cancel_rows_name_the_scheduled_messages_they_settle() -> None:
 
 
 def test_a_verdict_of_each_sort() -> None:
-    found = Found([candidate(s, i) for i, s in enumerate("abcd")], gone={"6": 6})
+    found = LookupResult([candidate(s, i) for i, s in enumerate("abcd")], expired_numbers={"6": 6})
     said = [("released", 7), ("already_cancelled", 8), ("cancelled", 50), ("expired", None)]
     told = {seq: Verdict("", verdict, seq, at_ms) for seq, (verdict, at_ms) in enumerate(said)}
-    assert verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [
+    assert list_verdicts(["d", "c", "c", "b", "a", "e", "6"], found, told) == [
         Verdict("d", "expired", 3),
         Verdict("c", "cancelled", 2, 50),
         Verdict("c", "already_cancelled", 2, 50),  # the second time
@@ -480,10 +482,10 @@ def test_a_verdict_of_each_sort() -> None:
 
 
 def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest() -> None:
-    found = Found([candidate("a", seq) for seq in (1, 2, 3, 4)])
+    found = LookupResult([candidate("a", seq) for seq in (1, 2, 3, 4)])
     said = {1: "released", 2: "cancelled", 3: "released", 4: "already_cancelled"}
     told = {seq: Verdict("", verdict, seq, 5) for seq, verdict in said.items()}
-    assert [v.seq for v in verdicts(["a"], found, told)] == [2, 4, 3, 1]
+    assert [v.seq for v in list_verdicts(["a"], found, told)] == [2, 4, 3, 1]
 
 
 def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> None:
@@ -493,6 +495,6 @@ def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> Non
     told = {
         seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))
     }
-    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2]
+    assert [v.seq for v in list_verdicts(["a"], LookupResult([old, new, other]), told)] == [3, 2]
     told[1] = Verdict("", "already_cancelled", 1, 7)  # the log tells of it: a scheduled message of its own
-    assert [v.seq for v in verdicts(["a"], Found([old, new, other]), told)] == [3, 2, 1]
+    assert [v.seq for v in list_verdicts(["a"], LookupResult([old, new, other]), told)] == [3, 2, 1]

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from timeball.broker.revoking.drain_rows import (
     SENT,
-    adopted_rows,
+    build_adopted_rows,
+    build_drain_rows,
     decode_sent,
     encode_sent,
-    handed_rows,
-    is_handed,
+    has_drain_mark,
 )
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import READ_SCHEMA, Kind, build_rows, encode_properties
@@ -42,20 +42,20 @@ def scheduled_rows(properties: list[str | None], kind: Kind = Kind.SCHEDULED) ->
 
 
 def test_a_handed_row_ends_the_scheduled_message_by_its_number_and_version() -> None:
-    (plain,) = handed_rows(scheduled_rows([None]), "g1", 9).to_pylist()
+    (plain,) = build_drain_rows(scheduled_rows([None]), "g1", 9).to_pylist()
     assert (plain["kind"], plain["source_seq"], plain["version_seq"]) == (Kind.CANCEL, 50, None)
     assert (plain["due_ms"], plain["store_ms"], plain["accepted_ms"]) == (100, 9, 2)
-    (moved,) = handed_rows(scheduled_rows([None], Kind.MOVED), "g1", 9).to_pylist()
+    (moved,) = build_drain_rows(scheduled_rows([None], Kind.MOVED), "g1", 9).to_pylist()
     assert (moved["source_seq"], moved["version_seq"], moved["from_due_ms"]) == (7, 50, None)
 
 
 @given(st.lists(st.sampled_from(PROPERTIES), min_size=1, max_size=5), st.integers(0, 300))
 def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int) -> None:
     before = scheduled_rows(properties)
-    handed = handed_rows(before, "g1", 9)
-    assert all(is_handed(text) for text in handed.column("properties").to_pylist())
+    handed = build_drain_rows(before, "g1", 9)
+    assert all(has_drain_mark(text) for text in handed.column("properties").to_pylist())
     sent = decode_sent(encode_sent(handed))
-    after = adopted_rows(sent, now_ms=now_ms, host="heir")
+    after = build_adopted_rows(sent, now_ms=now_ms, host="heir")
     for name in set(SENT.names) - {"properties", "due_ms"}:
         assert after.column(name) == before.column(name), name
     ended = [None if text is None else text.removesuffix("\x02") + "\x02" for text in properties]
@@ -66,10 +66,10 @@ def test_what_arrives_is_what_was_sent(properties: list[str | None], now_ms: int
 
 
 def test_a_message_that_only_looks_handed_over_is_not() -> None:
-    assert not is_handed(None) and not is_handed(
+    assert not has_drain_mark(None) and not has_drain_mark(
         encode_properties({"XHANDED_TO": "g1", "REASON": "HANDED_TO"})
     )
-    assert is_handed(encode_properties({"a": "b", "HANDED_TO": "g1"}))
+    assert has_drain_mark(encode_properties({"a": "b", "HANDED_TO": "g1"}))
 
 
 def test_what_is_no_transfer_is_refused() -> None:
@@ -86,7 +86,7 @@ def test_what_is_no_transfer_is_refused() -> None:
 
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_compressed_transfer_is_refused(codec: str) -> None:
-    with pa.ipc.open_stream(encode_sent(handed_rows(scheduled_rows([None] * 1_000), "g1", 9))) as reader:
+    with pa.ipc.open_stream(encode_sent(build_drain_rows(scheduled_rows([None] * 1_000), "g1", 9))) as reader:
         rows = reader.read_all()
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SENT, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
@@ -97,7 +97,7 @@ def test_a_compressed_transfer_is_refused(codec: str) -> None:
 
 @given(st.data())
 def test_a_damaged_transfer_is_refused_or_sound(data: st.DataObject) -> None:
-    sent = bytearray(encode_sent(handed_rows(scheduled_rows(PROPERTIES), "g1", 9)))
+    sent = bytearray(encode_sent(build_drain_rows(scheduled_rows(PROPERTIES), "g1", 9)))
     at = data.draw(st.integers(0, len(sent) - 1))
     sent[at] ^= data.draw(st.integers(1, 255))
     try:

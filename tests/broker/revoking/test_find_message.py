@@ -69,7 +69,7 @@ async def find(world: World, names: Names, may_read: MayRead) -> list[MessagePla
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, place: Callable) -> None:
+async def test_content_is_shown_only_to_callers_who_may_receive_it(world: World, place: Callable) -> None:
     key = await place(world)
     (waiting,) = await world.broker.find(key)
     (hidden,) = await find(world, Names([key]), _nothing)
@@ -85,7 +85,7 @@ async def test_its_content_is_shown_to_those_who_may_receive_it(world: World, pl
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_what_was_cancelled(world: World, place: Callable) -> None:
+async def test_a_cancelled_message_is_found_as_cancelled(world: World, place: Callable) -> None:
     key = await place(world)
     await world.broker.cancel(ids=[key])
     (found,) = await world.broker.find(key)
@@ -93,7 +93,7 @@ async def test_what_was_cancelled(world: World, place: Callable) -> None:
 
 
 @on_node()
-async def test_the_account_that_has_cancelled_it_is_named(world: World) -> None:
+async def test_the_account_that_cancelled_a_message_is_reported(world: World) -> None:
     class Account(Caller):
         name = "billing"
 
@@ -106,7 +106,7 @@ async def test_the_account_that_has_cancelled_it_is_named(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_for_now_and_those_of_one_id(world: World) -> None:
+async def test_messages_with_the_same_id_are_found_newest_first(world: World) -> None:
     for topic in ("a", "b"):
         await world.broker.send(batch(topic=[topic], unique_key=["same"]))
     newest, oldest = await world.broker.find("same")
@@ -117,7 +117,7 @@ async def test_a_message_for_now_and_those_of_one_id(world: World) -> None:
 
 
 @on_node()
-async def test_topics_that_the_caller_may_not_see_are_not_there(world: World) -> None:
+async def test_messages_of_topics_that_the_caller_may_not_see_are_not_found(world: World) -> None:
     await world.broker.send(batch(topic=["a"], unique_key=["now"]))
     key = (await world.send("a", [FAR_MS]))[0]
     for message_id in ("now", key):

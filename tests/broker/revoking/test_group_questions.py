@@ -28,17 +28,17 @@ from timeball.model.wire import MessagePlace, Verdict
         RouteHere(topic="orders", consumer_group="g"),
     ],
 )
-def test_a_question_is_the_same_on_the_far_side(question: AnyQuestion) -> None:
+def test_a_question_survives_encoding_and_decoding(question: AnyQuestion) -> None:
     assert msgspec.json.decode(msgspec.json.encode(question), type=AnyQuestion) == question
 
 
-def test_a_question_that_says_more_than_is_known_is_refused() -> None:
+def test_a_question_with_unknown_fields_is_refused() -> None:
     for text in (b'{"ask":"cancel","ids":["x"],"but_not":["y"]}', b'{"ask":"release"}', b'{"ids":["x"]}'):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(text, type=AnyQuestion)
 
 
-def test_an_answer_is_the_same_here() -> None:
+def test_an_answer_survives_encoding_and_decoding() -> None:
     answer = GroupAnswer(
         verdicts=[Verdict("x", "cancelled", 1, 2)],
         places=[MessagePlace("waiting", 1)],

@@ -19,7 +19,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.revoking import ranges
-from timeball.broker.revoking.ranges import check
+from timeball.broker.revoking.ranges import check_numbers
 from timeball.model import limits
 from timeball.model.errors import NotFound, OutOfRange, RequestError
 from timeball.model.message import CANCEL_REASON, Kind, decode_properties
@@ -78,7 +78,7 @@ async def test_what_waits_of_a_job_is_ended_wherever_it_lies_and_nothing_else(wo
 
 @pytest.mark.parametrize("reason", ["x\x02NEXT\x017", "x\n"])
 @on_node()
-async def test_a_reason_that_would_be_more_than_one_property(world: World, reason: str) -> None:
+async def test_a_reason_with_unprintable_characters_is_refused(world: World, reason: str) -> None:
     _, numbers = await attached(world, [FAR_MS])
     with pytest.raises(RequestError, match="printable"):
         await world.broker.cancel_ranges([numbers], reason)
@@ -86,7 +86,7 @@ async def test_a_reason_that_would_be_more_than_one_property(world: World, reaso
 
 
 @on_node()
-async def test_what_was_moved_has_left_the_job(world: World) -> None:
+async def test_a_rescheduled_message_is_not_cancelled_with_its_range(world: World) -> None:
     keys, numbers = await attached(world, [FAR_MS, FAR_MS])
     await world.broker.reschedule(ids=keys[:1], delay_ms=HOUR_MS)
     counted = await world.broker.cancel_ranges([numbers], "campaign spring")
@@ -96,7 +96,7 @@ async def test_what_was_moved_has_left_the_job(world: World) -> None:
 
 
 @on_node()
-async def test_what_was_counted_survives_a_restart_without_a_checkpoint(world: World) -> None:
+async def test_a_repeated_cancel_after_a_crash_counts_nothing_again(world: World) -> None:
     keys, numbers = await attached(world, [SOON_MS, FAR_MS, FAR_MS + DAY_MS])
     assert (await world.broker.cancel_ranges([numbers])).cancelled == 3
     await world.stop()
@@ -205,13 +205,15 @@ async def test_files_that_leave_the_table_meanwhile_are_read_all_the_same(
 
 
 @on_node()
-async def test_many_ranges_are_looked_up_at_once(world: World) -> None:
+async def test_many_ranges_are_checked_quickly(world: World) -> None:
     """Each was compared with each reservation and read from the log, all on the event loop: seconds."""
     _, (first, rows) = await attached(world, [FAR_MS] * limits.ATTACH_FILES_MAX)
     world.broker.attach_state.reserved |= {(1 << 50) + at: 1 for at in range(limits.RESERVATIONS_MAX)}
     begin_s = time.perf_counter()
     broker = world.broker
-    check([(first + at, 1) for at in range(rows)], reader=broker.log.reader, attach_state=broker.attach_state)
+    check_numbers(
+        [(first + at, 1) for at in range(rows)], reader=broker.log.reader, attach_state=broker.attach_state
+    )
     assert time.perf_counter() - begin_s < BOUND_S / 20
 
 
@@ -269,7 +271,9 @@ async def test_numbers_that_no_bulk_job_has_attached_are_refused(world: World) -
     ),
     st.lists(st.integers(0, 80), max_size=30),
 )
-def test_a_number_lies_in_a_range_or_not(ranges: list[tuple[int, int]], seqs: list[int]) -> None:
+def test_within_finds_exactly_the_numbers_in_the_ranges(
+    ranges: list[tuple[int, int]], seqs: list[int]
+) -> None:
     apart = [
         (first, min(rows, next_first - first))
         for (first, rows), (next_first, _) in zip(
@@ -281,7 +285,7 @@ def test_a_number_lies_in_a_range_or_not(ranges: list[tuple[int, int]], seqs: li
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=6), st.data())
-def test_a_span_shares_a_number_with_a_range_or_not(
+def test_overlap_finds_exactly_the_spans_that_share_a_number(
     spans: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     sizes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), max_size=6))

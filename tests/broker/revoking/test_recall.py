@@ -35,7 +35,7 @@ async def refused(world: World, handle: str) -> tuple[str, int | None]:
 
 @BOTH
 @on_node()
-async def test_what_waits_is_taken_back_and_twice_is_success_twice(world: World, answers: str) -> None:
+async def test_a_pending_message_is_recalled_and_a_second_recall_succeeds(world: World, answers: str) -> None:
     await world.restart(recall_answers=answers)
     handle = await sent(world, FAR_MS)
     for _ in range(2):
@@ -46,7 +46,9 @@ async def test_what_waits_is_taken_back_and_twice_is_success_twice(world: World,
 
 @BOTH
 @on_node()
-async def test_what_is_of_another_topic_stays(world: World, answers: str) -> None:
+async def test_a_message_of_another_topic_with_the_same_id_is_not_recalled(
+    world: World, answers: str
+) -> None:
     await world.restart(recall_answers=answers)
     mine, _ = await sent(world, FAR_MS), await sent(world, FAR_MS, topic="b")
     await world.broker.recall("a", mine)
@@ -56,7 +58,7 @@ async def test_what_is_of_another_topic_stays(world: World, answers: str) -> Non
 
 @BOTH
 @on_node()
-async def test_what_has_come_is_refused(world: World, answers: str) -> None:
+async def test_a_recall_of_a_delivered_message_is_refused(world: World, answers: str) -> None:
     await world.restart(recall_answers=answers)
     handle = await sent(world, SOON_MS)
     await world.advance(SOON_MS)
@@ -78,7 +80,7 @@ async def test_what_was_moved_is_found_by_its_old_handle(world: World) -> None:
 
 
 @on_node()
-async def test_what_was_moved_to_sooner_may_have_come(world: World) -> None:
+async def test_a_recall_of_a_message_that_was_moved_earlier_and_delivered_is_refused(world: World) -> None:
     handle = await sent(world, HOUR_MS)
     await world.broker.reschedule(ids=["x"], delay_ms=SOON_MS)
     await world.advance(SOON_MS)
@@ -86,7 +88,7 @@ async def test_what_was_moved_to_sooner_may_have_come(world: World) -> None:
 
 
 @on_node()
-async def test_what_was_never_there(world: World) -> None:
+async def test_a_recall_of_an_unknown_message_is_refused(world: World) -> None:
     await sent(world, FAR_MS)
     forged = encode_handle("a", "timeball", world.clock.wall + FAR_MS, "nobody")
     assert await refused(world, forged) == ("not_found", None)
@@ -96,7 +98,7 @@ async def test_what_was_never_there(world: World) -> None:
 
 
 @on_node(retention_ms=1)
-async def test_what_is_older_than_the_log_is_not_known_any_more(world: World) -> None:
+async def test_a_recall_of_a_message_older_than_the_log_is_expired(world: World) -> None:
     old = await sent(world, SOON_MS)
     await world.advance(SOON_MS)
     await let_go_of_all(world)
@@ -107,7 +109,7 @@ async def test_what_is_older_than_the_log_is_not_known_any_more(world: World) ->
 
 @BOTH
 @on_node()
-async def test_what_is_no_handle_of_ours(world: World, answers: str) -> None:
+async def test_a_handle_of_another_topic_or_broker_is_refused(world: World, answers: str) -> None:
     await world.restart(recall_answers=answers)
     handle = await sent(world, FAR_MS)
     await sent(world, FAR_MS, topic="b")
@@ -131,14 +133,16 @@ def encoded(text: str | bytes) -> str:
     return base64.urlsafe_b64encode(text.encode() if isinstance(text, str) else text).decode()
 
 
-def test_the_bytes_are_rocketmqs() -> None:
+def test_a_handle_has_the_bytes_of_rocketmq() -> None:
     handle = encode_handle("Orders", "broker-a", 1_700_000_000_123, "7F0000010001")
     assert handle == "djEgT3JkZXJzIGJyb2tlci1hIDE3MDAwMDAwMDAxMjMgN0YwMDAwMDEwMDAx"
     assert base64.urlsafe_b64decode(handle) == b"v1 Orders broker-a 1700000000123 7F0000010001"
 
 
 @given(topic=NAMES, broker=NAMES, due_ms=st.integers(0, 1 << 62), key=NAMES)
-def test_a_handle_says_what_it_was_made_of(topic: str, broker: str, due_ms: int, key: str) -> None:
+def test_a_handle_is_decoded_to_the_items_it_was_encoded_from(
+    topic: str, broker: str, due_ms: int, key: str
+) -> None:
     handle = encode_handle(topic, broker, due_ms, key)
     assert decode_handle(handle) == Handle(topic, broker, due_ms, key)
     assert decode_handle(handle.rstrip("=")) == Handle(topic, broker, due_ms, key)
@@ -149,7 +153,7 @@ def test_items_behind_the_fifth_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("key", ["", "two words"])
-def test_what_no_handle_can_name_gets_none(key: str) -> None:
+def test_items_that_a_handle_cannot_contain_give_no_handle(key: str) -> None:
     assert encode_handle("t", "b", 5, key) == ""
 
 
@@ -160,7 +164,7 @@ def test_what_no_handle_can_name_gets_none(key: str) -> None:
         encoded("v1 t b -5 k"), encoded("v1  t b 5 k"), encoded(b"\xff\xfe v1 t b 5 k"),
     ],
 )  # fmt: skip
-def test_what_is_no_handle_is_refused(text: str) -> None:
+def test_an_invalid_handle_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="recall handle"):
         decode_handle(text)
 

@@ -63,7 +63,9 @@ async def log_rows(world: World, *kinds: Kind) -> list[dict[str, object]]:
 
 @pytest.mark.parametrize("place", PLACES)
 @on_node()
-async def test_what_is_moved_comes_then_and_only_then(world: World, place: Callable) -> None:
+async def test_a_rescheduled_message_is_delivered_at_its_new_due_time_only(
+    world: World, place: Callable
+) -> None:
     key = await place(world)
     due_ms = world.clock.wall + LATER_MS
     [verdict] = await world.broker.reschedule(ids=[key], due_ms=due_ms)
@@ -82,7 +84,9 @@ async def test_what_is_moved_comes_then_and_only_then(world: World, place: Calla
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("survival", ["nothing", "everything"])
 @on_node()
-async def test_to_sooner_and_through_a_power_cut(world: World, survival: str, place: Callable) -> None:
+async def test_a_move_to_an_earlier_due_time_survives_a_power_failure(
+    world: World, survival: str, place: Callable
+) -> None:
     key = await place(world)
     [verdict] = await world.broker.reschedule(ids=[key], delay_ms=1_000)
     assert verdict.due_ms == world.clock.wall + 1_000
@@ -100,7 +104,7 @@ async def test_to_sooner_and_through_a_power_cut(world: World, survival: str, pl
 
 
 @on_node()
-async def test_all_of_a_message_moves(world: World) -> None:
+async def test_a_rescheduled_message_keeps_all_its_columns(world: World) -> None:
     sent = {
         "topic": ["a"], "body": [b"\x00 body"], "tag": ["t"], "keys": ["k1 k2"], "unique_key": ["x"],
         "properties": [encode_properties({"mine": "1", "TIMER_DELIVER_MS": "5", "WAIT": "true"})],
@@ -153,7 +157,7 @@ async def test_a_scheduled_message_of_a_delay_level_becomes_an_ordinary_one(worl
 
 @kept_by
 @on_node()
-async def test_whoever_keeps_it(world: World, schedule: str) -> None:
+async def test_messages_are_rescheduled_with_every_strategy(world: World, schedule: str) -> None:
     await begin(world, schedule)
     keys = await world.send("a", [12 * 60_000, 12 * 60_000, 5_000, HOUR_MS])
     bulk = await world.bulk("a", [40 * SECOND_MS, 50 * SECOND_MS], 1)
@@ -172,7 +176,7 @@ async def test_whoever_keeps_it(world: World, schedule: str) -> None:
 
 
 @on_node()
-async def test_a_keepers_limit_holds_and_moves_nothing(world: World) -> None:
+async def test_a_full_slot_of_the_timer_wheel_refuses_a_move(world: World) -> None:
     await begin(world, "timer_wheel", timer_congest_num_each_slot=1)
     at_ms = world.clock.wall // 1_000 * 1_000 + 30_000
     await world.broker.send(batch(1, unique_key=["x"], due_ms=[at_ms]))
@@ -189,7 +193,7 @@ async def test_a_keepers_limit_holds_and_moves_nothing(world: World) -> None:
 
 @pytest.mark.parametrize("filed", [False, True])
 @on_node()
-async def test_names_find_what_it_has_become(world: World, filed: bool) -> None:
+async def test_a_rescheduled_message_is_found_by_all_its_names(world: World, filed: bool) -> None:
     first = (await world.broker.send(batch(1, unique_key=["x"], keys=["k"], delay_ms=[FAR_MS]))).first_seq
     all_names: tuple[dict[str, list], ...] = ({"ids": ["x"]}, {"keys": ["k"]}, {"seqs": [first]})
     for delay_ms in (HOUR_MS, SOON_MS, LATER_MS):
@@ -219,7 +223,7 @@ async def test_a_scheduled_message_without_a_name_is_followed_by_its_number(worl
 
 
 @on_node(retention_ms=1)
-async def test_when_retention_has_let_go_of_the_move(world: World) -> None:
+async def test_a_moved_message_is_found_by_id_after_retention_removed_its_moved_row(world: World) -> None:
     """Then an id still means what waits under it; and nothing is said of it that is not known."""
     [key] = await world.send("a", [HOUR_MS])
     await world.compact()
@@ -304,7 +308,7 @@ async def test_many_at_once_and_one_named_twice(world: World) -> None:
 
 
 @on_node()
-async def test_the_rows_are_one_frame_and_say_it_all(world: World) -> None:
+async def test_a_move_is_one_frame_with_number_version_and_due_times(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
     before = world.broker.log.reader.next_seq
     [verdict] = await world.broker.reschedule(ids=[key], delay_ms=LATER_MS)
@@ -334,7 +338,7 @@ async def test_the_rows_are_one_frame_and_say_it_all(world: World) -> None:
     ],
 )  # fmt: skip
 @on_node()
-async def test_an_instant_that_a_send_would_refuse(world: World, when: dict[str, int]) -> None:
+async def test_a_due_time_that_a_send_would_refuse_is_refused(world: World, when: dict[str, int]) -> None:
     [key] = await world.send("a", [FAR_MS])
     with pytest.raises(InvalidDelay if len(when) == 1 else RequestError):
         await world.broker.reschedule(ids=[key], **when)
@@ -342,7 +346,7 @@ async def test_an_instant_that_a_send_would_refuse(world: World, when: dict[str,
 
 
 @on_node()
-async def test_an_instant_that_has_passed_is_now(world: World) -> None:
+async def test_a_past_due_time_becomes_now(world: World) -> None:
     [key] = await world.send("a", [FAR_MS])
     [verdict] = await world.broker.reschedule(ids=[key], due_ms=limits.DUE_MS_MIN)
     assert verdict.due_ms == world.clock.wall
@@ -377,10 +381,10 @@ async def test_a_full_disk_refuses_it_as_it_refuses_a_send(
 ) -> None:
     [key] = await world.send("a", [FAR_MS])
     log = world.broker.log.writer
-    log.next_segment.room_error = OverLimit("no room")
+    log.next_segment.disk_full_error = OverLimit("no room")
     with pytest.raises(OverLimit, match="no room"):
         await world.broker.reschedule(ids=[key], delay_ms=5)
-    log.next_segment.room_error = None
+    log.next_segment.disk_full_error = None
     assert await said(world, ids=[key]) == ["cancelled"]
 
 

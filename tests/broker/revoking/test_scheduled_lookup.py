@@ -11,14 +11,16 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.look_ups import scan
-from timeball.broker.revoking.scheduled_lookup import Candidate, Found, Names, Search
+from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult, Names, Search
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Kind, build_rows
 from timeball.table.file_keys import FileSet
 
 
-def look_up(world: World, thorough: bool = False, live: FileSet | None = None, **names: object) -> Found:
+def look_up(
+    world: World, thorough: bool = False, live: FileSet | None = None, **names: object
+) -> LookupResult:
     live = world.broker.scheduling.hour_log.pending.live if live is None else live
     asked = Names(**names)
     search = Search(
@@ -37,7 +39,7 @@ def look_up(world: World, thorough: bool = False, live: FileSet | None = None, *
 
 
 def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
-    rows = scheduled_lookup.read(
+    rows = scheduled_lookup.read_scheduled_rows(
         world.broker.log.reader,
         world.broker.pending_table.file_keys,
         world.broker.scheduling.hour_log.pending.live,
@@ -46,7 +48,7 @@ def bodies(world: World, candidates: list[Candidate]) -> dict[int, bytes]:
     return dict(zip(column(rows, "seq"), column(rows, "body"), strict=True))
 
 
-def test_too_many_names_for_one_request() -> None:
+def test_too_many_names_in_one_request_are_refused() -> None:
     half = limits.CANCELS_PER_REQUEST_MAX // 2
     Names(ids=["x"] * half, keys=["x"] * (half - 1), seqs=[1]).check()
     with pytest.raises(OutOfRange, match="split it"):
@@ -98,7 +100,7 @@ async def test_the_number_of_a_bulk_row_is_known_when_its_file_has_gone(world: W
     found = look_up(world, live=FileSet([]), seqs=[seq])
     assert [c.seq for c in found.candidates] == [seq] and found.settled[seq].verdict == "released"
     # Set aside, and never anybody's.
-    assert look_up(world, seqs=[await world.broker.reserve(3)]) == Found()
+    assert look_up(world, seqs=[await world.broker.reserve(3)]) == LookupResult()
 
 
 @on_node()
@@ -132,7 +134,7 @@ async def test_a_half_message_and_its_end_are_no_scheduled_message(world: World,
     row = build_rows(1, kind=int(kind), topic="a", unique_key="half", body=b"", store_ms=1, source_seq=1)
     seq, durable = world.broker.log.writer.append(row)
     await durable
-    assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == Found()
+    assert look_up(world, ids=["half", "k00000"], seqs=[1, seq]) == LookupResult()
 
 
 @on_node()

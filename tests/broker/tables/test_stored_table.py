@@ -174,7 +174,7 @@ def test_files_that_have_left_are_removed_there_and_here(world: World) -> None:
         await world.node.broker.attach(gone)
         return await world.node.loop.run_in_executor(
             world.node.broker.threads.table,
-            world.node.broker.pending_table.catalog.remove_left,
+            world.node.broker.pending_table.catalog.delete_removed_files,
             world.node.broker.clock.now_ms() + 1,
         )
 
@@ -322,7 +322,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
         look_up.result(0)
     world.store.heal()
     world.node.start()
-    eventually(lambda: not world.node.broker.mover.is_unfinished, "the table follows the log")
+    eventually(lambda: not world.node.broker.mover.has_unfinished_attach, "the table follows the log")
     world.clock.advance(HOUR_MS)
     assert [world.visible(topic) for topic in ("soon", "kept", "orders")] == [100, 1, 1]
 
@@ -390,7 +390,7 @@ def test_each_scheduled_message_is_there_once_whatever_the_store_does(
             except TimeballError:
                 world.clock.advance(1)
     world.store.heal()
-    eventually(lambda: not world.node.broker.mover.is_unfinished, "the table follows the log")
+    eventually(lambda: not world.node.broker.mover.has_unfinished_attach, "the table follows the log")
     seqs = open_table(world.uri).to_pyarrow_table()["seq"].to_pylist()
     assert len(seqs) == len(set(seqs)) == 5
     world.restart()

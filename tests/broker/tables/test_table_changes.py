@@ -146,7 +146,7 @@ async def test_a_refused_attach_leaves_the_table_as_it_was_and_may_be_put_right(
 
 
 @on_node()
-async def test_a_wrong_beginning_is_told_the_right_one(world: World) -> None:
+async def test_a_compact_with_a_wrong_begin_is_refused_with_the_watermark(world: World) -> None:
     await world.send("a", [FAR_MS] * 4)
     await world.compact()
     with pytest.raises(OutOfRange, match="the watermark is 6"):
@@ -154,7 +154,7 @@ async def test_a_wrong_beginning_is_told_the_right_one(world: World) -> None:
 
 
 @on_node()
-async def test_a_caller_who_goes_away_leaves_no_attach_half_done(world: World) -> None:
+async def test_an_attach_is_completed_when_its_caller_disconnects(world: World) -> None:
     change = await bulk_of(world, 3)
     asking = asyncio.ensure_future(world.broker.attach(change))
     await asyncio.sleep(0)
@@ -236,7 +236,7 @@ async def test_a_delta_commit_that_fails_loses_nothing_at_the_next_start(
 
 
 @on_node()
-async def test_nothing_to_move_is_no_attach(world: World) -> None:
+async def test_a_compaction_without_rows_attaches_nothing(world: World) -> None:
     assert await world.broker.compact() is None
     await world.send("a", [None] * 3)
     assert await world.broker.compact() is None

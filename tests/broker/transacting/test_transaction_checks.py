@@ -61,7 +61,7 @@ async def test_the_first_edge_that_has_a_producer_asks(world: World) -> None:
 
 
 @on_node()
-async def test_a_producer_that_does_not_take_it_was_not_asked(world: World) -> None:
+async def test_a_check_that_no_producer_accepts_does_not_count(world: World) -> None:
     deaf = Edge(takes=False)
     world.broker.transaction_checks.askers.append(deaf)
     seq = await prepare(world)
@@ -84,7 +84,7 @@ async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
 
 
 @on_node()
-async def test_too_often_is_rolled_back(world: World) -> None:
+async def test_after_too_many_checks_a_half_message_is_rolled_back(world: World) -> None:
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
@@ -95,7 +95,7 @@ async def test_too_often_is_rolled_back(world: World) -> None:
 
 
 @on_node()
-async def test_no_more_at_a_time_than_is_good(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transaction_checks, "CHECKS_PER_LOOK", 2)
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
@@ -136,14 +136,14 @@ async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -
 
 
 @on_node()
-async def test_what_passes_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_round_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     edge = Unable(OverLimit("later"))
     await run_until(world, monkeypatch, edge)
     assert len(edge.asked) == 1
 
 
 @on_node(failing=True)
-async def test_the_checks_do_not_just_stop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unexpected_error_stops_the_broker(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     edge = Unable(AssertionError("a bug"))
     await run_until(world, monkeypatch, edge)
     assert edge.asked == [] and isinstance(world.failure, AssertionError)

@@ -18,7 +18,7 @@ from timeball.io.clock import ManualClock
 from timeball.log import checkpoint
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OverLimit
-from timeball.model.message import NO_INSTANT_MS, Kind, encode_properties
+from timeball.model.message import NO_DUE_TIME_MS, Kind, encode_properties
 
 FIRST_MS, EACH_MS = limits.TRANSACTION_FIRST_CHECK_MS, limits.TRANSACTION_CHECK_INTERVAL_MS
 GROUP = "payers"
@@ -89,7 +89,7 @@ async def test_nobody_sees_a_half(world: World) -> None:
 
 
 @on_node()
-async def test_a_commit_shows_the_message_as_it_was(world: World) -> None:
+async def test_a_committed_message_becomes_visible_unchanged(world: World) -> None:
     whole = {
         "tag": ["t"],
         "keys": ["k"],
@@ -111,7 +111,7 @@ async def test_a_commit_shows_the_message_as_it_was(world: World) -> None:
 
 
 @on_node()
-async def test_a_rollback_shows_nothing(world: World) -> None:
+async def test_a_rolled_back_message_stays_invisible(world: World) -> None:
     seq = await prepare(world)
     assert await roll_back(world, seq) is Outcome.ROLLED_BACK
     assert (await visible(world)) == world.broker.transactions.open() == []
@@ -127,7 +127,7 @@ async def test_a_delay_begins_with_the_commit(world: World) -> None:
     assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
     [moved] = log(world, Kind.MOVED)
     assert (moved["due_ms"], moved["source_seq"]) == (world.clock.wall + 1_000, seq)
-    assert (moved["accepted_ms"], moved["from_due_ms"]) == (world.clock.wall, NO_INSTANT_MS)
+    assert (moved["accepted_ms"], moved["from_due_ms"]) == (world.clock.wall, NO_DUE_TIME_MS)
     assert await visible(world) == []
     await world.advance(1_000)
     assert await visible(world) == ["A0"]
@@ -136,7 +136,7 @@ async def test_a_delay_begins_with_the_commit(world: World) -> None:
 @pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
 @pytest.mark.parametrize("delay", [{"delay_ms": HOUR_MS}, {"delay_level": 17}], ids=["instant", "level"])
 @pytest.mark.parametrize("after", ["nothing", "restart", "without caches", "compaction"])
-def test_a_half_that_is_committed_with_a_delay_keeps_its_number(
+def test_a_half_message_committed_with_a_delay_keeps_its_number(
     strategy: str, delay: dict[str, int], after: str
 ) -> None:
     """Its id and its number name it, however it is moved then, and each of these scheduled messages ends once."""
@@ -177,7 +177,7 @@ def test_a_half_that_is_committed_with_a_delay_keeps_its_number(
 
 
 @on_node()
-async def test_an_end_is_repeated_and_counts_once(world: World) -> None:
+async def test_a_repeated_end_has_the_first_outcome(world: World) -> None:
     first = await prepare(world, 2)
     second = first + 1
     outcomes = await asyncio.gather(*[commit(world, first) for _ in range(5)], roll_back(world, second))
@@ -188,14 +188,14 @@ async def test_an_end_is_repeated_and_counts_once(world: World) -> None:
 
 
 @on_node()
-async def test_who_comes_first_decides(world: World) -> None:
+async def test_of_concurrent_ends_the_first_decides(world: World) -> None:
     seq = await prepare(world)
     assert await asyncio.gather(roll_back(world, seq), commit(world, seq)) == [Outcome.ROLLED_BACK] * 2
     assert log(world, Kind.MESSAGE, Kind.RELEASE) == []
 
 
 @on_node()
-async def test_what_is_no_half_of_the_group_is_not_found(world: World) -> None:
+async def test_a_half_message_of_another_group_is_not_found(world: World) -> None:
     seq = await prepare(world)
     other = (await world.broker.send(batch())).first_seq
     end = world.broker.transactions.end
@@ -208,7 +208,7 @@ async def test_what_is_no_half_of_the_group_is_not_found(world: World) -> None:
 
 
 @on_node()
-async def test_without_an_id_it_has_ended_somehow(world: World) -> None:
+async def test_without_an_id_the_outcome_is_ended(world: World) -> None:
     seq = await prepare(world, unique_key=[None])
     await commit(world, seq)
     assert await commit(world, seq) is Outcome.ENDED
@@ -216,7 +216,7 @@ async def test_without_an_id_it_has_ended_somehow(world: World) -> None:
 
 
 @on_node()
-async def test_a_commit_that_is_refused_leaves_it_open(world: World) -> None:
+async def test_a_refused_commit_leaves_the_half_message_open(world: World) -> None:
     seq = await prepare(world)
 
     def refuse(properties: dict[str, str]) -> dict[str, int]:
@@ -266,7 +266,7 @@ async def test_a_caller_who_goes_away_leaves_nothing_half_done(world: World) -> 
 
 
 @on_node()
-async def test_more_than_the_broker_keeps_open_is_refused(
+async def test_too_many_open_half_messages_raise_over_limit(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "HALVES_OPEN_MAX", 3)
@@ -348,11 +348,11 @@ async def test_nobody_is_asked_about_what_is_just_ending(world: World) -> None:
 
 
 @on_node()
-async def test_a_check_can_be_put_off(world: World) -> None:
+async def test_a_postponed_check_is_not_due_before_its_time(world: World) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS)
     half = world.broker.transactions.take_due(world.clock.wall)
-    world.broker.transactions.put_off(half, world.clock.wall + 1)
+    world.broker.transactions.postpone(half, world.clock.wall + 1)
     assert due(world) == []
     world.clock.advance(1)
     assert due(world) == [seq]
@@ -377,7 +377,7 @@ async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
     assert transactions.take_due(clock.elapsed_ms()) is None
     world.clock.advance(1)
     half = transactions.take_due(clock.elapsed_ms())
-    assert half.seq == first and transactions.given_up(half, clock.elapsed_ms()) is None
+    assert half.seq == first and transactions.reason_to_give_up(half, clock.elapsed_ms()) is None
     world.clock.advance(FIRST_MS - 1)
     assert transactions.take_due(clock.elapsed_ms()).seq == second
 
@@ -394,19 +394,17 @@ async def test_checks_come_again_behind_a_restart_with_the_clock_set_back(world:
 
 
 @on_node()
-async def test_given_up_after_fifteen_times_or_the_retention_time(world: World) -> None:
+async def test_a_half_message_is_given_up_after_fifteen_checks_or_the_retention_time(world: World) -> None:
     half = Half(1, GROUP, "orders", None, store_ms=0, check_ms=0, checks=14)
-    given_up, retention_ms = world.broker.transactions.given_up, world.settings.retention_ms
-    assert given_up(half, retention_ms) is None
-    assert given_up(half, retention_ms + 1) == "it is older than the retention time"
+    give_up, retention_ms = world.broker.transactions.reason_to_give_up, world.settings.retention_ms
+    assert give_up(half, retention_ms) is None
+    assert give_up(half, retention_ms + 1) == "it is older than the retention time"
     half.checks = 15
-    assert given_up(half, 0) == "its producer was asked 15 times"
+    assert give_up(half, 0) == "its producer was asked 15 times"
 
 
 @on_node()
-async def test_what_is_discarded_is_rolled_back_and_said(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_discarding_rolls_back_and_logs(world: World, caplog: pytest.LogCaptureFixture) -> None:
     seq = await prepare(world)
     world.clock.advance(FIRST_MS)
     half = world.broker.transactions.take_due(world.clock.wall)
@@ -424,7 +422,7 @@ async def test_what_is_discarded_is_rolled_back_and_said(
 
 @pytest.mark.parametrize("saved", [(), (0,), (1,), (0, 1), (0, 1, 2)])
 @on_node()
-async def test_what_is_open_survives(world: World, saved: tuple[int, ...]) -> None:
+async def test_open_half_messages_survive_a_restart(world: World, saved: tuple[int, ...]) -> None:
     """Whichever checkpoints there are: before the halves, between them and their ends, behind."""
 
     async def save(at: int) -> None:
@@ -545,7 +543,7 @@ async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(wor
 
 
 @on_node()
-async def test_a_checkpoint_of_before_knows_no_halves(world: World) -> None:
+async def test_a_checkpoint_has_halves_only_while_a_half_message_is_open(world: World) -> None:
     await world.send("a", [None])
     await world.checkpoint()
     saved = checkpoint.load(world.files)

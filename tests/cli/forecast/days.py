@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from timeball.cli.forecast.options import Asked, Extra, Moment
-from timeball.cli.forecast.report import Answer, Counted, answer
+from timeball.cli.forecast.options import Extra, Moment, Request
+from timeball.cli.forecast.report import Answer, CountedLoad, answer
 from timeball.model.limits import HOUR_MS
 from timeball.spark.table_store import Due
 from timeball.spark.views.due_histogram import from_due_ms
@@ -17,19 +17,19 @@ EXTRA = Extra(rows=60, at=Moment(TEN_MS), topic="campaign")
 NO_EXTRA = Extra()
 
 
-def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None = None) -> Counted:
+def counted(due: Due = (None, None), *, is_whole: bool = True, came: int | None = None) -> CountedLoad:
     """A hundred orders within the second of nine, and ten mails an hour later. So many orders `came` before ten."""
     due_ms = np.concatenate([NINE_MS + np.arange(100), TEN_MS + 1_000 * np.arange(10)])
     load = from_due_ms(due_ms, pa.array(["orders"] * 100 + ["mail"] * 10))
     since = None
     if came is not None:
         since = (from_due_ms(due_ms[:came], pa.array(["orders"] * came)), TEN_MS - 10_000)
-    return Counted(now_ms=EIGHT_MS, version=7, is_whole=is_whole, due=due, load=load, came=since)
+    return CountedLoad(now_ms=EIGHT_MS, version=7, is_whole=is_whole, due=due, load=load, came=since)
 
 
-def asked(**more: object) -> Asked:
+def asked(**more: object) -> Request:
     options = {"by": "hour", "peaks": 2, "by_topic": True, "topics": [], "rates": {}, **more}
-    return Asked(**options)  # type: ignore[arg-type]
+    return Request(**options)  # type: ignore[arg-type]
 
 
 def answered(extra: Extra = NO_EXTRA, **more: object) -> Answer:

@@ -45,7 +45,7 @@ def test_a_forecast_for_programs(node: RunningNode, tmp_path: Path) -> None:
     assert document["within_ms"] == 10_000 and document["rate_needed"] > 0
 
 
-def test_a_forecast_to_look_at(node: RunningNode, tmp_path: Path) -> None:
+def test_a_forecast_is_drawn_as_a_picture(node: RunningNode, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
     file = tmp_path / "load.png"
     drawn = run_here("forecast", "--endpoint", node.endpoint, "--picture", str(file))
@@ -60,8 +60,8 @@ def test_a_forecast_to_look_at(node: RunningNode, tmp_path: Path) -> None:
         (["--extra-at", "2h"], "--extra-rows and --extra-at"),
         (["--until", "2020-01-01T00:00:00Z"], "--until lies before now"),
         (["--version", "1", "--timestamp", "5"], "--version and --timestamp"),
-        (["--check"], "--check holds an older forecast against what came"),
-        (["--backlog", "5"], "--backlog says nothing without"),
+        (["--check"], "--check compares an older forecast with the messages released since"),
+        (["--backlog", "5"], "--backlog has no effect without"),
         (["--version", "99"], "no version 99 of the pending table"),
         (["--picture", "x.txt"], "--picture x.txt"),
         (["--extra", "nowhere.txt"], "nowhere.txt: a file of Parquet or CSV"),
@@ -88,7 +88,7 @@ def test_no_broker() -> None:
 
 def test_settings_of_spark_say_nothing_where_this_process_counts() -> None:
     refused = run_here("forecast", "--endpoint", NOWHERE, "--conf", "spark.ui.enabled=true")
-    assert refused.returncode == 2 and "say nothing without --master" in refused.stderr
+    assert refused.returncode == 2 and "have no effect without --master" in refused.stderr
 
 
 def test_other_commands_do_not_wait_for_its_modules() -> None:
@@ -103,7 +103,7 @@ def test_other_commands_do_not_wait_for_its_modules() -> None:
 @pytest.mark.slow
 @pytest.mark.spark
 @pytest.mark.timeout(600)
-def test_on_spark_it_says_the_same(node: RunningNode) -> None:
+def test_spark_counts_the_same_as_duckdb(node: RunningNode) -> None:
     pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
     options = ["--json", "--by-topic", "--by", "hour", "--endpoint", node.endpoint]
     here = json.loads(run_here("forecast", *options).stdout)

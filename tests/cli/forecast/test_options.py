@@ -11,7 +11,7 @@ from timeball.model.errors import RequestError
 from timeball.spark.views import consumer_model, due_histogram
 
 
-def test_the_light_copies_say_what_the_pipeline_says() -> None:
+def test_the_options_equal_the_units_of_the_pipeline() -> None:
     assert [str(unit) for unit in Bars] == [str(unit) for unit in due_histogram.Unit]
     assert OTHER_TOPICS == consumer_model.OTHER_TOPICS
 
@@ -25,13 +25,13 @@ def test_the_light_copies_say_what_the_pipeline_says() -> None:
         ("1h30m", 1_000 + 90 * 60_000),
     ],
 )
-def test_a_moment_is_an_instant_or_so_much_later(text: str, at_ms: int) -> None:
+def test_a_moment_is_a_time_or_a_duration_from_now(text: str, at_ms: int) -> None:
     assert parse_moment(text).at_ms(1_000) == at_ms
 
 
 @pytest.mark.parametrize("text", ["soon", "2030-01-31T09:00:00", "", "1.5"])
-def test_what_is_neither_is_told_both(text: str) -> None:
-    with pytest.raises(RequestError, match="or how long from now: 90s, 36h, 7d"):
+def test_a_text_that_is_neither_time_nor_duration_is_refused_with_both_forms(text: str) -> None:
+    with pytest.raises(RequestError, match="or write a duration from now: 90s, 36h, 7d"):
         parse_moment(text)
 
 
@@ -42,7 +42,7 @@ def test_rates_for_all_and_for_some() -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf", "orders=", "=5", "orders=fast", ""])
-def test_no_rate(text: str) -> None:
+def test_an_invalid_consumer_rate_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="--consumer-rate"):
         parse_rates([text])
 
@@ -52,7 +52,7 @@ def test_a_rate_given_twice() -> None:
         parse_rates(["a=1", "a=2"])
 
 
-def test_a_window_holds_something() -> None:
+def test_an_empty_or_contradictory_window_is_refused() -> None:
     assert Window().bounds(5) == (None, None)
     assert Window(Moment(1, is_relative=True), Moment(9)).bounds(5) == (6, 9)
     with pytest.raises(RequestError, match="--until lies before now"):
@@ -68,12 +68,12 @@ def test_a_window_holds_something() -> None:
     [
         (Extra(rows=1), "--extra-rows and --extra-at"),
         (Extra(at=Moment(1)), "--extra-rows and --extra-at"),
-        (Extra(over_ms=1), "--extra-over says nothing"),
-        (Extra(topic="a"), "--extra-topic says nothing"),
-        (Extra(column="a"), "--extra-column says nothing"),
+        (Extra(over_ms=1), "--extra-over has no effect"),
+        (Extra(topic="a"), "--extra-topic has no effect"),
+        (Extra(column="a"), "--extra-column has no effect"),
     ],
 )
-def test_half_an_extra(extra: Extra, sentence: str) -> None:
+def test_an_extra_option_without_its_partner_is_refused(extra: Extra, sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         extra.check()
 

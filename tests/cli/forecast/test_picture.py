@@ -45,7 +45,7 @@ def test_of_many_corners_the_highest_are_kept(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(picture, "CORNERS_MAX", 10)
     rows = np.zeros(95)
     rows[42] = 7.0
-    at, thin = picture._thinned(np.arange(95.0), rows)
+    at, thin = picture._thin_out(np.arange(95.0), rows)
     assert len(at) == len(thin) == 10 and thin.max() == 7
 
 

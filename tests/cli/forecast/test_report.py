@@ -21,7 +21,7 @@ from timeball.spark.views.due_histogram import Peak
 from timeball.spark.views.forecast import Bar
 
 
-def test_what_waits_in_bars_peaks_and_topics() -> None:
+def test_pending_messages_are_counted_in_bars_peaks_and_topics() -> None:
     document = answered().document
     assert (document.waiting, document.extra, document.from_ms, document.until_ms) == (110, 0, EIGHT_MS, None)
     assert document.load.curve == [Bar(NINE_MS, 100), Bar(TEN_MS, 10)]
@@ -154,15 +154,15 @@ def test_what_would_be_late_as_it_is_and_with_more() -> None:
     ]
 
 
-def test_topics_that_nobody_takes() -> None:
+def test_topics_without_a_consumer_rate_are_listed() -> None:
     assert lines(rates={"mail": 5}, by_topic=False)[-1] == "no --consumer-rate for: orders 100"
 
 
-def test_what_is_not_in_it_is_said() -> None:
+def test_rows_left_out_of_the_forecast_are_reported() -> None:
     outside = answer(counted(is_whole=False), asked(), Extra(rows=3, at=Moment(0))).document
     shown = list(describe(outside))
     assert any(line.startswith("the log no longer has all of its tail of then") for line in shown)
-    assert "3 extra rows lie outside of this time, and are not in it" in shown
+    assert "3 extra rows are due outside of this window, and are not counted" in shown
     whole = list(describe(answer(counted(), asked(), NONE).document))
     assert not any("no longer" in line or "outside" in line for line in whole)
 
@@ -172,7 +172,7 @@ def test_what_paused_campaigns_hold_is_said() -> None:
     found = replace(counted(), held={"autumn": 1_000, "spring": 20})
     document = answer(found, asked(), NONE).document
     assert document.held == found.held
-    told = "1,020 more are held by paused campaigns, and are not in it: autumn, spring"
+    told = "1,020 more are held by paused campaigns, and are not counted: autumn, spring"
     assert told in list(describe(document))
     assert not any("paused" in line for line in lines())
 
@@ -197,11 +197,11 @@ def test_an_older_forecast_and_what_came() -> None:
         (76 * 3_600_000, "3 d 4 h"),
     ],
 )
-def test_a_lateness_as_people_say_it(span_ms: int, text: str) -> None:
+def test_a_time_span_is_shown_in_suitable_units(span_ms: int, text: str) -> None:
     assert show_span(span_ms) == text
 
 
-def test_what_waits_in_all_groups(tmp_path: Path) -> None:
+def test_the_loads_of_all_groups_are_added_up(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 30)
         send(groups.other.endpoint, 20, topic="mail")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from timeball.cluster.coordination.etcd import coordinator_of
+from timeball.cluster.coordination.etcd import create_coordinator
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
@@ -25,7 +25,7 @@ PLAIN = {"cluster": "c", "node": "a", "etcd": "http://127.0.0.1:2379"}
 )
 def test_a_coordinator_that_cannot_be_is_refused_by_its_option(more: dict[str, str], says: str) -> None:
     with pytest.raises(SetupError, match=says):
-        coordinator_of(Settings(**PLAIN | more), SystemClock())  # type: ignore[arg-type]
+        create_coordinator(Settings(**PLAIN | more), SystemClock())  # type: ignore[arg-type]
 
 
 def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
@@ -34,6 +34,6 @@ def test_the_password_is_read_from_its_file(tmp_path: Path) -> None:
         secret.touch(0o600)
         secret.write_text("swordfish\n")
         named = {"etcd_user": "timeball", "etcd_password_file": str(secret)}
-        await coordinator_of(Settings(**PLAIN | named), SystemClock()).close()  # type: ignore[arg-type]
+        await create_coordinator(Settings(**PLAIN | named), SystemClock()).close()  # type: ignore[arg-type]
 
     asyncio.run(run())

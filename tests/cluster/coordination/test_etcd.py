@@ -140,7 +140,7 @@ def test_the_watch_is_one_request_however_long(run: Run) -> None:
     run(scenario)
 
 
-def test_a_deaf_watch_is_left(etcd: EtcdCluster) -> None:
+def test_a_watch_that_reports_nothing_is_opened_at_another_member(etcd: EtcdCluster) -> None:
     """A member that answers requests and tells no news, as one that is cut off from the others."""
 
     async def scenario() -> None:

@@ -73,7 +73,7 @@ def test_the_answer_to_a_transaction() -> None:
         + b',"succeeded":true,"responses":[{"response_range":{"kvs":[{"key":"!","mod_revision":"1"}]}}]}',
     ],
 )
-def test_an_answer_that_is_none_is_refused(body: bytes) -> None:
+def test_an_invalid_answer_is_refused(body: bytes) -> None:
     with pytest.raises(BadAnswer):
         codec.read_txn(body, [Read("a")], [])
 
@@ -105,7 +105,7 @@ def test_leases() -> None:
             codec.read_grant(body)
 
 
-def test_a_watch() -> None:
+def test_a_watch_is_encoded_and_its_lines_are_decoded() -> None:
     assert json.loads(codec.watch_body("tb/c/")) == {
         "create_request": {"key": "dGIvYy8=", "range_end": "dGIvYzA="}
     }
@@ -153,7 +153,7 @@ def test_errors_by_who_must_act(text: str, code: int, meaning: type[Exception], 
     assert text in str(found) or meaning is LeaseLost
 
 
-def test_an_error_within_a_stream() -> None:
+def test_an_error_line_of_a_stream_is_raised() -> None:
     old = b'{"error":{"grpc_code":16,"http_code":401,"message":"etcdserver: invalid auth token"}}'
     new = b'{"error":{"code":16,"message":"etcdserver: invalid auth token","details":[]}}'
     for line in (old, new):
@@ -168,7 +168,7 @@ def test_something_other_than_etcd_answers(body: bytes) -> None:
     assert type(codec.read_error(body, 404)) is Misdirected
 
 
-def test_a_token() -> None:
+def test_an_authentication_answer_is_decoded_to_a_token() -> None:
     assert json.loads(codec.authentication_body("u", "p")) == {"name": "u", "password": "p"}
     assert codec.read_token(b"{" + HEADER + b',"token":"KzlMPwIMqjQEEJjs.1"}') == "KzlMPwIMqjQEEJjs.1"
     with pytest.raises(BadAnswer):

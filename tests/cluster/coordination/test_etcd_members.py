@@ -105,7 +105,7 @@ def test_the_next_member_is_asked_and_kept(etcd: EtcdCluster) -> None:
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\ncontent-length: 0\r\n\r\n",
     ],
 )
-def test_an_answer_that_is_none_is_as_good_as_none(reply: bytes | None) -> None:
+def test_after_an_invalid_answer_the_next_member_is_asked(reply: bytes | None) -> None:
     async def scenario() -> None:
         async with server(lambda *_: reply, closes=True) as bad, server(lambda *_: http(HEADER)) as good:
             async with members_of(bad, good) as members:
@@ -126,7 +126,7 @@ def test_without_members_the_deadline_ends_it_and_names_each() -> None:
     asyncio.run(scenario())
 
 
-def test_where_no_etcd_is_the_operator_is_told() -> None:
+def test_endpoints_that_are_not_etcd_are_a_set_up_error() -> None:
     async def told(*endpoints: str) -> TimeballError:
         async with members_of(*endpoints, deadline_s=1) as members:
             with pytest.raises(TimeballError) as caught:
@@ -146,7 +146,7 @@ def test_where_no_etcd_is_the_operator_is_told() -> None:
 @pytest.mark.parametrize(
     "endpoint", ["", "etcd1:2379", "ftp://a:1", "http://", "http://u:p@a:1", "http://a:1/v3"]
 )
-def test_endpoints_that_are_none(endpoint: str) -> None:
+def test_invalid_endpoints_are_refused(endpoint: str) -> None:
     with pytest.raises(SetupError, match="endpoint"):
         Members(EtcdAccess([endpoint]), attempt_s=1, deadline_s=1)
     with pytest.raises(SetupError, match="no endpoint"):
@@ -195,7 +195,7 @@ def test_a_token_is_asked_for_once_and_anew_when_it_is_refused(in_words: bool) -
 
 
 @pytest.mark.parametrize("in_words", [True, False], ids=["in words", "by closing"])
-def test_who_is_not_let_in_is_told(in_words: bool) -> None:
+def test_refused_credentials_are_a_set_up_error(in_words: bool) -> None:
     async def scenario() -> None:
         async with server(Authenticating(in_words)) as endpoint:
             async with members_of(endpoint, user="u", password="wrong") as members:

@@ -91,7 +91,7 @@ def test_an_old_view_wins_nothing(run: Run) -> None:
     run(scenario)
 
 
-def test_a_group_that_is_held_is_left_to_its_holder(run: Run) -> None:
+def test_a_swap_of_a_held_group_fails(run: Run) -> None:
     async def scenario(world: World) -> None:
         a, b = world.coordinator("a"), world.coordinator("b")
         held, _ = await led(a, "a")
@@ -375,20 +375,20 @@ def test_one_wish_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run)
         leases = [await command.grant(LONG_TTL_MS) for command in (first, second)]
         wish, other = Wish(hand_over_to="b"), Wish(("a/1", "b/1"))
         swap = await first.ask("g1", view.revision, wish, leases[0])
-        assert swap.won and swap.view.asked is not None
-        assert swap.view.asked[:2] == (wish, leases[0].id) and swap.view.record == view.record
+        assert swap.won and swap.view.pending_wish is not None
+        assert swap.view.pending_wish[:2] == (wish, leases[0].id) and swap.view.record == view.record
         swap = await second.ask("g1", view.revision, other, leases[1])
-        assert not swap.won and swap.view.asked is not None and swap.view.asked.wish == wish
-        assert (await leader.read_all())["g1"].asked == swap.view.asked
+        assert not swap.won and swap.view.pending_wish is not None and swap.view.pending_wish.wish == wish
+        assert (await leader.read_all())["g1"].pending_wish == swap.view.pending_wish
         await first.revoke(leases[0])
-        assert (await leader.read("g1")).asked is None
+        assert (await leader.read("g1")).pending_wish is None
         assert not (await second.ask("g1", view.revision + 1, other, leases[1])).won, "of an old record"
-        asked = (await second.ask("g1", view.revision, other, leases[1])).view.asked
+        asked = (await second.ask("g1", view.revision, other, leases[1])).view.pending_wish
         assert asked is not None
         await leader.settle("g1", asked._replace(revision=asked.revision - 1))
-        assert (await leader.read("g1")).asked == asked, "another wish is left alone"
+        assert (await leader.read("g1")).pending_wish == asked, "another wish is left alone"
         await leader.settle("g1", asked)
-        assert (await leader.read("g1")).asked is None
+        assert (await leader.read("g1")).pending_wish is None
 
     run(scenario)
 

@@ -37,7 +37,7 @@ def test_a_lease_is_renewed_four_times_a_ttl() -> None:
         held = held_in(world)
         assert held.lease is None
         for _ in range(20):
-            assert await held.beat() == TTL_MS / 4 / 1_000
+            assert await held.renew_or_grant() == TTL_MS / 4 / 1_000
             assert held.lease is not None and held.lease.ends_ms == clock.boot_ms() + TTL_MS - LEASE_MARGIN_MS
             clock.advance(TTL_MS // 4)
         assert list(await world.coordinator("b").nodes()) == ["a"]
@@ -45,11 +45,11 @@ def test_a_lease_is_renewed_four_times_a_ttl() -> None:
     in_memory(scenario)
 
 
-def test_the_time_that_was_granted_counts() -> None:
+def test_the_lease_ends_by_its_granted_ttl() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         world.memory.ttl_s_min = 2  # as etcd with its default timings
         held = held_in(world)
-        assert await held.beat() == 0.5
+        assert await held.renew_or_grant() == 0.5
         clock.advance(1_799)
         assert held.lease is not None
         clock.advance(1)
@@ -58,10 +58,10 @@ def test_the_time_that_was_granted_counts() -> None:
     in_memory(scenario)
 
 
-def test_the_wall_clock_does_not_count() -> None:
+def test_the_wall_clock_does_not_change_the_lease() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held = held_in(world)
-        await held.beat()
+        await held.renew_or_grant()
         for step_ms in (10**9, -2 * 10**9):
             clock.step_wall(step_ms)
             assert held.lease is not None
@@ -76,18 +76,18 @@ def test_without_an_answer_the_lease_ends_and_comes_back(caplog: pytest.LogCaptu
 
     async def scenario(world: World, clock: ManualClock) -> None:
         held = held_in(world)
-        await held.beat()
+        await held.renew_or_grant()
         lease = held.lease
         assert lease is not None
         world.memory.is_down = True
         for _ in range(3):
-            assert await held.beat() < TTL_MS / 4 / 1_000
+            assert await held.renew_or_grant() < TTL_MS / 4 / 1_000
             clock.advance(200)
         assert held.lease == lease
         clock.advance(200)
         assert held.lease is None
         world.memory.is_down = False  # before etcd itself has let it go
-        await held.beat()
+        await held.renew_or_grant()
         assert held.lease is not None and held.lease.id == lease.id
 
     in_memory(scenario)
@@ -99,10 +99,10 @@ def test_without_an_answer_the_lease_ends_and_comes_back(caplog: pytest.LogCaptu
 def test_a_lease_that_is_lost_is_taken_anew_and_the_node_registered_by_it() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held = held_in(world)
-        await held.beat()
+        await held.renew_or_grant()
         first = held.lease
         clock.advance(TTL_MS)
-        await held.beat()
+        await held.renew_or_grant()
         assert first is not None and held.lease is not None and held.lease.id != first.id
         assert list(await world.coordinator("b").nodes()) == ["a"]
         assert list(world.memory.leases) == [held.lease.id]
@@ -114,10 +114,10 @@ def test_a_registration_that_failed_is_made_at_the_next_beat() -> None:
     async def scenario(world: World, clock: ManualClock) -> None:
         held, other = held_in(world), world.coordinator("b")
         world.memory.loses_answers = True
-        await held.beat()  # granted, and not known: that lease ends by itself
+        await held.renew_or_grant()  # granted, and not known: that lease ends by itself
         assert held.lease is None and len(world.memory.leases) == 1
         world.memory.loses_answers = False
-        await held.beat()
+        await held.renew_or_grant()
         assert held.lease is not None and list(await other.nodes()) == ["a"]
 
     in_memory(scenario)
@@ -130,7 +130,7 @@ def test_what_an_operator_must_mend_is_tried_once_a_second() -> None:
                 raise SetupError("permission denied")
 
         refused = KeyCoordinator(Refusing(Memory(clock)), clock, cluster="c", node="a")
-        assert await HeldLease(refused, clock, Node("a"), TTL_MS).beat() == 1.0
+        assert await HeldLease(refused, clock, Node("a"), TTL_MS).renew_or_grant() == 1.0
 
     in_memory(scenario)
 
@@ -141,7 +141,7 @@ def test_a_released_lease_frees_what_it_held() -> None:
         view, _ = await led(coordinator, "a")
         held = held_in(world)
         await held.release()  # nothing is held yet
-        await held.beat()
+        await held.renew_or_grant()
         await held.release()
         assert held.lease is None and not await coordinator.nodes()
         assert (await coordinator.read("g1")).holder == view.holder, "by another lease"

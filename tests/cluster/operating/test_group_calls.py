@@ -237,7 +237,7 @@ def test_before_etcd_was_read_no_group_is_known() -> None:
         b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n{",
     ],
 )
-def test_what_is_no_answer_is_a_silence(tmp_path: Path, reply: bytes) -> None:
+def test_an_invalid_answer_counts_as_silence(tmp_path: Path, reply: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(reply)

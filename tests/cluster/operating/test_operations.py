@@ -31,16 +31,16 @@ def run(scenario: Scenario) -> None:
 async def obey(node: tuple[KeyCoordinator, Lease]) -> None:
     """Carry out the next wish, as the leader of the group does."""
     coordinator, lease = node
-    while (view := await coordinator.read("g1")).asked is None:
+    while (view := await coordinator.read("g1")).pending_wish is None:
         await coordinator.wait_for_change(view.as_of, WAIT_S)
     assert view.record is not None
-    wish, record = view.asked.wish, view.record
+    wish, record = view.pending_wish.wish, view.record
     if wish.replicas:
         await coordinator.change("g1", view.revision, replace(record, replicas=wish.replicas))
     else:
         successor = replace(record, epoch=record.epoch + 1, leader=f"{wish.hand_over_to}/1")
         await coordinator.hand_over("g1", view.revision, successor, lease)
-    await coordinator.settle("g1", view.asked)
+    await coordinator.settle("g1", view.pending_wish)
 
 
 # ---- the first record ---------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ def test_a_replica_is_added_and_removed_by_the_leader() -> None:
             assert wish == Wish(wanted)
             _, done = await asyncio.gather(obey(nodes["a"]), operations.carry_out(view, wish, WAIT_S))
             assert done.record is not None and done.record.replicas == wanted
-            assert (await nodes["a"][0].read("g1")).asked is None
+            assert (await nodes["a"][0].read("g1")).pending_wish is None
 
     run(scenario)
 
@@ -198,7 +198,7 @@ def test_a_change_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(("plan", "name"), [("plan_add", "c"), ("plan_remove", "d"), ("plan_hand_over", "a")])
-def test_what_is_so_already_needs_no_wish(plan: str, name: str) -> None:
+def test_a_change_that_is_made_already_needs_no_wish(plan: str, name: str) -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         assert (await getattr(operations, plan)(name))[1] is None
@@ -214,7 +214,7 @@ def test_a_wish_that_takes_too_long_is_taken_back_and_says_why() -> None:
         assert wish is not None
         with pytest.raises(Unavailable, match="taken back: node d is a learner"):
             await operations.carry_out(view, wish, 0.0)
-        assert (await nodes["a"][0].read("g1")).asked is None
+        assert (await nodes["a"][0].read("g1")).pending_wish is None
 
     run(scenario)
 
@@ -226,13 +226,13 @@ def test_a_command_that_is_interrupted_takes_its_wish_with_it() -> None:
         assert wish is not None
         asked = asyncio.create_task(operations.carry_out(view, wish, WAIT_S))
         coordinator, _ = nodes["a"]
-        while (await coordinator.read("g1")).asked is None:
+        while (await coordinator.read("g1")).pending_wish is None:
             await asyncio.sleep(0)
         with pytest.raises(Conflict, match="a hand-over to b is asked for already"):
             await operations.plan_remove("c")
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        assert (await coordinator.read("g1")).asked is None
+        assert (await coordinator.read("g1")).pending_wish is None
 
     run(scenario)
 
@@ -249,7 +249,7 @@ def test_without_a_leader_nothing_is_asked() -> None:
     run(scenario)
 
 
-def test_a_wish_has_words() -> None:
+def test_a_wish_is_described_by_its_nodes() -> None:
     assert Wish(("a/1", "b/7")).describe() == "the set a, b"
 
 

@@ -22,7 +22,7 @@ def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]
     return asyncio.run(within())
 
 
-def test_a_sound_group_has_no_problem() -> None:
+def test_a_healthy_group_has_no_problems() -> None:
     (group,) = groups(group_of_three)
     assert (group.leader, group.epoch, group.problems) == ("a", 4, [])
     assert [(each.node, each.role, each.lag_rows, each.clock_offset_ms) for each in group.replicas] == [
@@ -67,6 +67,6 @@ def test_a_learner_a_lag_a_clock_and_a_version_are_told() -> None:
     ]
 
 
-def test_one_that_stands_does_not_lead() -> None:
+def test_a_sealing_candidate_is_not_shown_as_leader() -> None:
     (group,) = groups(lambda world: group_of_three(world, role="sealing"))
     assert group.leader == "" and "no leader" in group.problems[0]

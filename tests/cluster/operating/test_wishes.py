@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from timeball.cluster.coordination.coordinator import Asked, GroupView, Wish
-from timeball.cluster.operating.operations import Step, next_step
+from timeball.cluster.coordination.coordinator import GroupView, PendingWish, Wish
+from timeball.cluster.operating.operations import WishStep, next_wish_step
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.positions import Position
@@ -18,42 +18,42 @@ LEADER = Replica(
     Rules("a/1"),
     Role.LEADER,
     record=RECORD,
-    log=Log(ordinal=1, place=192, seq=2),
+    log=Log(ordinal=1, next_byte=192, seq=2),
     lead=Lead(3, 0, RECORD.replicas, {"b": Peer("b/1", Position(0, 0, 0), Position(0, 0, 0))}),
 )
 
 
 def view(wish: Wish | None, record: Record = RECORD) -> GroupView:
-    return GroupView("g1", record, 5, None, 9, None if wish is None else Asked(wish, 1, 8))
+    return GroupView("g1", record, 5, None, 9, None if wish is None else PendingWish(wish, 1, 8))
 
 
 @pytest.mark.parametrize(
     ("wish", "expected"),
     [
-        (None, Step.NOTHING),
-        (Wish(("a/1", "b/1")), Step.WANT),
-        (Wish(("c/1", "b/1", "a/1")), Step.SETTLE),
-        (Wish(hand_over_to="a"), Step.SETTLE),
-        (Wish(hand_over_to="b"), Step.HAND_OVER),
-        (Wish(hand_over_to="c"), Step.NOTHING),  # it is not connected
+        (None, WishStep.NOTHING),
+        (Wish(("a/1", "b/1")), WishStep.WANT),
+        (Wish(("c/1", "b/1", "a/1")), WishStep.SETTLE),
+        (Wish(hand_over_to="a"), WishStep.SETTLE),
+        (Wish(hand_over_to="b"), WishStep.HAND_OVER),
+        (Wish(hand_over_to="c"), WishStep.NOTHING),  # it is not connected
     ],
 )
-def test_a_leader_takes_a_wish_up(wish: Wish | None, expected: Step) -> None:
-    assert next_step(view(wish), LEADER) is expected
-    assert next_step(view(wish), Replica(Rules("b/1"), Role.FOLLOWER)) is Step.NOTHING
+def test_a_leader_takes_a_wish_up(wish: Wish | None, expected: WishStep) -> None:
+    assert next_wish_step(view(wish), LEADER) is expected
+    assert next_wish_step(view(wish), Replica(Rules("b/1"), Role.FOLLOWER)) is WishStep.NOTHING
 
 
-def test_one_that_lags_is_not_handed_to() -> None:
+def test_a_lagging_replica_gets_no_hand_over() -> None:
     behind = replace(LEADER, log=Log(LEADER.log.ends, 1, 192, 2))
     assert LEADER.lead is not None
     peer = replace(LEADER.lead.peers["b"], acked=None)
     behind = replace(behind, lead=replace(LEADER.lead, peers={"b": peer}))
-    assert next_step(view(Wish(hand_over_to="b")), behind) is Step.NOTHING
+    assert next_wish_step(view(Wish(hand_over_to="b")), behind) is WishStep.NOTHING
 
 
 def test_a_wish_that_is_taken_back_is_forgotten() -> None:
     wanted, _ = step(LEADER, on.ReplicasWanted(("a/1", "b/1", "c/1", "d/1")))
     assert wanted.lead is not None and wanted.lead.wanted
-    assert next_step(view(None), wanted) is Step.FORGET
+    assert next_wish_step(view(None), wanted) is WishStep.FORGET
     forgotten, effects = step(wanted, on.ReplicasWanted(RECORD.replicas))
     assert forgotten.lead is not None and not forgotten.lead.wanted and effects == []

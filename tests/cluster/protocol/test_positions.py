@@ -10,11 +10,11 @@ from timeball.cluster.protocol.positions import (
     EpochEnd,
     Position,
     are_in_order,
+    common_end,
     cut,
     extend,
-    knowledge,
-    last,
-    matching,
+    last_position,
+    log_order_key,
 )
 
 # A log as its frames' epochs; the n-th frame (from 0) ends at byte 64 * (n + 2), four frames a segment.
@@ -39,7 +39,7 @@ logs = st.lists(st.integers(1, 5), max_size=12).map(sorted)
 def test_a_cut_log_has_the_ends_of_what_is_left(frames: Frames, count: int) -> None:
     count = min(count, len(frames))
     assert cut(ends_of(frames), place(count)) == ends_of(frames[:count])
-    assert last(ends_of(frames)) == place(len(frames))
+    assert last_position(ends_of(frames)) == place(len(frames))
 
 
 @given(logs)
@@ -69,14 +69,14 @@ def test_equal_epochs_or_places_are_not_in_order() -> None:
 def test_two_logs_are_equal_up_to_the_end_of_the_last_epoch_they_share(
     mine: Frames, theirs: Frames, equal: int
 ) -> None:
-    assert matching(ends_of(mine), ends_of(theirs)) == place(equal)
-    assert matching(ends_of(theirs), ends_of(mine)) == place(equal)
+    assert common_end(ends_of(mine), ends_of(theirs)) == place(equal)
+    assert common_end(ends_of(theirs), ends_of(mine)) == place(equal)
 
 
 def test_the_later_epoch_knows_more_than_the_longer_log() -> None:
-    assert knowledge(ends_of([1, 2])) > knowledge(ends_of([1, 1, 1]))
-    assert knowledge(ends_of([1, 1])) > knowledge(ends_of([1]))
-    assert knowledge(()) == (0, BEGINNING)
+    assert log_order_key(ends_of([1, 2])) > log_order_key(ends_of([1, 1, 1]))
+    assert log_order_key(ends_of([1, 1])) > log_order_key(ends_of([1]))
+    assert log_order_key(()) == (0, BEGINNING)
 
 
 def test_an_epoch_never_follows_a_later_one() -> None:

@@ -15,7 +15,7 @@ from tests.bounds import BOUND_S
 
 from timeball.cluster.protocol.messages import Ack, Data, Hello, Message, Ping, Refuse, encode
 from timeball.cluster.transport import connections as sockets
-from timeball.cluster.transport.connections import STRANGERS_MAX, Connections, listen, parse_address
+from timeball.cluster.transport.connections import UNIDENTIFIED_MAX, Connections, listen, parse_address
 from timeball.io.clock import SystemClock
 from timeball.model.errors import PeerError, SetupError
 
@@ -138,7 +138,7 @@ def test_a_dialer_tries_until_the_other_listens(ends: list[End]) -> None:
     one = End()
     ends.append(one)
     one.connections.addresses, one.connections.is_dialing = {"b": address}, True
-    polled(ends, lambda: one.connections._again_ms.get("b"))  # it was refused once
+    polled(ends, lambda: one.connections._redial_at_ms.get("b"))  # it was refused once
     other = End()
     ends.append(other)
     one.connections.addresses = {"b": other.address}
@@ -186,9 +186,9 @@ def test_a_stranger_that_says_something_else_is_hung_up_on(ends: list[End], firs
     assert not [told for told in other.told.seen if told[0] == "closed"], "it never was known"
 
 
-def test_strangers_that_say_nothing_are_few(ends: list[End]) -> None:
+def test_connections_without_a_hello_are_limited(ends: list[End]) -> None:
     one, other = connected(ends)
-    strangers = [socket.create_connection(other.address) for _ in range(STRANGERS_MAX + 1)]
+    strangers = [socket.create_connection(other.address) for _ in range(UNIDENTIFIED_MAX + 1)]
     assert is_ended(strangers[0], ends)
     # Those that came last may still say who they are.
     strangers[-1].sendall(raw(hello("c")))

@@ -31,7 +31,7 @@ class Rows:
     def __init__(self) -> None:
         self.next_seq, self.committed = 1, CommittedFiles()
         self.states = {1: CommittedFiles(1)}  # by the row behind
-        self.let_go_before: list[int] = []
+        self.deleted_before: list[int] = []
 
     def attach(self, *paths: str, removes: tuple[str, ...] = (), size_bytes: int = 0) -> int:
         entries = {**self.states[self.next_seq].entries, **{path: entry(path, size_bytes) for path in paths}}
@@ -48,8 +48,8 @@ class Rows:
     def apply(self, seq: int) -> None:
         self.committed = self.states[seq]
 
-    def let_go(self, before_seq: int) -> None:
-        self.let_go_before.append(before_seq)
+    def delete_segments_before(self, before_seq: int) -> None:
+        self.deleted_before.append(before_seq)
 
 
 def entry(path: str, size_bytes: int) -> FileEntry:
@@ -266,7 +266,7 @@ def test_a_connection_that_ends_on_the_way_leaves_nothing_and_the_next_one_bring
     assert world.b.content(path) == world.a.content(path)
 
 
-def test_a_have_of_a_connection_that_ended_does_not_count(world: World) -> None:
+def test_a_have_from_an_ended_connection_does_not_count(world: World) -> None:
     world.a.state = replace(world.a.state, rules=Rules("a/1", acks_all=True))
     path = world.a.write(100)
     world.connect("b")
@@ -360,9 +360,9 @@ def test_segments_go_as_a_committed_snapshot_allows(world: World) -> None:
     first = world.b.log.snapshot(7)
     second = world.b.log.snapshot(9)
     world.b.log.apply(first + 1)
-    world.until(lambda: world.b.log.let_go_before == [7])
+    world.until(lambda: world.b.log.deleted_before == [7])
     world.b.log.apply(second + 1)
-    world.until(lambda: world.b.log.let_go_before == [7, 9])
+    world.until(lambda: world.b.log.deleted_before == [7, 9])
 
 
 def test_what_was_on_its_way_at_a_stop_is_swept(world: World) -> None:

@@ -70,12 +70,12 @@ def test_head_has_no_body() -> None:
 @pytest.mark.parametrize(
     ("target", "method"), [("/v1/topics", "GET"), ("/health/live", "POST"), ("/leader", "GET"), ("/", "GET")]
 )
-def test_all_else_is_the_leader_s(target: str, method: str) -> None:
+def test_other_requests_are_left_to_the_leader(target: str, method: str) -> None:
     assert asked(target, method=method) is None
 
 
 @pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01 hello", b"GET /health/live HTTP/1.1\r\nHost: x\r\n"])
-def test_what_is_no_request_is_the_leader_s(sent: bytes) -> None:
+def test_bytes_that_are_no_http_request_are_left_to_the_leader(sent: bytes) -> None:
     async def run() -> bytes | None:
         reader = asyncio.StreamReader()
         reader.feed_data(sent)

@@ -59,9 +59,9 @@ def dictionary() -> pa.RecordBatch:
 def views() -> pa.RecordBatch:
     """The same as views of one value."""
     value = bytes(32_768)
-    one = struct.pack("<i4sii", len(value), value[:4], 0, 0)
+    item = struct.pack("<i4sii", len(value), value[:4], 0, 0)
     body = pa.Array.from_buffers(
-        pa.binary_view(), ROWS, [None, pa.py_buffer(one * ROWS), pa.py_buffer(value)]
+        pa.binary_view(), ROWS, [None, pa.py_buffer(item * ROWS), pa.py_buffer(value)]
     )
     return pa.RecordBatch.from_arrays([pa.repeat("orders", ROWS), body], names=["topic", "body"])
 

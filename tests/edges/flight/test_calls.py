@@ -1,4 +1,4 @@
-"""One call of Flight: its order (who calls, a place, a message), and its one status."""
+"""One call of Flight: the caller, then a slot, then the message, and a single status at the end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from base64 import b64decode
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.edges.flight.calls import framed, framed_apart
+from timeball.edges.flight.calls import framed, framed_in_two
 from timeball.edges.flight.server import SERVICE, FlightEdge
 from timeball.edges.http2 import frames
 from timeball.edges.http2.frames import GrpcStatus
@@ -22,13 +22,13 @@ def trailers_of(client: RawClient, number: int) -> dict[str, str]:
     """The trailers that a call ends with."""
     for kind, flags, stream, payload in client.frames():
         if kind == frames.HEADERS:
-            found = dict(client._decoder.decode(payload))
+            result = dict(client._decoder.decode(payload))
             if stream == number and flags & frames.END_STREAM:
-                return found
+                return result
     raise AssertionError("the connection has ended")
 
 
-def test_a_call_has_its_place_from_its_headers_to_its_end(node: RunningNode) -> None:
+def test_a_call_holds_its_slot_from_its_headers_to_its_end(node: RunningNode) -> None:
     edge = edge_of(node)
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
@@ -36,34 +36,34 @@ def test_a_call_has_its_place_from_its_headers_to_its_end(node: RunningNode) -> 
         client.data(number, message(b"\x0a\x06topics"))
         assert trailers_of(client, number)["grpc-status"] == "0"
         eventually(lambda: not edge._calls.taken, "its place is free again")
-        left = client.headers(headers=fields(f"{SERVICE}DoAction"))
+        remaining = client.headers(headers=fields(f"{SERVICE}DoAction"))
         eventually(lambda: edge._calls.taken == 1, "another one is inside")
-        client.send(frames.rst_stream(left, frames.Fault.NO_ERROR))
+        client.send(frames.rst_stream(remaining, frames.Fault.NO_ERROR))
         eventually(lambda: not edge._calls.taken, "and has left")
 
 
-def test_a_refusal_is_unknown_with_our_code_and_sentence(node: RunningNode) -> None:
+def test_a_refusal_has_status_unknown_and_timeballs_code_and_text(node: RunningNode) -> None:
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoAction"))
         client.data(number, message(b"\x0a\x04nope"))
-        found = trailers_of(client, number)
-    assert found["grpc-status"] == str(int(GrpcStatus.UNKNOWN))
-    assert b64decode(found["grpc-status-details-bin"]) == b"not_found"
-    assert "no action 'nope'" in found["grpc-message"]
+        result = trailers_of(client, number)
+    assert result["grpc-status"] == str(int(GrpcStatus.UNKNOWN))
+    assert b64decode(result["grpc-status-details-bin"]) == b"not_found"
+    assert "no action 'nope'" in result["grpc-message"]
 
 
-def test_a_full_gate_refuses_before_a_message_is_received(node: RunningNode) -> None:
+def test_a_full_limit_refuses_before_a_message_is_received(node: RunningNode) -> None:
     gate = edge_of(node)._calls
     limit, gate.limit = gate.limit, 0
     try:
         with RawClient(node, port=node.node.port) as client:
-            found = trailers_of(client, client.headers(headers=fields(f"{SERVICE}DoGet")))
-        assert b64decode(found["grpc-status-details-bin"]) == b"over_limit"
+            result = trailers_of(client, client.headers(headers=fields(f"{SERVICE}DoGet")))
+        assert b64decode(result["grpc-status-details-bin"]) == b"over_limit"
     finally:
         gate.limit = limit
 
 
-def test_a_message_in_two_is_the_message_in_one() -> None:
+def test_framed_in_two_has_the_bytes_of_framed() -> None:
     parts = b"a", memoryview(b"bc"), b"", b"large"
-    before, last = framed_apart(*parts)
+    before, last = framed_in_two(*parts)
     assert before + last == framed(*parts) == message(b"abclarge")

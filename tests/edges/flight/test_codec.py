@@ -74,19 +74,19 @@ def test_wrong_fields_are_named(verb: str, fields: dict[str, object], named: str
 
 
 @pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_cancel_names_scheduled_messages_one_way(fields: dict[str, object]) -> None:
+def test_a_cancel_with_two_selectors_or_none_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(RequestError, match="ids, keys or seqs"):
         codec.decode_action("cancel", body(**fields))
 
 
 @pytest.mark.parametrize("fields", [{}, {"ids": ["a"], "keys": ["b"]}, {"ids": []}])
-def test_reschedule_names_scheduled_messages_one_way(fields: dict[str, object]) -> None:
+def test_a_reschedule_with_two_selectors_or_none_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(RequestError, match=r"reschedule: .*ids, keys or seqs"):
         codec.decode_action("reschedule", body(**fields, due_ms=5))
 
 
 @pytest.mark.parametrize("when", [{}, {"due_ms": 5, "delay_ms": 5}])
-def test_reschedule_says_when_one_way(when: dict[str, int]) -> None:
+def test_a_reschedule_with_two_times_or_none_is_refused(when: dict[str, int]) -> None:
     with pytest.raises(RequestError, match="due_ms or delay_ms"):
         codec.decode_action("reschedule", body(ids=["a"], **when))
     assert codec.decode_action("reschedule", body(seqs=[1], delay_ms=0)) == wire.Reschedule(
@@ -95,10 +95,10 @@ def test_reschedule_says_when_one_way(when: dict[str, int]) -> None:
 
 
 def test_cancel_takes_no_more_than_its_limit() -> None:
-    most = [0] * limits.CANCELS_PER_REQUEST_MAX
-    codec.decode_action("cancel", body(seqs=most))
+    maximum = [0] * limits.CANCELS_PER_REQUEST_MAX
+    codec.decode_action("cancel", body(seqs=maximum))
     with pytest.raises(RequestError, match="seqs"):
-        codec.decode_action("cancel", body(seqs=[*most, 0]))
+        codec.decode_action("cancel", body(seqs=[*maximum, 0]))
 
 
 def test_tickets_decode_by_what_they_read() -> None:
@@ -144,20 +144,20 @@ def test_impossible_tickets_are_refused(ticket: bytes) -> None:
         b'{"rows":\xff}',
     ],
 )
-def test_bombs_are_typed_errors(bomb: bytes) -> None:
+def test_decoding_bombs_are_refused_with_typed_errors(bomb: bytes) -> None:
     with pytest.raises(RequestError):
         codec.decode_action("reserve", bomb)
     with pytest.raises(RequestError):
         codec.decode_ticket(bomb)
 
 
-def test_a_long_ticket_is_refused_unread() -> None:
+def test_a_too_long_ticket_is_refused_before_decoding() -> None:
     with pytest.raises(OverLimit, match="ticket"):
         codec.decode_ticket(b"x" * (wire.TICKET_BYTES_MAX + 1))
 
 
 @given(st.binary(max_size=200), st.sampled_from(sorted(codec.ACTIONS)))
-def test_any_bytes_decode_or_raise_ours(data: bytes, verb: str) -> None:
+def test_any_bytes_decode_or_raise_a_timeball_error(data: bytes, verb: str) -> None:
     for decode in (codec.decode_ticket, lambda data: codec.decode_action(verb, data)):
         try:
             decode(data)
@@ -178,7 +178,9 @@ json_values = st.recursive(
         st.sampled_from(["topic", "group", "queues", "offsets", "rows", "ids", "seqs"]), json_values
     ),
 )
-def test_any_json_decodes_within_bounds_or_raises_ours(verb: str, fields: dict[str, object]) -> None:
+def test_any_json_decodes_within_limits_or_raises_a_timeball_error(
+    verb: str, fields: dict[str, object]
+) -> None:
     try:
         request = codec.decode_action(verb, json.dumps(fields).encode())
     except TimeballError:
@@ -200,7 +202,7 @@ def test_any_json_decodes_within_bounds_or_raises_ours(verb: str, fields: dict[s
         wait_ms=st.integers(0, limits.PULL_WAIT_MS_MAX),
     )
 )
-def test_tickets_survive_the_way(ticket: wire.Pull) -> None:
+def test_an_encoded_ticket_decodes_to_the_same_ticket(ticket: wire.Pull) -> None:
     assert codec.decode_ticket(codec.encode(ticket)) == ticket
 
 
@@ -216,13 +218,13 @@ def test_acknowledgement_and_refusal_are_the_documented_json() -> None:
 
 def trailers_of(error: BaseException) -> dict[str, str | bytes]:
     """The trailers as a client of gRPC has them: by hpack's own decoder, those of -bin in bytes."""
-    fields = Decoder().decode(codec.trailers(error))
+    fields = Decoder().decode(codec.error_trailers(error))
     return {name: b64decode(text) if name.endswith("-bin") else text for name, text in fields}
 
 
-def test_our_errors_keep_code_and_text_on_their_way_out() -> None:
+def test_timeball_errors_are_encoded_with_code_and_text() -> None:
     error = NotFound("no topic 'x'")
-    assert codec.details(error) == "no topic 'x'. Detail: Failed"
+    assert codec.status_text(error) == "no topic 'x'. Detail: Failed"
     assert trailers_of(error) == {
         "grpc-status-details-bin": b"not_found",
         "x-arrow-status": "5",
@@ -231,8 +233,8 @@ def test_our_errors_keep_code_and_text_on_their_way_out() -> None:
     }
 
 
-def test_other_errors_say_nothing_about_the_inside() -> None:
+def test_the_text_of_internal_faults_is_not_sent() -> None:
     error = ValueError("secret")
-    told = [codec.details(error), str(trailers_of(error)), str(codec.encode_refusal(error))]
-    assert not any("secret" in text for text in told)
+    reported = [codec.status_text(error), str(trailers_of(error)), str(codec.encode_refusal(error))]
+    assert not any("secret" in text for text in reported)
     assert trailers_of(error)["grpc-status-details-bin"] == b"error"

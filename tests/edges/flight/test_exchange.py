@@ -1,4 +1,4 @@
-"""The send stream as a stranger speaks it: order, atomic refusals, broken clients, and a stop in the middle."""
+"""Send streams of pyarrow's client: the order of answers, atomic refusals, broken clients, and a stop of the broker."""
 
 import contextlib
 import itertools
@@ -39,34 +39,34 @@ def answers(reader: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("a_turn", [1, 3, exchange.MESSAGES_PER_TURN])
-@pytest.mark.parametrize("at_once", [0, exchange.AT_ONCE_BYTES_MAX], ids=["by a thread", "by the loop"])
-def test_every_batch_has_one_answer_in_its_order(
+@pytest.mark.parametrize("at_once", [0, exchange.INLINE_DECODE_BYTES_MAX], ids=["by a thread", "by the loop"])
+def test_each_batch_has_one_answer_in_order(
     wire: flight.FlightClient, monkeypatch: pytest.MonkeyPatch, a_turn: int, at_once: int
 ) -> None:
     """However many messages a stream takes in a turn of the loop, and where they are decoded."""
     monkeypatch.setattr(exchange, "MESSAGES_PER_TURN", a_turn)
-    monkeypatch.setattr(exchange, "AT_ONCE_BYTES_MAX", at_once)
+    monkeypatch.setattr(exchange, "INLINE_DECODE_BYTES_MAX", at_once)
     writer, reader = opened(wire)
     sizes = [1, 5, 2, 1, 100]
     for rows in sizes:
         writer.write_batch(batch(rows=rows))
     writer.done_writing()
-    got = list(answers(reader))
-    assert [answer["rows"] for answer in got] == sizes
-    assert all(answer.keys() == {"first_seq", "rows", "store_ms"} for answer in got)
-    for before, after in itertools.pairwise(got):
+    received = list(answers(reader))
+    assert [answer["rows"] for answer in received] == sizes
+    assert all(answer.keys() == {"first_seq", "rows", "store_ms"} for answer in received)
+    for before, after in itertools.pairwise(received):
         assert after["first_seq"] >= before["first_seq"] + before["rows"]
 
 
-def test_a_refused_batch_is_refused_whole_and_the_stream_goes_on(
+def test_a_batch_with_an_invalid_row_is_refused_whole_and_the_stream_continues(
     node: RunningNode, wire: flight.FlightClient
 ) -> None:
     writer, reader = opened(wire)
     half_bad = pa.RecordBatch.from_arrays(
         [pa.array(["exchange", "a/b"]), pa.array([b"never", b"x"])], schema=SCHEMA
     )
-    for one in (batch(b"before"), half_bad, batch(b"").slice(1), batch(b"after")):
-        writer.write_batch(one)
+    for sent in (batch(b"before"), half_bad, batch(b"").slice(1), batch(b"after")):
+        writer.write_batch(sent)
     writer.done_writing()
     before, refused, empty, after = answers(reader)
     assert (refused["error"], empty["error"]) == ("invalid_name", "invalid_message")
@@ -80,7 +80,7 @@ def test_a_refused_batch_is_refused_whole_and_the_stream_goes_on(
     assert b"before" in bodies and b"after" in bodies and b"never" not in bodies
 
 
-def test_what_is_acknowledged_is_durable(node: RunningNode, wire: flight.FlightClient) -> None:
+def test_an_acknowledged_batch_is_durable(node: RunningNode, wire: flight.FlightClient) -> None:
     writer, reader = opened(wire)
     writer.write_batch(batch(rows=3))
     ack = json.loads(reader.read_chunk().app_metadata.to_pybytes())
@@ -132,7 +132,7 @@ def test_another_path_is_not_found(wire: flight.FlightClient) -> None:
             writer.close()
 
 
-def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
+def test_more_batches_than_the_window_holds_are_all_answered(wire: flight.FlightClient) -> None:
     count = BATCHES_MAX + 500
     writer, reader = opened(wire)
 
@@ -147,7 +147,7 @@ def test_more_batches_than_the_window_holds(wire: flight.FlightClient) -> None:
     writing.join(BOUND_S)
 
 
-def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
+def test_disconnected_clients_occupy_no_slots_and_no_bytes(node: RunningNode) -> None:
     edge = node.node.edges.flight
     assert edge is not None
     idle = edge._send_streams.taken
@@ -170,7 +170,9 @@ def test_clients_that_leave_keep_nothing(node: RunningNode) -> None:
         reader.cancel()
 
 
-def test_bytes_that_are_no_grpc_harm_nobody(node: RunningNode, wire: flight.FlightClient) -> None:
+def test_bytes_that_are_not_grpc_do_not_disturb_other_clients(
+    node: RunningNode, wire: flight.FlightClient
+) -> None:
     for junk in (
         b"\x00" * 1_000,
         b"GET / HTTP/1.1\r\n\r\n",
@@ -185,7 +187,7 @@ def test_bytes_that_are_no_grpc_harm_nobody(node: RunningNode, wire: flight.Flig
     assert list(answers(reader)) == []
 
 
-def test_a_stop_with_streams_open_answers_and_ends(tmp_path: Path) -> None:
+def test_a_stop_with_open_streams_answers_their_batches_and_ends(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as client:
         writer, reader = opened(client)
         writer.write_batch(batch())
@@ -198,11 +200,11 @@ def test_a_stop_with_streams_open_answers_and_ends(tmp_path: Path) -> None:
         ending.join(BOUND_S)
         assert not ending.is_alive()
         node.start()
-        (kept,) = node.broker.read_log(acked["first_seq"], acked["first_seq"] + 1)
-        assert kept.num_rows == 1
+        (stored,) = node.broker.read_log(acked["first_seq"], acked["first_seq"] + 1)
+        assert stored.num_rows == 1
 
 
-def test_a_client_ends_its_stream_by_a_message(wire: flight.FlightClient) -> None:
+def test_the_end_of_stream_message_ends_a_stream_after_its_answers(wire: flight.FlightClient) -> None:
     """Its own side stays open: what is under way is answered, and then the stream ends well."""
     writer, reader = opened(wire)
     for rows in (1, 2):
@@ -212,7 +214,7 @@ def test_a_client_ends_its_stream_by_a_message(wire: flight.FlightClient) -> Non
     writer.close()
 
 
-def test_a_batch_behind_the_end_of_its_stream_is_not_accepted(wire: flight.FlightClient) -> None:
+def test_a_batch_after_the_end_of_its_stream_is_not_accepted(wire: flight.FlightClient) -> None:
     writer, reader = opened(wire)
     writer.write_batch(batch(topic="ended"))
     writer.write_metadata(END_OF_STREAM)

@@ -1,4 +1,4 @@
-"""Requests of Flight: a slow one loses its call and no other one, and none takes more room than its share."""
+"""Limits for requests of Flight: a slow request only loses its own call, and no address exceeds its share of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from timeball.edges.shared import arrow_ipc as ipc
 from timeball.edges.shared.shared_limits import MemoryQuota
 
 
-def test_a_message_that_takes_too_long_loses_its_call(
+def test_a_message_that_is_not_complete_in_time_ends_its_call(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has room, its place and a time; then it gives all of them back."""
@@ -37,7 +37,7 @@ def test_a_message_that_takes_too_long_loses_its_call(
     eventually(lambda: not (edge.room.received.held_bytes or edge._calls.taken), "all is given back")
 
 
-def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: RunningNode) -> None:
+def test_requests_of_one_address_leave_memory_to_other_addresses(node: RunningNode) -> None:
     edge = node.node.edges.flight
     assert edge is not None
     received, bound = edge.room.received, edge.room.received.bytes_max
@@ -56,7 +56,7 @@ def test_requests_of_one_address_wait_for_room_and_leave_some_to_others(node: Ru
 
 
 @pytest.mark.parametrize("method", ["DoAction", "DoGet"])
-def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, method: str) -> None:
+def test_without_memory_a_request_may_only_send_its_first_window(node: RunningNode, method: str) -> None:
     edge = node.node.edges.flight
     assert edge is not None
     received = edge.room.received
@@ -69,21 +69,21 @@ def test_without_room_a_request_has_its_first_window_alone(node: RunningNode, me
     eventually(lambda: not (received.waiting or edge._calls.taken), "all is given back")
 
 
-def test_a_stream_whose_batch_has_no_room_receives_a_bounded_part_of_the_next(node: RunningNode) -> None:
+def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(node: RunningNode) -> None:
     edge = node.node.edges.flight
     assert edge is not None
     batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
     descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
-    begun = protobuf.data_parts(ipc.schema_header(batch.schema))
+    begun = protobuf.encode_data(ipc.schema_header(batch.schema))
     ((header, body),) = ipc.parts(batch, MESSAGE_BYTES_MAX)
     with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
         described = bytes([0x0A, len(descriptor)]) + descriptor
         client.data(number, framed(described, *begun), ends=False)
-        one = framed(*protobuf.data_parts(header, body))
-        for _ in range(3 * READ_AHEAD_BYTES // len(one)):
-            for at in range(0, len(one), 16_384):
-                client.data(number, one[at : at + 16_384], ends=False)
+        item = framed(*protobuf.encode_data(header, body))
+        for _ in range(3 * READ_AHEAD_BYTES // len(item)):
+            for at in range(0, len(item), 16_384):
+                client.data(number, item[at : at + 16_384], ends=False)
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
     eventually(lambda: not edge._send_streams.taken, "its place is free again")
     assert not edge._budget.held_bytes and not edge._budget.waiting

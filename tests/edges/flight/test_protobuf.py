@@ -1,4 +1,4 @@
-"""Flight's protobuf messages: read as protobuf's own classes write them, and refused when they are none."""
+"""Flight's protobuf messages: decoded as protobuf's own classes encode them. Other bytes are refused."""
 
 import itertools
 
@@ -12,23 +12,23 @@ from timeball.model.errors import InvalidMessage
 
 
 @given(st.binary(max_size=300), st.binary(max_size=20_000), st.binary(max_size=300), st.data())
-def test_a_data_message_comes_back_however_it_was_cut(
+def test_flight_data_decodes_from_any_chunks(
     header: bytes, body: bytes, metadata: bytes, cutting: st.DataObject
 ) -> None:
-    message = b"".join(protobuf.data_parts(header, memoryview(body), metadata))
+    message = b"".join(protobuf.encode_data(header, memoryview(body), metadata))
     cuts = sorted(cutting.draw(st.lists(st.integers(0, len(message)), max_size=4)))
     parts = [message[begin:end] for begin, end in itertools.pairwise([0, *cuts, len(message)])]
-    for data in (protobuf.data([message]), protobuf.data(parts)):
+    for data in (protobuf.parse_data([message]), protobuf.parse_data(parts)):
         assert (bytes(data.header), b"".join(data.body), data.path) == (header, body, None)
         assert bytes(data.metadata) == metadata
         assert data.size_bytes == len(message)
 
 
-def test_a_body_that_other_fields_follow_is_read_too() -> None:
-    body, header = protobuf.data_parts(body=memoryview(b"body" * 9)), protobuf.data_parts(b"header")
+def test_a_body_before_other_fields_is_decoded() -> None:
+    body, header = protobuf.encode_data(body=memoryview(b"body" * 9)), protobuf.encode_data(b"header")
     message = b"".join([*body, *header])
     for parts in ([message], [message[:7], message[7:]]):
-        data = protobuf.data(parts)
+        data = protobuf.parse_data(parts)
         assert (bytes(data.header), b"".join(data.body)) == (b"header", b"body" * 9)
 
 
@@ -40,30 +40,32 @@ def test_a_body_that_other_fields_follow_is_read_too() -> None:
         (flight.FlightDescriptor.for_command(b"send"), None),
     ],
 )
-def test_a_descriptor_s_path(descriptor: flight.FlightDescriptor, path: list[bytes] | None) -> None:
+def test_only_a_descriptor_of_type_path_has_a_path(
+    descriptor: flight.FlightDescriptor, path: list[bytes] | None
+) -> None:
     written = descriptor.serialize()
-    assert protobuf.data([b"\x0a" + bytes([len(written)]) + written]).path == path
+    assert protobuf.parse_data([b"\x0a" + bytes([len(written)]) + written]).path == path
 
 
-def test_actions_and_tickets() -> None:
-    verb, body = protobuf.action(b"\x0a\x06status\x12\x02{}")
+def test_actions_and_tickets_of_pyarrow_are_decoded() -> None:
+    verb, body = protobuf.parse_action(b"\x0a\x06status\x12\x02{}")
     assert (verb, bytes(body)) == ("status", b"{}")
-    assert protobuf.ticket(flight.Ticket(b"x" * 300).serialize()) == b"x" * 300
-    assert protobuf.action(b"") == ("", b"")
+    assert protobuf.parse_ticket(flight.Ticket(b"x" * 300).serialize()) == b"x" * 300
+    assert protobuf.parse_action(b"") == ("", b"")
 
 
-def test_answers_are_what_flight_reads() -> None:
-    assert protobuf.result(b"{}") == b"\x0a\x02{}"
-    assert protobuf.action_type("status", "what") == b"\x0a\x06status\x12\x04what"
+def test_results_and_action_types_are_encoded_as_protobuf() -> None:
+    assert protobuf.encode_result(b"{}") == b"\x0a\x02{}"
+    assert protobuf.encode_action_type("status", "what") == b"\x0a\x06status\x12\x04what"
 
 
 @given(st.binary(max_size=64))
-def test_any_bytes_are_a_message_or_refused(junk: bytes) -> None:
+def test_any_bytes_are_decoded_or_refused(junk: bytes) -> None:
     for read, message in (
-        (protobuf.action, junk),
-        (protobuf.ticket, junk),
-        (protobuf.data, [junk]),
-        (protobuf.data, [junk[:9], junk[9:]]),
+        (protobuf.parse_action, junk),
+        (protobuf.parse_ticket, junk),
+        (protobuf.parse_data, [junk]),
+        (protobuf.parse_data, [junk[:9], junk[9:]]),
     ):
         try:
             read(message)  # type: ignore[operator]
@@ -76,6 +78,6 @@ def test_any_bytes_are_a_message_or_refused(junk: bytes) -> None:
     [b"\x0a\x05abc", b"\x0a", b"\x0b", b"\xff" * 12, b"\x08\x01", b"\x0a\x01\xff"],
     ids=["short", "no-length", "group", "endless", "number", "not-utf8"],
 )
-def test_what_is_no_action_is_refused(junk: bytes) -> None:
+def test_bytes_that_are_not_an_action_are_refused(junk: bytes) -> None:
     with pytest.raises(InvalidMessage):
-        protobuf.action(junk)
+        protobuf.parse_action(junk)

@@ -1,4 +1,4 @@
-"""DoGet from the inside: the schema before a wait; long answers in parts, in order, and as the client takes them."""
+"""DoGet over raw HTTP/2: the schema before a wait, and large answers in parts, as fast as the client reads."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def ticket(**wanted: object) -> bytes:
 
 def answers(client: RawClient, number: int) -> Iterator[tuple[bytes, bytes]]:
     """Header and body of each message of a call, to its end."""
-    held = b""
+    buffered = b""
     for kind, flags, stream, payload in client.frames():
         if kind == frames.HEADERS and stream == number and flags & frames.END_STREAM:
             return
         if kind == frames.DATA and stream == number:
-            held += payload
+            buffered += payload
             client.send(frames.window_update(0, len(payload)) + frames.window_update(number, len(payload)))
-        while len(held) >= 5 and len(held) >= (end := 5 + int.from_bytes(held[1:5], "big")):
-            found = protobuf.data([held[5:end]])
-            held = held[end:]
-            yield bytes(found.header), b"".join(found.body)
+        while len(buffered) >= 5 and len(buffered) >= (end := 5 + int.from_bytes(buffered[1:5], "big")):
+            message = protobuf.parse_data([buffered[5:end]])
+            buffered = buffered[end:]
+            yield bytes(message.header), b"".join(message.body)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def large(node: RunningNode) -> tuple[int, int]:
     return accepted[0].first_seq, accepted[-1].first_seq + 30
 
 
-def test_the_schema_comes_before_a_wait(node: RunningNode) -> None:
+def test_the_schema_is_sent_before_the_rows_of_a_waiting_read(node: RunningNode) -> None:
     """A client of pyarrow can cancel a read only once it has that."""
     node.run(node.broker.create_topic("waited-for", 1))
     for wanted in (
@@ -61,7 +61,7 @@ def test_the_schema_comes_before_a_wait(node: RunningNode) -> None:
             assert ipc.schema(memoryview(header)).names[0] == "seq" and not body
 
 
-def test_a_long_answer_comes_in_parts_and_in_order(node: RunningNode, large: tuple[int, int]) -> None:
+def test_a_large_answer_is_sent_in_parts_and_in_order(node: RunningNode, large: tuple[int, int]) -> None:
     with flight.FlightClient(node.endpoint) as client:
         wanted = {"read": "log", "from_seq": large[0], "to_seq": large[1]}
         chunks = [chunk.data for chunk in client.do_get(flight.Ticket(json.dumps(wanted).encode()))]
@@ -70,7 +70,7 @@ def test_a_long_answer_comes_in_parts_and_in_order(node: RunningNode, large: tup
     assert rows.column("body").to_pylist() == 4 * [bytes([at]) * 100_000 for at in range(30)]
 
 
-def test_what_a_client_does_not_take_is_counted_and_given_back(
+def test_bytes_that_a_client_has_not_read_are_counted_until_it_disconnects(
     node: RunningNode, large: tuple[int, int]
 ) -> None:
     edge = node.node.edges.flight
@@ -84,7 +84,9 @@ def test_what_a_client_does_not_take_is_counted_and_given_back(
     eventually(lambda: not counted.held_bytes, "its client has gone")
 
 
-def test_a_reader_that_pauses_keeps_no_thread_and_gets_all(node: RunningNode, large: tuple[int, int]) -> None:
+def test_a_paused_reader_occupies_no_thread_and_gets_all_rows(
+    node: RunningNode, large: tuple[int, int]
+) -> None:
     """More readers than there are threads wait in the middle of the log, and another one reads it whole."""
     wanted = flight.Ticket(
         json.dumps({"read": "log", "from_seq": large[0], "to_seq": large[1], "coalesce_rows": 1}).encode()

@@ -1,4 +1,4 @@
-"""The release stream as a stranger speaks it: one answer a batch, in order, and nothing unsound gets in."""
+"""Release streams of pyarrow's client: one answer for each batch, in order, and invalid batches are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RELEASE = flight.FlightDescriptor.for_path(b"release")
 
 
 def rows(dues: list[int], first_seq: int, **columns: Any) -> pa.RecordBatch:
-    whole = {
+    complete = {
         "seq": list(range(first_seq, first_seq + len(dues))),
         "due_ms": dues,
         "topic": ["brought"] * len(dues),
@@ -34,7 +34,7 @@ def rows(dues: list[int], first_seq: int, **columns: Any) -> pa.RecordBatch:
         **columns,
     }
     return pa.RecordBatch.from_arrays(
-        [pa.array(whole.get(field.name, [None] * len(dues)), field.type) for field in TABLE_SCHEMA],
+        [pa.array(complete.get(field.name, [None] * len(dues)), field.type) for field in TABLE_SCHEMA],
         schema=TABLE_SCHEMA,
     )
 
@@ -69,7 +69,7 @@ def exchange(wire: flight.FlightClient, schema: pa.Schema = TABLE_SCHEMA) -> tup
     return writer, reader
 
 
-def test_each_batch_has_its_answer(leased: RunningNode) -> None:
+def test_each_release_batch_has_its_answer(leased: RunningNode) -> None:
     batch = attach(leased, 3_000, 100)
     counts = leased.broker.schedule_statistics
     eventually(lambda: counts()["dispatched_rows"] == 100, "it is left to the dispatcher")
@@ -84,25 +84,25 @@ def test_each_batch_has_its_answer(leased: RunningNode) -> None:
         for part in (batch.slice(0, 30), batch.slice(20, 80), rows([1], 1 << 40), batch):
             writer.write_batch(part)
         writer.done_writing()
-        got = list(answers(reader))
-    assert got == [
+        received = list(answers(reader))
+    assert received == [
         {"released": 30, "left": 0}, {"released": 70, "left": 10},
         {"released": 0, "left": 1}, {"released": 0, "left": 100},
     ]  # fmt: skip
     assert sum(high for _, high in leased.broker.queues("brought").values()) == 100
 
 
-def test_a_batch_that_is_not_sound_is_refused_and_the_stream_goes_on(wire: flight.FlightClient) -> None:
+def test_an_invalid_release_batch_is_refused_and_the_stream_continues(wire: flight.FlightClient) -> None:
     writer, reader = exchange(wire)
-    for one in (rows([1], 7, body=[None]), rows([1], 7)):
-        writer.write_batch(one)
+    for batch in (rows([1], 7, body=[None]), rows([1], 7)):
+        writer.write_batch(batch)
     writer.done_writing()
     refused, answered = answers(reader)
     assert refused["error"] == "invalid_message" and "'body'" in refused["text"]
     assert answered == {"released": 0, "left": 1}
 
 
-def test_other_columns_are_refused(wire: flight.FlightClient) -> None:
+def test_a_release_stream_with_other_columns_is_refused(wire: flight.FlightClient) -> None:
     schema = pa.schema([("topic", pa.string())])
     writer, reader = exchange(wire, schema)
     writer.done_writing()
@@ -110,7 +110,7 @@ def test_other_columns_are_refused(wire: flight.FlightClient) -> None:
         list(answers(reader))
 
 
-def test_there_are_three_exchanges(wire: flight.FlightClient) -> None:
+def test_an_unknown_path_is_refused_with_the_three_known_paths(wire: flight.FlightClient) -> None:
     with pytest.raises(flight.FlightServerError, match=r"\['send'\], \['source'\] and \['release'\]"):
         writer, reader = wire.do_exchange(flight.FlightDescriptor.for_path(b"relese"))
         writer.begin(TABLE_SCHEMA)
@@ -126,18 +126,18 @@ def test_there_are_three_exchanges(wire: flight.FlightClient) -> None:
         pa.schema([f if f.name != "due_ms" else pa.field("due_ms", pa.int32()) for f in TABLE_SCHEMA]),
     ],
 )
-def test_columns_are_those_of_the_table(schema: pa.Schema) -> None:
+def test_missing_additional_or_wrong_columns_are_refused(schema: pa.Schema) -> None:
     with pytest.raises(InvalidMessage, match=r"'(body|delay_ms|due_ms)'"):
         ReleaseColumns(schema)
 
 
-def test_columns_may_stand_in_any_order() -> None:
+def test_columns_in_any_order_are_accepted() -> None:
     batch = rows([1, 2], 1)
     turned = batch.select(TABLE_SCHEMA.names[::-1])
     assert ReleaseColumns(turned.schema).adopt(turned, None).equals(batch)
 
 
-def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_batches_beyond_the_limits_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = ReleaseColumns(TABLE_SCHEMA)
     monkeypatch.setattr(limits, "ROWS_PER_REQUEST_MAX", 2)
     for batch in (rows([1] * 3, 1), rows([], 1)):
@@ -152,7 +152,7 @@ def test_sizes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         columns.adopt(rows([1], 1), None)
 
 
-def test_a_stop_answers_what_is_under_way(tmp_path: Path) -> None:
+def test_a_stop_ends_release_streams_after_their_answers(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as wire:
         writer, reader = exchange(wire)
         writer.write_batch(rows([1], 1))

@@ -1,4 +1,4 @@
-"""Places for send streams: who gets one, and who has to give it up."""
+"""Slots for send streams: which streams get a slot, and which lose it."""
 
 from __future__ import annotations
 
@@ -78,21 +78,23 @@ def acknowledged(writer: Any, reader: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("account", ["reader", "nothing"])
-def test_an_account_that_may_send_nowhere_gets_no_place(node: RunningNode, account: str) -> None:
+def test_an_account_without_send_permission_gets_no_slot(node: RunningNode, account: str) -> None:
     with RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange", authorization=bearer(account)))
         assert "may not send to any topic" in client.status(number)[1]  # it has sent no message
     assert not edge_of(node)._send_streams.taken
 
 
-def test_one_that_may_send_somewhere_is_asked_for_the_topic(node: RunningNode) -> None:
+def test_an_account_with_some_send_permission_is_checked_for_each_topic(node: RunningNode) -> None:
     with flight.FlightClient(node.endpoint) as wire:
         assert acknowledged(*opened(wire, "shop"))["rows"] == 1
         # The retry topics of its groups are such places.
         assert acknowledged(*opened(wire, "worker"))["error"] == "forbidden"
 
 
-def test_one_account_has_half_of_the_places(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_account_gets_at_most_half_of_the_slots(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edge_of(node)._send_streams, "limit", 6)
     with ExitStack() as clients:
         wires = [clients.enter_context(flight.FlightClient(node.endpoint)) for _ in range(4)]
@@ -106,7 +108,7 @@ def test_one_account_has_half_of_the_places(node: RunningNode, monkeypatch: pyte
         assert acknowledged(*streams[0])["rows"] == 1, "those that are open go on"
 
 
-def test_an_idle_stream_gives_its_place_to_another(
+def test_an_idle_stream_is_ended_when_another_stream_needs_its_slot(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edge_of(node)._send_streams, "limit", 2)
@@ -119,7 +121,7 @@ def test_an_idle_stream_gives_its_place_to_another(
     eventually(lambda: not edge_of(node)._send_streams.taken, "all places are free again")
 
 
-def test_a_stream_without_a_message_loses_its_place(
+def test_a_stream_without_a_message_loses_its_slot(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Upload, "READ_S", 0.3)
@@ -130,7 +132,7 @@ def test_a_stream_without_a_message_loses_its_place(
 
 
 @pytest.mark.parametrize("begun_bytes", [1, 1_000])
-def test_a_message_that_does_not_come_whole_ends_its_stream(
+def test_a_message_that_is_not_complete_in_time_ends_its_stream(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, begun_bytes: int
 ) -> None:
     edge = edge_of(node)

@@ -1,4 +1,4 @@
-"""Small batches travel together and are still accepted or refused one by one."""
+"""Small batches are joined for the log, and are still accepted or refused one by one."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import pytest
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.accepting import small_batch
-from timeball.edges.flight.sends import Sends, refusal
+from timeball.edges.flight.sends import Sends, refusal_answer
 from timeball.edges.flight.window import Slot, Window
 from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model.access import ANONYMOUS, Caller
@@ -27,7 +27,7 @@ def entry(window: Window, rows: int, topic: str = "inbox") -> tuple[pa.RecordBat
     return batch, slot, ANONYMOUS
 
 
-def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) -> None:
+def test_each_batch_has_its_own_answer_even_if_one_is_refused(node: RunningNode) -> None:
     window = opened()
     topics = ["inbox", "inbox", "a/b", "inbox"]
     entries = [entry(window, rows, topic=topic) for rows, topic in enumerate(topics, 1)]
@@ -46,7 +46,7 @@ def test_each_batch_has_its_own_answer_though_one_is_refused(node: RunningNode) 
     assert last["first_seq"] == second["first_seq"] + 2
 
 
-def test_a_fault_of_the_broker_is_an_answer_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_of_the_broker_is_answered(caplog: pytest.LogCaptureFixture) -> None:
     window = opened()
     batch, slot, _ = entry(window, 1)
     Sends(None).put(batch, slot, ANONYMOUS)  # type: ignore[arg-type]
@@ -54,9 +54,9 @@ def test_a_fault_of_the_broker_is_an_answer_too(caplog: pytest.LogCaptureFixture
     assert "AttributeError" not in caplog.text.splitlines()[0] and "NoneType" in caplog.text
 
 
-def test_a_fault_of_ours_is_logged_whole(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_fault_is_logged_with_its_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        assert b"secret" not in refusal(ValueError("secret"))
+        assert b"secret" not in refusal_answer(ValueError("secret"))
     assert "secret" in caplog.text
 
 

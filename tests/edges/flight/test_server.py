@@ -1,4 +1,4 @@
-"""FlightEdge as a stranger meets it: errors without insides, bounds, cancelled calls, a port that is taken."""
+"""FlightEdge with pyarrow's client: errors without internal details, limits, cancelled calls, a port in use."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ def test_actions_answer_json_and_are_listed(wire: flight.FlightClient) -> None:
     assert {action.type for action in wire.list_actions()} == set(codec.ACTIONS)
 
 
-def test_errors_carry_code_and_sentence(wire: flight.FlightClient) -> None:
+def test_errors_have_code_and_text(wire: flight.FlightClient) -> None:
     with pytest.raises(flight.FlightServerError, match="nowhere") as caught:
         act(wire, "queues", b'{"topic": "nowhere"}')
     assert caught.value.extra_info == b"not_found"
@@ -65,7 +65,7 @@ def test_errors_carry_code_and_sentence(wire: flight.FlightClient) -> None:
     ],
     ids=["not-found", "verb", "nesting", "ticket", "long-ticket", "range", "flights", "info", "put"],
 )
-def test_no_answer_shows_the_inside(wire: flight.FlightClient, call: Any) -> None:
+def test_no_answer_contains_internal_details(wire: flight.FlightClient, call: Any) -> None:
     with pytest.raises(flight.FlightServerError) as caught:
         call(wire)
     assert caught.value.extra_info
@@ -77,7 +77,7 @@ def test_every_read_has_one_schema(wire: flight.FlightClient) -> None:
     assert wire.get_schema(flight.FlightDescriptor.for_path(b"anything")).schema == READ_SCHEMA
 
 
-def test_logs_come_in_batches_of_the_read_schema(node: RunningNode, wire: flight.FlightClient) -> None:
+def test_rows_of_the_log_have_the_read_schema(node: RunningNode, wire: flight.FlightClient) -> None:
     sent = pa.RecordBatch.from_pydict({"topic": ["rows"] * 50, "body": [b"%d" % i for i in range(50)]})
     first, *_ = [node.run(node.broker.send(sent)).first_seq for _ in range(5)]
     log = get(wire, read="log", from_seq=first, to_seq=first + 250, coalesce_rows=60)
@@ -86,9 +86,7 @@ def test_logs_come_in_batches_of_the_read_schema(node: RunningNode, wire: flight
     assert get(wire, read="log", from_seq=first, to_seq=first).num_rows == 0
 
 
-def test_a_log_read_left_in_the_middle_gives_its_pass_back(
-    node: RunningNode, wire: flight.FlightClient
-) -> None:
+def test_an_abandoned_read_of_the_log_frees_its_slot(node: RunningNode, wire: flight.FlightClient) -> None:
     sent = pa.RecordBatch.from_pydict({"topic": ["big"] * 200, "body": [bytes(20_000)] * 200})
     accepted = [node.run(node.broker.send(sent)) for _ in range(10)]
     ticket = {
@@ -105,7 +103,7 @@ def test_a_log_read_left_in_the_middle_gives_its_pass_back(
     eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
 
 
-def test_a_cancelled_long_poll_frees_thread_and_place(node: RunningNode, wire: flight.FlightClient) -> None:
+def test_a_cancelled_long_poll_frees_its_slot(node: RunningNode, wire: flight.FlightClient) -> None:
     act(wire, "create_topic", b'{"topic": "quiet", "queues": 1}')
     ticket = flight.Ticket(
         b'{"read": "pull", "topic": "quiet", "offsets": {"0": 0}, "rows": 1, "wait_ms": 60000}'
@@ -115,21 +113,19 @@ def test_a_cancelled_long_poll_frees_thread_and_place(node: RunningNode, wire: f
     assert {type(poll.exception()) for poll in polls} == {flight.FlightTimedOutError}
     eventually(lambda: edge_of(node)._calls.taken == 0, "all passes are back")
     # The others' waiting was not touched: who polls now is woken by the next message.
-    found: list[int] = []
-    still = threading.Thread(target=lambda: found.append(wire.do_get(ticket).read_all().num_rows))
+    result: list[int] = []
+    still = threading.Thread(target=lambda: result.append(wire.do_get(ticket).read_all().num_rows))
     still.start()
     node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["quiet"], "body": [b"x"]})))
     still.join(BOUND_S)
-    assert found == [1]
+    assert result == [1]
 
 
 def _poll(wire: flight.FlightClient, ticket: flight.Ticket) -> None:
     wire.do_get(ticket, flight.FlightCallOptions(timeout=0.3)).read_all()
 
 
-def test_more_calls_than_the_gate_lets_through_are_told_so(
-    node: RunningNode, wire: flight.FlightClient
-) -> None:
+def test_calls_beyond_the_limit_are_refused(node: RunningNode, wire: flight.FlightClient) -> None:
     calls = edge_of(node)._calls
 
     async def fill(calls_each: int) -> None:
@@ -146,9 +142,7 @@ def test_more_calls_than_the_gate_lets_through_are_told_so(
     assert act(wire, "status")
 
 
-def test_an_action_longer_than_any_is_refused_by_its_length(
-    wire: flight.FlightClient, node: RunningNode
-) -> None:
+def test_a_too_large_action_is_refused_by_its_length(wire: flight.FlightClient, node: RunningNode) -> None:
     with pytest.raises(pa.ArrowException, match="larger than max"):
         act(wire, "status", bytes(MESSAGE_BYTES_MAX))
     with Timeball(node.endpoint) as ball, pytest.raises(OverLimit, match="name fewer things at once"):
@@ -157,7 +151,7 @@ def test_an_action_longer_than_any_is_refused_by_its_length(
         act(wire, "status", bytes(MESSAGE_BYTES_MAX - 100))
 
 
-def test_answers_that_wait_to_be_taken_are_bounded(node: RunningNode, wire: flight.FlightClient) -> None:
+def test_the_bytes_of_unread_answers_are_limited(node: RunningNode, wire: flight.FlightClient) -> None:
     accepted = node.run(node.broker.send(pa.RecordBatch.from_pydict({"topic": ["taken"], "body": [b"x"]})))
     ticket = {"read": "log", "from_seq": accepted.first_seq, "to_seq": accepted.first_seq + 1}
     answers = edge_of(node)._reads.answers
@@ -187,7 +181,7 @@ def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> Non
         pass
 
 
-def test_a_stop_ends_long_polls_and_refuses_what_is_new(tmp_path: Path) -> None:
+def test_a_stop_ends_long_polls_and_refuses_new_calls(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, flight.FlightClient(node.endpoint) as wire:
         act(wire, "create_topic", b'{"topic": "quiet", "queues": 1}')
         ticket = flight.Ticket(

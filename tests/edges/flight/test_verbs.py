@@ -11,7 +11,7 @@ from tests.broker.on_node import batch
 from tests.node_fixture import RunningNode
 
 from timeball.broker.consuming.requests import Receipt
-from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.filters.compiler import FilterCache
 from timeball.edges.flight import codec, verbs
 from timeball.log.row_encoder import encoder_of
 from timeball.model import wire
@@ -20,8 +20,8 @@ from timeball.model.errors import Forbidden, InvalidReceipt, NotFound
 from timeball.model.message import READ_SCHEMA
 
 
-def served(node: RunningNode) -> verbs.Served:
-    return verbs.Served.by(node.broker, node.node.status)
+def served(node: RunningNode) -> verbs.ServedBroker:
+    return verbs.ServedBroker.by(node.broker, node.node.status)
 
 
 def perform(node: RunningNode, verb: str, request: codec.ActionRequest) -> Any:
@@ -84,15 +84,15 @@ class Mine(Caller):
             raise Forbidden(f"not {topic}")
 
 
-def test_scheduled_messages_of_topics_that_a_caller_may_not_touch_are_not_there(node: RunningNode) -> None:
+def test_scheduled_messages_of_forbidden_topics_are_not_found(node: RunningNode) -> None:
     sent = batch(2, topic=["mine", "theirs"], unique_key=["a", "b"], keys=["k", "k"], delay_ms=[60_000] * 2)
     first_seq = node.run(node.broker.send(sent)).first_seq
     requests = [
         wire.Reschedule(ids=["a", "b"], delay_ms=90_000), wire.Reschedule(seqs=[first_seq + 1], delay_ms=5),
         wire.Cancel(ids=["b"]), wire.Cancel(keys=["k"]),
     ]  # fmt: skip
-    told = [node.run(verbs.perform(served(node), "", request, Mine())) for request in requests]
-    assert [[v.verdict for v in answer["verdicts"]] for answer in told] == [
+    reported = [node.run(verbs.perform(served(node), "", request, Mine())) for request in requests]
+    assert [[v.verdict for v in answer["verdicts"]] for answer in reported] == [
         ["rescheduled", "not_found"], ["not_found"], ["not_found"], ["cancelled"],
     ]  # fmt: skip
     [moved] = node.run(node.broker.reschedule(ids=["b"], delay_ms=1))
@@ -105,7 +105,7 @@ def test_a_range_that_nobody_attached_is_not_cancelled(node: RunningNode) -> Non
         perform(node, "cancel_range", wire.CancelRange(ranges=[(first_seq, 3)], reason="verbs"))
 
 
-def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
+def test_a_pull_and_a_queue_read_return_the_rows(node: RunningNode) -> None:
     perform(node, "create_topic", wire.CreateTopic(topic="empty", queues=1))
     pull = wire.Pull(topic="empty", offsets={0: 0}, rows=5)
     queue = wire.ReadQueue(topic="empty", queue_id=0, offset=0, rows=5)
@@ -114,7 +114,7 @@ def test_rows_of_a_pull_and_of_a_queue(node: RunningNode) -> None:
         assert batch.schema == READ_SCHEMA and batch.num_rows == 0
 
 
-def test_the_brokers_errors_pass(node: RunningNode) -> None:
+def test_errors_of_the_broker_are_raised_unchanged(node: RunningNode) -> None:
     with pytest.raises(NotFound):
         perform(node, "queues", wire.Queues(topic="nowhere"))
 
@@ -122,12 +122,12 @@ def test_the_brokers_errors_pass(node: RunningNode) -> None:
 TOPIC = "grouped"
 
 
-def receive(node: RunningNode, group: str = "g", **fields: object) -> verbs.HandedOut:
+def receive(node: RunningNode, group: str = "g", **fields: object) -> verbs.LeasedRows:
     request = wire.Receive(topic=TOPIC, group=group, rows=10, **fields)  # type: ignore[arg-type]
-    return node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+    return node.run(verbs.receive(served(node), FilterCache(), request, ANONYMOUS))
 
 
-def batch_of(handed_out: verbs.HandedOut) -> pa.RecordBatch:
+def batch_of(handed_out: verbs.LeasedRows) -> pa.RecordBatch:
     rows = handed_out.rows
     batch = pa.ipc.read_record_batch(rows, wire.RECEIVED_SCHEMA) if isinstance(rows, bytes) else rows
     assert batch.schema == wire.RECEIVED_SCHEMA
@@ -138,14 +138,14 @@ def send(node: RunningNode, count: int) -> None:
     node.run(node.broker.send(batch(count, topic=[TOPIC] * count)))
 
 
-def test_rows_have_a_receipt_each_and_what_comes_again_the_topic_that_was_asked_for(
+def test_each_row_has_a_receipt_and_redelivered_rows_have_the_requested_topic(
     node: RunningNode,
 ) -> None:
     send(node, 3)
     handed_out = receive(node)
     first = batch_of(handed_out)
     texts = first.column("receipt").to_pylist()
-    assert len(set(texts)) == 3 and all(isinstance(one, Receipt) for one in handed_out.receipts)
+    assert len(set(texts)) == 3 and all(isinstance(item, Receipt) for item in handed_out.receipts)
     change = wire.ChangeInvisibleTime(topic=TOPIC, group="g", receipts=texts, invisible_ms=0)
     changed = node.run(verbs.change_invisible_time(served(node), change, ANONYMOUS))
     assert changed == texts
@@ -157,24 +157,24 @@ def test_rows_have_a_receipt_each_and_what_comes_again_the_topic_that_was_asked_
     assert verdicts == [False] * 3 + [True] * again.num_rows
 
 
-def test_a_few_new_rows_are_answered_as_those_read_from_the_log_are(
+def test_directly_encoded_rows_equal_rows_read_from_the_log(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = batch(3, topic=["twice"] * 3, tag=["a", None, "b"], keys=[None, "k l", ""])
     node.run(node.broker.send(sent))
     request = wire.Receive(topic="twice", group="memory", rows=10)
-    few = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+    few = node.run(verbs.receive(served(node), FilterCache(), request, ANONYMOUS))
     monkeypatch.setattr(node.broker.log.writer.newest, "values_of", lambda seqs: None)
     request = wire.Receive(topic="twice", group="log", rows=10)
-    read = node.run(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+    read = node.run(verbs.receive(served(node), FilterCache(), request, ANONYMOUS))
     assert isinstance(few.rows, bytes) == (encoder_of(wire.RECEIVED_SCHEMA) is not None)
     assert not isinstance(read.rows, bytes) and read.rows.num_rows == 3
     columns = [name for name in wire.RECEIVED_SCHEMA.names if name != "receipt"]
-    found, expected = (batch.select(columns).sort_by("seq") for batch in (batch_of(few), read.rows))
-    assert found.equals(expected)
+    result, expected = (batch.select(columns).sort_by("seq") for batch in (batch_of(few), read.rows))
+    assert result.equals(expected)
 
 
-def test_a_message_that_is_given_up_is_a_dead_letter(node: RunningNode) -> None:
+def test_the_dead_letter_verb_makes_a_dead_letter(node: RunningNode) -> None:
     send(node, 1)
     handed_out = receive(node, "quitters")
     texts = batch_of(handed_out).column("receipt").to_pylist()
@@ -184,13 +184,13 @@ def test_a_message_that_is_given_up_is_a_dead_letter(node: RunningNode) -> None:
     assert node.broker.queues("%DLQ%quitters")[0][1] == len(texts)
 
 
-def test_a_client_that_goes_while_it_waits_leaves_no_lease(node: RunningNode) -> None:
+def test_a_client_that_disconnects_while_waiting_leaves_no_lease(node: RunningNode) -> None:
     send(node, 1)  # whichever test comes first: the group needs a topic
     receive(node, "gone")
 
     async def leave() -> None:
         request = wire.Receive(topic=TOPIC, group="gone", rows=10, wait_ms=30_000)
-        asking = asyncio.create_task(verbs.receive(served(node), FiltersKept(), request, ANONYMOUS))
+        asking = asyncio.create_task(verbs.receive(served(node), FilterCache(), request, ANONYMOUS))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
@@ -208,12 +208,12 @@ class Reader(Caller):
             raise Forbidden(f"not {verb} {topic} {group}")
 
 
-def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
+def test_a_receive_needs_permission_for_topic_and_group(node: RunningNode) -> None:
     send(node, 1)
 
-    def ask(topic: str, group: str) -> list[verbs.HandedOut]:
+    def ask(topic: str, group: str) -> list[verbs.LeasedRows]:
         request = wire.Receive(topic=topic, group=group, rows=1)
-        return [node.run(verbs.receive(served(node), FiltersKept(), request, Reader()))]
+        return [node.run(verbs.receive(served(node), FilterCache(), request, Reader()))]
 
     (handed_out,) = ask(TOPIC, "mine")
     for topic, group in ((TOPIC, "theirs"), ("other", "mine")):
@@ -230,11 +230,11 @@ def test_an_account_needs_the_topic_and_the_group(node: RunningNode) -> None:
     assert "theirs" not in [group.group_name for group in node.broker.tables.groups.all()]
 
 
-def test_what_is_not_there_or_not_ours_is_said(node: RunningNode) -> None:
+def test_unknown_topics_and_invalid_receipts_are_refused(node: RunningNode) -> None:
     with pytest.raises(NotFound):
         node.run(
             verbs.receive(
-                served(node), FiltersKept(), wire.Receive(topic="none", group="g", rows=1), ANONYMOUS
+                served(node), FilterCache(), wire.Receive(topic="none", group="g", rows=1), ANONYMOUS
             )
         )
     with pytest.raises(InvalidReceipt, match="none of ours"):

@@ -1,4 +1,4 @@
-"""The window of a send stream: order, bounds, and that nobody is left waiting."""
+"""The window of a send stream: the order of answers, the limits, and that no stream waits for ever."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ ONE, OTHER = "10.0.0.1", "10.0.0.2"
 
 
 class Stream:
-    """A window, and what its stream has been told."""
+    """A window, and the number of calls of its two callbacks."""
 
     def __init__(self, budget: MemoryQuota, address: str = ONE, **bounds: int) -> None:
-        self.rooms = self.answers = 0
-        self.window = Window(budget, address, self._room, self._answer, **bounds)
+        self.capacity_calls = self.answer_calls = 0
+        self.window = Window(budget, address, self._on_capacity, self._answer, **bounds)
 
-    def _room(self) -> None:
-        self.rooms += 1
+    def _on_capacity(self) -> None:
+        self.capacity_calls += 1
 
     def _answer(self) -> None:
-        self.answers += 1
+        self.answer_calls += 1
 
     def entered(self, size_bytes: int = 1) -> Slot:
         slot = self.window.enter(size_bytes)
         assert slot is not None
         return slot
 
-    async def told_of_room(self) -> bool:
-        """Whether it has been told, by the end of this turn of the loop; forgets it."""
+    async def was_told_of_capacity(self) -> bool:
+        """True if `on_capacity` was called once by the end of this turn of the loop. Resets the number of calls."""
         await asyncio.sleep(0)
-        told, self.rooms = self.rooms, 0
-        return told == 1
+        calls, self.capacity_calls = self.capacity_calls, 0
+        return calls == 1
 
 
 def run(check: Coroutine[Any, Any, None]) -> None:
@@ -47,15 +47,15 @@ def run(check: Coroutine[Any, Any, None]) -> None:
 
 
 @given(st.integers(1, 30).flatmap(lambda count: st.permutations(range(count))))
-def test_answers_come_in_the_order_of_the_batches(order: list[int]) -> None:
+def test_answers_are_taken_in_the_order_of_the_batches(order: list[int]) -> None:
     budget = MemoryQuota(10_000)
     stream = Stream(budget)
     slots = [stream.entered(size) for size in range(len(order))]
     taken: list[bytes] = []
     for index in order:
         slots[index].settle(b"%d" % index)
-        assert (stream.answers > 0) == (index == len(taken)), "it is told of the one at the front"
-        stream.answers = 0
+        assert (stream.answer_calls > 0) == (index == len(taken)), "it is told of the one at the front"
+        stream.answer_calls = 0
         while (answer := stream.window.pop_answer()) is not None:
             taken.append(answer)
     assert taken == [b"%d" % index for index in range(len(order))]
@@ -68,36 +68,36 @@ def test_a_full_window_waits_until_an_answer_is_taken() -> None:
         first, _ = stream.entered(), stream.entered()
         assert stream.window.enter(1) is None
         first.settle(b"1")
-        await stream.told_of_room()
+        await stream.was_told_of_capacity()
         assert stream.window.enter(1) is None  # settled, but its client has not had the answer
         assert stream.window.pop_answer() == b"1"
-        assert await stream.told_of_room()
+        assert await stream.was_told_of_capacity()
         stream.entered()
 
     run(check())
 
 
-def test_bytes_are_free_when_a_batch_is_settled() -> None:
+def test_settling_a_batch_frees_its_bytes() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(100), bytes_max=10)
         _, big = stream.entered(1), stream.entered(9)
         assert stream.window.enter(2) is None
-        assert not await stream.told_of_room()
+        assert not await stream.was_told_of_capacity()
         big.settle(b"")
-        assert await stream.told_of_room()
+        assert await stream.was_told_of_capacity()
         stream.entered(2)
 
     run(check())
 
 
-def test_a_batch_larger_than_the_window_goes_alone() -> None:
+def test_a_batch_larger_than_the_window_enters_alone() -> None:
     async def check() -> None:
         budget = MemoryQuota(10, 1_000)
         stream = Stream(budget, bytes_max=10)
         huge = stream.entered(1_000)
         assert stream.window.enter(1) is None
         huge.settle(b"")
-        assert await stream.told_of_room()
+        assert await stream.was_told_of_capacity()
         stream.entered(1)
         assert budget.held_bytes == 1
 
@@ -107,13 +107,13 @@ def test_a_batch_larger_than_the_window_goes_alone() -> None:
 def test_streams_share_one_budget() -> None:
     async def check() -> None:
         budget = MemoryQuota(10)
-        one, other = Stream(budget), Stream(budget, OTHER)
-        slot = one.entered(10)
+        item, other = Stream(budget), Stream(budget, OTHER)
+        slot = item.entered(10)
         assert other.window.enter(5) is None
         assert other.window.enter(5) is None, "asked for once"
         slot.settle(b"")
         assert budget.held_bytes == 5, "granted, and counted"
-        assert await other.told_of_room()
+        assert await other.was_told_of_capacity()
         other.entered(5)
         assert budget.held_bytes == 5
 
@@ -121,7 +121,7 @@ def test_streams_share_one_budget() -> None:
 
 
 @pytest.mark.parametrize("waits", ["for the window", "for the budget", "with what is granted"])
-def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
+def test_abort_returns_all_bytes_and_calls_back_no_more(waits: str) -> None:
     async def check() -> None:
         budget = MemoryQuota(10)
         stream = Stream(budget, batches_max=1) if waits == "for the window" else Stream(budget)
@@ -132,19 +132,19 @@ def test_abort_gives_all_back_and_tells_nobody_more(waits: str) -> None:
             slot.settle(b"")
         emptied = asyncio.ensure_future(stream.window.emptied())
         await asyncio.sleep(0)
-        stream.rooms = 0
+        stream.capacity_calls = 0
         stream.window.abort()
         await emptied
         assert stream.window.enter(1) is None and stream.window.pop_answer() is None
         if waits != "with what is granted":
             slot.settle(b"late")  # the broker decides it all the same
-        assert not await stream.told_of_room()
+        assert not await stream.was_told_of_capacity()
         assert budget.held_bytes == 0 and not budget.waiting
 
     run(check())
 
 
-def test_the_last_answer_is_waited_for() -> None:
+def test_emptied_waits_for_the_last_answer() -> None:
     async def check() -> None:
         stream = Stream(MemoryQuota(10))
         slot = stream.entered()
@@ -160,7 +160,7 @@ def test_the_last_answer_is_waited_for() -> None:
     run(check())
 
 
-def test_settling_twice_is_a_bug_of_ours() -> None:
+def test_settling_a_slot_twice_is_an_assertion_error() -> None:
     stream = Stream(MemoryQuota(10))
     slot = stream.entered()
     slot.settle(b"1")

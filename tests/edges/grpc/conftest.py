@@ -1,4 +1,4 @@
-"""A node and a wire to it."""
+"""Fixtures: a running node, and a gRPC client of it."""
 
 from __future__ import annotations
 

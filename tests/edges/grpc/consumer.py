@@ -1,4 +1,4 @@
-"""A consumer that calls the edge's rooms without a connection: on a node in memory whose clock stands still."""
+"""A consumer that calls the edge's handlers without a connection, on a node in memory with a manual clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.edges.grpc.wire import consumer_settings, d, receive_request, s
 from timeball.edges.grpc.calls import CLIENT_ID, Call
 from timeball.edges.grpc.dispatch import METHODS, Dispatch
 from timeball.edges.grpc.edge import GrpcEdge
-from timeball.edges.grpc.session import settle
+from timeball.edges.grpc.session import store_settings
 
 GROUP, TOPIC, CLIENT = "g", "orders", "client-1"
 MINUTE_MS = 60_000
 
 
-class Waiting:
-    """The reply of a call that needs no task: its response, when it comes."""
+class FutureReply:
+    """The Reply of a direct handler. The future `response` gets the decoded response."""
 
     def __init__(self, dispatch: Dispatch, name: str) -> None:
         self._dispatch, self._name = dispatch, name
@@ -31,19 +31,19 @@ class Waiting:
         self.response.set_result(METHODS[self._name].response.FromString(message))
 
     def refuse(self, error: BaseException) -> None:
-        self.response.set_result(self._dispatch.failed(self._name, error))
+        self.response.set_result(self._dispatch.failure_response(self._name, error))
 
 
 async def answer(dispatch: Dispatch, name: str, call: Call, request: Any) -> Any:
-    """The response of a call that has one, whether its handler needs a task or not."""
-    waiting = Waiting(dispatch, name)
-    if dispatch.begin(name, call, request, waiting):
-        return await waiting.response
+    """Make a call with one response, whether its handler is direct or unary, and return the response."""
+    reply = FutureReply(dispatch, name)
+    if dispatch.begin(name, call, request, reply):
+        return await reply.response
     return await dispatch.unary(name, call, request)
 
 
 class Consumer:
-    """One client of an edge."""
+    """One client of an edge. Each method makes a call."""
 
     def __init__(self, world: World, edge: GrpcEdge, name: str = CLIENT, peer: str = "10.0.0.1") -> None:
         self.world, self.edge, self.name, self.peer = world, edge, name, peer
@@ -52,9 +52,9 @@ class Consumer:
         return Call({CLIENT_ID: self.name}, self.peer, remaining_s)
 
     def connect(self, group: str = GROUP) -> None:
-        """As its settings make it known."""
+        """Register the client with the settings of a consumer."""
         context = self.edge.context
-        settle(context.sessions, self.name, consumer_settings(group), context.monotonic_ms())
+        store_settings(context.sessions, self.name, consumer_settings(group), context.monotonic_ms())
 
     async def send(self, count: int = 1, queues: int = 2, **columns: object) -> None:
         await self.world.broker.create_topic(TOPIC, queues)
@@ -64,17 +64,17 @@ class Consumer:
         return [each async for each in self.edge.dispatch.stream(name, self.call(remaining_s), request)]
 
     async def receive(self, group: str = GROUP, topic: str = TOPIC, **fields: Any) -> list[d.Message]:
-        """The messages; waits for none unless told so. The topic is made before, as an operator would."""
+        """Receive messages, by default without waiting. A missing topic is created first."""
         if self.world.broker.tables.topics.find_topic(topic) is None:
             await self.world.broker.create_topic(topic, 1 if topic.startswith("%") else 2)
-        found = await self.responses(
+        responses = await self.responses(
             "ReceiveMessage", receive_request(group, topic, **{"wait_ms": 0, **fields})
         )
-        assert found[0].status.code in (d.Code.OK, d.Code.MESSAGE_NOT_FOUND), found[0]
-        return [each.message for each in found if each.WhichOneof("content") == "message"]
+        assert responses[0].status.code in (d.Code.OK, d.Code.MESSAGE_NOT_FOUND), responses[0]
+        return [each.message for each in responses if each.WhichOneof("content") == "message"]
 
     async def refused(self, request: s.ReceiveMessageRequest, remaining_s: float | None = None) -> int:
-        """The code of the one answer."""
+        """Make a ReceiveMessage call that must have one response, and return its code."""
         (only,) = await self.responses("ReceiveMessage", request, remaining_s)
         return int(only.status.code)
 
@@ -112,7 +112,7 @@ class Consumer:
         return int((await self.ask("ForwardMessageToDeadLetterQueue", request)).status.code)
 
     async def pass_time(self, ms: int = MINUTE_MS) -> None:
-        """Time passes, and what is due then has come back."""
+        """Advance the clock, and wait until messages whose invisible time is over have come back."""
         self.world.broker.consuming.wake()
         await self.world.advance(ms)
         self.world.broker.consuming.wake()
@@ -121,11 +121,11 @@ class Consumer:
             lambda: (
                 not any(
                     held.deadline_ms <= self.world.clock.wall
-                    for w in leases.all()
-                    for held in w.in_flight.values()
+                    for queue_leases in leases.all()
+                    for held in queue_leases.in_flight.values()
                 )
             ),
-            "it has come back",
+            "expired messages have come back",
         )
 
 
@@ -143,14 +143,14 @@ async def consumer_of(world: World) -> AsyncIterator[Consumer]:
 
 
 def with_consumer(**settings: Any) -> Callable[[Any], Any]:
-    """Make a plain test of `async def test_…(consumer)`."""
+    """Decorate `async def test_…(consumer)`: run it with a Consumer on a node in memory."""
 
     def decorate(test: Any) -> Any:
-        async def live(world: World) -> None:
+        async def run(world: World) -> None:
             async with consumer_of(world) as consumer:
                 await test(consumer)
 
-        live.__name__ = test.__name__
-        return on_node(**settings)(live)
+        run.__name__ = test.__name__
+        return on_node(**settings)(run)
 
     return decorate

@@ -1,4 +1,4 @@
-"""Messages as a RocketMQ 5 producer makes them, and what became of them."""
+"""Create and send messages like a RocketMQ 5 producer, and read the topic afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _ids = itertools.count(1)
 
 
 def message(body: bytes = b"body", *, topic: str = "orders", namespace: str = "", **fields: Any) -> d.Message:
-    """A message; `fields` are system properties, `due_ms` and `properties` what they say."""
+    """Create a NORMAL message, or with `due_ms` a DELAY message.
+
+    `fields` are system properties. `properties` are user properties.
+    """
     due_ms, properties = fields.pop("due_ms", None), fields.pop("properties", {})
     system = d.SystemProperties(**{"message_id": f"01{next(_ids):032X}", **fields})
     if "message_type" not in fields:
@@ -35,7 +38,7 @@ def send_request(*messages: d.Message) -> s.SendMessageRequest:
 
 
 def sent(wire: Wire, *messages: d.Message) -> list[s.SendResultEntry]:
-    """The entries of a send that must be granted."""
+    """Send messages, which the broker must accept, and return the entries of the response."""
     response = wire.ask_ok("SendMessage", send_request(*messages))
     assert len(response.entries) == len(messages)
     assert {entry.status.code for entry in response.entries} == {d.Code.OK}
@@ -43,7 +46,7 @@ def sent(wire: Wire, *messages: d.Message) -> list[s.SendResultEntry]:
 
 
 def refused(wire: Wire, *messages: d.Message) -> tuple[int, str]:
-    """Code and sentence of a send that must be refused."""
+    """Send messages, which the broker must refuse, and return code and text of the status."""
     response = wire.ask("SendMessage", send_request(*messages))
     assert response.status.code != d.Code.OK and not response.entries
     assert response.status.message
@@ -51,8 +54,8 @@ def refused(wire: Wire, *messages: d.Message) -> tuple[int, str]:
 
 
 def rows(node: RunningNode, topic: str = "orders") -> list[dict[str, Any]]:
-    """Every visible message of a topic."""
-    found: list[dict[str, Any]] = []
+    """Read all messages in the queues of a topic."""
+    result: list[dict[str, Any]] = []
     for queue, (low, high) in node.broker.queues(topic).items():
-        found += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
-    return found
+        result += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
+    return result

@@ -1,4 +1,4 @@
-"""A call by its name: one status, whatever happens on the way."""
+"""Dispatch runs the handler of a call, and answers every failure with a status."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def dispatch(handlers: Handlers, check: Any = lambda *_: None) -> Dispatch:
     return Dispatch([handlers], check)
 
 
-def ask(room: Dispatch, name: str = "AckMessage", request: Any = None) -> Any:
-    return asyncio.run(room.unary(name, CALL, request or AckMessageRequest()))
+def ask(dispatcher: Dispatch, name: str = "AckMessage", request: Any = None) -> Any:
+    return asyncio.run(dispatcher.unary(name, CALL, request or AckMessageRequest()))
 
 
-def all_of(room: Dispatch, name: str = "ReceiveMessage") -> list[Any]:
+def responses_of(dispatcher: Dispatch, name: str = "ReceiveMessage") -> list[Any]:
     async def read() -> list[Any]:
-        return [each async for each in room.stream(name, CALL, ReceiveMessageRequest())]
+        return [each async for each in dispatcher.stream(name, CALL, ReceiveMessageRequest())]
 
     return asyncio.run(read())
 
@@ -51,61 +51,63 @@ def raising(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("name", sorted(METHODS))
-def test_what_no_room_answers_is_not_implemented_and_says_its_name(name: str) -> None:
-    room = dispatch({})
+def test_a_call_without_a_handler_is_not_implemented(name: str) -> None:
+    dispatcher = dispatch({})
     method = METHODS[name]
-    found = all_of(room, name)[0] if method.gives_stream else ask(room, name, method.request())
-    assert isinstance(found, method.response)
-    assert found.status.code == Code.NOT_IMPLEMENTED and name in found.status.message
+    response = (
+        responses_of(dispatcher, name)[0] if method.gives_stream else ask(dispatcher, name, method.request())
+    )
+    assert isinstance(response, method.response)
+    assert response.status.code == Code.NOT_IMPLEMENTED and name in response.status.message
 
 
-def test_the_handlers_answer_is_the_answer() -> None:
+def test_the_response_of_the_handler_is_returned() -> None:
     assert ask(dispatch({"AckMessage": done})).status.code == Code.OK
 
 
-def test_an_error_is_told_in_the_status() -> None:
+def test_an_error_of_the_handler_becomes_the_status() -> None:
     refused = ask(dispatch({"AckMessage": raising(Refused(Code.INVALID_RECEIPT_HANDLE, "old"))}))
     assert (refused.status.code, refused.status.message) == (Code.INVALID_RECEIPT_HANDLE, "old")
     assert ask(dispatch({"AckMessage": raising(OverLimit("wait"))})).status.code == Code.TOO_MANY_REQUESTS
 
 
-def test_what_nobody_foresaw_is_logged_and_answered(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_is_logged_and_answered_without_its_text(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR):
-        found = ask(dispatch({"AckMessage": raising(ZeroDivisionError("secret"))}))
-    assert found.status.code == Code.INTERNAL_SERVER_ERROR and "secret" not in found.status.message
-    assert "secret" in caplog.text  # where the operator looks
+        response = ask(dispatch({"AckMessage": raising(ZeroDivisionError("secret"))}))
+    assert response.status.code == Code.INTERNAL_SERVER_ERROR and "secret" not in response.status.message
+    assert "secret" in caplog.text  # the operator needs the text
 
 
-def test_an_error_of_ours_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expected_error_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     ask(dispatch({"AckMessage": raising(OverLimit("wait"))}))
     assert not caplog.records
 
 
-def test_a_failure_is_the_last_of_a_stream() -> None:
+def test_a_failure_is_the_last_response_of_a_stream() -> None:
     async def handler(call: Call, request: Any) -> AsyncIterator[ReceiveMessageResponse]:
         yield ReceiveMessageResponse(status=OK)
         raise Refused(Code.TOPIC_NOT_FOUND, "gone")
 
-    found = all_of(dispatch({"ReceiveMessage": handler}))
-    assert [each.status.code for each in found] == [Code.OK, Code.TOPIC_NOT_FOUND]
+    responses = responses_of(dispatch({"ReceiveMessage": handler}))
+    assert [each.status.code for each in responses] == [Code.OK, Code.TOPIC_NOT_FOUND]
 
 
-def test_whoever_may_not_is_not_heard() -> None:
-    heard = []
+def test_a_caller_without_permission_does_not_reach_the_handler() -> None:
+    handled_calls = []
 
     async def handler(call: Call, request: Any) -> Any:
-        heard.append(call)
+        handled_calls.append(call)
 
     def check(call: Call, name: str, request: Any) -> None:
         raise Refused(Code.FORBIDDEN, f"{name}: no")
 
-    room = dispatch({"AckMessage": handler, "ReceiveMessage": handler}, check)
-    assert ask(room).status.code == Code.FORBIDDEN
-    assert [each.status.code for each in all_of(room)] == [Code.FORBIDDEN]
-    assert not heard
+    dispatcher = dispatch({"AckMessage": handler, "ReceiveMessage": handler}, check)
+    assert ask(dispatcher).status.code == Code.FORBIDDEN
+    assert [each.status.code for each in responses_of(dispatcher)] == [Code.FORBIDDEN]
+    assert not handled_calls
 
 
-def test_a_stream_that_nobody_reads_any_more_is_ended_at_once() -> None:
+def test_closing_a_stream_closes_the_handler_at_once() -> None:
     ended = []
 
     async def handler(call: Call, request: Any) -> AsyncIterator[ReceiveMessageResponse]:
@@ -124,38 +126,38 @@ def test_a_stream_that_nobody_reads_any_more_is_ended_at_once() -> None:
     asyncio.run(read_one())
 
 
-def test_two_rooms_may_not_answer_the_same_call() -> None:
+def test_two_handlers_for_one_call_or_an_unknown_call_are_a_fault() -> None:
     with pytest.raises(AssertionError, match="AckMessage"):
         Dispatch([{"AckMessage": done}, {"AckMessage": done}], lambda *_: None)
     with pytest.raises(AssertionError, match="Acknowledge"):
         dispatch({"Acknowledge": done})
 
 
-class Told:
-    """A reply that keeps what it is told."""
+class RecordingReply:
+    """A Reply that records its answers and refusals."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.outcomes: list[Any] = []
 
     def answer(self, message: bytes) -> None:
-        self.told.append(message)
+        self.outcomes.append(message)
 
     def refuse(self, error: BaseException) -> None:
-        self.told.append(error)
+        self.outcomes.append(error)
 
 
-def test_a_direct_handler_tells_its_reply() -> None:
-    reply = Told()
-    room = dispatch(
+def test_a_direct_handler_answers_by_its_reply() -> None:
+    reply = RecordingReply()
+    dispatcher = dispatch(
         {"AckMessage": Direct(lambda call, request, reply: reply.answer(b"done")), "Heartbeat": done}
     )
-    assert room.begin("AckMessage", CALL, AckMessageRequest(), reply)
-    assert reply.told == [b"done"]
-    assert not room.begin("Heartbeat", CALL, AckMessageRequest(), reply), "it needs a task"
-    assert reply.told == [b"done"]
+    assert dispatcher.begin("AckMessage", CALL, AckMessageRequest(), reply)
+    assert reply.outcomes == [b"done"]
+    assert not dispatcher.begin("Heartbeat", CALL, AckMessageRequest(), reply), "it needs a task"
+    assert reply.outcomes == [b"done"]
 
 
-def test_a_direct_handler_that_fails_or_may_not_be_asked_is_refused() -> None:
+def test_a_failing_or_forbidden_direct_handler_refuses_by_its_reply() -> None:
     error = OverLimit("wait")
 
     def begin(call: Call, request: Any, reply: Any) -> None:
@@ -164,8 +166,8 @@ def test_a_direct_handler_that_fails_or_may_not_be_asked_is_refused() -> None:
     def check(call: Call, name: str, request: Any) -> None:
         raise Refused(Code.FORBIDDEN, "no")
 
-    reply = Told()
+    reply = RecordingReply()
     assert dispatch({"AckMessage": Direct(begin)}).begin("AckMessage", CALL, None, reply)
-    assert reply.told == [error]
+    assert reply.outcomes == [error]
     assert dispatch({"AckMessage": Direct(begin)}, check).begin("AckMessage", CALL, None, reply)
-    assert str(reply.told[1]) == "no"
+    assert str(reply.outcomes[1]) == "no"

@@ -1,4 +1,4 @@
-"""The edge as a whole: it listens, it ends, and it forgets who is silent."""
+"""The whole edge: it listens, stops, and ends the sessions of silent clients."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from timeball.edges.grpc import edge
 from timeball.edges.grpc.dispatch import METHODS
 from timeball.io.clock import ManualClock
 
-NOT_THERE = {"SyncLiteSubscription"}
+NOT_IMPLEMENTED = {"SyncLiteSubscription"}
 
 
-def test_without_a_port_nobody_listens(tmp_path: Path) -> None:
+def test_with_a_negative_port_the_edge_does_not_listen(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", grpc_port=-1) as node:
         assert node.node.grpc_port == -1
 
 
-@pytest.mark.parametrize("name", sorted(NOT_THERE))
-def test_what_is_not_there_says_so(wire: Wire, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(NOT_IMPLEMENTED))
+def test_an_unsupported_call_is_answered_with_not_implemented(wire: Wire, name: str) -> None:
     assert wire.ask(name, METHODS[name].request()).status.code == d.Code.NOT_IMPLEMENTED
 
 
-def test_a_stop_does_not_wait_for_streams(tmp_path: Path) -> None:
+def test_a_stop_ends_open_telemetry_streams(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node:
         wire = Wire.to(node)
         stream = wire.telemetry(consumer_settings("g"))
@@ -37,7 +37,7 @@ def test_a_stop_does_not_wait_for_streams(tmp_path: Path) -> None:
     wire.close()
 
 
-def test_a_restart_knows_nobody_and_is_told_again(tmp_path: Path) -> None:
+def test_after_a_restart_a_client_must_send_its_settings_again(tmp_path: Path) -> None:
     for _ in range(2):
         with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
             beat = s.HeartbeatRequest(group=d.Resource(name="g"))
@@ -46,10 +46,10 @@ def test_a_restart_knows_nobody_and_is_told_again(tmp_path: Path) -> None:
             wire.ask_ok("Heartbeat", beat)
 
 
-def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
+def test_the_messages_of_a_killed_consumer_are_delivered_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge, "EXPIRE_LOOK_S", 0.02)
+    monkeypatch.setattr(edge, "EXPIRY_CHECK_S", 0.02)
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node, "living") as living:
         assert node.node.edges is not None
@@ -59,24 +59,27 @@ def test_a_consumer_that_is_killed_is_missed_and_what_it_had_comes_again(
         killed.telemetry(consumer_settings("g", d.ClientType.PUSH_CONSUMER))
         (message,) = killed.receive("g", "orders", auto_renew=True, invisible_ms=None)
         living.telemetry(consumer_settings("g"))
-        killed.close()  # no good-bye
+        killed.close()  # without NotifyClientTermination
 
-        def beat_until(true: Callable[[], object]) -> Callable[[], object]:
-            """Time passes, and those who live beat."""
+        def with_heartbeats(condition: Callable[[], object]) -> Callable[[], object]:
+            """Before each check of the condition, let 5 s pass, and send a heartbeat of the living client."""
 
-            def look() -> object:
+            def check() -> object:
                 clock.advance(5_000)
                 living.ask_ok("Heartbeat", s.HeartbeatRequest(group=d.Resource(name="g")))
                 node.loop.call_soon_threadsafe(node.broker.ticker.wake)
-                return true()
+                return condition()
 
-            return look
+            return check
 
-        eventually(beat_until(lambda: clients.get("killed") is None), "it is missed")
+        eventually(with_heartbeats(lambda: clients.get("killed") is None), "its session has ended")
         assert clients.get("living") is not None
-        back: list[d.Message] = []
+        redelivered: list[d.Message] = []
         eventually(
-            beat_until(lambda: back.extend(living.receive("g", "orders", wait_ms=0)) or back), "it is back"
+            with_heartbeats(
+                lambda: redelivered.extend(living.receive("g", "orders", wait_ms=0)) or redelivered
+            ),
+            "the message is delivered again",
         )
-        assert back[0].system_properties.message_id == message.system_properties.message_id
-        assert back[0].system_properties.delivery_attempt == 2
+        assert redelivered[0].system_properties.message_id == message.system_properties.message_id
+        assert redelivered[0].system_properties.delivery_attempt == 2

@@ -1,7 +1,7 @@
-"""Any request that protobuf can carry is answered with a status, by every call, and the broker goes on.
+"""Random requests: every call responses_of with a status that is no internal error, and the broker goes on.
 
-Fields are made from the definitions: names that are good and bad, numbers at the ends of their ranges, messages left
-out, enums that are none. What nobody foresaw would be INTERNAL_SERVER_ERROR, so that is what must not be seen.
+The requests are generated from protobuf's definitions: valid and invalid names, numbers at the ends of their ranges,
+missing messages, undefined enumeration values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.edges.grpc.consumer import GROUP, TOPIC, Consumer, answer, resource, 
 from tests.edges.grpc.wire import consumer_settings, d
 
 from timeball.edges.grpc.dispatch import METHODS, Method
-from timeball.edges.grpc.session import settle
+from timeball.edges.grpc.session import store_settings
 from timeball.edges.shared.error_codes import Refused
 
-CALLS = 150  # of each seed
-DEPTH_MAX = 5
+CALLS = 150  # per seed
+DEPTH_MAX = 5  # of nested messages
 F = FieldDescriptor
 
 TEXTS = [
@@ -32,17 +32,17 @@ TEXTS = [
     "*", "\x01\x02", "AQE", "\u00e9\U0001f600", "\x00", " ", "2",
 ]  # fmt: skip
 NUMBERS = [-2, -1, 0, 1, 2, 3, 4, 6, 10, 32, 64, 1_000, 60_000]
-ENDS = {F.TYPE_INT32: 1 << 31, F.TYPE_ENUM: 1 << 31, F.TYPE_INT64: 1 << 63}
+RANGE_ENDS = {F.TYPE_INT32: 1 << 31, F.TYPE_ENUM: 1 << 31, F.TYPE_INT64: 1 << 63}
 
 
-class Maker:
-    """Makes requests from a seed: what one run has found, the next one finds again."""
+class RequestMaker:
+    """Generates requests from a seed, so that a failure can be reproduced."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
     def request(self) -> tuple[Method, Message]:
-        """A call and what it is made with; where it names a group or a topic, often one that is there."""
+        """Generate a call and its request. Groups and topics in it often exist."""
         method = self._random.choice(sorted(METHODS.values(), key=lambda each: each.name))
         request: Any = self.message(method.request)
         fields = method.request.DESCRIPTOR.fields_by_name
@@ -56,43 +56,44 @@ class Maker:
                 message.topic.CopyFrom(resource(TOPIC))
         return method, request
 
-    def message(self, kind: type[Message], depth: int = 0) -> Any:
-        """Any message of this kind; a part of its fields is left out."""
-        found = kind()
+    def message(self, message_class: type[Message], depth: int = 0) -> Any:
+        """Generate a message of this class. Some of its fields are left out."""
+        result = message_class()
         left_out = self._random.choice([0.0, 0.2, 0.6])
-        for field in kind.DESCRIPTOR.fields:
+        for field in message_class.DESCRIPTOR.fields:
             if depth == DEPTH_MAX or self._random.random() < left_out:
                 continue
-            held, count = getattr(found, field.name), self._random.randrange(4)
+            value, count = getattr(result, field.name), self._random.randrange(4)
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
-                held.update({self._random.choice(TEXTS): self._random.choice(TEXTS) for _ in range(count)})
+                value.update({self._random.choice(TEXTS): self._random.choice(TEXTS) for _ in range(count)})
             elif field.type == F.TYPE_MESSAGE:
                 inner = GetMessageClass(field.message_type)
                 if field.is_repeated:
-                    held.extend(self.message(inner, depth + 1) for _ in range(count))
+                    value.extend(self.message(inner, depth + 1) for _ in range(count))
                 else:
-                    held.CopyFrom(self.message(inner, depth + 1))
+                    value.CopyFrom(self.message(inner, depth + 1))
             elif field.is_repeated:
-                held.extend(self._scalar(field.type) for _ in range(count))
+                value.extend(self._scalar(field.type) for _ in range(count))
             else:
-                setattr(found, field.name, self._scalar(field.type))
-        return found
+                setattr(result, field.name, self._scalar(field.type))
+        return result
 
-    def _scalar(self, kind: int) -> Any:
-        if kind == F.TYPE_STRING:
+    def _scalar(self, field_type: int) -> Any:
+        if field_type == F.TYPE_STRING:
             return self._random.choice(TEXTS)
-        if kind == F.TYPE_BYTES:
+        if field_type == F.TYPE_BYTES:
             return self._random.randbytes(self._random.randrange(40))
-        if kind == F.TYPE_BOOL:
+        if field_type == F.TYPE_BOOL:
             return self._random.random() < 0.5
-        if kind in (F.TYPE_FLOAT, F.TYPE_DOUBLE):
+        if field_type in (F.TYPE_FLOAT, F.TYPE_DOUBLE):
             return self._random.choice([0.0, -1.0, 1e30, float("inf"), float("nan")])
-        end = ENDS[kind]
+        end = RANGE_ENDS[field_type]
         return self._random.choice([*NUMBERS, -end, end - 1])
 
 
-async def answers(consumer: Consumer, method: Method, request: Message) -> list[Any]:
-    call = consumer.call(remaining_s=0.01)  # nobody waits long here
+async def responses_of(consumer: Consumer, method: Method, request: Message) -> list[Any]:
+    """Make a call, and return its responses."""
+    call = consumer.call(remaining_s=0.01)  # long polls end soon
     if method.takes_stream:
 
         async def stream() -> Any:
@@ -104,13 +105,13 @@ async def answers(consumer: Consumer, method: Method, request: Message) -> list[
     return [await answer(consumer.edge.dispatch, method.name, call, request)]
 
 
-def codes(found: list[Any]) -> list[int]:
-    return [each.status.code for each in found if each.HasField("status")]
+def codes(responses: list[Any]) -> list[int]:
+    return [each.status.code for each in responses if each.HasField("status")]
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_request_is_answered_with_a_status(seed: int) -> None:
-    maker, seen = Maker(seed), set[int]()
+def test_a_random_request_is_answered_without_an_internal_error(seed: int) -> None:
+    maker, seen = RequestMaker(seed), set[int]()
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
@@ -119,16 +120,16 @@ def test_every_request_is_answered_with_a_status(seed: int) -> None:
         for _ in range(CALLS):
             method, request = maker.request()
             async with asyncio.timeout(BOUND_S):
-                found = await answers(consumer, method, request)
-            # A Telemetry stream that says no settings has nothing to be told.
-            assert codes(found) or method.name == "Telemetry", (method.name, request)
-            assert d.Code.INTERNAL_SERVER_ERROR not in codes(found), (method.name, request, found)
-            seen.update(codes(found))
+                responses = await responses_of(consumer, method, request)
+            # A Telemetry stream without settings gets no response.
+            assert codes(responses) or method.name == "Telemetry", (method.name, request)
+            assert d.Code.INTERNAL_SERVER_ERROR not in codes(responses), (method.name, request, responses)
+            seen.update(codes(responses))
         await consumer.send(unique_key=["last"])
         assert await consumer.receive("somebody-else")
 
     check()
-    assert d.Code.OK in seen and len(seen) > 5  # it does not only knock at the door
+    assert d.Code.OK in seen and len(seen) > 5  # the requests reach different parts of the broker
 
 
 def test_the_harness_sees_what_nobody_foresaw(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,22 +140,22 @@ def test_the_harness_sees_what_nobody_foresaw(caplog: pytest.LogCaptureFixture) 
 
         consumer.edge.dispatch._handlers["AckMessage"] = broken
         method = METHODS["AckMessage"]
-        assert d.Code.INTERNAL_SERVER_ERROR in codes(await answers(consumer, method, method.request()))
+        assert d.Code.INTERNAL_SERVER_ERROR in codes(await responses_of(consumer, method, method.request()))
 
     with caplog.at_level(logging.CRITICAL):
         check()
 
 
-def test_any_settings_are_taken_or_refused() -> None:
-    maker = Maker(0)
+def test_random_settings_are_stored_or_refused_completely() -> None:
+    maker = RequestMaker(0)
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         clients = consumer.edge.context.sessions
         for _ in range(200):
             try:
-                settle(clients, "a", maker.message(d.Settings), 0)
-                settle(clients, "a", consumer_settings(GROUP), 1)
+                store_settings(clients, "a", maker.message(d.Settings), 0)
+                store_settings(clients, "a", consumer_settings(GROUP), 1)
             except Refused:
                 assert clients.get("a") is None
             clients.remove("a")

@@ -1,9 +1,9 @@
-"""Consumers that do as they like, against a model of who has what: a message is in one hand at a time, and ends once.
+"""Random consumers against a model of leases: one consumer at a time holds a message, and each message ends once.
 
-A life is made from a seed: receives of simple and of push consumers, answers of all sorts, clients that go away before
-or after they have their messages, time that passes, restarts. The model knows which handles are valid; every answer
-must agree with it. In the end all that is left is received and acknowledged, and each message has been acknowledged
-once or is a dead letter.
+Each run takes random steps from a seed: receives of simple and of push consumers, all calls with receipt handles,
+clients that disconnect before or after they have their messages, time that passes, restarts. The model knows which
+handles are valid, and every response must agree with it. At the end, all remaining messages are received and
+acknowledged. Then each message has been acknowledged once or is a dead letter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POLICY = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 20_0
 
 @dataclass
 class Lease:
-    """A message in a hand. `due_ms` None: for as long as its client is there, since it is renewed."""
+    """A message that a consumer holds. `due_ms` None: it is renewed while its client is connected."""
 
     message: d.Message
     consumer: Consumer
@@ -39,42 +39,43 @@ class Lease:
 
 @dataclass
 class Model:
-    """What must be so."""
+    """The expected state of all messages, by message id."""
 
     waiting: set[str] = field(default_factory=set)
     in_flight: dict[str, Lease] = field(default_factory=dict)
-    stale: list[d.Message] = field(default_factory=list)  # handles that are not valid any more
+    stale: list[d.Message] = field(default_factory=list)  # messages whose handles are not valid any more
     acknowledged: set[str] = field(default_factory=set)
-    tried: dict[str, int] = field(default_factory=dict)
+    attempts: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
 
     def receive(self, message: d.Message, consumer: Consumer, due_ms: int | None) -> None:
         key = message.system_properties.message_id
-        assert key in self.waiting, f"{key} is received, and was acknowledged or is in a hand"
+        assert key in self.waiting, f"{key} is received, although it was acknowledged or a consumer holds it"
         self.waiting.discard(key)
-        self.tried[key] = self.tried.get(key, 0) + 1
-        assert message.system_properties.delivery_attempt == self.tried[key]
+        self.attempts[key] = self.attempts.get(key, 0) + 1
+        assert message.system_properties.delivery_attempt == self.attempts[key]
         self.in_flight[key] = Lease(message, consumer, due_ms)
 
     def come_back(self, key: str, *, counts: bool = True) -> None:
         self.stale.append(self.in_flight.pop(key).message)
         if not counts:
-            self.tried[key] -= 1
-        if self.tried[key] >= ATTEMPTS_MAX:
+            self.attempts[key] -= 1
+        if self.attempts[key] >= ATTEMPTS_MAX:
             self.dead.add(key)
         else:
             self.waiting.add(key)
 
 
-class Life:
-    """One life of a group."""
+class GroupRun:
+    """One run of a consumer group with its clients."""
 
     def __init__(self, world: World, consumer: Consumer, seed: int) -> None:
         self.world, self.random, self.model = world, random.Random(seed), Model()
         self.consumers = [Consumer(world, consumer.edge, f"client-{n}") for n in range(3)]
         self.edges = [consumer.edge]
         self.count = 0
-        self.suspended: dict[str, bool] = {}  # held, and whether this handing out is no attempt
+        # For messages whose invisible time was changed: whether their delivery then counts as no attempt.
+        self.suspended: dict[str, bool] = {}
 
     async def begin(self) -> None:
         self.world.broker.tables.groups.update(
@@ -94,14 +95,14 @@ class Life:
         consumer, rows = self.random.choice(self.consumers), self.random.randrange(1, 5)
         pushes = self.random.random() < 0.5
         invisible_ms = None if pushes else self.random.choice([1_000, 7_000, 60_000])
-        found = await consumer.receive(batch_size=rows, auto_renew=pushes, invisible_ms=invisible_ms)
-        assert len(found) == min(rows, len(self.model.waiting)), "what is there is received"
+        messages = await consumer.receive(batch_size=rows, auto_renew=pushes, invisible_ms=invisible_ms)
+        assert len(messages) == min(rows, len(self.model.waiting)), "all available messages are received"
         due_ms = None if invisible_ms is None else self.world.clock.wall + invisible_ms
-        for message in found:
+        for message in messages:
             self.model.receive(message, consumer, due_ms)
 
     async def receive_and_go(self) -> None:
-        """The client is gone before it has read: nothing has happened."""
+        """A client disconnects before it has read its messages, which changes nothing."""
         consumer = self.random.choice(self.consumers)
         request = receive_request(GROUP, TOPIC, wait_ms=0, batch_size=3)
         responses: Any = consumer.edge.dispatch.stream("ReceiveMessage", consumer.call(), request)
@@ -110,12 +111,12 @@ class Life:
         await responses.aclose()
         await self.quiet()
 
-    def _one(self) -> tuple[str, Lease] | None:
+    def _choose_held(self) -> tuple[str, Lease] | None:
         held = sorted(self.model.in_flight.items())
         return self.random.choice(held) if held else None
 
     async def ack(self) -> None:
-        if (chosen := self._one()) is not None:
+        if (chosen := self._choose_held()) is not None:
             key, held = chosen
             response = await held.consumer.ack(held.message)
             assert response.status.code == d.Code.OK, (key, response)
@@ -126,13 +127,14 @@ class Life:
         if self.model.stale:
             message = self.random.choice(self.model.stale)
             code = (await self.consumers[0].ack(message)).status.code
-            # What was ended may be acknowledged again, while that is remembered; what has come back may not.
+            # A second acknowledgement may succeed, while the broker remembers the first. A handle whose message has
+            # come back is invalid.
             key = message.system_properties.message_id
             has_ended = key not in self.model.in_flight and key not in self.model.waiting
             assert code == d.Code.INVALID_RECEIPT_HANDLE or (has_ended and code == d.Code.OK), key
 
     async def change(self) -> None:
-        if (chosen := self._one()) is not None:
+        if (chosen := self._choose_held()) is not None:
             key, held = chosen
             ms, suspend = self.random.choice([0, 10, 1_000, 9_000, 90_000]), self.random.random() < 0.3
             response = await held.consumer.change(held.message, ms, suspend=suspend)
@@ -143,20 +145,20 @@ class Life:
             await self.pass_time(0)
 
     async def dead_letter(self) -> None:
-        if self.random.random() < 0.3 and (chosen := self._one()) is not None:
+        if self.random.random() < 0.3 and (chosen := self._choose_held()) is not None:
             key, held = chosen
             assert await held.consumer.dead_letter(held.message) == d.Code.OK
             self.model.stale.append(self.model.in_flight.pop(key).message)
             self.model.dead.add(key)
 
     async def go(self) -> None:
-        """A client says good-bye: what was renewed for it comes back by the group's policy. The client comes again."""
+        """End the session of a client: its renewed messages come back by the retry policy. Then connect it again."""
         consumer = self.random.choice(self.consumers)
         consumer.edge.context.sessions.remove(consumer.name)
         await self.quiet()
         for held in self.model.in_flight.values():
             if held.consumer is consumer and held.due_ms is None:
-                # The policy's pause: RocketMQ begins with the third of its list. Until then its handle is good.
+                # The pause of the policy: RocketMQ begins with the third of its list. The handle is valid until then.
                 held.due_ms = self.world.clock.wall + 20_000
         consumer.connect()
 
@@ -175,7 +177,7 @@ class Life:
             await self.quiet()
             for held in self.model.in_flight.values():
                 if held.due_ms is None:
-                    return  # nothing is renewed after a restart, and its end is not known here
+                    return  # it is not renewed after a restart, and the model does not know when it comes back
             await self.edges[-1].close()
             await self.world.restart()
             self.edges.append(GrpcEdge(self.world.broker))
@@ -184,60 +186,63 @@ class Life:
                 consumer.connect()
 
     async def quiet(self) -> None:
-        """What goes on behind the calls is done."""
+        """Wait for the background tasks of broker and edge."""
         edge = self.edges[-1]
         await asyncio.gather(*self.world.broker.consuming._tasks, *edge._renewals._tasks)
         await self.pass_time(0)
 
     async def end(self) -> None:
-        """Everybody goes, and one consumer takes what is left."""
+        """End all sessions, receive the remaining messages with one consumer, and compare with the model."""
         for consumer in self.consumers:
             consumer.edge.context.sessions.remove(consumer.name)
         last = self.consumers[0]
-        seen: list[str] = []
+        received: list[str] = []
         for _ in range(4 * ATTEMPTS_MAX):
             await self.quiet()
             await last.pass_time(10 * MINUTE_MS)
-            while found := await last.receive():
-                seen += [each.system_properties.message_id for each in found]
-                assert (await last.ack(*found)).status.code == d.Code.OK
+            while messages := await last.receive():
+                received += [each.system_properties.message_id for each in messages]
+                assert (await last.ack(*messages)).status.code == d.Code.OK
         dead: list[str] = []
-        while found := await last.receive("undertaker", "%DLQ%g"):
-            dead += [each.system_properties.message_id for each in found]
-        ended = [*seen, *sorted(self.model.acknowledged), *dead]
+        while messages := await last.receive("undertaker", "%DLQ%g"):
+            dead += [each.system_properties.message_id for each in messages]
+        ended = [*received, *sorted(self.model.acknowledged), *dead]
         assert sorted(ended) == sorted(f"id-{n}" for n in range(self.count))
         assert self.model.dead <= set(dead)
 
 
-DOINGS = ["send", "receive", "receive", "receive", "receive_and_go", "ack", "ack", "ack_stale", "change", "dead_letter",
-          "go", "pass_time", "pass_time", "restart"]  # fmt: skip
+STEP_NAMES = [
+    "send", "receive", "receive", "receive", "receive_and_go", "ack", "ack", "ack_stale", "change", "dead_letter",
+    "go", "pass_time", "pass_time", "restart",
+]  # fmt: skip
 
 
-async def live(world: World, seed: int) -> Life:
+async def run_steps(world: World, seed: int) -> GroupRun:
+    """Run random steps on a new edge of this node."""
     async with consumer_of(world) as consumer:
-        life = Life(world, consumer, seed)
-        await life.begin()
+        run = GroupRun(world, consumer, seed)
+        await run.begin()
         for _ in range(STEPS):
-            await getattr(life, life.random.choice(DOINGS))()
-        await life.end()
-        await life.edges[-1].close()
-        return life
+            await getattr(run, run.random.choice(STEP_NAMES))()
+        await run.end()
+        await run.edges[-1].close()
+        return run
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_each_message_ends_once_whatever_its_consumers_do(seed: int) -> None:
+def test_each_message_ends_once_with_random_consumers(seed: int) -> None:
     @on_node()
     async def check(world: World) -> None:
-        life = await live(world, seed)
-        assert life.model.acknowledged and life.count > 10
+        run = await run_steps(world, seed)
+        assert run.model.acknowledged and run.count > 10
 
     check()
 
 
-# ---- controls: the model sees what would be wrong ---------------------------------------------------------------
+# ---- controls: the model notices a broken broker ----------------------------------------------------------------
 
 
-async def _says_yes(receipts: Any) -> list[bool]:
+async def _acknowledge_nothing(receipts: Any) -> list[bool]:
     return [True] * len(receipts)
 
 
@@ -248,7 +253,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 def _break(world: World, breach: str) -> None:
     engine = world.broker.consuming
     if breach == "acknowledged, and nothing settled":
-        engine.acknowledge = _says_yes
+        engine.acknowledge = _acknowledge_nothing
     elif breach == "not renewed":
         change = engine.change_invisible_time
         engine.change_invisible_time = lambda receipt, ms, **how: (
@@ -260,16 +265,16 @@ def _break(world: World, breach: str) -> None:
 
 @pytest.mark.parametrize("breach", ["acknowledged, and nothing settled", "not renewed", "not given back"])
 def test_the_model_sees_a_breach(breach: str) -> None:
-    seen = 0
+    failures = 0
     for seed in range(6):
 
         @on_node()
         async def check(world: World, seed: int) -> None:
             _break(world, breach)
-            await live(world, seed)
+            await run_steps(world, seed)
 
         try:
             check(seed)
         except AssertionError:
-            seen += 1
-    assert seen
+            failures += 1
+    assert failures

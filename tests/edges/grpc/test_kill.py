@@ -1,7 +1,7 @@
-"""Kill -9 in the midst of sends, transactions and recalls: what was answered with OK holds, and nothing is doubled.
+"""SIGKILL amid sends, transactions and recalls: calls answered with OK stay in effect, and no message is duplicated.
 
-What was under way when the broker died may have happened or not; everything else is known, and is compared with what
-stands in the queues of the broker that comes after.
+A call without an answer at the kill may have been executed or not. The effects of all other calls are compared with the
+messages in the queues after a restart.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TOPIC = d.Resource(name="orders")
 
 
 @dataclass
-class Known:
-    """Message ids by what must have become of them. `tried`: by what may have."""
+class Expectations:
+    """The ids of messages that must be delivered (`wanted`), must not be delivered, or may be (`tried`)."""
 
     wanted: set[str] = field(default_factory=set)
     unwanted: set[str] = field(default_factory=set)
@@ -44,19 +44,19 @@ class Known:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, **ids: str) -> None:
-        """An id for each set named; what is now unwanted is wanted no more."""
+        """Add an id to each named set. An unwanted id is removed from `wanted`."""
         with self._lock:
             for name, id_ in ids.items():
                 getattr(self, name).add(id_)
             self.wanted -= self.unwanted
 
     def doubt(self, id_: str) -> None:
-        """Something is under way that may change what becomes of it."""
+        """Note that a call is under way whose outcome decides whether the message is delivered."""
         with self._lock:
             self.wanted.discard(id_)
 
     def faults(self, delivered: Counter[str]) -> list[str]:
-        """Everything that may not be."""
+        """List the differences between these deliveries and the expected ones."""
         return [
             *(f"{id_} is lost" for id_ in sorted(self.wanted - set(delivered))),
             *(f"{id_} was taken back, and delivered" for id_ in sorted(self.unwanted & set(delivered))),
@@ -65,47 +65,47 @@ class Known:
         ]
 
 
-def produce(port: int, number: int, known: Known, done: threading.Semaphore) -> None:
-    """One of each, over and over, until the broker is gone."""
+def produce(port: int, number: int, expected: Expectations, done: threading.Semaphore) -> None:
+    """Send messages of each kind in turn, until the broker is killed."""
     kinds = itertools.cycle((plain, committed, rolled_back, delayed, recalled))
     with Wire(port, f"client-{number}") as wire:
         try:
             for kind in kinds:
-                kind(wire, known)
+                kind(wire, expected)
                 done.release()
         except grpc.RpcError:
             return
 
 
-def sent(wire: Wire, known: Known, **fields: Any) -> s.SendResultEntry:
-    given = message(**fields)
-    known.note(tried=given.system_properties.message_id)
-    entry: s.SendResultEntry = wire.ask_ok("SendMessage", send_request(given)).entries[0]
+def sent(wire: Wire, expected: Expectations, **fields: Any) -> s.SendResultEntry:
+    sent_message = message(**fields)
+    expected.note(tried=sent_message.system_properties.message_id)
+    entry: s.SendResultEntry = wire.ask_ok("SendMessage", send_request(sent_message)).entries[0]
     return entry
 
 
-def plain(wire: Wire, known: Known) -> None:
-    known.note(wanted=sent(wire, known).message_id)
+def plain(wire: Wire, expected: Expectations) -> None:
+    expected.note(wanted=sent(wire, expected).message_id)
 
 
-def delayed(wire: Wire, known: Known) -> s.SendResultEntry:
-    entry = sent(wire, known, due_ms=int(time.time() * 1_000) + DELAY_MS)
-    known.note(wanted=entry.message_id)
+def delayed(wire: Wire, expected: Expectations) -> s.SendResultEntry:
+    entry = sent(wire, expected, due_ms=int(time.time() * 1_000) + DELAY_MS)
+    expected.note(wanted=entry.message_id)
     return entry
 
 
-def recalled(wire: Wire, known: Known) -> None:
-    entry = delayed(wire, known)
-    known.doubt(entry.message_id)
+def recalled(wire: Wire, expected: Expectations) -> None:
+    entry = delayed(wire, expected)
+    expected.doubt(entry.message_id)
     request = s.RecallMessageRequest(topic=TOPIC, recall_handle=entry.recall_handle)
     if wire.ask("RecallMessage", request).status.code == OK:
-        known.note(unwanted=entry.message_id)
-    else:  # too late, on a machine that has other things to do
-        known.note(wanted=entry.message_id)
+        expected.note(unwanted=entry.message_id)
+    else:  # too late, on a busy machine
+        expected.note(wanted=entry.message_id)
 
 
-def ended(wire: Wire, known: Known, how: int) -> str:
-    entry = sent(wire, known, message_type=d.MessageType.TRANSACTION)
+def ended(wire: Wire, expected: Expectations, how: int) -> str:
+    entry = sent(wire, expected, message_type=d.MessageType.TRANSACTION)
     request = s.EndTransactionRequest(
         topic=TOPIC,
         message_id=entry.message_id,
@@ -116,12 +116,12 @@ def ended(wire: Wire, known: Known, how: int) -> str:
     return entry.message_id
 
 
-def committed(wire: Wire, known: Known) -> None:
-    known.note(wanted=ended(wire, known, d.TransactionResolution.COMMIT))
+def committed(wire: Wire, expected: Expectations) -> None:
+    expected.note(wanted=ended(wire, expected, d.TransactionResolution.COMMIT))
 
 
-def rolled_back(wire: Wire, known: Known) -> None:
-    known.note(unwanted=ended(wire, known, d.TransactionResolution.ROLLBACK))
+def rolled_back(wire: Wire, expected: Expectations) -> None:
+    expected.note(unwanted=ended(wire, expected, d.TransactionResolution.ROLLBACK))
 
 
 def serve(data: Path) -> tuple[Running, dict[str, Any]]:
@@ -130,22 +130,22 @@ def serve(data: Path) -> tuple[Running, dict[str, Any]]:
 
 
 def delivered(ball: Timeball) -> Counter[str]:
-    """What stands in the queues."""
-    found: Counter[str] = Counter()
+    """Count the messages in the queues by their ids."""
+    counts: Counter[str] = Counter()
     for number, queue in ball.queues("orders").items():
         rows = queue.max - queue.min
         for batch in ball.read_queue("orders", number, queue.min, rows) if rows else ():
-            found.update(batch.column("unique_key").to_pylist())
-    return found
+            counts.update(batch.column("unique_key").to_pylist())
+    return counts
 
 
-def test_what_was_answered_holds(tmp_path: Path) -> None:
-    known, done = Known(), threading.Semaphore(0)
+def test_calls_answered_with_ok_stay_in_effect_after_a_kill(tmp_path: Path) -> None:
+    expected, done = Expectations(), threading.Semaphore(0)
     server, ready = serve(tmp_path / "data")
     try:
         port = int(ready["grpc"].rpartition(":")[2])
         with ThreadPoolExecutor(CLIENTS) as pool:
-            producers = [pool.submit(produce, port, n, known, done) for n in range(CLIENTS)]
+            producers = [pool.submit(produce, port, n, expected, done) for n in range(CLIENTS)]
             for _ in range(ROUNDS_BEFORE):
                 assert done.acquire(timeout=BOUND_S)
             assert server.end(signal.SIGKILL) == -signal.SIGKILL
@@ -153,20 +153,22 @@ def test_what_was_answered_holds(tmp_path: Path) -> None:
                 producer.result()
     finally:
         server.end(signal.SIGKILL)
-    assert len(known.wanted) > ROUNDS_BEFORE / 4 and len(known.unwanted) > ROUNDS_BEFORE / 4
+    assert len(expected.wanted) > ROUNDS_BEFORE / 4 and len(expected.unwanted) > ROUNDS_BEFORE / 4
     last_due_ms = int(time.time() * 1_000) + DELAY_MS
     server, ready = serve(tmp_path / "data")
     try:
         with Timeball(ready["endpoint"]) as ball:
-            eventually(lambda: ball.status()["settled_before_ms"] > last_due_ms, "every delay is over")
-            assert known.faults(delivered(ball)) == []
+            eventually(
+                lambda: ball.status()["settled_before_ms"] > last_due_ms, "all delayed messages are due"
+            )
+            assert expected.faults(delivered(ball)) == []
     finally:
         server.end()
 
 
-@pytest.mark.parametrize("found", [[], ["A", "A"], ["A", "B"], ["A", "stranger"]])
-def test_a_fault_is_seen(found: list[str]) -> None:
-    """The negative control: A was acknowledged, B was taken back, C was under way."""
-    known = Known(wanted={"A"}, unwanted={"B"}, tried={"A", "B", "C"})
-    assert known.faults(Counter(["A"])) == known.faults(Counter(["A", "C"])) == []
-    assert len(known.faults(Counter(found))) == 1
+@pytest.mark.parametrize("delivered_ids", [[], ["A", "A"], ["A", "B"], ["A", "stranger"]])
+def test_a_fault_is_seen(delivered_ids: list[str]) -> None:
+    """Control: A was answered with OK, B was taken back, C was under way."""
+    expected = Expectations(wanted={"A"}, unwanted={"B"}, tried={"A", "B", "C"})
+    assert expected.faults(Counter(["A"])) == expected.faults(Counter(["A", "C"])) == []
+    assert len(expected.faults(Counter(delivered_ids))) == 1

@@ -1,4 +1,4 @@
-"""Clients that take more than their share, or nothing of what they are sent: each meets a bound, unseen by others."""
+"""Clients that use too much, or do not read their responses: each meets a bound, and others are not affected."""
 
 from __future__ import annotations
 
@@ -19,32 +19,33 @@ LARGE = d.Message(topic=d.Resource(name="orders"), body=bytes(16 * REQUEST_BYTES
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
 
 
-def refused(wire: Wire, request: object, **how: object) -> grpc.StatusCode:
+def refused(wire: Wire, request: object, **options: object) -> grpc.StatusCode:
+    """Make a SendMessage call that must end with a gRPC error, and return its code."""
     call = wire._call("unary_unary", "SendMessage")
     with pytest.raises(grpc.RpcError) as error:
-        call(request, timeout=BOUND_S, metadata=wire._metadata, **how)
+        call(request, timeout=BOUND_S, metadata=wire._metadata, **options)
     code: grpc.StatusCode = error.value.code()
     return code
 
 
-def test_zeros_that_were_pressed_are_measured_as_they_are(node: RunningNode, wire: Wire) -> None:
-    """64 MiB of zeros are 64 KiB on the wire."""
+def test_a_compressed_request_is_bounded_by_its_decompressed_size(node: RunningNode, wire: Wire) -> None:
+    """64 MiB of zeros are compressed to 64 KiB."""
     bomb = s.SendMessageRequest(messages=[LARGE])
     assert refused(wire, bomb, compression=grpc.Compression.Gzip) == grpc.StatusCode.RESOURCE_EXHAUSTED
     wire.ask_ok("QueryRoute", s.QueryRouteRequest(topic=d.Resource(name="orders")))
 
 
-def test_a_client_has_so_many_streams_and_no_more(wire: Wire) -> None:
+def test_telemetry_streams_of_a_client_are_limited(wire: Wire) -> None:
     opened = [wire.telemetry(consumer_settings("g")) for _ in range(STREAMS_PER_CLIENT_MAX)]
-    one_more = wire.telemetry()
-    one_more.send(s.TelemetryCommand(settings=consumer_settings("g")))
-    assert next(one_more).status.code == d.Code.TOO_MANY_REQUESTS
+    extra = wire.telemetry()
+    extra.send(s.TelemetryCommand(settings=consumer_settings("g")))
+    assert next(extra).status.code == d.Code.TOO_MANY_REQUESTS
     opened[0].end()
     eventually(lambda: not list(opened[0]), "the stream ends with the client's side of it")
-    wire.telemetry(consumer_settings("g"))  # there is room again
+    wire.telemetry(consumer_settings("g"))  # the limit allows another one again
 
 
-def test_settings_are_kept_and_so_have_a_bound(wire: Wire) -> None:
+def test_too_large_settings_are_refused(wire: Wire) -> None:
     stream = wire.telemetry()
     names = [f"topic-{n}" for n in range(30_000)]
     stream.send(s.TelemetryCommand(settings=producer_settings(*names)))
@@ -52,8 +53,8 @@ def test_settings_are_kept_and_so_have_a_bound(wire: Wire) -> None:
     assert wire.ask("Heartbeat", HEARTBEAT).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
-def test_what_is_beyond_a_connections_calls_waits_at_the_client(node: RunningNode) -> None:
-    """Streams that open and say nothing fill one connection; another one is not slower for it."""
+def test_calls_above_the_limit_of_a_connection_wait_in_the_client(node: RunningNode) -> None:
+    """Silent Telemetry streams use up all calls of one connection. Another connection is not affected."""
     with Wire.to(node, "greedy") as greedy, Wire.to(node, "modest") as modest:
         held = [greedy.telemetry() for _ in range(CALLS_PER_CONNECTION_MAX)]
         waits = greedy.later("Heartbeat", HEARTBEAT)
@@ -65,8 +66,8 @@ def test_what_is_beyond_a_connections_calls_waits_at_the_client(node: RunningNod
         assert waits.result(BOUND_S).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
-def test_one_that_reads_nothing_holds_up_nobody(node: RunningNode) -> None:
-    """Settings without end and never a look at the answers: the client's own stream is what stands still."""
+def test_a_client_that_reads_nothing_does_not_delay_others(node: RunningNode) -> None:
+    """A client sends settings and never reads the answers. Only its own stream is blocked."""
     with Wire.to(node, "deaf") as deaf, Wire.to(node, "other") as other:
         many = d.Settings(
             client_type=d.ClientType.PRODUCER,
@@ -81,8 +82,10 @@ def test_one_that_reads_nothing_holds_up_nobody(node: RunningNode) -> None:
         stream.cut()
 
 
-def test_old_connections_are_asked_to_come_again(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A life of 300 ms: its streams end, and calls go on over another connection."""
+def test_an_old_connection_is_closed_and_calls_go_on_over_another(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a maximum age of 300 ms, its stream ends, and the next call uses another connection."""
     monkeypatch.setattr(module, "AGE_S", 0.3)
     monkeypatch.setattr(module, "AGE_GRACE_S", 0.1)
     with Wire.to(node, "old") as wire:
@@ -94,7 +97,7 @@ def test_old_connections_are_asked_to_come_again(node: RunningNode, monkeypatch:
         wire.ask_ok("Heartbeat", HEARTBEAT)
 
 
-def test_with_a_certificate_tls_is_spoken_and_plain_text_to_this_machine_alone(tmp_path: Path) -> None:
+def test_with_a_certificate_tls_and_local_plain_text_are_served(tmp_path: Path) -> None:
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
         address = f"localhost:{node.node.grpc_port}"

@@ -1,8 +1,8 @@
-"""Recalls that race the due instant: never recalled and delivered, never neither, and every answer is the log's.
+"""Recalls near the due time: each message is either recalled or delivered, and each response agrees with the log.
 
-A thousand scheduled messages fall due within a second while 64 clients' calls, each aimed at its scheduled message's
-instant and some before and behind it, take them back. What was delivered is what stands in the queues, and what a
-consumer receives and acknowledges meanwhile is the same, once each.
+A thousand scheduled messages become due within a second. 64 concurrent calls recall each of them a little before or
+after its due time. A consumer receives and acknowledges messages meanwhile. It must receive exactly the messages that
+are in the queues, once each.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from timeball.model.message import Kind
 
 SCHEDULED_ROWS, CALLS, WIRES = 1_000, 64, 8
 AHEAD_MS, SPREAD_MS = 1_500, 1_000
-MISS_MS = 60  # how far from its instant a recall may be aimed
+MISS_MS = 60  # the maximum time between a recall and the due time of its message
 OK, TOO_LATE = d.Code.OK, d.Code.NOT_FOUND
 
 
 @dataclass
 class Race:
-    """What was answered and what happened, by message id."""
+    """The responses to recalls, and the fates of the messages, by message id."""
 
     answers: dict[str, tuple[int, str]] = field(default_factory=dict)
     delivered: Counter[str] = field(default_factory=Counter)
@@ -41,27 +41,27 @@ class Race:
     received: Counter[str] = field(default_factory=Counter)
 
     def faults(self) -> list[str]:
-        """Everything that may not be."""
-        found = []
+        """List all contradictions."""
+        faults = []
         for name, (code, sentence) in self.answers.items():
             times, was_cancelled = self.delivered[name], name in self.cancelled
             if code == OK and (times, was_cancelled) != (0, True):
-                found.append(f"{name}: recalled, delivered {times} times, cancelled: {was_cancelled}")
+                faults.append(f"{name}: recalled, delivered {times} times, cancelled: {was_cancelled}")
             if code == TOO_LATE and (times, was_cancelled) != (1, False):
-                found.append(f"{name}: too late, delivered {times} times, cancelled: {was_cancelled}")
+                faults.append(f"{name}: too late, delivered {times} times, cancelled: {was_cancelled}")
             if (
                 code == TOO_LATE
                 and sentence != f"too late, the message was delivered at {self.released_ms.get(name)}"
             ):
-                found.append(f"{name}: {sentence!r}, and the log says {self.released_ms.get(name)}")
+                faults.append(f"{name}: {sentence!r}, and the log says {self.released_ms.get(name)}")
             if code not in (OK, TOO_LATE):
-                found.append(f"{name}: {d.Code.Name(code)} {sentence}")
+                faults.append(f"{name}: {d.Code.Name(code)} {sentence}")
             if self.received[name] != times:
-                found.append(f"{name}: delivered {times} times, received {self.received[name]} times")
-        return found
+                faults.append(f"{name}: delivered {times} times, received {self.received[name]} times")
+        return faults
 
-    def watch(self, node: RunningNode) -> None:
-        """What the queues and the log hold now."""
+    def read_state(self, node: RunningNode) -> None:
+        """Read the current state from the queues and the log."""
         self.delivered = Counter(row["unique_key"] for row in rows(node))
         self.released_ms, self.cancelled = {}, set()
         end = node.broker.log.reader.next_seq
@@ -73,93 +73,98 @@ class Race:
                     self.cancelled.add(row["unique_key"])
 
     def is_over(self, node: RunningNode) -> bool:
-        """Whether every scheduled message has come to an end, or some have come to too many."""
-        self.watch(node)
+        """Return whether every scheduled message was cancelled or delivered, and every delivered one received."""
+        self.read_state(node)
         return (
             self.delivered.total() + len(self.cancelled) >= SCHEDULED_ROWS
             and self.received.total() >= self.delivered.total()
         )
 
 
-def wait_until(instant_ms: float) -> None:
-    """The aim of a shot: what is tested holds whenever it is fired."""
-    left_s = instant_ms / 1_000 - time.time()
-    if left_s > 0:
-        time.sleep(left_s)
+def wait_until(time_ms: float) -> None:
+    """Sleep until about this time. The test does not depend on the accuracy."""
+    remaining_s = time_ms / 1_000 - time.time()
+    if remaining_s > 0:
+        time.sleep(remaining_s)
 
 
-def promised(wire: Wire) -> list[tuple[str, str, int]]:
-    """(id, recall handle, due_ms) of all scheduled messages."""
+def send_scheduled_messages(wire: Wire) -> list[tuple[str, str, int]]:
+    """Send all scheduled messages, and return id, recall handle and due_ms of each."""
     now_ms = int(time.time() * 1_000)
-    given = [message(due_ms=now_ms + AHEAD_MS + n % SPREAD_MS) for n in range(SCHEDULED_ROWS)]
-    response = wire.ask_ok("SendMessage", send_request(*given))
-    due = [each.system_properties.delivery_timestamp.ToMilliseconds() for each in given]
-    return [(e.message_id, e.recall_handle, at) for e, at in zip(response.entries, due, strict=True)]
+    messages = [message(due_ms=now_ms + AHEAD_MS + n % SPREAD_MS) for n in range(SCHEDULED_ROWS)]
+    response = wire.ask_ok("SendMessage", send_request(*messages))
+    due_times_ms = [each.system_properties.delivery_timestamp.ToMilliseconds() for each in messages]
+    return [
+        (entry.message_id, entry.recall_handle, due_ms)
+        for entry, due_ms in zip(response.entries, due_times_ms, strict=True)
+    ]
 
 
-def recalled(wire: Wire, shots: list[tuple[str, str, float]]) -> dict[str, tuple[int, str]]:
-    """The answers to recalls at these instants (ms)."""
-    found = {}
-    for name, handle, at_ms in sorted(shots, key=lambda shot: shot[2]):
-        wait_until(at_ms)
+def recall_at(wire: Wire, recalls: list[tuple[str, str, float]]) -> dict[str, tuple[int, str]]:
+    """Recall messages (id, recall handle, time of the call in ms), and return the responses by id."""
+    responses = {}
+    for name, handle, time_ms in sorted(recalls, key=lambda recall: recall[2]):
+        wait_until(time_ms)
         request = s.RecallMessageRequest(topic=d.Resource(name="orders"), recall_handle=handle)
         status = wire.ask("RecallMessage", request).status
-        found[name] = (status.code, status.message)
-    return found
+        responses[name] = (status.code, status.message)
+    return responses
 
 
 def consume(wire: Wire, received: Counter[str], over: threading.Event) -> None:
-    """Receive and acknowledge until told to stop, and then until there is nothing more."""
+    """Receive and acknowledge messages until `over` is set and no message is left."""
     while True:
         was_over = over.is_set()
-        found = wire.receive("readers", "orders", wait_ms=50)
-        if not found:
+        messages = wire.receive("readers", "orders", wait_ms=50)
+        if not messages:
             if was_over:
                 return
             continue
-        received.update(each.system_properties.message_id for each in found)
+        received.update(each.system_properties.message_id for each in messages)
         entries = [
             s.AckMessageEntry(
                 message_id=each.system_properties.message_id,
                 receipt_handle=each.system_properties.receipt_handle,
             )
-            for each in found
+            for each in messages
         ]
         group, topic = d.Resource(name="readers"), d.Resource(name="orders")
         wire.ask_ok("AckMessage", s.AckMessageRequest(group=group, topic=topic, entries=entries))
 
 
 @pytest.mark.slow
-def test_a_thousand_recalls_race_their_instants(tmp_path: Path) -> None:
+def test_recalls_near_the_due_time_agree_with_queues_and_log(tmp_path: Path) -> None:
     race, aim, over = Race(), random.Random(6), threading.Event()
     with running_node(tmp_path / "data") as node:
         wires = [Wire.to(node, f"client-{n}") for n in range(WIRES)]
-        shots = [
+        recalls = [
             (name, handle, due_ms + aim.uniform(-MISS_MS, MISS_MS))
-            for name, handle, due_ms in promised(wires[0])
+            for name, handle, due_ms in send_scheduled_messages(wires[0])
         ]
         with ThreadPoolExecutor(CALLS + 1) as pool:
             consuming = pool.submit(consume, wires[-1], race.received, over)
             try:
-                parts = [pool.submit(recalled, wires[n % WIRES], shots[n::CALLS]) for n in range(CALLS)]
-                for part in parts:
-                    race.answers.update(part.result())
+                calls = [pool.submit(recall_at, wires[n % WIRES], recalls[n::CALLS]) for n in range(CALLS)]
+                for call in calls:
+                    race.answers.update(call.result())
                 eventually(lambda: race.is_over(node), "each scheduled message is received or cancelled")
             finally:
-                over.set()  # else the pool would wait for it for ever
+                over.set()  # otherwise the pool would wait for the consumer for ever
             consuming.result()
         for wire in wires:
             wire.close()
     assert len(race.answers) == SCHEDULED_ROWS
     assert race.faults() == []
-    assert {code for code, _ in race.answers.values()} == {OK, TOO_LATE}, "there was no race"
+    assert {code for code, _ in race.answers.values()} == {OK, TOO_LATE}, (
+        "some recalls succeed and some are too late"
+    )
     with running_node(tmp_path / "data") as node:
-        race.watch(node)
+        race.read_state(node)
     assert race.faults() == [], "after a restart"
 
 
-def recorded() -> Race:
-    """A race without a fault: A was recalled, B was not."""
+def race_without_fault() -> Race:
+    """A was recalled, B was delivered."""
     sentence = "too late, the message was delivered at 7"
     return Race(
         {"A": (OK, "OK"), "B": (TOO_LATE, sentence)}, Counter({"B": 1}), {"B": 7}, {"A"}, Counter({"B": 1})
@@ -184,8 +189,8 @@ def recorded() -> Race:
     ],
 )
 def test_the_record_of_a_race_sees_each_fault(spoil: object) -> None:
-    """The negative control."""
-    race = recorded()
+    """Control: each change to a valid record is reported."""
+    race = race_without_fault()
     assert race.faults() == []
     spoil(race)  # type: ignore[operator]
     assert race.faults()

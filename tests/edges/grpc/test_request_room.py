@@ -1,4 +1,4 @@
-"""Requests on their way: read when there is room, bounded over all connections, and nobody is kept out by others."""
+"""The memory of incomplete requests is bounded over all connections, and shared fairly between addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from timeball.edges.shared.shared_limits import MemoryQuota
 MIB = 1024 * 1024
 
 
-def shares_of(node: RunningNode) -> MemoryQuota:
+def quota_of(node: RunningNode) -> MemoryQuota:
     assert node.node.edges is not None
     return node.node.edges.grpc.service.room.received
 
@@ -29,83 +29,85 @@ def large(topic: str = "orders") -> s.SendMessageRequest:
     return s.SendMessageRequest(messages=[message])
 
 
-def test_large_sends_of_one_address_share_its_room_and_all_get_on(node: RunningNode, wire: Wire) -> None:
-    shares, most = shares_of(node), 0
-    shares.bytes_max = 4 * REQUEST_BYTES_MAX
+def test_large_sends_of_one_address_succeed_within_the_quota(node: RunningNode, wire: Wire) -> None:
+    quota, held_bytes_max = quota_of(node), 0
+    quota.bytes_max = 4 * REQUEST_BYTES_MAX
     sends = [wire.later("SendMessage", large()) for _ in range(12)]
     while not all(send.done() for send in sends):
-        most = max(most, shares.held_bytes)
+        held_bytes_max = max(held_bytes_max, quota.held_bytes)
     assert {send.result().status.code for send in sends} == {d.Code.OK}
-    assert 0 < most <= shares.bytes_max
-    eventually(lambda: not shares.held_bytes, "all is given back")
+    assert 0 < held_bytes_max <= quota.bytes_max
+    eventually(lambda: not quota.held_bytes, "all memory is given back")
 
 
-def test_who_sends_nothing_of_what_it_has_begun_has_no_room_for_long(
+def test_incomplete_requests_time_out_and_give_their_memory_back(
     node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests that are announced and not sent take all the room of their address; it comes back, others get on."""
+    """Incomplete requests use up the memory of their address, until they time out. Other addresses are not affected."""
     monkeypatch.setattr(module.Exchange, "READ_S", 0.3)
-    shares = shares_of(node)
-    shares.bytes_max = 4 * REQUEST_BYTES_MAX
+    quota = quota_of(node)
+    quota.bytes_max = 4 * REQUEST_BYTES_MAX
     announced = message(bytes(REQUEST_BYTES_MAX))[:100]
     with RawClient(node) as client:
-        begun = [client.headers() for _ in range(6)]
-        for number in begun:
+        calls = [client.headers() for _ in range(6)]
+        for number in calls:
             client.data(number, announced, ends=False)
-        eventually(lambda: shares.waiting, "some wait")
-        assert shares.held_bytes <= 2 * REQUEST_BYTES_MAX, "half of all"
-        assert shares.fits("10.0.0.1", REQUEST_BYTES_MAX)
+        eventually(lambda: quota.waiting, "some requests wait for memory")
+        assert quota.held_bytes <= 2 * REQUEST_BYTES_MAX, "half of the memory"
+        assert quota.fits("10.0.0.1", REQUEST_BYTES_MAX)
         wire.ask_ok("SendMessage", large())
-        assert {client.status(number)[0] for number in begun} == {grpc.StatusCode.DEADLINE_EXCEEDED.value[0]}
-        eventually(lambda: not shares.held_bytes and not shares.waiting, "all is given back")
+        assert {client.status(number)[0] for number in calls} == {grpc.StatusCode.DEADLINE_EXCEEDED.value[0]}
+        eventually(lambda: not quota.held_bytes and not quota.waiting, "all memory is given back")
 
 
-def test_requests_without_room_have_a_bound(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_wait_for_memory_are_limited(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WAITING_MAX", 2)
-    shares = shares_of(node)
-    shares.bytes_max = 1
+    quota = quota_of(node)
+    quota.bytes_max = 1
     with RawClient(node) as client:
-        begun = [client.headers() for _ in range(4)]
-        for number in begun:
+        calls = [client.headers() for _ in range(4)]
+        for number in calls:
             client.data(number, message(bytes(1_000))[:100], ends=False)
-        assert client.status(begun[3])[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
-    eventually(lambda: not shares.held_bytes and not shares.waiting, "all is given back")
+        assert client.status(calls[3])[0] == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    eventually(lambda: not quota.held_bytes and not quota.waiting, "all memory is given back")
 
 
-def test_a_client_that_goes_while_it_waits_leaves_nothing(node: RunningNode) -> None:
-    shares = shares_of(node)
-    shares.bytes_max = REQUEST_BYTES_MAX
+def test_a_cancelled_request_waits_for_memory_no_more(node: RunningNode) -> None:
+    quota = quota_of(node)
+    quota.bytes_max = REQUEST_BYTES_MAX
 
     async def fill() -> None:
-        shares.add("10.0.0.1", REQUEST_BYTES_MAX)
+        quota.add("10.0.0.1", REQUEST_BYTES_MAX)
 
     async def empty() -> None:
-        shares.remove("10.0.0.1", REQUEST_BYTES_MAX)
+        quota.remove("10.0.0.1", REQUEST_BYTES_MAX)
 
     node.run(fill())
     with Wire.to(node, "hasty") as hasty:
         calls = [hasty.later("SendMessage", large()) for _ in range(3)]
-        eventually(lambda: shares.waiting == 3, "no room")
+        eventually(lambda: quota.waiting == 3, "all requests wait for memory")
         for call in calls:
             call.cancel()
-        eventually(lambda: not shares.waiting, "they have gone")
+        eventually(lambda: not quota.waiting, "cancelled requests wait no more")
     node.run(empty())
-    assert not shares.held_bytes
+    assert not quota.held_bytes
 
 
-def test_many_that_wait_for_room_and_are_refused_let_each_other_in(node: RunningNode) -> None:
-    """Each gives its room to the next one as it ends; a thousand of them may not nest."""
-    shares, nothing = shares_of(node), b"\x9a\x06\x02ab"  # a field that there is not, and no message
-    shares.bytes_max = len(nothing)
-    node.run(_call(lambda: shares.add("10.0.0.1", len(nothing))))
+def test_a_thousand_waiting_requests_get_memory_one_after_the_other(node: RunningNode) -> None:
+    """Each request gives its memory to the next one when it ends. A thousand of them must not nest in the stack."""
+    quota, empty_request = quota_of(node), b"\x9a\x06\x02ab"  # an unknown field, and no message
+    quota.bytes_max = len(empty_request)
+    node.run(_call(lambda: quota.add("10.0.0.1", len(empty_request))))
     with RawClient(node) as client:
-        begun = [client.headers(headers=fields(f"/{SERVICE_NAME}/SendMessage")) for _ in range(1_000)]
-        for number in begun:
-            client.data(number, message(nothing))
-        eventually(lambda: shares.waiting == len(begun), "no room")
-        node.run(_call(lambda: shares.remove("10.0.0.1", len(nothing))))
-        assert [client.status(number)[0] for number in begun] == [0] * len(begun)
-    assert not shares.held_bytes and not shares.waiting
+        calls = [client.headers(headers=fields(f"/{SERVICE_NAME}/SendMessage")) for _ in range(1_000)]
+        for number in calls:
+            client.data(number, message(empty_request))
+        eventually(lambda: quota.waiting == len(calls), "all requests wait for memory")
+        node.run(_call(lambda: quota.remove("10.0.0.1", len(empty_request))))
+        assert [client.status(number)[0] for number in calls] == [0] * len(calls)
+    assert not quota.held_bytes and not quota.waiting
 
 
 async def _call(change: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Each call of the service against accounts that may and may not, over the wire."""
+"""Each call of the service with accounts that have the permission and accounts that do not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
-from timeball.edges.grpc.required_permissions import NEEDS, OF_ONESELF
-from timeball.edges.grpc.session import Stream, producer_stream
+from timeball.edges.grpc.required_permissions import ACCOUNT_ONLY, REQUIRED_PERMISSIONS
+from timeball.edges.grpc.session import Stream, choose_producer_stream
 from timeball.model.access import Verb
 
 ACCESS = """
@@ -55,8 +55,8 @@ REQUESTS = {
     "Heartbeat": s.HeartbeatRequest(),
     "NotifyClientTermination": s.NotifyClientTerminationRequest(),
 }
-OF_PRODUCERS = {"SendMessage", "EndTransaction", "RecallMessage", "QueryRoute", "QueryOffset"}
-OF_CONSUMERS = NEEDS.keys() - OF_PRODUCERS | {"QueryRoute", "QueryOffset"}
+PRODUCER_CALLS = {"SendMessage", "EndTransaction", "RecallMessage", "QueryRoute", "QueryOffset"}
+CONSUMER_CALLS = REQUIRED_PERMISSIONS.keys() - PRODUCER_CALLS | {"QueryRoute", "QueryOffset"}
 
 
 @pytest.fixture(scope="module")
@@ -70,39 +70,45 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield running
 
 
-def bearer(node: RunningNode, name: str, secret: str = "") -> Wire:
+def wire_of(node: RunningNode, name: str, secret: str = "") -> Wire:
+    """Connect with the bearer token of an account."""
     secret = secret or f"{name}'s secret"
     return Wire.to(node, name, authorization=f"Bearer {name}:{secret}")
 
 
 def code(wire: Wire, name: str) -> int:
+    """Make a call with its request in REQUESTS, and return the code of its status."""
     request = REQUESTS[name]
     if METHODS[name].gives_stream:
         return next(iter(wire.stream(name, request))).status.code
     return int(wire.ask(name, request).status.code)
 
 
-def test_every_call_is_in_the_table() -> None:
-    assert METHODS.keys() == NEEDS.keys() | OF_ONESELF | {"SyncLiteSubscription"}
+def test_every_call_has_a_required_permission() -> None:
+    assert METHODS.keys() == REQUIRED_PERMISSIONS.keys() | ACCOUNT_ONLY | {"SyncLiteSubscription"}
     assert METHODS.keys() == REQUESTS.keys() | {"Telemetry"}
-    assert all(need.verb is not Verb.ADMIN for need in NEEDS.values())
+    assert all(required.verb is not Verb.ADMIN for required in REQUIRED_PERMISSIONS.values())
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_strangers_are_not_heard(node: RunningNode, name: str) -> None:
-    with Wire.to(node, "stranger") as nobody, bearer(node, "shop", "another secret") as wrong:
+def test_a_caller_without_a_valid_account_is_unauthorized(node: RunningNode, name: str) -> None:
+    with Wire.to(node, "stranger") as nobody, wire_of(node, "shop", "another secret") as wrong:
         assert code(nobody, name) == code(wrong, name) == d.Code.UNAUTHORIZED
 
 
-@pytest.mark.parametrize("name", NEEDS)
-def test_an_account_may_what_its_topics_and_groups_say(node: RunningNode, name: str) -> None:
-    for account, may in (("shop", OF_PRODUCERS), ("billing", OF_CONSUMERS), ("root", NEEDS.keys())):
-        with bearer(node, account) as wire:
-            assert (code(wire, name) == d.Code.FORBIDDEN) == (name not in may), account
+@pytest.mark.parametrize("name", REQUIRED_PERMISSIONS)
+def test_an_account_may_make_exactly_the_calls_that_its_rights_allow(node: RunningNode, name: str) -> None:
+    for account, allowed_calls in (
+        ("shop", PRODUCER_CALLS),
+        ("billing", CONSUMER_CALLS),
+        ("root", REQUIRED_PERMISSIONS.keys()),
+    ):
+        with wire_of(node, account) as wire:
+            assert (code(wire, name) == d.Code.FORBIDDEN) == (name not in allowed_calls), account
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS.keys() - {"ReceiveMessage", "PullMessage"}))
-def test_another_topic_is_another_matter(node: RunningNode, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(REQUIRED_PERMISSIONS.keys() - {"ReceiveMessage", "PullMessage"}))
+def test_rights_on_one_topic_do_not_allow_calls_on_another(node: RunningNode, name: str) -> None:
     request = type(REQUESTS[name])()
     request.CopyFrom(REQUESTS[name])
     for field, value in request.ListFields():
@@ -113,31 +119,31 @@ def test_another_topic_is_another_matter(node: RunningNode, name: str) -> None:
         elif field.name == "messages":
             value[0].topic.name = "secrets"
     for account in ("shop", "billing"):
-        with bearer(node, account) as wire:
+        with wire_of(node, account) as wire:
             assert wire.ask(name, request).status.code == d.Code.FORBIDDEN
 
 
-def test_of_two_topics_in_one_call_both_count(node: RunningNode) -> None:
+def test_a_call_on_two_topics_requires_rights_on_both(node: RunningNode) -> None:
     both = [d.Message(topic=ORDERS), d.Message(topic=d.Resource(name="secrets"))]
-    with bearer(node, "shop") as wire:
+    with wire_of(node, "shop") as wire:
         assert wire.ask("SendMessage", s.SendMessageRequest(messages=both)).status.code == d.Code.FORBIDDEN
 
 
-def test_settings_are_asked_about_too(node: RunningNode) -> None:
+def test_settings_with_forbidden_topics_or_groups_are_refused(node: RunningNode) -> None:
     settings = {
         "shop": (producer_settings("orders"), consumer_settings("billing")),
         "billing": (consumer_settings("billing"), producer_settings("orders")),
     }
     for account, (mine, not_mine) in settings.items():
-        with bearer(node, account) as wire:
+        with wire_of(node, account) as wire:
             wire.telemetry(mine).cut()
             refused = wire.telemetry()
             refused.send(s.TelemetryCommand(settings=not_mine))
             assert next(refused).status.code == d.Code.FORBIDDEN
 
 
-def test_a_heartbeat_makes_no_group_of_another_s(node: RunningNode) -> None:
-    with bearer(node, "billing") as wire:
+def test_a_heartbeat_for_a_forbidden_group_does_not_create_it(node: RunningNode) -> None:
+    with wire_of(node, "billing") as wire:
         wire.telemetry(consumer_settings("billing")).cut()
         for group, expected in (("billing", d.Code.OK), ("secrets", d.Code.FORBIDDEN)):
             beat = s.HeartbeatRequest(group=d.Resource(name=group))
@@ -145,8 +151,8 @@ def test_a_heartbeat_makes_no_group_of_another_s(node: RunningNode) -> None:
     assert node.broker.tables.groups.find_group("secrets") is None
 
 
-def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
-    """Else a stranger of the same name would be sent what its namesake is, and could say good-bye for it."""
+def test_clients_of_two_accounts_with_the_same_id_are_separate(node: RunningNode) -> None:
+    """Otherwise a client of another account could end the session of a client with the same id, or get its commands."""
     headers = [f"Bearer {name}:{name}'s secret" for name in ("shop", "billing")]
     wires = [Wire.to(node, "namesake", authorization=header) for header in headers]
     with wires[0] as shop, wires[1] as other:
@@ -155,21 +161,23 @@ def test_a_client_s_name_is_its_account_s(node: RunningNode) -> None:
         other.ask_ok("NotifyClientTermination", REQUESTS["NotifyClientTermination"])
         shop.ask_ok("Heartbeat", REQUESTS["Heartbeat"])
         assert node.node.edges is not None
-        stream = producer_stream(node.node.edges.grpc.context.sessions, "orders", lambda caller: True)
+        stream = choose_producer_stream(node.node.edges.grpc.context.sessions, "orders", lambda caller: True)
         assert stream is not None and stream.caller.name == "shop"
         mine.cut(), theirs.cut()
 
 
-def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_path: Path) -> None:
+def test_a_stream_is_not_chosen_after_its_account_has_lost_the_right(tmp_path: Path) -> None:
     accounts = tmp_path / "access.toml"
     accounts.touch(0o600)
     accounts.write_text(ACCESS)
-    with running_node(tmp_path / "data", access_file=str(accounts)) as node, bearer(node, "shop") as shop:
+    with running_node(tmp_path / "data", access_file=str(accounts)) as node, wire_of(node, "shop") as shop:
         assert node.node.edges is not None
         clients, stream = node.node.edges.grpc.context.sessions, shop.telemetry(producer_settings("orders"))
 
         def producer() -> Stream | None:
-            return producer_stream(clients, "orders", lambda caller: caller.may(Verb.SEND, topic="orders"))
+            return choose_producer_stream(
+                clients, "orders", lambda caller: caller.may(Verb.SEND, topic="orders")
+            )
 
         assert producer() is not None
         accounts.write_text(ACCESS.replace('orders = "PUB"', 'orders = "DENY"'))
@@ -178,41 +186,41 @@ def test_a_stream_that_is_older_than_its_account_s_rights_is_sent_nothing(tmp_pa
         stream.cut()
 
 
-def test_a_call_about_nobody_is_an_administrators(node: RunningNode) -> None:
-    with bearer(node, "shop") as shop, bearer(node, "root") as root:
+def test_a_call_without_a_required_permission_needs_an_administrator(node: RunningNode) -> None:
+    with wire_of(node, "shop") as shop, wire_of(node, "root") as root:
         assert code(shop, "SyncLiteSubscription") == d.Code.FORBIDDEN
         assert code(root, "SyncLiteSubscription") == d.Code.NOT_IMPLEMENTED
 
 
-def test_without_an_access_file_everybody_may(tmp_path: Path) -> None:
+def test_without_an_access_file_every_call_is_allowed(tmp_path: Path) -> None:
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         wire.ask_ok("QueryRoute", REQUESTS["QueryRoute"])
 
 
 @pytest.mark.parametrize("name", ["Telemetry", "SendMessage", "ReceiveMessage"])
-def test_a_stranger_is_refused_before_a_request_is_received(node: RunningNode, name: str) -> None:
+def test_an_unknown_caller_is_refused_before_its_request_is_received(node: RunningNode, name: str) -> None:
     edges = node.node.edges
     assert edges is not None
     with RawClient(node) as client:
         number = client.headers(headers=fields(f"/{SERVICE_NAME}/{name}", x_mq_client_id="stranger"))
-        assert client.status(number)[0] == 0  # the response says it, as RocketMQ's clients expect
+        assert client.status(number)[0] == 0  # the refusal is in the response, as RocketMQ's clients expect
         assert not edges.grpc.service.room.calls.taken
 
 
-def test_one_account_has_half_of_the_calls(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_account_alone_gets_half_of_the_calls(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     edges = node.node.edges
     assert edges is not None
     calls = edges.grpc.service.room.calls
     monkeypatch.setattr(calls, "limit", 6)
 
-    async def elsewhere(take: bool) -> None:
-        for at in range(3):
-            (calls.take if take else calls.give_back)(f"10.0.0.{at}", "shop")
+    async def change_calls_of_other_addresses(take: bool) -> None:
+        for n in range(3):
+            (calls.take if take else calls.give_back)(f"10.0.0.{n}", "shop")
 
-    node.run(elsewhere(True))
+    node.run(change_calls_of_other_addresses(True))
     try:
-        with bearer(node, "shop") as shop, bearer(node, "root") as root:
+        with wire_of(node, "shop") as shop, wire_of(node, "root") as root:
             assert code(shop, "QueryRoute") == d.Code.TOO_MANY_REQUESTS
             assert code(root, "QueryRoute") == d.Code.OK
     finally:
-        node.run(elsewhere(False))
+        node.run(change_calls_of_other_addresses(False))

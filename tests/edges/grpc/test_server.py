@@ -1,4 +1,4 @@
-"""What carries the calls: its bounds, where a hostile client meets them first."""
+"""The edge's server: bounds of requests and headers, other protocols on its port, TLS."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from timeball.edges.http2.connection import HEADERS_BYTES_MAX
 from timeball.model.errors import SetupError
 
 
-def failed(wire: Wire, request: object, name: str = "SendMessage") -> grpc.StatusCode:
+def grpc_error(wire: Wire, request: object, name: str = "SendMessage") -> grpc.StatusCode:
     with pytest.raises(grpc.RpcError) as error:
         wire.ask(name, request)
     code: grpc.StatusCode = error.value.code()
     return code
 
 
-def still_answers(node: RunningNode) -> None:
+def check_node_answers(node: RunningNode) -> None:
     with Wire.to(node, "somebody-else") as wire:
         wire.telemetry(consumer_settings("g"))
         wire.ask_ok("Heartbeat", s.HeartbeatRequest(group=d.Resource(name="g")))
 
 
-def test_a_request_has_a_bound(node: RunningNode, wire: Wire) -> None:
+def test_a_too_large_request_is_refused(node: RunningNode, wire: Wire) -> None:
     large = s.SendMessageRequest(messages=[d.Message(body=bytes(REQUEST_BYTES_MAX + 1))])
-    assert failed(wire, large) == grpc.StatusCode.RESOURCE_EXHAUSTED
-    still_answers(node)
+    assert grpc_error(wire, large) == grpc.StatusCode.RESOURCE_EXHAUSTED
+    check_node_answers(node)
 
 
-def test_headers_have_a_bound(node: RunningNode) -> None:
+def test_too_large_headers_are_refused(node: RunningNode) -> None:
     with Wire.to(node, x_mq_more="x" * 2 * HEADERS_BYTES_MAX) as wire:
-        assert failed(wire, s.HeartbeatRequest(), "Heartbeat") == grpc.StatusCode.RESOURCE_EXHAUSTED
-    still_answers(node)
+        assert grpc_error(wire, s.HeartbeatRequest(), "Heartbeat") == grpc.StatusCode.RESOURCE_EXHAUSTED
+    check_node_answers(node)
 
 
-def test_what_is_no_request_harms_nobody(node: RunningNode) -> None:
+def test_invalid_requests_do_not_affect_other_clients(node: RunningNode) -> None:
     channel = grpc.insecure_channel(f"127.0.0.1:{node.node.grpc_port}")
     for path in (
         "/apache.rocketmq.v2.MessagingService/Heartbeat",
@@ -53,18 +53,18 @@ def test_what_is_no_request_harms_nobody(node: RunningNode) -> None:
             grpc.StatusCode.INTERNAL, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.UNKNOWN,
         )  # fmt: skip
     channel.close()
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_what_does_not_speak_http2_harms_nobody(node: RunningNode) -> None:
-    with socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S) as far:
-        far.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1_000))
-        while far.recv(4_096):
+def test_a_client_of_another_protocol_is_disconnected(node: RunningNode) -> None:
+    with socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S) as client_socket:
+        client_socket.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1_000))
+        while client_socket.recv(4_096):
             pass
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_a_port_that_another_has_is_an_error(node: RunningNode, tmp_path: Path) -> None:
+def test_a_port_of_another_node_is_an_error_that_names_the_option(node: RunningNode, tmp_path: Path) -> None:
     with (
         pytest.raises(SetupError, match="--grpc-port"),
         running_node(tmp_path / "other", grpc_port=node.node.grpc_port),
@@ -73,7 +73,7 @@ def test_a_port_that_another_has_is_an_error(node: RunningNode, tmp_path: Path) 
 
 
 def heartbeat(channel: grpc.Channel) -> int:
-    """The code of a call that needs no settings before it."""
+    """Make a call that needs no settings, and return its code."""
     call = channel.unary_unary(
         "/apache.rocketmq.v2.MessagingService/Heartbeat",
         s.HeartbeatRequest.SerializeToString,
@@ -83,8 +83,8 @@ def heartbeat(channel: grpc.Channel) -> int:
     return int(response.status.code)
 
 
-def test_tls_and_plain_text_come_by_one_port(tmp_path: Path) -> None:
-    """Java's and Go's clients dial TLS, Python's and Node's do not."""
+def test_tls_and_plain_text_are_served_on_one_port(tmp_path: Path) -> None:
+    """RocketMQ's clients in Java and Go connect with TLS, those in Python and Node without."""
     issued = certificate(tmp_path / "tls")
     roots = grpc.ssl_channel_credentials(Path(issued.roots).read_bytes())
     with running_node(tmp_path / "data", **issued.settings) as node:
@@ -93,7 +93,7 @@ def test_tls_and_plain_text_come_by_one_port(tmp_path: Path) -> None:
         for _ in range(2):
             with grpc.insecure_channel(target) as plain, grpc.secure_channel(target, roots) as secure:
                 assert heartbeat(plain) == heartbeat(secure) == d.Code.UNRECOGNIZED_CLIENT_TYPE
-        # Who says nothing holds nobody up, and a handshake that is none harms nobody.
+        # A silent client and an invalid handshake do not affect other clients.
         with socket.create_connection(("127.0.0.1", node.node.grpc_port), timeout=BOUND_S) as nonsense:
             nonsense.sendall(b"\x16\x03\x01\x00\x05hello")
             while nonsense.recv(1024):
@@ -104,7 +104,7 @@ def test_tls_and_plain_text_come_by_one_port(tmp_path: Path) -> None:
     silent.close()
 
 
-def test_a_port_that_is_taken_is_told_with_a_certificate_too(tmp_path: Path) -> None:
+def test_a_taken_port_is_an_error_with_a_certificate_too(tmp_path: Path) -> None:
     issued = certificate(tmp_path / "tls")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""A client's Telemetry streams: how many, and what is sent on one."""
+"""Sessions of clients: their settings, and their Telemetry streams."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from tests.edges.grpc.wire import consumer_settings, producer_settings
 
 from timeball.edges.grpc._generated.service_pb2 import TelemetryCommand
 from timeball.edges.grpc.session import (
-    COMMANDS_WAITING_MAX,
+    QUEUED_COMMANDS_MAX,
     STREAMS_PER_CLIENT_MAX,
     Client,
     Stream,
-    settle,
+    store_settings,
 )
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import Sessions
 from timeball.model.errors import OverLimit
 
 
-def test_a_client_is_what_its_settings_say() -> None:
+def test_the_client_type_decides_whether_a_client_is_a_consumer() -> None:
     assert Client("a", "a", consumer_settings("g")).is_consumer
     assert not Client("a", "a", producer_settings("t")).is_consumer
 
 
-def test_a_client_has_time_to_open_another_stream() -> None:
+def test_the_end_of_a_stream_restarts_the_expiry_once() -> None:
     client, stream = Client("a", "a", consumer_settings("g")), Stream()
     client.add_stream(stream)
     client.remove_stream(stream, 700)
@@ -31,7 +31,7 @@ def test_a_client_has_time_to_open_another_stream() -> None:
     assert client.streams == [] and client.heard_ms == 700
 
 
-def test_the_streams_of_a_client_are_bounded() -> None:
+def test_too_many_streams_of_a_client_are_refused() -> None:
     client = Client("a", "a", consumer_settings("g"))
     for _ in range(STREAMS_PER_CLIENT_MAX):
         client.add_stream(Stream())
@@ -39,27 +39,27 @@ def test_the_streams_of_a_client_are_bounded() -> None:
         client.add_stream(Stream())
 
 
-def test_a_slow_client_is_not_sent_more_than_it_takes() -> None:
+def test_a_full_queue_refuses_commands_but_can_be_ended() -> None:
     stream = Stream()
-    assert all(stream.push(TelemetryCommand()) for _ in range(COMMANDS_WAITING_MAX))
+    assert all(stream.push(TelemetryCommand()) for _ in range(QUEUED_COMMANDS_MAX))
     assert not stream.push(TelemetryCommand())
-    stream.end()  # it is told that nothing comes any more, all the same
+    stream.end()  # the end is queued although the queue is full
     commands = [stream.commands.get_nowait() for _ in range(stream.commands.qsize())]
     assert commands[-1] is None
 
 
-def test_a_producer_is_found_by_its_topics() -> None:
+def test_producers_are_found_by_the_topics_of_their_last_settings() -> None:
     sessions: Sessions[str, Client] = Sessions(0)
-    client = settle(sessions, "a", producer_settings("t1", "t2"), 0)
+    client = store_settings(sessions, "a", producer_settings("t1", "t2"), 0)
     assert sessions.producers("t1") == sessions.producers("t2") == [client]
-    assert settle(sessions, "a", producer_settings("t2", "t3"), 5) is client and client.heard_ms == 5
+    assert store_settings(sessions, "a", producer_settings("t2", "t3"), 5) is client and client.heard_ms == 5
     assert sessions.producers("t1") == [] and sessions.producers("t3") == [client]
 
 
-def test_bad_settings_change_nothing() -> None:
+def test_invalid_settings_change_no_session() -> None:
     sessions: Sessions[str, Client] = Sessions(0)
-    client = settle(sessions, "a", producer_settings("t"), 0)
+    client = store_settings(sessions, "a", producer_settings("t"), 0)
     for name in "ab":
         with pytest.raises(Refused):
-            settle(sessions, name, producer_settings("no/name"), 0)
+            store_settings(sessions, name, producer_settings("no/name"), 0)
     assert sessions.producers("t") == [client] == sessions.all()

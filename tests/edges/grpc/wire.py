@@ -1,6 +1,6 @@
-"""A RocketMQ 5 client reduced to its calls: sends requests over a real connection, reads whatever comes back.
+"""A minimal RocketMQ 5 client: sends single calls over a real connection, and returns the responses.
 
-Beside the stock clients (tests/interop) this one can be wrong on purpose: what it is given is what it sends.
+Unlike RocketMQ's own clients (tests/interop), it sends any request, also an invalid one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ OK = d.Code.OK
 
 
 class Wire:
-    """One connection of its own, under one client id."""
+    """A connection of one client id. `headers`: further headers, with _ for -."""
 
     def __init__(self, port: int, client_id: str = "client-1", **headers: str) -> None:
-        # A pool of its own: else channels of one process share a connection, and one cannot be cut alone.
+        # A separate pool, because otherwise all channels of a process share a connection, and none can be cut alone.
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}", options)
         self.client_id = client_id
-        named = {
+        headers_by_name = {
             "x-mq-client-id": client_id,
             **{name.replace("_", "-"): text for name, text in headers.items()},
         }
-        self._metadata = [(name, text) for name, text in named.items() if text]
+        self._metadata = [(name, text) for name, text in headers_by_name.items() if text]
 
     @classmethod
     def to(cls, node: RunningNode, client_id: str = "client-1", **headers: str) -> Wire:
@@ -50,35 +50,35 @@ class Wire:
         self._channel.close()
 
     def ask(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
-        """A unary call's response, whatever its status."""
+        """Make a unary call, and return its response, whatever its status."""
         return self._call("unary_unary", name)(request, timeout=timeout_s, metadata=self._metadata)
 
     def ask_ok(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
-        """As `ask`; the status must be OK."""
+        """Make a unary call, whose status must be OK."""
         response = self.ask(name, request, timeout_s)
         assert response.status.code == OK, response.status
         return response
 
     def later(self, name: str, request: Any, timeout_s: float = BOUND_S) -> Any:
-        """A unary call that is under way: a future."""
+        """Begin a unary call, and return a future for its response."""
         return self._call("unary_unary", name).future(request, timeout=timeout_s, metadata=self._metadata)
 
     def stream(self, name: str, request: Any, timeout_s: float | None = BOUND_S) -> Any:
-        """The responses of a server stream, which may be cancelled."""
+        """Begin a call with a stream of responses, and return their iterator, which can be cancelled."""
         return self._call("unary_stream", name)(request, timeout=timeout_s, metadata=self._metadata)
 
     def receive(self, group: str, topic: str, **fields: Any) -> list[Any]:
-        """The messages of one ReceiveMessage; its status must be OK or MESSAGE_NOT_FOUND.
+        """Make a ReceiveMessage call, whose status must be OK or MESSAGE_NOT_FOUND, and return its messages.
 
-        `fields`: of the request; `queue_id`, and durations as `…_ms`, are put where they belong.
+        `fields`: see `receive_request`.
         """
-        found = list(self.stream("ReceiveMessage", receive_request(group, topic, **fields)))
-        statuses = [each.status for each in found if each.WhichOneof("content") == "status"]
+        responses = list(self.stream("ReceiveMessage", receive_request(group, topic, **fields)))
+        statuses = [each.status for each in responses if each.WhichOneof("content") == "status"]
         assert [status.code for status in statuses] in ([OK], [d.Code.MESSAGE_NOT_FOUND]), statuses
-        return [each.message for each in found if each.WhichOneof("content") == "message"]
+        return [each.message for each in responses if each.WhichOneof("content") == "message"]
 
     def telemetry(self, settings: d.Settings | None = None) -> Telemetry:
-        """A Telemetry stream; with settings, their answer has come."""
+        """Open a Telemetry stream. With settings, send them and wait until the broker accepts them."""
         opened = Telemetry(self._call("stream_stream", "Telemetry"), self._metadata)
         if settings is not None:
             opened.send(s.TelemetryCommand(settings=settings))
@@ -95,7 +95,7 @@ class Wire:
 
 
 class Telemetry:
-    """Both directions of a Telemetry stream: `send`, and `next` for what the broker says."""
+    """A Telemetry stream: `send` sends a command, and `next` waits for a command of the broker."""
 
     def __init__(self, call: Any, metadata: list[tuple[str, str]]) -> None:
         self._out: queue.SimpleQueue[s.TelemetryCommand | None] = queue.SimpleQueue()
@@ -112,23 +112,23 @@ class Telemetry:
         self._out.put(command)
 
     def end(self) -> None:
-        """Nothing more from the client; the broker may still speak."""
+        """End the client's side. The broker may still send commands."""
         self._out.put(None)
 
     def cut(self) -> None:
-        """As if the client were gone."""
+        """Cancel the stream, as if the client had disconnected."""
         self._call.cancel()
         self._out.put(None)
 
 
 def consumer_settings(group: str, client_type: int = d.ClientType.SIMPLE_CONSUMER) -> d.Settings:
-    """What a consumer says of itself."""
+    """Create the settings of a consumer."""
     subscription = d.Subscription(group=d.Resource(name=group))
     return d.Settings(client_type=d.ClientType.Name(client_type), subscription=subscription)
 
 
 def producer_settings(*topics: str) -> d.Settings:
-    """What a producer says of itself."""
+    """Create the settings of a producer."""
     publishing = d.Publishing(topics=[d.Resource(name=topic) for topic in topics])
     return d.Settings(client_type=d.ClientType.PRODUCER, publishing=publishing)
 

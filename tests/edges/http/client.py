@@ -47,8 +47,8 @@ class Client:
         self._connection.request(method, target, body, {**self._headers, **named})
         answer = self._connection.getresponse()
         data = answer.read()
-        found = {name.lower(): value for name, value in answer.getheaders()}
-        return Reply(answer.status, found, json.loads(data) if data else None)
+        result = {name.lower(): value for name, value in answer.getheaders()}
+        return Reply(answer.status, result, json.loads(data) if data else None)
 
     def send(self, topic: str, body: Any, **headers: str) -> Reply:
         return self.ask("POST", f"/v1/topics/{quote(topic, safe='')}/messages", body, **headers)

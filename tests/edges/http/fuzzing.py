@@ -26,8 +26,8 @@ def attack(port: int, label: str, examples: int) -> Counter[int]:
     """Send so many requests for one operation of the document; return the statuses. Raises at the first fault."""
     base, seen = f"http://127.0.0.1:{port}", Counter[int]()
     schema: Any = schemathesis.openapi.from_url(f"{base}/openapi.json")
-    operations = [each.ok() for each in schema.get_all_operations()]
-    (operation,) = [each for each in operations if each.label == label]
+    operations = [item.ok() for item in schema.get_all_operations()]
+    (operation,) = [item for item in operations if item.label == label]
 
     @hypothesis.given(case=operation.as_strategy())
     @hypothesis.settings(
@@ -96,13 +96,13 @@ LAST = b"\r\n\r\nGET /health/live HTTP/1.1\r\nhost: localhost\r\nconnection: clo
 def status(port: int, rng: random.Random) -> bytes:
     """Send one damaged request; return the first status that comes, or nothing where the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as connection:
-        found = b""
+        result = b""
         try:
             connection.sendall(damaged(rng) + LAST)
             connection.settimeout(1)  # kept alive: the last request was taken for the body of another
             while part := connection.recv(65_536):
-                found += part
+                result += part
         except (ConnectionResetError, BrokenPipeError, TimeoutError):
             pass
-    assert not found or found.startswith(b"HTTP/1.1 "), found
-    return found[9:12]
+    assert not result or result.startswith(b"HTTP/1.1 "), result
+    return result[9:12]

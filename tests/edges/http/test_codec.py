@@ -1,4 +1,4 @@
-"""Spans, leases, instants and types of content, without a node."""
+"""Durations, leases, times and media types, without a node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 
 
-def test_types_of_content() -> None:
-    assert codec.check_type("Application/JSON; charset=UTF-8", JSON, NDJSON) == JSON
+def test_only_known_media_types_are_accepted() -> None:
+    assert codec.check_content_type("Application/JSON; charset=UTF-8", JSON, NDJSON) == JSON
     for wrong in ("", "text/json", "application/json; charset=utf-16", "application/json;"):
         with pytest.raises(Refused):
-            codec.check_type(wrong, JSON)
+            codec.check_content_type(wrong, JSON)
 
 
-def test_spans_and_leases() -> None:
+def test_durations_and_leases_are_parsed_or_refused() -> None:
     assert codec.lease_ms("1m30s") == codec.lease_ms("PT1M30S") == 90_000
     for wrong in ("x", "90000", "٣", "9" * 5_000):
         with pytest.raises(InvalidDelay, match="lease="):
@@ -32,7 +32,7 @@ def test_spans_and_leases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected_text"),
     [
         (b'{"after": 5}', "after is a text with its unit, such as '5s' or '30m'"),
         (b'{"after": 2.5}', "after is a text with its unit"),
@@ -43,30 +43,30 @@ def test_spans_and_leases() -> None:
         (b'{"deliver_at": "2030-01-31T09:00:00Z"}', "`deliver_at` is called `at`"),
     ],
 )
-def test_a_time_that_is_refused_says_what_to_write(body: bytes, said: str) -> None:
-    with pytest.raises(InvalidDelay, match=re.escape(said)):
+def test_an_invalid_time_is_refused_with_the_valid_form(body: bytes, expected_text: str) -> None:
+    with pytest.raises(InvalidDelay, match=re.escape(expected_text)):
         codec.decode(codec.Moving, body)
-    with pytest.raises(InvalidDelay, match=re.escape(said)):
-        send_codec.read(
+    with pytest.raises(InvalidDelay, match=re.escape(expected_text)):
+        send_codec.decode_messages(
             "t", JSON, b'[{"body": "x"}, ' + body[:-1] + b', "body": "x"}]', send_codec.IdSource()
         )
 
 
-def test_at_and_after_are_one_time() -> None:
+def test_at_and_after_together_are_refused() -> None:
     with pytest.raises(InvalidDelay, match="at=2000000000000 and after=5s name two instants"):
-        codec.when(2_000_000_000_000, "5s")
-    assert codec.when(UNSET, "5s") == (None, 5_000)
-    assert codec.when("2030-01-31T09:00:00Z", UNSET) == (1_896_080_400_000, None)
+        codec.due_and_delay_ms(2_000_000_000_000, "5s")
+    assert codec.due_and_delay_ms(UNSET, "5s") == (None, 5_000)
+    assert codec.due_and_delay_ms("2030-01-31T09:00:00Z", UNSET) == (1_896_080_400_000, None)
     for seconds in (1_800_000_000, "1800000000", 20_300_131, 0):
         with pytest.raises(InvalidDelay, match=f"at={seconds}: milliseconds since 1970 are meant"):
-            codec.when(seconds, UNSET)
+            codec.due_and_delay_ms(seconds, UNSET)
 
 
-def test_an_instant_has_its_milliseconds() -> None:
-    assert codec.instant_text(1_927_616_400_001) == "2031-01-31T09:00:00.001Z"
+def test_a_time_is_formatted_with_milliseconds() -> None:
+    assert codec.format_time(1_927_616_400_001) == "2031-01-31T09:00:00.001Z"
 
 
-def test_a_body_is_shown_by_its_beginning() -> None:
-    assert codec.shown_body(b"abc", 3) == {"size_bytes": 3, "body": "abc"}
-    assert codec.shown_body("aü".encode()[:2], 3) == {"size_bytes": 3, "body_cut": True, "body": "a"}
-    assert codec.shown_body(b"a\xff", 2) == {"size_bytes": 2, "base64": b"a\xff"}
+def test_the_first_bytes_of_a_body_are_shown_as_text_or_base64() -> None:
+    assert codec.body_fields(b"abc", 3) == {"size_bytes": 3, "body": "abc"}
+    assert codec.body_fields("aü".encode()[:2], 3) == {"size_bytes": 3, "body_cut": True, "body": "a"}
+    assert codec.body_fields(b"a\xff", 2) == {"size_bytes": 2, "base64": b"a\xff"}

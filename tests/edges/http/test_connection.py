@@ -1,4 +1,4 @@
-"""A connection: heads of bounded size and time, and an answer in one segment."""
+"""A connection: limits for the size and time of a head, and each answer in one segment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode
 from timeball.edges.http import edge as bounds
 
 
-def test_a_head_without_an_end_is_refused(node: RunningNode) -> None:
+def test_a_too_large_head_is_refused(node: RunningNode) -> None:
     with connect(node) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
         try:
@@ -27,7 +27,7 @@ def test_a_head_without_an_end_is_refused(node: RunningNode) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"GET / HT"])
-def test_a_client_that_says_no_more_is_closed(
+def test_a_client_with_an_incomplete_head_is_disconnected(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(bounds, "HEAD_S", 0.1)
@@ -60,25 +60,25 @@ class Kept(asyncio.Transport):
         return 0
 
 
-def test_what_one_turn_writes_goes_in_one_write() -> None:
-    kept = Kept()
+def test_the_writes_of_one_turn_are_joined() -> None:
+    stored = Kept()
 
     async def write() -> None:
-        joined = bounds.JoinedWrites(kept, asyncio.get_running_loop())
+        joined = bounds.JoinedWrites(stored, asyncio.get_running_loop())
         joined.write(b"head ")
         joined.write(b"body")
-        assert kept.writes == []
+        assert stored.writes == []
         await asyncio.sleep(0)
         joined.write(b"next")
         joined.close()
         await asyncio.sleep(0)
 
     asyncio.run(write())
-    assert kept.writes == [b"head body", b"next"]
-    assert kept.is_closed
+    assert stored.writes == [b"head body", b"next"]
+    assert stored.is_closed
 
 
-def test_no_answer_waits_for_an_acknowledgement_of_its_head(node: RunningNode, client: Client) -> None:
+def test_connections_have_tcp_nodelay(node: RunningNode, client: Client) -> None:
     assert client.ask("GET", "/health/live").status == 200
     server = node.node.edges.http._server
     assert server is not None

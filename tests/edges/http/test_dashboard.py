@@ -11,7 +11,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.edge import PACKAGE, TYPES
+from timeball.edges.http.edge import FILES_PACKAGE, MEDIA_TYPES
 
 
 def ask(
@@ -28,20 +28,20 @@ def ask(
 
 def names() -> list[str]:
     """Return the files that the package holds, as the browser names them."""
-    folder = files(PACKAGE)
-    found = [each.name for each in folder.iterdir() if each.name.rpartition(".")[2] in TYPES]
-    return found + [f"pages/{each.name}" for each in folder.joinpath("pages").iterdir()]
+    folder = files(FILES_PACKAGE)
+    result = [item.name for item in folder.iterdir() if item.name.rpartition(".")[2] in MEDIA_TYPES]
+    return result + [f"pages/{item.name}" for item in folder.joinpath("pages").iterdir()]
 
 
-def test_each_file_is_served_as_what_it_is(node: RunningNode) -> None:
+def test_each_file_is_served_with_its_media_type(node: RunningNode) -> None:
     assert {"index.html", "app.js", "frame.css", "icon.svg", "pages/punctual.js"} <= set(names())
     for name in names():
         status, headers, data = ask(node, f"/dashboard/{name}")
-        assert status == 200 and data == files(PACKAGE).joinpath(*name.split("/")).read_bytes()
-        assert headers["content-type"] == TYPES[name.rpartition(".")[2]]
+        assert status == 200 and data == files(FILES_PACKAGE).joinpath(*name.split("/")).read_bytes()
+        assert headers["content-type"] == MEDIA_TYPES[name.rpartition(".")[2]]
 
 
-def test_each_file_is_needed(node: RunningNode) -> None:
+def test_each_file_is_referenced(node: RunningNode) -> None:
     wanted, seen = ["index.html"], set()
     while wanted:
         name = wanted.pop()
@@ -57,28 +57,28 @@ def test_each_file_is_needed(node: RunningNode) -> None:
     assert seen == set(names())
 
 
-def test_nothing_is_asked_of_another_host() -> None:
+def test_no_file_refers_to_another_host() -> None:
     for name in names():
-        text = files(PACKAGE).joinpath(*name.split("/")).read_text("utf-8")
+        text = files(FILES_PACKAGE).joinpath(*name.split("/")).read_text("utf-8")
         # The name of SVG's elements is an address that nothing is fetched from.
         assert not re.findall(
             r"(?:https?:)?//[\w.-]+\.\w+/", text.replace("http://www.w3.org/2000/svg", "")
         ), name
 
 
-def test_texts_become_no_html() -> None:
+def test_no_script_creates_html_from_text() -> None:
     for name in names():
-        text = files(PACKAGE).joinpath(*name.split("/")).read_text("utf-8")
+        text = files(FILES_PACKAGE).joinpath(*name.split("/")).read_text("utf-8")
         assert not re.findall(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
         ), name
         assert not re.findall(r"""\sstyle=|\son\w+=["']""", text), name
 
 
-def test_the_headers_are_strict(node: RunningNode) -> None:
+def test_each_file_has_the_security_headers(node: RunningNode) -> None:
     for path in ("/dashboard/", "/dashboard/reference.html", "/dashboard/app.js", "/dashboard/icon.svg"):
         _, headers, _ = ask(node, path)
-        policy = dict(each.strip().split(" ", 1) for each in headers["content-security-policy"].split(";"))
+        policy = dict(item.strip().split(" ", 1) for item in headers["content-security-policy"].split(";"))
         assert policy == {
             "default-src": "'none'", "script-src": "'self'", "style-src": "'self'", "img-src": "'self' data:",
             "connect-src": "'self'", "frame-ancestors": "'none'", "base-uri": "'none'", "form-action": "'self'",
@@ -88,7 +88,7 @@ def test_the_headers_are_strict(node: RunningNode) -> None:
         assert headers["cache-control"] == "no-store"
 
 
-def test_a_browser_is_sent_there_and_a_program_is_not(node: RunningNode) -> None:
+def test_only_browsers_are_redirected_from_the_root(node: RunningNode) -> None:
     status, headers, _ = ask(node, "/", accept="text/html,application/xhtml+xml,*/*;q=0.8")
     assert (status, headers["location"]) == (307, "dashboard/")
     assert ask(node, "/dashboard")[0] == 307
@@ -104,6 +104,6 @@ def test_a_browser_is_sent_there_and_a_program_is_not(node: RunningNode) -> None
     ["nothing.js", "../http/edge.py", "%2e%2e/edges/http/edge.py", "..%2fnode.py", "__init__.py", "pages",
      "pages/", "pages//node.js", "/etc/passwd.js", "a\\b.js", "index.html%00.js", "x" * 5000 + ".js"],
 )  # fmt: skip
-def test_another_file_is_not_found(node: RunningNode, name: str) -> None:
+def test_an_unknown_file_is_not_found(node: RunningNode, name: str) -> None:
     status, headers, _ = ask(node, f"/dashboard/{name}")
     assert status == 404 and headers["content-type"] == "application/problem+json"

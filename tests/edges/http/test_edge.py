@@ -1,4 +1,4 @@
-"""The port: heads of bounded size and time, TLS, a stop that ends long polls, a port that is taken."""
+"""The HTTP port: reused connections, TLS, a stop that ends long polls, and a port in use."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ def connect(node: RunningNode) -> socket.socket:
     return socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S)
 
 
-def test_a_connection_is_used_again_after_each_kind_of_answer(client: Client) -> None:
+def test_a_connection_is_reused_after_each_kind_of_answer(client: Client) -> None:
     for path, status in (("/health/live", 200), ("/none", 404), ("/v1/topics", 200)) * 3:
         assert client.ask("GET", path).status == status
 
 
-def test_requests_in_a_row_are_answered_in_their_order(node: RunningNode) -> None:
+def test_pipelined_requests_are_answered_in_order(node: RunningNode) -> None:
     ask = b"GET %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n"
     with connect(node) as connection:
         connection.sendall(ask % (b"/health/live", b"") + ask % (b"/none", b"Connection: close\r\n"))
-        found = b""
+        result = b""
         while part := connection.recv(65_536):
-            found += part
-    assert found.index(b"200 OK") < found.index(b"404 Not Found")
+            result += part
+    assert result.index(b"200 OK") < result.index(b"404 Not Found")
 
 
-def test_a_stop_ends_what_waits(tmp_path: Path) -> None:
+def test_a_stop_ends_long_polls(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", http_port=0) as node:
         node.run(node.broker.create_topic("quiet"))
         waiting = connect(node)
         waiting.sendall(b"POST /v1/topics/quiet/receive?group=g&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(
-            lambda: node.node.edges is not None and node.node.edges.http.room.calls.taken, "the poll is there"
+            lambda: node.node.edges is not None and node.node.edges.http.limits.calls.taken,
+            "the poll is there",
         )
         ended: list[bytes] = []
         watch = threading.Thread(target=lambda: ended.append(waiting.recv(65_536)))
@@ -52,17 +53,17 @@ def test_a_stop_ends_what_waits(tmp_path: Path) -> None:
     assert not ended[0].startswith(b"HTTP/1.1 2")
 
 
-def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_a_setup_error_with_its_number(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(SetupError, match="--http-port"):
             with running_node(tmp_path / "data", http_port=taken.getsockname()[1]):
                 pass
 
 
-def test_it_speaks_tls_and_nothing_else(tmp_path: Path) -> None:
-    made = certificate(tmp_path, "localhost")
-    with running_node(tmp_path / "data", http_port=0, **made.settings) as node:
-        trusting = ssl.create_default_context(cafile=made.roots)
+def test_with_a_certificate_only_tls_is_accepted(tmp_path: Path) -> None:
+    created = certificate(tmp_path, "localhost")
+    with running_node(tmp_path / "data", http_port=0, **created.settings) as node:
+        trusting = ssl.create_default_context(cafile=created.roots)
         trusting.set_alpn_protocols(["h2", "http/1.1"])
         with trusting.wrap_socket(connect(node), server_hostname="localhost") as secure:
             assert secure.selected_alpn_protocol() == "http/1.1"

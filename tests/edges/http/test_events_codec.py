@@ -1,4 +1,4 @@
-"""Visible rows to server-sent events, and ids to offsets and back."""
+"""Encoding visible rows as server-sent events, and parsing event ids."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from timeball.model.message import READ_SCHEMA
 
 
 def rows(*found: dict[str, object]) -> pa.RecordBatch:
-    whole = [{"kind": 0, "store_ms": 1_767_225_600_005, **one} for one in found]
+    complete = [{"kind": 0, "store_ms": 1_767_225_600_005, **item} for item in found]
     return pa.RecordBatch.from_pylist(
-        [{n: one.get(n) for n in READ_SCHEMA.names} for one in whole], READ_SCHEMA
+        [{n: item.get(n) for n in READ_SCHEMA.names} for item in complete], READ_SCHEMA
     )
 
 
-def test_each_event_has_the_position_behind_it() -> None:
-    found = rows(
+def test_each_event_has_the_position_after_it_as_its_id() -> None:
+    result = rows(
         {"seq": 5, "queue_id": 1, "queue_offset": 7, "body": b"line\nline", "due_ms": 1_767_225_600_000},
         {"seq": 6, "queue_id": 0, "queue_offset": 3, "body": b"\xff", "tag": "t", "keys": "a b"},
     )
-    first, second, rest = events_codec.events(found, (3, 7)).decode().split("\n\n")
+    first, second, rest = events_codec.encode_events(result, (3, 7)).decode().split("\n\n")
     assert rest == ""
     assert first.split("\n")[0] == "id: 3-8"
     assert second.split("\n")[0] == "id: 4-8"
@@ -37,21 +37,21 @@ def test_each_event_has_the_position_behind_it() -> None:
     assert json.loads(second.split("data: ")[1])["base64"] == "/w=="
 
 
-def test_what_was_due_before_it_was_accepted_is_not_late() -> None:
+def test_lateness_counts_from_the_acceptance_of_overdue_messages() -> None:
     now_ms = 1_767_225_600_005
-    found = rows(
+    result = rows(
         {"seq": 5, "queue_id": 0, "queue_offset": 0, "due_ms": now_ms - DAY_MS, "accepted_ms": now_ms - 3}
     )
-    event = json.loads(events_codec.events(found, (0,)).decode().split("data: ")[1])
+    event = json.loads(events_codec.encode_events(result, (0,)).decode().split("data: ")[1])
     assert (event["due"], event["lateness_ms"]) == ("2025-12-31T00:00:00.005Z", 3)
 
 
-def test_an_id_is_read_again() -> None:
-    assert events_codec.offsets_of(events_codec.id_of((3, 0, 12)).decode()) == [3, 0, 12]
-    assert events_codec.beginning((3, 0)).endswith(b"id: 3-0\n\n")
+def test_a_formatted_event_id_is_parsed_to_the_same_offsets() -> None:
+    assert events_codec.parse_event_id(events_codec.format_event_id((3, 0, 12)).decode()) == [3, 0, 12]
+    assert events_codec.stream_start((3, 0)).endswith(b"id: 3-0\n\n")
 
 
 @pytest.mark.parametrize("text", ["-", "1-", "a", "1--2", "-1", "9" * 40, "1-" * 100_000 + "1"])
-def test_another_id_is_refused(text: str) -> None:
+def test_an_invalid_event_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="Last-Event-ID"):
-        events_codec.offsets_of(text)
+        events_codec.parse_event_id(text)

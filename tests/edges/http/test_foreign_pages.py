@@ -10,16 +10,16 @@ from tests.accounts import SECRETS, guarded_node
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.foreign_pages import ForeignPages
+from timeball.edges.http.foreign_pages import ForeignPageCheck
 from timeball.model.config import Settings
 from timeball.model.errors import Forbidden, SetupError
 
-LOCAL = ForeignPages(Settings(), has_accounts=False)
+LOCAL = ForeignPageCheck(Settings(), has_accounts=False)
 LINK = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document", "sec-fetch-site": "cross-site"}
 
 
 def is_answered(
-    pages: ForeignPages, method: str = "POST", path: str = "/v1/topics/t/messages", **headers: str
+    pages: ForeignPageCheck, method: str = "POST", path: str = "/v1/topics/t/messages", **headers: str
 ) -> bool:
     try:
         pages.check(
@@ -39,22 +39,22 @@ def is_answered(
         ("notlocalhost", False), ("[evil.example]", False),
     ],
 )  # fmt: skip
-def test_a_broker_without_accounts_answers_to_local_names_and_to_addresses(host: str, is_known: bool) -> None:
+def test_a_broker_without_accounts_accepts_local_names_and_ip_addresses(host: str, is_known: bool) -> None:
     assert is_answered(LOCAL, host=host) is is_known
     assert is_answered(LOCAL, "GET", "/dashboard/", host=host) is is_known
     assert is_answered(LOCAL, "GET", "/metrics", host=host) is is_known
     assert is_answered(LOCAL, "GET", "/health/ready", host=host), "a probe has names of its own"
-    assert is_answered(ForeignPages(Settings(), has_accounts=True), host=host)
+    assert is_answered(ForeignPageCheck(Settings(), has_accounts=True), host=host)
 
 
-def test_a_broker_answers_to_names_that_it_is_given() -> None:
+def test_configured_host_names_are_accepted() -> None:
     settings = Settings(
         host="inside.example",
         allow_plaintext=True,
         advertise="Outside.example:10911",
         http_hosts="a.example, B.example",
     )
-    pages = ForeignPages(settings, has_accounts=False, cluster_hosts=lambda: {"node-b"})
+    pages = ForeignPageCheck(settings, has_accounts=False, cluster_hosts=lambda: {"node-b"})
     for name in (
         "inside.example",
         "outside.example",
@@ -68,7 +68,7 @@ def test_a_broker_answers_to_names_that_it_is_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "10.0.0.1", "a b", "*.example"])
-def test_a_name_that_is_none_ends_the_start(name: str) -> None:
+def test_an_invalid_host_name_is_a_setup_error(name: str) -> None:
     with pytest.raises(SetupError, match="--http-hosts"):
         Settings(http_hosts=name)
 
@@ -76,7 +76,7 @@ def test_a_name_that_is_none_ends_the_start(name: str) -> None:
 @pytest.mark.parametrize("has_accounts", [False, True])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "OPTIONS"])
 def test_a_page_of_another_site_is_refused(method: str, has_accounts: bool) -> None:
-    pages = ForeignPages(Settings(), has_accounts=has_accounts)
+    pages = ForeignPageCheck(Settings(), has_accounts=has_accounts)
     for headers in (
         {"sec_fetch_site": "cross-site"},
         {"sec_fetch_site": "same-site"},  # another port of this machine
@@ -90,7 +90,7 @@ def test_a_page_of_another_site_is_refused(method: str, has_accounts: bool) -> N
             assert not is_answered(pages, method, path, **headers), headers
 
 
-def test_the_broker_s_own_pages_and_programs_are_answered() -> None:
+def test_requests_of_own_pages_and_of_programs_are_accepted() -> None:
     assert is_answered(LOCAL)
     assert is_answered(LOCAL, sec_fetch_site="same-origin", origin="http://localhost:7480")
     assert is_answered(LOCAL, "GET", sec_fetch_site="none")
@@ -101,7 +101,7 @@ def test_the_broker_s_own_pages_and_programs_are_answered() -> None:
     assert is_answered(LOCAL, sec_fetch_site="same-origin", origin="https://broker.example")
 
 
-def test_a_link_leads_to_the_dashboard_and_not_to_the_api() -> None:
+def test_a_link_may_lead_to_the_dashboard_but_not_to_the_api() -> None:
     named = {name.replace("-", "_"): value for name, value in LINK.items()}
     assert is_answered(LOCAL, "GET", "/dashboard/", **named)
     assert is_answered(LOCAL, "GET", "/", **named)
@@ -110,7 +110,7 @@ def test_a_link_leads_to_the_dashboard_and_not_to_the_api() -> None:
     assert not is_answered(LOCAL, "GET", "/dashboard/", **{**named, "sec_fetch_dest": "iframe"})
 
 
-def test_what_is_refused_changes_nothing(node: RunningNode, client: Client) -> None:
+def test_a_refused_request_changes_nothing(node: RunningNode, client: Client) -> None:
     client.send("watched", {"body": "x"})
     for headers in (
         {"host": "evil.example"},
@@ -126,7 +126,7 @@ def test_what_is_refused_changes_nothing(node: RunningNode, client: Client) -> N
     assert len(client.receive("watched").value["messages"]) == 1
 
 
-def test_with_accounts_any_host_is_answered_and_no_page_of_another_site(tmp_path: Path) -> None:
+def test_with_accounts_any_host_is_accepted_but_no_foreign_page(tmp_path: Path) -> None:
     with (
         guarded_node(tmp_path, http_port=0) as node,
         client_of(node, f"Bearer root:{SECRETS['root']}") as root,
@@ -143,7 +143,7 @@ def every_form() -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     ("kind", "headers"), every_form(), ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_form_is_refused_by_its_type(client: Client, kind: str, headers: dict[str, str]) -> None:
+def test_a_form_is_refused_for_its_content_type(client: Client, kind: str, headers: dict[str, str]) -> None:
     """Also of a browser that sends neither of the two headers."""
     client.send("formed", {"body": "x"})
     subscription = {"topic": "formed", "group": "pushed", "url": "http://127.0.0.1:9/"}

@@ -47,9 +47,9 @@ def test_a_fault_behind_a_handler_is_found(tmp_path: Path, monkeypatch: pytest.M
         raise LookupError("on purpose")
 
     monkeypatch.setattr(Broker, "topics", broken)
-    with running_node(tmp_path / "data", http_port=0) as node, pytest.raises(FailureGroup) as found:
+    with running_node(tmp_path / "data", http_port=0) as node, pytest.raises(FailureGroup) as result:
         attack(node.node.http_port, "GET /v1/topics", 5)
-    assert [type(each) for each in found.value.exceptions] == [ServerError]
+    assert [type(item) for item in result.value.exceptions] == [ServerError]
 
 
 def test_bytes_that_are_nearly_http_are_answered_or_closed(
@@ -60,6 +60,6 @@ def test_bytes_that_are_nearly_http_are_answered_or_closed(
     monkeypatch.setattr(waits, "BODY_S", 0.2)
     rng = random.Random(7)
     statuses = Counter(status(node.node.http_port, rng) for _ in range(EXAMPLES * 4))
-    assert not [each for each in statuses if each[:1] == b"5"], statuses
+    assert not [item for item in statuses if item[:1] == b"5"], statuses
     assert statuses[b"201"] and statuses[b"400"], statuses
     assert client.send("raw-after", {"body": "still here"}).status == 201

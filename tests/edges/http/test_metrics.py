@@ -1,4 +1,4 @@
-"""/metrics over the wire: what Prometheus gets, and who may have it."""
+"""/metrics over HTTP: its content, and which accounts may read it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scraped(node: RunningNode, authorization: str = "") -> tuple[str, str]:
         return answer.headers["content-type"], answer.read().decode()
 
 
-def test_a_scrape_counts_what_was_sent(node: RunningNode, client: Client) -> None:
+def test_the_metrics_count_sent_messages(node: RunningNode, client: Client) -> None:
     client.send("measured", [{"body": "one"}, {"body": "two"}])
     kind, text = scraped(node)
     assert kind.startswith("text/plain")
@@ -37,7 +37,7 @@ def test_a_scrape_counts_what_was_sent(node: RunningNode, client: Client) -> Non
     )  # this client's own
 
 
-def test_under_an_access_file_it_is_for_accounts(tmp_path: Path) -> None:
+def test_with_an_access_file_the_metrics_need_an_account(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with pytest.raises(urllib.error.HTTPError, match="401"):
             scraped(node)
@@ -51,10 +51,10 @@ def bearer(account: str) -> str:
     return f"Bearer {named['access_key']}:{named['secret_key']}"
 
 
-def test_topics_and_groups_of_others_have_no_names(tmp_path: Path) -> None:
+def test_names_of_forbidden_topics_and_groups_are_hidden(tmp_path: Path) -> None:
     def series(node: RunningNode, account: str, name: str) -> dict[tuple[str, ...], float]:
         text = scraped(node, bearer(account))[1]
-        (family,) = (one for one in text_string_to_metric_families(text) if one.name == name)
+        (family,) = (item for item in text_string_to_metric_families(text) if item.name == name)
         return {tuple(sample.labels.values()): sample.value for sample in family.samples}
 
     with guarded_node(tmp_path, http_port=0, auto_create_topics=True) as node:

@@ -1,4 +1,4 @@
-"""The document names each path, method and struct that there is, and no other."""
+"""The OpenAPI document has each path, method and struct of the edge, and no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from timeball.edges.http.openapi import OPERATIONS
 from timeball.edges.http.openapi import document as made
 
 
-def test_each_reference_leads_somewhere(client: Client) -> None:
+def test_each_reference_has_a_target(client: Client) -> None:
     document = client.ask("GET", "/openapi.json").value
     names = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert names == document["components"]["schemas"].keys()
@@ -36,8 +36,8 @@ def test_each_answer_is_described() -> None:
     assert missing == []
 
 
-def test_each_example_is_a_request_that_can_be_read() -> None:
-    structs = {kind.__name__: kind for each in OPERATIONS for kind in each.request if isinstance(kind, type)}
+def test_each_example_is_a_valid_request() -> None:
+    structs = {kind.__name__: kind for item in OPERATIONS for kind in item.request if isinstance(kind, type)}
     examples = {
         name: schema["examples"]
         for name, schema in made()["components"]["schemas"].items()
@@ -45,24 +45,24 @@ def test_each_example_is_a_request_that_can_be_read() -> None:
     }
     # Without one the pages of the API would show an empty body.
     assert examples.keys() == structs.keys()
-    for name, found in examples.items():
-        for example in found:
+    for name, result in examples.items():
+        for example in result:
             msgspec.convert(example, structs[name])
 
 
-def test_each_operation_refuses_a_parameter_that_it_does_not_have(client: Client) -> None:
-    for each in OPERATIONS:
-        path = re.sub(r"{(\w+)}", "1", each.path)
-        refused = client.ask(each.method.upper(), path, query={"leese": "600s"})
-        assert (refused.status, refused.value["code"]) == (400, "bad_request"), (each.name, refused)
-        told = refused.value["detail"]
-        assert "parameter 'leese' is not known" in told, (each.name, told)
-        assert all(name in told for name, *_ in each.query)
+def test_each_operation_refuses_an_unknown_parameter(client: Client) -> None:
+    for item in OPERATIONS:
+        path = re.sub(r"{(\w+)}", "1", item.path)
+        refused = client.ask(item.method.upper(), path, query={"leese": "600s"})
+        assert (refused.status, refused.value["code"]) == (400, "bad_request"), (item.name, refused)
+        reported = refused.value["detail"]
+        assert "parameter 'leese' is not known" in reported, (item.name, reported)
+        assert all(name in reported for name, *_ in item.query)
     twice = client.ask("GET", "/v1/groups?max=1&max=2")
     assert (twice.status, "'max' is there 2 times" in twice.value["detail"]) == (400, True)
 
 
-def test_an_unknown_field_is_told_with_the_valid_ones(client: Client) -> None:
+def test_an_unknown_field_is_refused_with_the_valid_fields(client: Client) -> None:
     for body in ({"body": "x", "aftre": "1h"}, [{"body": "x", "aftre": "1h"}]):
         refused = client.send("fields", body)
         assert refused.status == 400

@@ -1,4 +1,4 @@
-"""What an account may not do is refused before a byte of its request's body is read."""
+"""Forbidden requests are refused before their bodies are read."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def refused(node: RunningNode, method: str, path: str) -> int:
     return status
 
 
-def test_no_body_is_read_of_what_is_forbidden(node: RunningNode) -> None:
-    found = with_bodies(node)
-    assert found >= OF_ANY_ACCOUNT and len(found) > 8
-    statuses = {one: refused(node, *one) for one in sorted(found - OF_ANY_ACCOUNT)}
+def test_the_body_of_a_forbidden_request_is_not_read(node: RunningNode) -> None:
+    result = with_bodies(node)
+    assert result >= OF_ANY_ACCOUNT and len(result) > 8
+    statuses = {item: refused(node, *item) for item in sorted(result - OF_ANY_ACCOUNT)}
     assert set(statuses.values()) == {403}, statuses
-    assert node.node.edges is not None and not node.node.edges.http.room.received.held_bytes
+    assert node.node.edges is not None and not node.node.edges.http.limits.received.held_bytes

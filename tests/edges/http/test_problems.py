@@ -7,7 +7,7 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.model.errors import DiskFailed, OverLimit, Unauthorized
 
 
-def test_each_error_has_its_problem() -> None:
+def test_each_error_has_its_status_and_code() -> None:
     for error, status, code in (
         (OverLimit("x"), 429, "over_limit"),
         (Unauthorized("x"), 401, "unauthorized"),

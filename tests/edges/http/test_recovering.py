@@ -1,4 +1,4 @@
-"""What a probe is told while the broker reads its log, and that its port is the edge's afterwards."""
+"""Answers to probes while the broker reads its log. Afterwards the HTTP edge serves the same port."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Held:
         self.starting.join(BOUND_S)
 
 
-def test_a_broker_that_recovers_says_so_and_then_serves(
+def test_a_recovering_broker_answers_503_and_serves_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(monkeypatch, tmp_path / "data")
@@ -64,9 +64,9 @@ def test_a_broker_that_recovers_says_so_and_then_serves(
             ("/v1/topics?x=1", "GET"),
             ("/v1/topics/a/messages", "POST"),
         ):
-            status, told = ask(held.port, path, method)
-            assert (status, told["code"]) == (503, "unavailable")
-            assert "recovers" in told["detail"]
+            status, reported = ask(held.port, path, method)
+            assert (status, reported["code"]) == (503, "unavailable")
+            assert "recovers" in reported["detail"]
         assert ask(held.port, "/health/ready", "HEAD") == (503, {})
         with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as stranger:
             stranger.sendall(b"x" * (recovering.HEAD_BYTES_MAX + 1))
@@ -83,13 +83,13 @@ def test_a_broker_that_recovers_says_so_and_then_serves(
         pass  # the copy of the descriptor is closed, too
 
 
-def test_with_a_certificate_it_speaks_tls_and_nothing_else(
+def test_a_recovering_broker_with_a_certificate_only_accepts_tls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = certificate(tmp_path)
-    held = Held(monkeypatch, tmp_path / "data", **made.settings)
+    created = certificate(tmp_path)
+    held = Held(monkeypatch, tmp_path / "data", **created.settings)
     try:
-        trusting = ssl.create_default_context(cafile=made.roots)
+        trusting = ssl.create_default_context(cafile=created.roots)
         connection = http.client.HTTPSConnection("localhost", held.port, timeout=BOUND_S, context=trusting)
         connection.request("GET", "/health/ready")
         assert connection.getresponse().status == 503
@@ -113,7 +113,7 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
         pass
 
 
-def test_a_client_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "HEAD_S", 0.05)
     held = Held(monkeypatch, tmp_path / "data")
     try:
@@ -124,7 +124,7 @@ def test_a_client_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: pytes
         held.node.stop()
 
 
-def test_one_too_many_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_beyond_the_limit_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovering, "CONNECTIONS_MAX", 0)
     held = Held(monkeypatch, tmp_path / "data")
     try:

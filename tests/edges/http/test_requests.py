@@ -21,10 +21,10 @@ def talk(node: RunningNode, data: bytes) -> bytes:
     """Return all that the server says to these bytes, until it closes or is silent for long."""
     with socket.create_connection(("127.0.0.1", node.node.http_port), timeout=BOUND_S) as connection:
         connection.sendall(data)
-        found = b""
+        result = b""
         while part := connection.recv(65_536):
-            found += part
-        return found
+            result += part
+        return result
 
 
 def status_of(answer: bytes) -> int:
@@ -68,7 +68,9 @@ def status_of(answer: bytes) -> int:
     ],
     ids=str,
 )
-def test_a_send_that_is_wrong(client: Client, body: bytes, content_type: str, status: int, code: str) -> None:
+def test_an_invalid_send_is_a_problem_with_its_status(
+    client: Client, body: bytes, content_type: str, status: int, code: str
+) -> None:
     answer = client.ask("POST", SEND, body, content_type=content_type)
     assert answer.status == status, answer
     assert answer.headers["content-type"] == "application/problem+json"
@@ -96,20 +98,22 @@ def test_a_send_that_is_wrong(client: Client, body: bytes, content_type: str, st
         ("POST", "/v1/topics/known/receive?group=g&lease=1ms", 416),
     ],
 )
-def test_a_request_that_is_wrong(client: Client, method: str, path: str, status: int) -> None:
+def test_an_invalid_request_is_a_problem_with_its_status(
+    client: Client, method: str, path: str, status: int
+) -> None:
     client.send("known", {"body": "x"})
     answer = client.ask(method, path, {"body": "x"} if path.endswith("/messages") else None)
     assert answer.status == status, answer
     assert answer.headers["content-type"] == "application/problem+json"
 
 
-def test_a_head_has_no_body_and_a_wrong_method_names_the_right_ones(client: Client) -> None:
+def test_a_head_request_has_no_body_and_a_wrong_method_gets_the_allowed_ones(client: Client) -> None:
     head = client.ask("HEAD", "/health/live")
     assert (head.status, head.value) == (200, None)
     assert client.ask("PUT", SEND, {"body": "x"}).headers["allow"] == "POST"
 
 
-def test_the_get_that_once_received_names_the_post(client: Client) -> None:
+def test_the_former_get_for_receives_is_refused_with_advice(client: Client) -> None:
     client.send("former", {"body": "x"})
     answer = client.ask("GET", "/v1/topics/former/messages", query={"group": "g"})
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
@@ -117,7 +121,7 @@ def test_the_get_that_once_received_names_the_post(client: Client) -> None:
     assert client.ask("GET", "/v1/groups/g-former").status == 404
 
 
-def test_a_receive_needs_no_body_and_takes_no_fields(client: Client) -> None:
+def test_a_receive_accepts_an_empty_object_but_no_fields(client: Client) -> None:
     client.send("bare", {"body": "x"})
     receive = "/v1/topics/bare/receive?group=g"
     assert client.ask("POST", receive, {}).value["messages"]
@@ -128,7 +132,7 @@ def test_a_receive_needs_no_body_and_takes_no_fields(client: Client) -> None:
 @pytest.mark.parametrize(
     "header", [b"Transfer-Encoding: chunked", b"Content-Length: 99999999999999999999999"]
 )
-def test_a_body_without_an_end_is_cut(node: RunningNode, header: bytes) -> None:
+def test_a_body_without_a_usable_length_is_refused_at_the_limit(node: RunningNode, header: bytes) -> None:
     head = (
         b"POST "
         + SEND.encode()
@@ -147,18 +151,20 @@ def test_a_body_without_an_end_is_cut(node: RunningNode, header: bytes) -> None:
         answer = connection.recv(65_536)
     assert status_of(answer) in (400, 413)
     assert node.node.edges is not None
-    assert not node.node.edges.http.room.received.held_bytes
+    assert not node.node.edges.http.limits.received.held_bytes
 
 
-def test_a_slow_body_is_given_up(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_is_not_complete_in_time_is_refused(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(requests, "BODY_S", 0.2)
     head = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 10\r\n\r\n"
     assert status_of(talk(node, head.encode() + b"{")) == 408
     assert node.node.edges is not None
-    eventually(lambda: not node.node.edges.http.room.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
+    eventually(lambda: not node.node.edges.http.limits.received.held_bytes, "its bytes are given back")  # type: ignore[union-attr]
 
 
-def test_random_bytes_harm_no_other(node: RunningNode, client: Client) -> None:
+def test_random_bytes_do_not_disturb_other_clients(node: RunningNode, client: Client) -> None:
     source = random.Random(7)
     good = f"POST {SEND} HTTP/1.1\r\nHost: localhost\r\n{JSON_HEADERS}Content-Length: 30\r\n\r\n"
     seen = set()

@@ -1,4 +1,4 @@
-"""Messages of a send to rows, without a node: JSON, and Arrow streams."""
+"""Decoding the messages of a send, without a node: JSON, raw bodies, and Arrow streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from timeball.broker.accepting import admission
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
-from timeball.edges.http.send_codec import ARROW, Sending
+from timeball.edges.http.send_codec import ARROW, DecodedSend
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit, TimeballError
 
@@ -20,21 +20,21 @@ NOW_MS = 1_800_000_000_000
 
 
 class Ids(send_codec.IdSource):
-    def id_of(self, at: int) -> str:
-        return f"id-{at}"
+    def id_of(self, index: int) -> str:
+        return f"id-{index}"
 
 
-def read(data: bytes, kind: str = JSON, now_ms: int | None = None) -> Sending:
-    return send_codec.read("t", kind, data, Ids(), now_ms)
+def read(data: bytes, kind: str = JSON, now_ms: int | None = None) -> DecodedSend:
+    return send_codec.decode_messages("t", kind, data, Ids(), now_ms)
 
 
-def rows_of(sending: Sending) -> list[dict[str, object]]:
+def rows_of(sending: DecodedSend) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = admission.as_columns(sending.rows).to_pylist()
     return rows
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, NDJSON]))
-def test_any_bytes_are_messages_or_an_error_of_ours(data: bytes, kind: str) -> None:
+def test_any_bytes_decode_to_messages_or_raise_a_timeball_error(data: bytes, kind: str) -> None:
     try:
         assert read(data, kind).row_count
     except TimeballError as error:
@@ -50,7 +50,7 @@ def test_any_bytes_are_messages_or_an_error_of_ours(data: bytes, kind: str) -> N
         },
     )
 )  # fmt: skip
-def test_any_message_is_a_row_or_an_error_of_ours(message: dict[str, object]) -> None:
+def test_any_message_becomes_a_row_or_raises_a_timeball_error(message: dict[str, object]) -> None:
     try:
         data = codec.encode(message)
     except UnicodeEncodeError:
@@ -71,25 +71,25 @@ def test_any_message_is_a_row_or_an_error_of_ours(message: dict[str, object]) ->
         assert {name: few.get(name) for name in row} == row
 
 
-def test_one_is_told_from_many_and_json_is_kept_as_it_stands() -> None:
-    assert read(b' {"body": ""}').is_one
-    assert not read(b' [{"body": ""}]').is_one
+def test_a_single_message_is_recognized_and_a_json_body_keeps_its_text() -> None:
+    assert read(b' {"body": ""}').is_single
+    assert not read(b' [{"body": ""}]').is_single
     (row,) = rows_of(read(b'{"json": {"a":  1.50}}'))
     assert row["body"] == b'{"a":  1.50}'
     (row,) = rows_of(read(b'{"json": null}'))
     assert row["body"] == b"null"
 
 
-def test_a_few_go_row_by_row_and_many_as_columns() -> None:
+def test_small_sends_become_rows_and_large_sends_columns() -> None:
     few = read(b'[{"body": "a", "after": "5ms"}, {"body": "b"}]', now_ms=NOW_MS)
     assert isinstance(few.rows, list)
     assert [row["due_ms"] for row in rows_of(few)] == [NOW_MS + 5, None]
-    many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.FEW + 1), NDJSON, now_ms=NOW_MS)
+    many = read(b'{"body": "a", "after": "5ms"}\n' * (send_codec.SMALL_BATCH_ROWS + 1), NDJSON, now_ms=NOW_MS)
     assert isinstance(many.rows, pa.RecordBatch)
-    sent = send_codec.sent(many, 7, NOW_MS, durable=True)
+    sent = send_codec.build_answer(many, 7, NOW_MS, durable=True)
     assert isinstance(sent, send_codec.SentMany)
-    assert {(one.seq, one.due_ms) for one in sent.messages} == {
-        (7 + at, NOW_MS + 5) for at in range(send_codec.FEW + 1)
+    assert {(item.seq, item.due_ms) for item in sent.messages} == {
+        (7 + at, NOW_MS + 5) for at in range(send_codec.SMALL_BATCH_ROWS + 1)
     }
 
 
@@ -104,13 +104,13 @@ def stream(*batches: pa.RecordBatch) -> bytes:
 ROWS = pa.RecordBatch.from_pydict({"body": [b"a", b"b"], "delay_ms": pa.array([0, 5], pa.int32())})
 
 
-def test_columns_of_a_stream_are_taken_whole() -> None:
+def test_the_batches_of_an_arrow_stream_are_joined() -> None:
     sending = read(stream(ROWS, ROWS), ARROW)
     rows = rows_of(sending)
     assert [(row["topic"], row["body"], row["delay_ms"]) for row in rows] == [
         ("t", b"a", 0), ("t", b"b", 5), ("t", b"a", 0), ("t", b"b", 5),
     ]  # fmt: skip
-    assert send_codec.sent(sending, 9, NOW_MS, durable=False) == send_codec.SentRows(9, 4, False)
+    assert send_codec.build_answer(sending, 9, NOW_MS, durable=False) == send_codec.SentRows(9, 4, False)
 
 
 @pytest.mark.parametrize("name", ["delay_ms", "due_ms"])
@@ -121,12 +121,12 @@ def test_a_null_in_a_column_of_times_is_refused(name: str) -> None:
         read(stream(rows), ARROW)
 
 
-def test_a_topic_beside_the_path_is_refused() -> None:
+def test_a_topic_column_is_refused() -> None:
     with pytest.raises(InvalidMessage, match="the path names the topic"):
         read(stream(pa.RecordBatch.from_pydict({"body": [b"a"], "topic": ["u"]})), ARROW)
 
 
-def test_rows_that_need_no_bytes_are_counted_first() -> None:
+def test_rows_without_bytes_are_limited_by_their_number() -> None:
     nothing = pa.RecordBatch.from_arrays([pa.nulls(limits.ROWS_PER_REQUEST_MAX + 1)], names=["body"])
     with pytest.raises(OverLimit, match="rows in one batch"):
         read(stream(nothing), ARROW)
@@ -136,17 +136,17 @@ def test_rows_that_need_no_bytes_are_counted_first() -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_stream_or_an_error_of_ours(data: bytes) -> None:
+def test_any_bytes_are_an_arrow_stream_or_raise_a_timeball_error(data: bytes) -> None:
     with pytest.raises(TimeballError):
         read(data, ARROW)
 
 
 @given(st.integers(0, len(stream(ROWS)) - 9), st.integers(0, 255))
-def test_a_stream_with_a_wrong_byte_is_a_stream_or_an_error_of_ours(at: int, byte: int) -> None:
-    whole = bytearray(stream(ROWS))
-    whole[at] = byte
+def test_an_arrow_stream_with_a_changed_byte_decodes_or_raises_a_timeball_error(at: int, byte: int) -> None:
+    complete = bytearray(stream(ROWS))
+    complete[at] = byte
     try:
-        assert read(bytes(whole), ARROW).row_count <= 2
+        assert read(bytes(complete), ARROW).row_count <= 2
     except TimeballError as error:
         assert str(error)
 
@@ -154,7 +154,7 @@ def test_a_stream_with_a_wrong_byte_is_a_stream_or_an_error_of_ours(at: int, byt
 @pytest.mark.parametrize(
     "kind", ["", "text/plain", "TEXT/plain; x=y", "application/x-www-form-urlencoded", JSON, NDJSON]
 )
-def test_a_body_that_any_page_may_send_is_raw_by_a_header_alone(kind: str) -> None:
+def test_a_body_of_a_type_without_preflight_is_only_raw_with_a_header(kind: str) -> None:
     assert not send_codec.is_raw({"content-type": kind})
     assert send_codec.is_raw({"content-type": kind, "timeball-raw": "true"})
 
@@ -162,16 +162,16 @@ def test_a_body_that_any_page_may_send_is_raw_by_a_header_alone(kind: str) -> No
 @pytest.mark.parametrize(
     "kind", ["text/plain, image/png", "image", "image /png", "/", "multipart/form-data; boundary=a/b"]
 )
-def test_a_type_that_is_none_makes_no_raw_body(kind: str) -> None:
+def test_a_body_with_an_invalid_type_is_not_raw(kind: str) -> None:
     assert not send_codec.is_raw({"content-type": kind})
     assert send_codec.is_raw({"content-type": "image/png"})
 
 
 @given(st.dictionaries(st.sampled_from(["id", "key", "tag", "after", "at", "property-a"]), st.text()))
-def test_any_headers_are_a_message_or_an_error_of_ours(said: dict[str, str]) -> None:
+def test_any_headers_are_a_message_or_raise_a_timeball_error(said: dict[str, str]) -> None:
     headers = {f"timeball-{name}": value for name, value in said.items()}
     try:
-        (row,) = rows_of(send_codec.raw("t", headers, b"\0", Ids()))
+        (row,) = rows_of(send_codec.decode_raw("t", headers, b"\0", Ids()))
     except TimeballError as error:
         assert str(error)
     else:

@@ -1,4 +1,4 @@
-"""Parameters of pages to what the broker is asked, and its pages to what is answered."""
+"""Queries for pending messages, and their answers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from timeball.edges.http import waiting_codec
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 
 
-def test_nothing_asked_for_is_all_of_it() -> None:
-    assert waiting_codec.wanted({}) == Wanted(100)
+def test_an_empty_query_asks_for_all_messages() -> None:
+    assert waiting_codec.parse_page_query({}) == Wanted(100)
 
 
-def test_each_parameter_is_read() -> None:
+def test_each_parameter_is_parsed() -> None:
     query = {"topic": "a", "key": "k", "from": "2026-01-01T00:00:00Z", "to": "1767225600001", "max": "7"}
-    assert waiting_codec.wanted(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
+    assert waiting_codec.parse_page_query(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
 
 
-def test_the_next_page_of_an_answer_is_read_again() -> None:
-    answer = waiting_codec.page(Page([], (1_767_225_600_000, 12)))
+def test_the_next_page_of_an_answer_is_parsed_again() -> None:
+    answer = waiting_codec.page_answer(Page([], (1_767_225_600_000, 12)))
     assert answer.next_page is not None
-    assert waiting_codec.wanted({"page": answer.next_page}).after == (1_767_225_600_000, 12)
-    assert waiting_codec.page(Page([], None)).next_page is None
+    assert waiting_codec.parse_page_query({"page": answer.next_page}).after == (1_767_225_600_000, 12)
+    assert waiting_codec.page_answer(Page([], None)).next_page is None
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,15 @@ def test_the_next_page_of_an_answer_is_read_again() -> None:
         ({"from": "yesterday"}, InvalidDelay),
     ],
 )
-def test_what_is_wrong_is_refused(query: dict[str, str], error: type[Exception]) -> None:
+def test_invalid_parameters_are_refused(query: dict[str, str], error: type[Exception]) -> None:
     with pytest.raises(error):
-        waiting_codec.wanted(query)
+        waiting_codec.parse_page_query(query)
 
 
-def test_what_a_message_lacks_is_not_answered() -> None:
-    page = waiting_codec.page(Page([Waiting(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None))
+def test_missing_fields_of_a_message_are_left_out() -> None:
+    page = waiting_codec.page_answer(
+        Page([Waiting(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None)
+    )
     assert msgspec.to_builtins(page) == {
         "messages": [
             {
@@ -57,7 +59,7 @@ def test_what_a_message_lacks_is_not_answered() -> None:
     }
 
 
-def test_units() -> None:
-    assert waiting_codec.unit("day") == "day"
+def test_only_known_units_are_accepted() -> None:
+    assert waiting_codec.parse_unit("day") == "day"
     with pytest.raises(OutOfRange, match="second, minute, hour or day"):
-        waiting_codec.unit("days")
+        waiting_codec.parse_unit("days")

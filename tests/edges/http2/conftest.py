@@ -1,4 +1,4 @@
-"""A node whose gRPC edges are what HTTP/2 is tried with, and a wire to it."""
+"""Fixtures: a running node, whose gRPC edges serve HTTP/2, and a gRPC client of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of a call by its headers."""
+"""The defaults of a Call that has headers only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from timeball.edges.http2.calls import Call
 from timeball.model.access import ANONYMOUS
 
 
-def test_a_call_that_says_nothing_waits_for_ever_and_is_nobodys() -> None:
+def test_a_call_with_headers_only_has_no_deadline_and_an_anonymous_caller() -> None:
     call = Call({"te": "trailers"})
     assert (call.remaining_s, call.caller, call.peer) == (None, ANONYMOUS, "")

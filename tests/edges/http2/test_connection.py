@@ -1,4 +1,4 @@
-"""A client that breaks HTTP/2's rules, or bounds of ours, loses its connection; the others notice nothing."""
+"""A client that breaks a rule of HTTP/2 or a bound of Timeball loses its connection. Other clients are not affected."""
 
 from __future__ import annotations
 
@@ -17,27 +17,30 @@ from timeball.edges.http2.connection import (
     CONNECTION_WINDOW_BYTES,
     HEADERS_BYTES_MAX,
     STRAIN_MAX,
-    STRAIN_REFUSED,
+    STRAIN_PER_REFUSED_CALL,
 )
 from timeball.edges.http2.frames import Fault, frame
-from timeball.edges.http2.streams import UNTAKEN_BYTES_MAX, WINDOW_BYTES
+from timeball.edges.http2.streams import WINDOW_BYTES, WRITE_BUFFER_BYTES_MAX
 
 HEARTBEAT = s.HeartbeatRequest(group=d.Resource(name="g"))
 BEAT = message(HEARTBEAT.SerializeToString())
 
 
-def still_answers(node: RunningNode) -> None:
+def check_node_answers(node: RunningNode) -> None:
+    """Check that another client of the node gets its answers."""
     with Wire.to(node, "another") as wire:
         wire.telemetry(consumer_settings("g"))
         wire.ask_ok("Heartbeat", HEARTBEAT)
 
 
-def answers(client: RawClient) -> None:
+def check_connection_answers(client: RawClient) -> None:
+    """Check that a further call on this connection gets its answer."""
     number = client.headers(headers=fields(x_mq_client_id="raw"))
     client.data(number, BEAT)
     assert client.status(number) == (0, "")
 
 
+# name -> (the error code that ends the connection, the function that breaks the rule)
 BREACHES: dict[str, tuple[Fault, Callable[[RawClient], None]]] = {
     "a frame that is too large": (
         Fault.FRAME_SIZE_ERROR,
@@ -126,17 +129,17 @@ BREACHES: dict[str, tuple[Fault, Callable[[RawClient], None]]] = {
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-def test_a_breach_of_the_rules_ends_the_connection_with_its_code(node: RunningNode, breach: str) -> None:
-    fault, do = BREACHES[breach]
+def test_a_broken_rule_ends_the_connection_with_its_error_code(node: RunningNode, breach: str) -> None:
+    fault, break_rule = BREACHES[breach]
     with RawClient(node) as client:
-        answers(client) if breach == "a window without end" else None
-        do(client)
+        check_connection_answers(client) if breach == "a window without end" else None
+        break_rule(client)
         assert client.end()[0] == fault
-    still_answers(node)
+    check_node_answers(node)
 
 
 def reset_of(client: RawClient, number: int) -> int:
-    """The code by which a stream is reset."""
+    """Wait until the stream is reset, and return the error code."""
     for kind, _, stream, payload in client.frames():
         assert kind != frames.GOAWAY, payload
         if kind == frames.RST_STREAM and stream == number:
@@ -144,7 +147,7 @@ def reset_of(client: RawClient, number: int) -> int:
     raise AssertionError("the connection has ended")
 
 
-FAULTS_OF_A_STREAM: dict[str, tuple[Fault, Callable[[RawClient, int], None]]] = {
+STREAM_BREACHES: dict[str, tuple[Fault, Callable[[RawClient, int], None]]] = {
     "a priority below itself": (
         Fault.PROTOCOL_ERROR,
         lambda client, number: client.send(
@@ -162,15 +165,15 @@ FAULTS_OF_A_STREAM: dict[str, tuple[Fault, Callable[[RawClient, int], None]]] = 
 }
 
 
-@pytest.mark.parametrize("name", FAULTS_OF_A_STREAM)
-def test_a_fault_of_a_stream_ends_that_stream_alone(node: RunningNode, name: str) -> None:
-    fault, do = FAULTS_OF_A_STREAM[name]
+@pytest.mark.parametrize("name", STREAM_BREACHES)
+def test_a_rule_broken_on_one_stream_resets_only_that_stream(node: RunningNode, name: str) -> None:
+    fault, break_rule = STREAM_BREACHES[name]
     with RawClient(node) as client:
         number = client.headers()
-        do(client, number)
+        break_rule(client, number)
         assert reset_of(client, number) == fault
         client.data(number, b"on its way")
-        answers(client)
+        check_connection_answers(client)
 
 
 @pytest.mark.parametrize(
@@ -187,67 +190,72 @@ def test_a_fault_of_a_stream_ends_that_stream_alone(node: RunningNode, name: str
     ],
     ids=["method", "scheme", "path", "empty path", "connection", "transfer-encoding", "status", "te"],
 )
-def test_what_is_no_request_is_reset(node: RunningNode, headers: list[tuple[str, str]]) -> None:
+def test_headers_that_are_no_request_reset_the_stream(
+    node: RunningNode, headers: list[tuple[str, str]]
+) -> None:
     with RawClient(node) as client:
         number = client.headers(headers=headers)
         client.data(number, BEAT)
         assert reset_of(client, number) == Fault.PROTOCOL_ERROR
-        answers(client)
+        check_connection_answers(client)
 
 
-def test_data_behind_the_end_resets_the_stream_and_data_on_its_way_does_not(node: RunningNode) -> None:
+def test_data_after_the_end_resets_the_stream_unless_the_server_ended_it_first(node: RunningNode) -> None:
     with RawClient(node) as client:
         ended = client.headers(ends=True)
-        client.data(ended, b"behind the end")
+        client.data(ended, b"after the end")
         assert reset_of(client, ended) == Fault.STREAM_CLOSED
-        cut = client.headers(headers=fields("/nothing"))  # refused before its request has come
-        assert client.status(cut)[0] == 12
-        client.data(cut, b"on its way", ends=False)
+        # Refused because of its headers, before its request has arrived.
+        refused_call = client.headers(headers=fields("/nothing"))
+        assert client.status(refused_call)[0] == 12
+        client.data(refused_call, b"on its way", ends=False)
         trailers = client.block([("x-late", "1")])
-        client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, cut, trailers))
-        answers(client)
-        client.data(cut, b"behind the end")
-        assert reset_of(client, cut) == Fault.STREAM_CLOSED
-        answers(client)
+        client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, refused_call, trailers))
+        check_connection_answers(client)
+        client.data(refused_call, b"after the end")
+        assert reset_of(client, refused_call) == Fault.STREAM_CLOSED
+        check_connection_answers(client)
 
 
-def test_headers_behind_the_end_end_the_connection(node: RunningNode) -> None:
+def test_headers_after_the_end_of_a_stream_end_the_connection(node: RunningNode) -> None:
     with RawClient(node) as client:
-        answers(client)
+        check_connection_answers(client)
         block = client.block([("x-late", "1")])
         client.send(frame(frames.HEADERS, frames.END_HEADERS | frames.END_STREAM, 1, block))
         assert client.end()[0] == Fault.STREAM_CLOSED
-    still_answers(node)
+    check_node_answers(node)
 
 
 def test_more_data_than_a_streams_window_ends_the_connection(node: RunningNode) -> None:
     with RawClient(node) as client:
         number = client.headers()
-        # In one write: between two of them the call may have read the first frame and given the window back.
+        # In one write: between two writes the call might read the first frame and raise its window again.
         one = frame(frames.DATA, 0, number, bytes(frames.FRAME_BYTES_MAX))
         client.send(one * (WINDOW_BYTES // frames.FRAME_BYTES_MAX + 1))
         assert client.end()[0] == Fault.FLOW_CONTROL_ERROR
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_data_that_is_late_is_counted_and_the_window_comes_back(node: RunningNode) -> None:
-    """More than the connection's window, over streams that have ended: it is given back as it is read."""
+def test_data_of_ended_streams_is_given_back_to_the_connection_s_window(node: RunningNode) -> None:
+    """More DATA than the connection's window, for a refused call: the window grows again as it is read."""
     with RawClient(node) as client:
-        sent_bytes, windows = 0, 0
+        sent_bytes, given_back_bytes = 0, 0
         number = client.headers(headers=fields("/nothing"))
         while sent_bytes <= 2 * CONNECTION_WINDOW_BYTES:
             client.data(number, bytes(frames.FRAME_BYTES_MAX), ends=False)
             sent_bytes += frames.FRAME_BYTES_MAX
         client.send(frame(frames.PING, 0, 0, b"the last"))
         for kind, _, stream, payload in client.frames():
-            windows += int.from_bytes(payload, "big") if kind == frames.WINDOW_UPDATE and not stream else 0
+            given_back_bytes += (
+                int.from_bytes(payload, "big") if kind == frames.WINDOW_UPDATE and not stream else 0
+            )
             if kind == frames.PING:
                 break
         assert (
             sent_bytes - CONNECTION_WINDOW_BYTES // 2
-            <= windows - CONNECTION_WINDOW_BYTES + frames.WINDOW_BYTES_DEFAULT
+            <= given_back_bytes - CONNECTION_WINDOW_BYTES + frames.WINDOW_BYTES_DEFAULT
         )
-        answers(client)
+        check_connection_answers(client)
 
 
 FLOODS: dict[str, Callable[[RawClient], bytes]] = {
@@ -278,42 +286,42 @@ def _last(client: RawClient) -> int:
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_of_frames_that_are_no_calls_ends_the_connection(node: RunningNode, flood: str) -> None:
+def test_a_flood_of_frames_without_progress_ends_the_connection(node: RunningNode, flood: str) -> None:
     with RawClient(node) as client:
         if flood == "empty DATA":
             client.headers(headers=fields(f"/{module.__name__}"))
         for _ in range(STRAIN_MAX // 64 + 8):
             client.send(b"".join(FLOODS[flood](client) for _ in range(64)))
         assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
-    still_answers(node)
+    check_node_answers(node)
 
 
-def refused(client: RawClient, block: bytes, count: int) -> bytes:
-    """So many calls, each without a request."""
+def calls_without_request(client: RawClient, block: bytes, count: int) -> bytes:
+    """Encode `count` calls, each of which ends with its headers and so has no request."""
     flags = frames.END_HEADERS | frames.END_STREAM
     return b"".join(frame(frames.HEADERS, flags, _next(client), block) for _ in range(count))
 
 
 @pytest.mark.parametrize("path", ["/nothing", dict(fields())[":path"]], ids=["unknown", "without a request"])
 def test_calls_that_are_refused_by_their_headers_end_the_connection(node: RunningNode, path: str) -> None:
-    """Each costs as much as one that does something: those of many connections would keep others waiting."""
-    most = STRAIN_MAX // STRAIN_REFUSED
+    """A refused call costs as much as a served one, so many of them would delay other clients."""
+    calls_max = STRAIN_MAX // STRAIN_PER_REFUSED_CALL
     with RawClient(node) as client:
-        client.send(refused(client, client.block(fields(path)), most // 2))
-        answers(client)
+        client.send(calls_without_request(client, client.block(fields(path)), calls_max // 2))
+        check_connection_answers(client)
     with RawClient(node) as client:
-        client.send(refused(client, client.block(fields(path)), most + 100))
+        client.send(calls_without_request(client, client.block(fields(path)), calls_max + 100))
         assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_ends_of_all_calls_at_once_are_no_flood(node: RunningNode) -> None:
+def test_resets_of_all_calls_at_once_are_no_flood(node: RunningNode) -> None:
     with RawClient(node) as client:
         for _ in range(2):
             opened = [client.headers() for _ in range(CALLS_PER_CONNECTION_MAX)]
             for number in opened:
                 client.send(frames.rst_stream(number, Fault.NO_ERROR))
-        answers(client)
+        check_connection_answers(client)
 
 
 def test_pings_are_answered_and_too_many_end_the_connection(node: RunningNode) -> None:
@@ -328,14 +336,14 @@ def test_pings_are_answered_and_too_many_end_the_connection(node: RunningNode) -
 
 
 def test_pings_between_answers_are_no_flood(node: RunningNode) -> None:
-    """As clients measure how much a connection carries."""
+    """Clients ping like this to measure the bandwidth of a connection."""
     with RawClient(node) as client:
         for _ in range(10):
             client.send(frame(frames.PING, 0, 0, bytes(8)))
-            answers(client)
+            check_connection_answers(client)
 
 
-def test_headers_without_end_end_the_connection(node: RunningNode) -> None:
+def test_an_endless_header_block_ends_the_connection(node: RunningNode) -> None:
     with RawClient(node) as client:
         client.send(frame(frames.HEADERS, 0, 1, client.block(fields())))
         for _ in range(BLOCK_BYTES_MAX // frames.FRAME_BYTES_MAX + 1):
@@ -347,7 +355,7 @@ def test_headers_without_end_end_the_connection(node: RunningNode) -> None:
         assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
 
 
-def test_headers_in_parts_are_a_call(node: RunningNode) -> None:
+def test_headers_in_several_frames_begin_a_call(node: RunningNode) -> None:
     with RawClient(node) as client:
         block = client.block(fields(x_mq_client_id="raw"))
         client.send(frame(frames.HEADERS, 0, 1, block[:5]))
@@ -357,7 +365,7 @@ def test_headers_in_parts_are_a_call(node: RunningNode) -> None:
         assert client.status(1)[0] == 0
 
 
-def test_padding_and_priorities_are_left_out(node: RunningNode) -> None:
+def test_a_call_with_padding_and_priority_is_answered(node: RunningNode) -> None:
     with RawClient(node) as client:
         block = b"\x03" + bytes(5) + client.block(fields(x_mq_client_id="raw")) + bytes(3)
         flags = frames.END_HEADERS | frames.PADDED | frames.PRIORITISED
@@ -366,28 +374,28 @@ def test_padding_and_priorities_are_left_out(node: RunningNode) -> None:
         assert client.status(1)[0] == 0
 
 
-def test_headers_that_unpack_to_very_much_end_the_connection(node: RunningNode) -> None:
+def test_headers_that_decode_to_too_much_end_the_connection(node: RunningNode) -> None:
     with RawClient(node) as client:
         large = ("x-large", "x" * 3_000)
         client.headers(headers=[*fields(), large])
         client.headers(headers=[*fields(), *100 * [large]])
         assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_headers_of_too_many_bytes_end_the_call_alone(node: RunningNode) -> None:
+def test_headers_of_too_many_bytes_end_only_the_call(node: RunningNode) -> None:
     with RawClient(node) as client:
         client.headers(headers=[*fields(), ("x-large", "x" * 3_000)])
         number = client.headers(
             headers=[*fields(), *(HEADERS_BYTES_MAX // 3_000 + 1) * [("x-large", "x" * 3_000)]]
         )
         assert client.status(number)[0] == 8
-        answers(client)
+        check_connection_answers(client)
 
 
 @pytest.mark.parametrize("size_bytes", [17_000, 60_000, 200_000])
-def test_headers_of_one_large_frame_end_the_call_alone(node: RunningNode, size_bytes: int) -> None:
-    """Flight announces large frames for its DATA, and clients send their headers in such frames, too."""
+def test_too_many_headers_in_one_large_frame_end_only_the_call(node: RunningNode, size_bytes: int) -> None:
+    """Flight's setting allows large frames for DATA, and clients use such frames for headers, too."""
     with RawClient(node, port=node.node.port) as client:
         open_before = client.headers(headers=fields("/before"))
         block = client.block(
@@ -403,7 +411,9 @@ def test_headers_of_one_large_frame_end_the_call_alone(node: RunningNode, size_b
             "no call" not in text,
         )
         later = client.headers(headers=[*fields("/two"), ("x-kept", "for later")])
-        assert "/two" in client.status(later)[1], "what the large block kept is known"
+        assert "/two" in client.status(later)[1], (
+            "the large block was decoded, because the later block refers to its field"
+        )
 
 
 def test_a_block_beyond_its_bound_ends_the_connection(node: RunningNode) -> None:
@@ -412,24 +422,25 @@ def test_a_block_beyond_its_bound_ends_the_connection(node: RunningNode) -> None
         assert len(block) > BLOCK_BYTES_MAX
         client.send(frame(frames.HEADERS, frames.END_HEADERS, 1, block))
         assert client.end()[0] == Fault.ENHANCE_YOUR_CALM
-    still_answers(node)
+    check_node_answers(node)
 
 
 @pytest.mark.slow
 def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused calls are answered at once, whatever the client has read: so they must not be read without an end."""
-    monkeypatch.setattr(module, "STRAIN_REFUSED", 0)  # which ends the connection sooner
+    """Refused calls are answered at once. So the server must stop reading if the client does not read the answers."""
+    # Otherwise the strain would end the connection first.
+    monkeypatch.setattr(module, "STRAIN_PER_REFUSED_CALL", 0)
     with RawClient(node) as client:
         client.headers(headers=fields("/nothing", x_kept="1"))
-        # Later calls are a few bytes each, and their answers many.
+        # These calls refer to the headers of the first one. So they have a few bytes each, and their answers many.
         one = client.block(fields("/nothing", x_kept="1"))
         client.socket.settimeout(2.0)
         sent = 0
         with pytest.raises(TimeoutError):
             for _ in range(1_000):
-                client.socket.sendall(refused(client, one, 1_000))
+                client.socket.sendall(calls_without_request(client, one, 1_000))
                 sent += 1
         (connection,) = (
             each
@@ -437,31 +448,33 @@ def test_nothing_is_read_from_a_client_that_leaves_its_answers_unread(
             if each.streams.peer  # type: ignore[union-attr]
         )
         assert connection._transport is not None
-        assert connection._transport.get_write_buffer_size() < 8 * UNTAKEN_BYTES_MAX
-        still_answers(node)
+        assert connection._transport.get_write_buffer_size() < 8 * WRITE_BUFFER_BYTES_MAX
+        check_node_answers(node)
         client.socket.settimeout(BOUND_S)
         answers_read = 0
-        for kind, _, _, _ in client.frames():  # it is read again once the client reads
+        for kind, _, _, _ in client.frames():  # the server reads again once the client reads
             answers_read += kind == frames.HEADERS
             if answers_read == 30_000:
                 break
         assert answers_read == 30_000 < 1_000 * sent
 
 
-def test_a_client_that_never_reads_is_let_go(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_never_reads_is_disconnected(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PING_S", 0.2)
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(module, "STRAIN_REFUSED", 0)
+    monkeypatch.setattr(module, "STRAIN_PER_REFUSED_CALL", 0)
     with RawClient(node) as client:
         one = client.block(fields("/nothing"))
         client.socket.settimeout(1.0)
         with pytest.raises(OSError):
             for _ in range(1_000):
-                client.socket.sendall(refused(client, one, 1_000))
-        eventually(lambda: not node.node.edges.grpc._server.connections, "it is let go")  # type: ignore[union-attr]
+                client.socket.sendall(calls_without_request(client, one, 1_000))
+        eventually(lambda: not node.node.edges.grpc._server.connections, "the client is disconnected")  # type: ignore[union-attr]
 
 
-def test_calls_beyond_those_of_a_connection_are_refused(node: RunningNode) -> None:
+def test_a_call_above_the_limit_of_a_connection_is_refused(node: RunningNode) -> None:
     with RawClient(node) as client:
         opened = [client.headers() for _ in range(CALLS_PER_CONNECTION_MAX + 1)]
         for kind, _, number, payload in client.frames():
@@ -469,38 +482,42 @@ def test_calls_beyond_those_of_a_connection_are_refused(node: RunningNode) -> No
                 assert (number, int.from_bytes(payload, "big")) == (opened[-1], Fault.REFUSED_STREAM)
                 break
         client.send(frames.rst_stream(opened[0], Fault.NO_ERROR))
-        answers(client)
+        check_connection_answers(client)
 
 
-def test_one_who_says_nothing_is_let_go(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_a_preface_is_disconnected(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PREFACE_S", 0.1)
     with RawClient(node, greets=False) as client:
         assert client.end() == (Fault.NO_ERROR, "no preface of HTTP/2")
 
 
-def test_one_who_answers_no_ping_is_let_go(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_answers_no_ping_is_disconnected(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PING_S", 0.1)
     monkeypatch.setattr(module, "PING_TIMEOUT_S", 0.1)
     with RawClient(node) as client:
         kinds = [kind for kind, *_ in client.frames()]
         assert kinds.count(frames.PING) == 1
-    still_answers(node)
+    check_node_answers(node)
 
 
-def test_an_idle_connection_is_asked_to_come_again(
+def test_an_idle_connection_gets_goaway_and_is_closed(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "IDLE_S", 0.1)
     monkeypatch.setattr(module, "LEAVE_S", 0.1)
     with RawClient(node) as client:
-        gone = [payload for kind, _, _, payload in client.frames() if kind == frames.GOAWAY]
-        assert [int.from_bytes(each[:4], "big") for each in gone] == [frames.LAST_STREAM, 0]
+        goaways = [payload for kind, _, _, payload in client.frames() if kind == frames.GOAWAY]
+        assert [int.from_bytes(each[:4], "big") for each in goaways] == [frames.LAST_STREAM, 0]
 
 
-def test_a_client_that_has_gone_leaves_nothing(node: RunningNode) -> None:
+def test_a_disconnected_client_leaves_no_call_and_no_connection(node: RunningNode) -> None:
     assert node.node.edges is not None
     server, room = node.node.edges.grpc._server, node.node.edges.grpc.service.room
     with RawClient(node) as client:
         client.headers(headers=fields(x_mq_client_id="raw"))
         eventually(lambda: room.calls.taken == 1, "a call has begun")
-    eventually(lambda: not room.calls.taken and not server._connections, "it is forgotten")
+    eventually(lambda: not room.calls.taken and not server._connections, "call and connection are forgotten")

@@ -1,4 +1,4 @@
-"""One call, as clients other than gRPC's own library may make it: whole, in pieces, compressed, wrong, too slow."""
+"""Single calls that gRPC's own library does not make: in pieces, compressed, invalid, too slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TELEMETRY = f"/{SERVICE_NAME}/Telemetry"
 
 
 def ask(node: RunningNode, data: bytes, **headers: str) -> tuple[int, str]:
-    """The status of a Heartbeat with these bytes as its DATA."""
+    """Make a Heartbeat call with these bytes as its DATA, and return its status and message."""
     with RawClient(node) as client:
         number = client.headers(headers=fields(x_mq_client_id="raw", **headers))
         client.data(number, data)
@@ -32,7 +32,7 @@ def ask(node: RunningNode, data: bytes, **headers: str) -> tuple[int, str]:
 
 
 def response(client: RawClient, number: int) -> s.HeartbeatResponse:
-    """The response of a Heartbeat."""
+    """Read the response of a Heartbeat call."""
     for kind, _, stream, payload in client.frames():
         if kind == frames.DATA and stream == number:
             return s.HeartbeatResponse.FromString(payload[5:])
@@ -40,13 +40,15 @@ def response(client: RawClient, number: int) -> s.HeartbeatResponse:
 
 
 @pytest.mark.parametrize(
-    ("packing", "pack"),
+    ("encoding", "compress"),
     [("gzip", gzip.compress), ("deflate", zlib.compress), ("identity", lambda data: data)],
 )
-def test_a_compressed_request_is_read(node: RunningNode, packing: str, pack: Any) -> None:
+def test_a_request_in_each_supported_encoding_is_read(
+    node: RunningNode, encoding: str, compress: Any
+) -> None:
     with RawClient(node) as client:
-        number = client.headers(headers=fields(x_mq_client_id="raw", grpc_encoding=packing))
-        client.data(number, message(pack(BEAT), is_packed=packing != "identity"))
+        number = client.headers(headers=fields(x_mq_client_id="raw", grpc_encoding=encoding))
+        client.data(number, message(compress(BEAT), is_packed=encoding != "identity"))
         assert response(client, number).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
@@ -75,7 +77,7 @@ def test_a_compressed_request_is_read(node: RunningNode, packing: str, pack: Any
         (message(BEAT), {"grpc_timeout": "123456789S"}, GrpcStatus.INTERNAL),
     ],
 )
-def test_what_is_no_request_ends_the_call_with_a_status(
+def test_bytes_that_are_no_request_end_the_call_with_a_status(
     node: RunningNode, data: bytes, headers: dict[str, str], status: GrpcStatus
 ) -> None:
     assert ask(node, data, **headers)[0] == status
@@ -93,20 +95,20 @@ def test_a_request_in_pieces_is_one_request(node: RunningNode) -> None:
         assert client.status(number) == (0, "")
 
 
-def test_a_client_that_goes_on_sending_is_told_to_stop(node: RunningNode) -> None:
+def test_a_client_that_continues_to_send_after_the_answer_is_reset(node: RunningNode) -> None:
     with RawClient(node) as client:
         number = client.headers(headers=fields(x_mq_client_id="raw"))
         client.data(number, message(BEAT), ends=False)
         assert client.status(number) == (0, "")
         reset = next(each for each in client.frames() if each[0] == frames.RST_STREAM)
         assert (reset[2], int.from_bytes(reset[3], "big")) == (number, Fault.NO_ERROR)
-        client.data(number, bytes(100), ends=False)  # it was on its way
-        again = client.headers(headers=fields(x_mq_client_id="raw"))
-        client.data(again, message(BEAT))
-        assert client.status(again) == (0, "")
+        client.data(number, bytes(100), ends=False)  # as if it had been on its way: no error
+        second = client.headers(headers=fields(x_mq_client_id="raw"))
+        client.data(second, message(BEAT))
+        assert client.status(second) == (0, "")
 
 
-def test_trailers_end_a_clients_side(node: RunningNode) -> None:
+def test_trailers_of_the_client_end_its_side(node: RunningNode) -> None:
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
         client.data(number, message(SETTINGS), ends=False)
@@ -115,7 +117,7 @@ def test_trailers_end_a_clients_side(node: RunningNode) -> None:
         assert client.status(number) == (0, "")
 
 
-def test_what_is_no_call_is_answered(node: RunningNode) -> None:
+def test_an_unknown_method_and_a_request_without_grpc_get_an_answer(node: RunningNode) -> None:
     with RawClient(node) as client:
         assert client.status(client.headers(ends=True, headers=fields("/no/such\u00e9"[:-1])))[0] == 12
         plain = [(name, "text/html" if name == "content-type" else text) for name, text in fields()]
@@ -125,33 +127,33 @@ def test_what_is_no_call_is_answered(node: RunningNode) -> None:
         assert client.status(client.headers(ends=True))[0] == GrpcStatus.INVALID_ARGUMENT
 
 
-def test_many_commands_of_one_stream_are_read_one_after_the_other(node: RunningNode) -> None:
-    """More than its window in all, and more than one in a frame."""
+def test_all_requests_of_a_stream_larger_than_its_window_are_answered(node: RunningNode) -> None:
+    """The requests together are larger than the stream's window, and one frame has 100 of them."""
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
         answered = 0
         for _ in range(40):
             client.data(number, 100 * message(SETTINGS), ends=False)
-            wanted = answered + 100
+            expected = answered + 100
             for kind, _, stream, _ in client.frames():
                 answered += kind == frames.DATA and stream == number
-                if answered == wanted:
+                if answered == expected:
                     break
         client.data(number, b"")
         assert client.status(number) == (0, "")
 
 
-def test_a_deadline_ends_a_call_at_the_broker_too(node: RunningNode) -> None:
+def test_a_deadline_that_passes_ends_the_call_at_the_broker(node: RunningNode) -> None:
     assert node.node.edges is not None
     room = node.node.edges.grpc.service.room
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw", grpc_timeout="50m"))
-        eventually(lambda: room.calls.taken == 1, "it has begun")
+        eventually(lambda: room.calls.taken == 1, "the call has begun")
         assert client.status(number)[0] == GrpcStatus.DEADLINE_EXCEEDED
-        eventually(lambda: not room.calls.taken, "it has ended")
+        eventually(lambda: not room.calls.taken, "the call has ended")
 
 
-def test_responses_that_are_not_taken_end_the_call(
+def test_responses_that_the_client_does_not_read_end_the_call(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Exchange, "TAKEN_S", 0.3)
@@ -166,11 +168,11 @@ def test_responses_that_are_not_taken_end_the_call(
         assert int.from_bytes(reset[3], "big") == Fault.NO_ERROR
 
 
-def test_a_sentence_may_say_anything(node: RunningNode) -> None:
+def test_a_grpc_message_with_special_characters_arrives(node: RunningNode) -> None:
     assert ask(node, message(BEAT), grpc_timeout="50% \u00e9")[1] != ""
 
 
-def test_a_failure_that_no_handler_has_seen_ends_the_call(
+def test_a_failure_outside_the_handlers_ends_the_call_and_is_logged(
     node: RunningNode, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert node.node.edges is not None
@@ -192,7 +194,7 @@ def test_a_failure_that_no_handler_has_seen_ends_the_call(
     assert "call not answered" in caplog.text
 
 
-def test_a_stop_asks_clients_to_go_and_ends_what_stays(node: RunningNode) -> None:
+def test_a_stop_sends_goaway_twice_and_ends_open_calls(node: RunningNode) -> None:
     with RawClient(node) as client:
         number = client.headers(headers=fields(TELEMETRY, x_mq_client_id="raw"))
         client.data(number, message(SETTINGS), ends=False)

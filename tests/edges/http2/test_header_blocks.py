@@ -1,4 +1,4 @@
-"""Header blocks: what hpack writes is read alike by both decoders, and what is none ends the connection."""
+"""Header blocks: each_decoder decoders read the blocks that hpack writes alike, and refuse other bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from timeball.edges.http2.header_blocks import (
     Headers,
     HpackDecoder,
     Jh2Decoder,
-    decoder_of,
+    choose_decoder,
 )
 
 LIST_BYTES_MAX = 1_000_000
 DECODERS = [Jh2Decoder] if HpackDecoder is None else [Jh2Decoder, HpackDecoder]
-both = pytest.mark.parametrize("decoder_type", DECODERS)
+each_decoder = pytest.mark.parametrize("decoder_type", DECODERS)
 needs_compiled = pytest.mark.skipif(HpackDecoder is None, reason="the codec is not compiled here")
 Make = Callable[[int], HeaderDecoder]
 
@@ -37,31 +37,32 @@ BLOCK = st.tuples(TABLE, st.booleans(), st.lists(st.tuples(NAME, VALUE), max_siz
 
 
 def outcome(decoder: HeaderDecoder, data: bytes) -> tuple[Headers, int] | Fault:
+    """Decode a block, or return the error code of the rule that it breaks."""
     try:
         return decoder.decode(data)
     except BrokenRule as error:
         return error.fault
 
 
-def written(encoder: Encoder, table: int | None, huffman: bool, fields: list[tuple[str, str]]) -> bytes:
-    """A block, perhaps behind a change of the table's size."""
+def encoded_block(encoder: Encoder, table: int | None, huffman: bool, fields: list[tuple[str, str]]) -> bytes:
+    """Encode a block. With `table`, it begins with a change of the dynamic table's size."""
     if table is not None:
         encoder.header_table_size = table
     block: bytes = encoder.encode(fields, huffman=huffman)
     return block
 
 
-@both
+@each_decoder
 @given(blocks=st.lists(BLOCK, max_size=8))
 @example(
     blocks=[(None, True, [("x", "".join(map(chr, range(256))))]), (None, False, [("x", "y"), ("x", "z")])]
 )
-def test_blocks_are_read_as_they_were_written(
+def test_blocks_are_decoded_to_the_fields_that_were_encoded(
     decoder_type: Make, blocks: list[tuple[int | None, bool, list[tuple[str, str]]]]
 ) -> None:
     encoder, decoder = Encoder(), decoder_type(LIST_BYTES_MAX)
     for table, huffman, fields in blocks:
-        headers, size_bytes = decoder.decode(written(encoder, table, huffman, fields))
+        headers, size_bytes = decoder.decode(encoded_block(encoder, table, huffman, fields))
         first: Headers = {}
         for name, value in fields:
             first.setdefault(name, value)
@@ -70,45 +71,46 @@ def test_blocks_are_read_as_they_were_written(
         assert size_bytes == sum(sizes)
 
 
-def change(chance: random.Random, data: bytes) -> bytes:
-    changed = bytearray(data)
+def corrupt(chance: random.Random, data: bytes) -> bytes:
+    """Replace, insert or delete a few bytes at one to three random positions."""
+    result = bytearray(data)
     for _ in range(chance.randrange(1, 4)):
-        at = chance.randrange(len(changed) + 1)
-        end = min(len(changed), at + chance.choice([0, 1, 1, 2]))
-        changed[at:end] = chance.randbytes(chance.choice([0, 1, 1, 2, 5]))
-    return bytes(changed)
+        at = chance.randrange(len(result) + 1)
+        end = min(len(result), at + chance.choice([0, 1, 1, 2]))
+        result[at:end] = chance.randbytes(chance.choice([0, 1, 1, 2, 5]))
+    return bytes(result)
 
 
 @needs_compiled
 @given(st.lists(BLOCK, min_size=1, max_size=4), st.randoms(use_true_random=False))
-def test_blocks_that_were_changed_on_their_way_are_read_alike(
+def test_both_decoders_agree_on_corrupted_blocks(
     blocks: list[tuple[int | None, bool, list[tuple[str, str]]]], chance: random.Random
 ) -> None:
     encoder, reference, other = Encoder(), Jh2Decoder(LIST_BYTES_MAX), Decoder()
     compiled = HpackDecoder(LIST_BYTES_MAX)
     for table, huffman, fields in blocks:
-        data = written(encoder, table, huffman, fields)
+        data = encoded_block(encoder, table, huffman, fields)
         if chance.random() < 0.5:
-            data = change(chance, data)
-        found, wanted = outcome(compiled, data), outcome(reference, data)
-        if found != wanted:
-            # jh2 does not look at the padding behind Huffman's code; the RFC and hpack do.
-            assert found == Fault.COMPRESSION_ERROR
+            data = corrupt(chance, data)
+        result, expected = outcome(compiled, data), outcome(reference, data)
+        if result != expected:
+            # jh2 does not check the padding behind a Huffman code. The RFC and hpack require it.
+            assert result == Fault.COMPRESSION_ERROR
             with pytest.raises((HPACKError, UnicodeDecodeError)):
                 other.decode(data)
-        if isinstance(found, Fault):
+        if isinstance(result, Fault):
             return
         try:
             other.decode(data)
         except HPACKError:
-            return  # hpack refuses more than the RFC does, and its table is undefined then
+            return  # hpack refuses more than the RFC requires, and its dynamic table is undefined afterwards
 
 
-@both
+@each_decoder
 @given(data=st.binary(max_size=60))
-def test_what_is_no_block_breaks_a_rule(decoder_type: Make, data: bytes) -> None:
-    found = outcome(decoder_type(1_000), data)
-    assert not isinstance(found, Fault) or found in (Fault.COMPRESSION_ERROR, Fault.ENHANCE_YOUR_CALM)
+def test_random_bytes_are_decoded_or_break_a_rule(decoder_type: Make, data: bytes) -> None:
+    result = outcome(decoder_type(1_000), data)
+    assert not isinstance(result, Fault) or result in (Fault.COMPRESSION_ERROR, Fault.ENHANCE_YOUR_CALM)
 
 
 BAD = [
@@ -117,7 +119,7 @@ BAD = [
 ]  # fmt: skip
 
 
-@both
+@each_decoder
 @pytest.mark.parametrize("data", BAD)
 def test_bad_blocks_end_the_connection(decoder_type: Make, data: str) -> None:
     with pytest.raises(BrokenRule) as broken:
@@ -127,20 +129,20 @@ def test_bad_blocks_end_the_connection(decoder_type: Make, data: str) -> None:
 
 @needs_compiled
 @pytest.mark.parametrize("data", ["0001618100", "000161821fff"])
-def test_padding_is_ones_and_less_than_a_byte(data: str) -> None:
+def test_padding_of_zeros_or_of_a_whole_byte_breaks_a_rule(data: str) -> None:
     assert outcome(HpackDecoder(LIST_BYTES_MAX), bytes.fromhex(data)) == Fault.COMPRESSION_ERROR
 
 
-@both
+@each_decoder
 def test_a_block_that_unpacks_to_too_much_ends_the_connection(decoder_type: Make) -> None:
     decoder = decoder_type(1_000)
-    kept = Encoder().encode([("a", "v" * 700)])
-    assert decoder.decode(kept)[0] == {"a": "v" * 700}
+    block = Encoder().encode([("a", "v" * 700)])
+    assert decoder.decode(block)[0] == {"a": "v" * 700}
     with pytest.raises(BrokenRule) as broken:
-        decoder.decode(b"\xbe" * 10_000)  # each of them a field of 700 bytes
+        decoder.decode(b"\xbe" * 10_000)  # each byte stands for the field of 700 bytes
     assert broken.value.fault == Fault.ENHANCE_YOUR_CALM
 
 
-def test_the_setting_chooses() -> None:
-    assert decoder_of("python") is Jh2Decoder
-    assert decoder_of("auto") is DECODERS[-1]
+def test_the_codec_setting_chooses_the_decoder() -> None:
+    assert choose_decoder("python") is Jh2Decoder
+    assert choose_decoder("auto") is DECODERS[-1]

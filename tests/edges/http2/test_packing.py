@@ -1,4 +1,4 @@
-"""Compressed messages: unpacked within their bound, or refused with gRPC's status."""
+"""Compressed messages are decompressed up to a maximum size, or refused with a gRPC status."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 
 import pytest
 
-from timeball.edges.http2.exchange import Unpackable, unpack
+from timeball.edges.http2.exchange import DecompressionError, decompress
 from timeball.edges.http2.frames import GrpcStatus
 
 BYTES_MAX = 1_000
 
 
-@pytest.mark.parametrize(("packing", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
 @pytest.mark.parametrize("size_bytes", [0, 1, BYTES_MAX])
-def test_a_message_up_to_the_bound_is_unpacked(
-    packing: str, pack: Callable[[bytes], bytes], size_bytes: int
+def test_a_message_up_to_the_maximum_is_decompressed(
+    encoding: str, compress: Callable[[bytes], bytes], size_bytes: int
 ) -> None:
     data = b"x" * size_bytes
-    assert unpack(pack(data), packing, BYTES_MAX) == data
+    assert decompress(compress(data), encoding, BYTES_MAX) == data
 
 
 @pytest.mark.parametrize(
-    ("data", "packing", "status"),
+    ("data", "encoding", "status"),
     [
         (b"", "identity", GrpcStatus.UNIMPLEMENTED),
         (b"", "snappy", GrpcStatus.UNIMPLEMENTED),
@@ -37,8 +37,10 @@ def test_a_message_up_to_the_bound_is_unpacked(
         (zlib.compress(bytes(BYTES_MAX + 1)), "deflate", GrpcStatus.RESOURCE_EXHAUSTED),
     ],
 )
-def test_any_other_has_a_status(data: bytes, packing: str, status: GrpcStatus) -> None:
-    with pytest.raises(Unpackable) as refused:
-        unpack(data, packing, BYTES_MAX)
+def test_an_invalid_or_too_large_message_is_refused_with_a_status(
+    data: bytes, encoding: str, status: GrpcStatus
+) -> None:
+    with pytest.raises(DecompressionError) as refused:
+        decompress(data, encoding, BYTES_MAX)
     assert refused.value.status == status
     assert refused.value.text == str(refused.value)

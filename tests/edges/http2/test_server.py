@@ -1,4 +1,4 @@
-"""The server apart from any edge: what it asks of one, and what it answers by itself."""
+"""The HTTP/2 server with edges made for the test: its calls to the edge, and the calls that it refuses itself."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.edges.http2.raw_client import fields, message
 from timeball.edges.http2 import frames
 from timeball.edges.http2.calls import Call, Method, Room
 from timeball.edges.http2.exchange import Exchange
-from timeball.edges.http2.server import Server, seconds_of
+from timeball.edges.http2.server import Server, parse_timeout
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.errors import SetupError
 
 
 class Echo:
-    """An edge with one method, which answers with its request."""
+    """An edge with one method, whose response is its request."""
 
     call = Call
 
@@ -29,9 +29,15 @@ class Echo:
         self.methods = {"/echo": Method("echo", False, False, bytes, bytes)}
 
     def open(
-        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Call, now_s: float
+        self,
+        method: Method | None,
+        streams: Streams,
+        number: int,
+        is_half_closed: bool,
+        call: Call,
+        now_s: float,
     ) -> Exchange:
-        return Exchange(streams, number, is_heard, call, self.room, self.serve, now_s)
+        return Exchange(streams, number, is_half_closed, call, self.room, self.serve, now_s)
 
     async def serve(self, exchange: Exchange, request: Any) -> None:
         exchange.respond(request)
@@ -43,23 +49,23 @@ def run(check: Coroutine[Any, Any, None]) -> None:
 
 
 async def ask(port: int, path: str, data: bytes) -> bytes:
-    """All that comes to a client that asks once and closes its side; literals, so it can be searched."""
+    """Make one call, and return all bytes of the answer. Its headers are literals, so they can be searched."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     block = b"".join(frames.literal(name, text) for name, text in fields(path))
     writer.write(
         frames.PREFACE + frames.settings({}) + frames.frame(frames.HEADERS, frames.END_HEADERS, 1, block)
         + frames.frame(frames.DATA, frames.END_STREAM, 1, data)
     )  # fmt: skip
-    found = b""
+    received = b""
     try:
-        while b"grpc-status" not in found:
-            found += await reader.read(65_536)
+        while b"grpc-status" not in received:
+            received += await reader.read(65_536)
     finally:
         writer.close()
-    return found
+    return received
 
 
-def test_a_call_is_the_edge_s_and_every_other_has_a_status() -> None:
+def test_a_known_method_is_served_and_others_fail_with_a_status() -> None:
     async def check() -> None:
         edge = Echo()
         server = Server(edge)
@@ -75,7 +81,7 @@ def test_a_call_is_the_edge_s_and_every_other_has_a_status() -> None:
     run(check())
 
 
-def test_a_port_that_is_taken_is_named_with_its_option() -> None:
+def test_a_port_in_use_raises_an_error_that_names_its_option() -> None:
     async def check() -> None:
         first, second = Server(Echo()), Server(Echo())
         port = await first.start("127.0.0.1", 0, None, "--port")
@@ -87,7 +93,7 @@ def test_a_port_that_is_taken_is_named_with_its_option() -> None:
 
 
 class Later(Echo):
-    """An edge that answers from elsewhere, without a task."""
+    """An edge that answers later, without a task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,41 +105,41 @@ class Later(Echo):
     def answer_all(self) -> None:
         for exchange, request in self.begun:
             exchange.answer(request)
-            exchange.answer(b"once more")  # it has its status: nothing leaves
+            exchange.answer(b"once more")  # has no effect: the call has its status
 
 
-def test_a_stop_waits_for_an_answer_that_has_no_task() -> None:
+def test_a_stop_waits_for_the_answer_of_a_call_without_a_task() -> None:
     async def check() -> None:
         edge = Later()
         server = Server(edge)
         port = await server.start("127.0.0.1", 0, None, "--port")
-        asked = asyncio.create_task(ask(port, "/echo", message(b"hello")))
+        client = asyncio.create_task(ask(port, "/echo", message(b"hello")))
         while not edge.begun:
             await asyncio.sleep(0)
         stopped = asyncio.create_task(server.close())
         await asyncio.sleep(0)
         [stream] = server.open_streams()
-        assert stream.task is None and stream.under_way() is not None
+        assert stream.task is None and stream.completion() is not None
         edge.answer_all()
-        found = await asked
-        assert message(b"hello") in found and b"once more" not in found
-        assert stream.under_way().done()  # type: ignore[union-attr]
+        received = await client
+        assert message(b"hello") in received and b"once more" not in received
+        assert stream.completion().done()  # type: ignore[union-attr]
         await stopped
 
     run(check())
 
 
-def test_what_no_answer_waits_for_is_given_back() -> None:
+def test_a_call_whose_client_has_gone_gives_back_slot_and_memory() -> None:
     async def check() -> None:
         edge = Later()
         server = Server(edge)
         port = await server.start("127.0.0.1", 0, None, "--port")
-        asked = asyncio.create_task(ask(port, "/echo", message(b"hello")))
+        client = asyncio.create_task(ask(port, "/echo", message(b"hello")))
         while not edge.begun:
             await asyncio.sleep(0)
         assert edge.room.calls.taken == 1 and edge.room.received.held_bytes
-        asked.cancel()
-        await asyncio.wait([asked])
+        client.cancel()
+        await asyncio.wait([client])
         for stream in server.open_streams():
             stream.streams.end_all()
         assert (edge.room.calls.taken, edge.room.received.held_bytes) == (0, 0)
@@ -151,5 +157,5 @@ def test_what_no_answer_waits_for_is_given_back() -> None:
         ("1.5S", None), ("\u0663S", None), ("3S ", None),
     ],
 )  # fmt: skip
-def test_a_timeout_is_digits_and_a_unit(timeout: str, seconds: float | None) -> None:
-    assert seconds_of(timeout) == (None if seconds is None else pytest.approx(seconds))
+def test_grpc_timeouts_are_parsed_and_other_texts_are_none(timeout: str, seconds: float | None) -> None:
+    assert parse_timeout(timeout) == (None if seconds is None else pytest.approx(seconds))

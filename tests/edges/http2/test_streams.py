@@ -1,6 +1,6 @@
-"""Our side of HTTP/2 against h2's: whatever the sizes, the windows and the pieces, each call gets what it is sent.
+"""Connection and Streams against the client of h2: with any sizes, windows and pieces, each call gets its whole answer.
 
-h2 checks every frame that it is given: one that breaks a rule, or a window, is an error there.
+h2 checks every frame. A frame that breaks a rule or exceeds a window is an error there.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tests.edges.http2.raw_client import fields
 from timeball.edges.http2 import frames
 from timeball.edges.http2.connection import Connection
 from timeball.edges.http2.frames import RESPONSE, TRAILERS_OK, frame
-from timeball.edges.http2.header_blocks import Headers, decoder_of
+from timeball.edges.http2.header_blocks import Headers, choose_decoder
 from timeball.edges.http2.streams import OUT_BYTES_MAX, Flushes, Stream, Streams
 
 SIZES = st.integers(0, 70_000) | st.sampled_from([0, 1, 16_383, 16_384, 16_385, 65_535, 300_000])
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written, and is full above its bound."""
+    """A transport that collects the bytes written, and is full above its high-water mark."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self.connection, self.written, self.bound, self.is_closed = connection, bytearray(), 2**40, False
+        self.connection, self.written, self.high_bytes, self.is_closed = connection, bytearray(), 2**40, False
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        self.bound = high or self.bound
+        self.high_bytes = high or self.high_bytes
 
     def write(self, data: Any) -> None:
         self.written += data
-        if len(self.written) > self.bound:
+        if len(self.written) > self.high_bytes:
             self.connection.pause_writing()
 
     def read(self, size_bytes: int) -> bytes:
-        """Let the far side have so much; an empty buffer lets the writers go on."""
+        """Remove so many bytes for the client. An empty buffer resumes writing."""
         data = bytes(self.written[:size_bytes])
         del self.written[:size_bytes]
         if not self.written:
@@ -57,26 +57,26 @@ class Wire(asyncio.Transport):
 
 
 class Echo(Stream):
-    """Answers a request with as many bytes as its header says, in parts, when it has come whole."""
+    """A call that answers a complete request in parts of the sizes in `part_sizes`."""
 
-    def __init__(self, streams: Streams, number: int, wanted: list[int]) -> None:
+    def __init__(self, streams: Streams, number: int, part_sizes: list[int]) -> None:
         super().__init__(streams, number, False)
-        self.wanted, self.received_bytes = wanted, 0
+        self.part_sizes, self.received_bytes = part_sizes, 0
 
     def received(self, payload: bytes) -> None:
         self.received_bytes += len(payload)
         self.allow(16_384)
-        if self.is_heard:
+        if self.is_half_closed:
             self.task = asyncio.ensure_future(self.answer())
 
     async def answer(self) -> None:
         self.streams.write(frame(1, 4, self.number, RESPONSE))
-        for size_bytes in self.wanted:
+        for size_bytes in self.part_sizes:
             if not self.send(size_bytes * b"x"):
                 await self.sent()
         self.end(TRAILERS_OK)
 
-    def gone(self) -> None:
+    def abandon(self) -> None:
         if self.task is not None:
             self.task.cancel()
 
@@ -85,12 +85,12 @@ class Echo(Stream):
 
 
 class Pair:
-    """A connection of ours with h2's client at the other end."""
+    """A Connection, and the client of h2 at the other end."""
 
     def __init__(self, window: int, piece: int) -> None:
         self.calls: dict[int, Echo] = {}
         self.connection = Connection(
-            self.begin, set(), asyncio.get_running_loop(), decoder=decoder_of("auto")
+            self.begin, set(), asyncio.get_running_loop(), decoder=choose_decoder("auto")
         )
         self.wire, self.piece = Wire(self.connection), piece
         self.connection.connection_made(self.wire)
@@ -99,25 +99,32 @@ class Pair:
             client=True, initial_values={h2.settings.SettingCodes.INITIAL_WINDOW_SIZE: window}
         )
         self.client.initiate_connection()
-        self.bytes: dict[int, int] = {}
+        self.answer_bytes: dict[int, int] = {}
         self.ended: set[int] = set()
 
     def begin(
-        self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
+        self,
+        streams: Streams,
+        number: int,
+        headers: Headers,
+        size_bytes: int,
+        now_s: float,
+        is_half_closed: bool,
     ) -> Stream:
-        wanted = headers["x-wanted"]
-        self.calls[number] = Echo(streams, number, [int(size) for size in wanted.split("-")])
+        part_sizes = headers["x-part-sizes"]
+        self.calls[number] = Echo(streams, number, [int(size) for size in part_sizes.split("-")])
         return self.calls[number]
 
     async def turn(self) -> None:
-        """Carry bytes both ways, in pieces; h2 takes what comes and widens its windows."""
+        """Carry bytes both ways, in pieces. h2 reads them and raises its windows."""
         data = self.client.data_to_send()
         for at in range(0, len(data), self.piece):
             self.connection.data_received(data[at : at + self.piece])
         await asyncio.sleep(0)
         for event in self.client.receive_data(self.wire.read(7 * self.piece)):
             if isinstance(event, h2.events.DataReceived):
-                self.bytes[event.stream_id] = self.bytes.get(event.stream_id, 0) + len(event.data)
+                earlier_bytes = self.answer_bytes.get(event.stream_id, 0)
+                self.answer_bytes[event.stream_id] = earlier_bytes + len(event.data)
                 if event.flow_controlled_length:
                     self.client.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
             elif isinstance(event, h2.events.StreamEnded):
@@ -126,13 +133,14 @@ class Pair:
 
 
 async def converse(calls: list[tuple[int, list[int]]], window: int, piece: int) -> Pair:
+    """Make these calls (size of the request, sizes of the answer's parts), and check that each ends with its answer."""
     pair = Pair(window, piece)
     unsent: dict[int, int] = {}
-    for size_bytes, wanted in calls:
+    for size_bytes, part_sizes in calls:
         number = pair.client.get_next_available_stream_id()
-        pair.client.send_headers(number, fields(x_wanted="-".join(map(str, wanted))))
+        pair.client.send_headers(number, fields(x_part_sizes="-".join(map(str, part_sizes))))
         unsent[number] = size_bytes
-    expected = dict(zip(unsent, (sum(wanted) for _, wanted in calls), strict=True))
+    expected = dict(zip(unsent, (sum(part_sizes) for _, part_sizes in calls), strict=True))
     sizes = dict(unsent)
     for _ in range(20_000):
         for number, left in list(unsent.items()):
@@ -145,7 +153,7 @@ async def converse(calls: list[tuple[int, list[int]]], window: int, piece: int) 
         if len(pair.ended) == len(calls):
             break
     assert pair.ended == set(expected), "each call has ended"
-    assert {number: pair.bytes.get(number, 0) for number in expected} == expected
+    assert {number: pair.answer_bytes.get(number, 0) for number in expected} == expected
     assert {number: call.received_bytes for number, call in pair.calls.items()} == sizes
     assert not pair.connection.streams.open
     return pair
@@ -156,19 +164,19 @@ async def converse(calls: list[tuple[int, list[int]]], window: int, piece: int) 
     st.sampled_from([1_000, 16_384, 65_535, 2**31 - 1]),
     st.sampled_from([700, 5_000, 60_000]),
 )
-def test_each_call_gets_what_it_is_sent(calls: list[tuple[int, list[int]]], window: int, piece: int) -> None:
+def test_each_call_gets_its_whole_answer(calls: list[tuple[int, list[int]]], window: int, piece: int) -> None:
     asyncio.run(converse(calls, window, piece))
 
 
-def test_a_socket_that_takes_nothing_holds_little_back() -> None:
-    """Eight answers of a megabyte, windows without end: what is written waits in the streams, not in the socket."""
+def test_answers_for_a_socket_that_accepts_nothing_wait_in_their_streams() -> None:
+    """Eight answers of a megabyte, with windows that never block, wait in their streams, not in the transport."""
 
     async def check() -> None:
         pair = Pair(2**31 - 1, 60_000)
         pair.client.increment_flow_control_window(2**30)
         for _ in range(8):
             number = pair.client.get_next_available_stream_id()
-            pair.client.send_headers(number, fields(x_wanted="1000000"))
+            pair.client.send_headers(number, fields(x_part_sizes="1000000"))
             pair.client.send_data(number, b"", end_stream=True)
         pair.connection.data_received(pair.client.data_to_send())
         for _ in range(20):
@@ -182,17 +190,17 @@ def test_a_socket_that_takes_nothing_holds_little_back() -> None:
     asyncio.run(check())
 
 
-def test_a_call_without_a_window_holds_up_itself_alone() -> None:
+def test_a_stream_with_an_empty_window_blocks_only_itself() -> None:
     async def check() -> None:
         pair = Pair(1_000, 60_000)
-        for wanted in ("5000", "10"):
+        for part_size in ("5000", "10"):
             number = pair.client.get_next_available_stream_id()
-            pair.client.send_headers(number, fields(x_wanted=wanted))
+            pair.client.send_headers(number, fields(x_part_sizes=part_size))
             pair.client.send_data(number, b"", end_stream=True)
         pair.connection.data_received(pair.client.data_to_send())
         for _ in range(5):
             await asyncio.sleep(0)
-        assert list(pair.connection.streams.open) == list(pair.connection.streams.narrow) == [1]
+        assert list(pair.connection.streams.open) == list(pair.connection.streams.blocked_by_stream) == [1]
         assert not pair.connection.streams.waiting
         pair.connection.connection_lost(None)
         await asyncio.sleep(0)
@@ -200,14 +208,14 @@ def test_a_call_without_a_window_holds_up_itself_alone() -> None:
     asyncio.run(check())
 
 
-def test_a_change_of_the_first_window_looks_at_no_stream() -> None:
-    """The windows of all open streams change with one setting, and only streams that it frees are moved."""
+def test_a_change_of_the_initial_window_visits_only_unblocked_streams() -> None:
+    """One setting changes the windows of all open streams, and only streams that it unblocks are visited."""
 
     async def check() -> None:
         pair = Pair(1_000, 60_000)
         for _ in range(100):
             number = pair.client.get_next_available_stream_id()
-            pair.client.send_headers(number, fields(x_wanted="2000"))
+            pair.client.send_headers(number, fields(x_part_sizes="2000"))
             pair.client.send_data(number, b"", end_stream=number < 40)
         pair.connection.data_received(pair.client.data_to_send())
         streams = pair.connection.streams
@@ -216,12 +224,12 @@ def test_a_change_of_the_first_window_looks_at_no_stream() -> None:
             pair.connection.data_received(frames.settings({frames.INITIAL_WINDOW: size_bytes}))
             for _ in range(3):
                 await asyncio.sleep(0)
-            return [stream.window_change for stream in streams.open.values()]
+            return [stream.window_delta for stream in streams.open.values()]
 
-        changes = await change(1_000)
-        assert changes == [-1_000] * 20 + [0] * 80 and len(streams.narrow) == 20
+        deltas = await change(1_000)
+        assert deltas == [-1_000] * 20 + [0] * 80 and len(streams.blocked_by_stream) == 20
         for size_bytes in (500, 0, 900):
-            assert await change(size_bytes) == changes
+            assert await change(size_bytes) == deltas
             windows = [stream.send_window for stream in streams.open.values()]
             assert windows == [size_bytes - 1_000] * 20 + [size_bytes] * 80
         assert await change(1_001) == [-1_001] * 20 + [0] * 80
@@ -232,23 +240,29 @@ def test_a_change_of_the_first_window_looks_at_no_stream() -> None:
     asyncio.run(check())
 
 
-def test_streams_behind_the_connection_s_window_take_turns_and_others_are_not_looked_at() -> None:
+def test_streams_blocked_by_the_connection_s_window_send_in_turn() -> None:
     async def check() -> None:
         pair = Pair(2**20, 10**6)
         for _ in range(20):
             number = pair.client.get_next_available_stream_id()
-            pair.client.send_headers(number, fields(x_wanted="10000"))
+            pair.client.send_headers(number, fields(x_part_sizes="10000"))
             pair.client.send_data(number, b"", end_stream=True)
         pair.connection.data_received(pair.client.data_to_send())
         for _ in range(5):
             await asyncio.sleep(0)
         streams = pair.connection.streams
-        assert len(streams.blocked) == 14 and not streams.narrow and not streams.send_window
-        first = list(streams.blocked)
+        assert (
+            len(streams.blocked_by_connection) == 14
+            and not streams.blocked_by_stream
+            and not streams.send_window
+        )
+        first = list(streams.blocked_by_connection)
         pair.connection.data_received(frames.window_update(0, 1))
-        assert list(streams.blocked) == [*first[1:], first[0]], "one byte is one stream's"
+        assert list(streams.blocked_by_connection) == [*first[1:], first[0]], (
+            "a window of one byte lets one stream send"
+        )
         pair.connection.data_received(frames.window_update(0, 10**6))
-        assert not streams.blocked
+        assert not streams.blocked_by_connection
         pair.connection.connection_lost(None)
         await asyncio.sleep(0)
 
@@ -256,7 +270,7 @@ def test_streams_behind_the_connection_s_window_take_turns_and_others_are_not_lo
 
 
 def test_the_harness_sees_more_data_than_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without looks at the windows, h2 says so."""
+    """Control: if `Stream.send` ignores the windows, h2 raises an error."""
 
     def careless(stream: Stream, data: bytes) -> bool:
         for at in range(0, len(data), 16_384):
@@ -268,7 +282,7 @@ def test_the_harness_sees_more_data_than_a_window(monkeypatch: pytest.MonkeyPatc
         asyncio.run(converse([(10, [100_000])], 65_535, 60_000))
 
 
-def test_connections_are_flushed_together_and_none_holds_up_the_others(
+def test_a_connection_that_fails_to_flush_does_not_stop_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Broken(Streams):
@@ -278,7 +292,7 @@ def test_connections_are_flushed_together_and_none_holds_up_the_others(
     async def check() -> None:
         flushes, wire = Flushes(asyncio.get_running_loop()), Wire(None)  # type: ignore[arg-type]
         for streams in (Broken(flushes), Streams(flushes)):
-            streams.opened(wire, "peer")
+            streams.attach(wire, "peer")
             streams.write(b"one ")
             streams.write(b"write")
         assert not wire.written

@@ -1,4 +1,4 @@
-"""A Kafka within this process: the mock cluster of its own client. A real one: tests/interop/test_kafka.py."""
+"""A Kafka within this process: the mock cluster of librdkafka. For a real Kafka see tests/interop/test_kafka.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.client.calls import Calls
 from timeball.edges.kafka.options import BridgeOptions
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 
 NAMES = itertools.count()
 
 
 class SmallKafka:
-    """Topics are there when they are named, with four partitions each."""
+    """A mock of Kafka. A topic exists from its first use on, with four partitions."""
 
     def __init__(self) -> None:
         self._holder = Producer({"bootstrap.servers": "127.0.0.1:1", "test.mock.num.brokers": 1})
@@ -40,18 +40,18 @@ class SmallKafka:
 
     def read(self, topic: str) -> list[Any]:
         properties = {"bootstrap.servers": self.bootstrap, "group.id": "reader", "enable.partition.eof": True}
-        consumer, found, left = Consumer(properties), [], 4
+        consumer, messages, partitions_left = Consumer(properties), [], 4
         consumer.assign([TopicPartition(topic, partition, 0) for partition in range(4)])
-        while left:
+        while partitions_left:
             message = consumer.poll(BOUND_S)
             assert message is not None
             if message.error() is None:
-                found.append(message)
+                messages.append(message)
             else:
                 assert message.error().code() == KafkaError._PARTITION_EOF
-                left -= 1
+                partitions_left -= 1
         consumer.close()
-        return found
+        return messages
 
 
 @pytest.fixture(scope="session")
@@ -67,14 +67,14 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 @pytest.fixture
 def calls(node: RunningNode) -> Iterator[Calls]:
-    found = Calls(node.endpoint, 30_000)
-    yield found
-    found.close()
+    calls = Calls(node.endpoint, 30_000)
+    yield calls
+    calls.close()
 
 
 @pytest.fixture
 def options(kafka: SmallKafka, tmp_path: Path) -> BridgeOptions:
-    """Of a bridge of its own topics, which are there."""
+    """The options of a new bridge, whose topics exist."""
     name = f"t{next(NAMES)}"
     kafka.make(name, f"{name}.out", f"{name}.dead", f"{name}.position")
     return BridgeOptions(
@@ -89,10 +89,10 @@ def options(kafka: SmallKafka, tmp_path: Path) -> BridgeOptions:
 
 
 @pytest.fixture
-def queue(calls: Calls, options: BridgeOptions) -> WaitingQueue:
-    found = WaitingQueue(calls, options.topic)
-    found.ensure()
-    return found
+def queue(calls: Calls, options: BridgeOptions) -> BridgeQueue:
+    queue = BridgeQueue(calls, options.topic)
+    queue.ensure()
+    return queue
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Both ways at once: what goes in comes out, and an end is orderly."""
+"""Both directions at once: records pass through the bridge, and it stops cleanly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.io.clock import SystemClock
 from timeball.model.errors import SetupError
 
 
-def test_what_goes_in_comes_out(
+def test_records_pass_through_the_bridge_unchanged(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, stop: threading.Event
 ) -> None:
     ready = threading.Event()
@@ -39,7 +39,9 @@ def test_what_goes_in_comes_out(
     assert (bridge.counts.taken, bridge.counts.dead, bridge.counts.undeliverable) == (2, 1, 1)
 
 
-def test_an_error_of_one_way_ends_both(node: RunningNode, options: BridgeOptions, calls: object) -> None:
+def test_an_error_in_one_direction_stops_both(
+    node: RunningNode, options: BridgeOptions, calls: object
+) -> None:
     bridge = Bridge(options, node.endpoint, SystemClock())
     bridge._queue.ensure()
     bridge._queue._calls.action(

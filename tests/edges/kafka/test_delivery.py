@@ -1,4 +1,4 @@
-"""Messages of Timeball as committed records, and what a bridge refuses to begin with."""
+"""Messages of Timeball become committed records, and a bridge with an unsuitable position refuses to start."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tests.edges.kafka.conftest import SmallKafka
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
-from timeball.edges.kafka.delivery import MARKS_S, STRANGE, Delivery, read_position
+from timeball.edges.kafka.delivery import END_MARKERS_S, NO_ENVELOPE, Delivery, read_position
 from timeball.edges.kafka.options import BridgeOptions, Counts
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError
 
 
-def test_a_message_of_another_client_is_a_dead_letter(
-    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+def test_a_message_of_another_client_becomes_a_dead_letter(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, stop: threading.Event
 ) -> None:
     counts = Counts()
     delivery = Delivery(options, queue, counts, SystemClock())
@@ -33,13 +33,13 @@ def test_a_message_of_another_client_is_a_dead_letter(
     running.join()
     (dead,) = kafka.read(options.dead)
     headers = dict(dead.headers())
-    assert dead.value() == b"by hand" and headers["timeball-reason"] == STRANGE.encode()
+    assert dead.value() == b"by hand" and headers["timeball-reason"] == NO_ENVELOPE.encode()
     assert headers["timeball-topic"] == options.topic.encode() and read_position(options) == 1
     assert (counts.undeliverable, counts.transactions) == (1, 1)
 
 
-class Timed(threading.Event):
-    """Notes for how long it was waited for, and does not wait."""
+class RecordingEvent(threading.Event):
+    """Records the waiting times instead of waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,20 +50,20 @@ class Timed(threading.Event):
         return self.is_set()
 
 
-def test_what_passed_since_the_last_commit_is_a_part_of_the_pause_before_a_transaction(
-    kafka: SmallKafka, options: BridgeOptions, queue: WaitingQueue
+def test_the_pause_before_a_transaction_counts_from_the_last_commit(
+    kafka: SmallKafka, options: BridgeOptions, queue: BridgeQueue
 ) -> None:
-    stop, clock = Timed(), ManualClock()
+    stop, clock = RecordingEvent(), ManualClock()
     delivery = Delivery(options, queue, Counts(), clock)
     delivery.open(stop)
     for passed_ms in (0, 3, 5):
         clock.advance(passed_ms)
         delivery._write([], 0, stop)
-    assert stop.waits_s == pytest.approx([MARKS_S, MARKS_S - 0.003])
+    assert stop.waits_s == pytest.approx([END_MARKERS_S, END_MARKERS_S - 0.003])
 
 
-def test_a_queue_that_is_used_needs_its_position(
-    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+def test_a_used_queue_without_a_position_is_a_setup_error(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, stop: threading.Event
 ) -> None:
     with Timeball(node.endpoint) as ball:
         ball.send(options.topic, "before")
@@ -71,16 +71,16 @@ def test_a_queue_that_is_used_needs_its_position(
         Delivery(options, queue, Counts(), SystemClock()).open(stop)
 
 
-def test_a_position_behind_the_queues_end_is_of_another_folder(
-    kafka: SmallKafka, options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+def test_a_position_behind_the_end_of_the_queue_is_a_setup_error(
+    kafka: SmallKafka, options: BridgeOptions, queue: BridgeQueue, stop: threading.Event
 ) -> None:
     kafka.produce(options.position_topic, {"key": b"position", "value": b'{"offset":3}'})
     with pytest.raises(SetupError, match="another data folder, or an older copy"):
         Delivery(options, queue, Counts(), SystemClock()).open(stop)
 
 
-def test_the_topic_of_out_must_be_there(
-    options: BridgeOptions, queue: WaitingQueue, stop: threading.Event
+def test_a_missing_topic_of_out_is_a_setup_error(
+    options: BridgeOptions, queue: BridgeQueue, stop: threading.Event
 ) -> None:
     with pytest.raises(SetupError, match="--out nowhere: Kafka has no such topic"):
         Delivery(replace(options, out="nowhere"), queue, Counts(), SystemClock()).open(stop)

@@ -1,4 +1,4 @@
-"""Records of Kafka as messages of Timeball: once each, also when they are read again."""
+"""Records of Kafka become messages of Timeball, once each, even if they are read again."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from timeball import Timeball
 from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.edges.kafka import intake
-from timeball.edges.kafka.intake import Intake, pieces
+from timeball.edges.kafka.intake import Intake, split_batches
 from timeball.edges.kafka.options import BridgeOptions, Counts
-from timeball.edges.kafka.records import Headers, Record, Waiting
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.records import BridgeMessage, Headers, Record
+from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.io.clock import SystemClock
 from timeball.model import limits
 from timeball.model.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError
@@ -29,7 +29,7 @@ CANCEL: Headers = [("cancel", b"")]
 
 
 @pytest.fixture
-def made(options: BridgeOptions, queue: WaitingQueue, calls: Calls) -> Iterator[Make]:
+def made(options: BridgeOptions, queue: BridgeQueue, calls: Calls) -> Iterator[Make]:
     def make() -> tuple[Intake, Counts]:
         counts = Counts()
         return Intake(options, queue, Source(calls, options.name), counts, SystemClock()), counts
@@ -39,8 +39,8 @@ def made(options: BridgeOptions, queue: WaitingQueue, calls: Calls) -> Iterator[
 
 def taken(made: Make, count: int) -> Counts:
     """Run an intake until it has taken so many records."""
-    stop, (one, counts) = threading.Event(), made()
-    running = threading.Thread(target=one.run, args=(stop,))
+    stop, (reader, counts) = threading.Event(), made()
+    running = threading.Thread(target=reader.run, args=(stop,))
     running.start()
     eventually(lambda: counts.taken >= count, f"{count} records are taken")
     stop.set()
@@ -48,7 +48,7 @@ def taken(made: Make, count: int) -> Counts:
     return counts
 
 
-def test_it_goes_on_where_the_log_says(
+def test_a_restarted_intake_continues_at_the_positions_in_the_log(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, *({"value": b"%d" % at, "headers": LATER} for at in range(5)))
@@ -63,7 +63,7 @@ def test_it_goes_on_where_the_log_says(
         assert ball.get(f"{options.name}-0-5").state == "waiting"
 
 
-def test_what_is_cancelled_in_its_own_batch_is_never_sent(
+def test_a_message_cancelled_in_its_own_batch_is_never_sent(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, {"value": b"0", "key": b"k", "headers": LATER})
@@ -87,30 +87,30 @@ def test_a_cancel_waits_for_the_batch_before_it(
     kafka: SmallKafka, options: BridgeOptions, made: Make, stop: threading.Event
 ) -> None:
     kafka.produce(options.own, {"value": b"0", "key": b"k", "headers": LATER})
-    one, counts = made()
-    one._begin()
+    reader, counts = made()
+    reader._assign_partitions()
     record = Record(options.own, 0, 0, b"k", b"0", LATER, 1_900_000_000_000)
     for offset, headers in enumerate((LATER, CANCEL, LATER, CANCEL)):
-        one._take([record._replace(offset=offset, headers=headers)], stop)
+        reader._accept([record._replace(offset=offset, headers=headers)], stop)
     assert counts.cancelled == 2
-    one._sending.result()
+    reader._pending_send.result()
     assert counts.taken == 4
-    one._consumer.close()
+    reader._consumer.close()
 
 
-def test_what_is_due_soon_waits_less_long_for_others(made: Make) -> None:
-    one, _ = made()
-    record, now_ms = Record(one._options.own, 0, 0, b"k", b"0", LATER, 0), one._clock.wall_ms()
+def test_a_record_due_soon_shortens_the_linger_time(made: Make) -> None:
+    reader, _ = made()
+    record, now_ms = Record(reader._options.own, 0, 0, b"k", b"0", LATER, 0), reader._clock.wall_ms()
     soon, later = (record._replace(timestamp_ms=now_ms + ms - limits.HOUR_MS) for ms in (400, 5_000))
     seen = []
-    for found in ([later], [later, soon], [later], [later, record._replace(headers=[])], [later]):
-        one._messages(found)
-        seen.append(one._linger_s)
+    for result in ([later], [later, soon], [later], [later, record._replace(headers=[])], [later]):
+        reader._convert(result)
+        seen.append(reader._linger_s)
     assert seen == [intake.FAR_LINGER_S, intake.LINGER_S] * 2 + [intake.FAR_LINGER_S]
-    one._consumer.close()
+    reader._consumer.close()
 
 
-def test_what_timeball_refuses_is_a_dead_letter_and_holds_nothing_up(
+def test_a_message_that_timeball_refuses_becomes_a_dead_letter(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -132,7 +132,7 @@ def strict(admit: Callable[..., object]) -> Callable[..., object]:
     return refuse_bad
 
 
-def test_a_stop_while_timeball_is_full_passes_over_no_record(
+def test_a_stop_while_timeball_is_full_skips_no_record(
     kafka: SmallKafka, node: RunningNode, options: BridgeOptions, made: Make,
     stop: threading.Event, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -146,32 +146,32 @@ def test_a_stop_while_timeball_is_full_passes_over_no_record(
         return admit(batch)
 
     kafka.produce(options.own, *({"value": b"%d" % at, "headers": LATER} for at in range(2)))
-    one, counts = made()
+    reader, counts = made()
     with monkeypatch.context() as patch:
         patch.setattr(intake, "BATCH_BYTES", 1)
         patch.setattr(node.broker.appender, "admit", full)
-        one.run(stop)
+        reader.run(stop)
     assert stop.is_set() and counts.taken == 0
     assert node.broker.tables.source_positions.of("", options.name)[0] == 0
     assert taken(made, 2).taken == 2
 
 
-def test_another_process_of_the_same_source_is_noticed_and_asked_for(
+def test_a_batch_that_another_process_has_sent_is_refused_with_conflict(
     kafka: SmallKafka, calls: Calls, options: BridgeOptions, made: Make
 ) -> None:
     kafka.produce(options.own, {"value": b"0", "headers": LATER})
-    one, _ = made()
-    one._begin()
+    reader, _ = made()
+    reader._assign_partitions()
     taken(made, 1)
     record = Record(options.own, 0, 0, None, b"0", [("after", b"1h")], 1_795_000_000_000)
-    one._take([record, record._replace(offset=1)], threading.Event())
+    reader._accept([record, record._replace(offset=1)], threading.Event())
     with pytest.raises(Conflict, match="stands at 1"):
-        one._take([record._replace(offset=2)], threading.Event())
-    one._consumer.close()
+        reader._accept([record._replace(offset=2)], threading.Event())
+    reader._consumer.close()
 
 
-def test_one_that_begins_at_the_end_leaves_out_nothing_that_comes_later(
-    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: WaitingQueue, calls: Calls
+def test_an_intake_from_latest_skips_no_record_that_arrives_later(
+    kafka: SmallKafka, node: RunningNode, options: BridgeOptions, queue: BridgeQueue, calls: Calls
 ) -> None:
     kafka.produce(options.own, {"value": b"before", "headers": LATER})
     latest = replace(options, start="latest")
@@ -181,7 +181,7 @@ def test_one_that_begins_at_the_end_leaves_out_nothing_that_comes_later(
         return Intake(latest, queue, Source(calls, options.name), counts, SystemClock()), counts
 
     first, _ = make()
-    first._begin()
+    first._assign_partitions()
     first._consumer.close()
     kafka.produce(options.own, {"value": b"later", "headers": LATER})  # while no bridge runs
     assert taken(make, 1).taken == 1
@@ -191,30 +191,30 @@ def test_one_that_begins_at_the_end_leaves_out_nothing_that_comes_later(
             ball.get(f"{options.name}-0-0")
 
 
-def test_a_topic_that_was_made_anew_is_said(
+def test_a_topic_that_was_created_again_is_a_setup_error(
     kafka: SmallKafka, calls: Calls, options: BridgeOptions, made: Make
 ) -> None:
     source = Source(calls, options.name)
     source.send(pa.RecordBatch.from_pylist([], intake.SCHEMA), {0: 0}, {0: 100})
     source.close()
-    one, _ = made()
+    reader, _ = made()
     with pytest.raises(
         SetupError, match=r"stands at offset 100 of .*, which ends at 0: the topic was made anew"
     ):
-        one.run(threading.Event())
+        reader.run(threading.Event())
 
 
-def test_a_batch_is_cut_by_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_items_are_split_into_batches_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intake, "BATCH_BYTES", 1_000)
     sizes = [100, 700, 2_000, 50, None, 900, 10]
     record = Record("t", 0, 0, None, None, [], 0)
     items = [
-        (record, None if size is None else Waiting("i", b"x" * (size - 65), None, "", 0, None)) if size != 50
-        else (record, Waiting("i", b"", None, "", 0, None))
+        (record, None if size is None else BridgeMessage("i", b"x" * (size - 65), None, "", 0, None)) if size != 50
+        else (record, BridgeMessage("i", b"", None, "", 0, None))
         for size in sizes
     ]  # fmt: skip
-    found = list(pieces(items))
-    assert [len(piece) for piece in found] == [2, 1, 3, 1] and [
-        item for piece in found for item in piece
+    batches = list(split_batches(items))
+    assert [len(batch) for batch in batches] == [2, 1, 3, 1] and [
+        item for batch in batches for item in batch
     ] == items
-    assert list(pieces([])) == []
+    assert list(split_batches([])) == []

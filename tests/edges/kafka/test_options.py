@@ -1,4 +1,4 @@
-"""What a bridge may be told."""
+"""The options of a bridge: their limits, and the properties of Kafka's client."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def options(**changes: Any) -> BridgeOptions:
     return BridgeOptions(**given)
 
 
-def test_its_topic_in_timeball_has_no_dots() -> None:
+def test_the_topic_in_timeball_has_no_dots() -> None:
     assert options().topic == "kafka-in_v1"
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected_text"),
     [
         ({"name": "a b"}, "--name a b: 1 to 100"),
         ({"start": "17"}, "--from 17: earliest or latest"),
@@ -36,14 +36,16 @@ def test_its_topic_in_timeball_has_no_dots() -> None:
         ({"client": {"acks": "0", "group.id": "g"}}, "--kafka-config: acks, group.id cannot be chosen"),
     ],
 )
-def test_a_wrong_one_is_named(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SetupError, match=said):
+def test_a_wrong_option_is_named_in_the_error(changes: dict[str, Any], expected_text: str) -> None:
+    with pytest.raises(SetupError, match=expected_text):
         options(**changes)
 
 
-def test_properties_of_a_file_reach_the_client() -> None:
-    found = read_properties("# TLS\nsecurity.protocol = SSL\n\nssl.ca.location=/etc/ca=1.pem\n", "client")
-    properties = options(client=found).client_properties(group_id="g")
+def test_properties_of_a_file_become_client_properties() -> None:
+    file_properties = read_properties(
+        "# TLS\nsecurity.protocol = SSL\n\nssl.ca.location=/etc/ca=1.pem\n", "client"
+    )
+    properties = options(client=file_properties).client_properties(group_id="g")
     assert properties["security.protocol"] == "SSL" and properties["ssl.ca.location"] == "/etc/ca=1.pem"
     assert properties["group.id"] == "g" and properties["bootstrap.servers"] == "127.0.0.1:9092"
     with pytest.raises(SetupError, match="--kafka-config client: line 2 is not name=value"):

@@ -1,4 +1,4 @@
-"""The position is the last one that was committed, however far back it stands."""
+"""A read finds the last committed position, however far from the end it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.bounds import BOUND_S
 from tests.edges.kafka.conftest import SmallKafka
 
 from timeball.edges.kafka import delivery
-from timeball.edges.kafka.delivery import KEY, make_topics, read_position
+from timeball.edges.kafka.delivery import POSITION_KEY, make_topics, read_position
 from timeball.edges.kafka.options import BridgeOptions
 
 
-def test_the_last_committed_position_counts(
+def test_the_last_committed_position_is_read(
     kafka: SmallKafka, options: BridgeOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert read_position(options) is None
@@ -20,13 +20,13 @@ def test_the_last_committed_position_counts(
     producer.init_transactions(BOUND_S)
     for offset in (0, 5, 17):
         producer.begin_transaction()
-        producer.produce(options.position_topic, b'{"offset":%d}' % offset, KEY, partition=0)
+        producer.produce(options.position_topic, b'{"offset":%d}' % offset, POSITION_KEY, partition=0)
         producer.commit_transaction(BOUND_S)
     assert read_position(options) == 17
-    # Of a topic with more behind it than one look reads, as aborted transactions leave: it looks further back.
-    monkeypatch.setattr(delivery, "BACK", 1)
+    # Aborted transactions can lie between the position and the end, so that the first read finds no position.
+    monkeypatch.setattr(delivery, "LOOK_BACK_OFFSETS", 1)
     assert read_position(options) == 17
 
 
-def test_topics_that_are_there_are_not_made(options: BridgeOptions) -> None:
+def test_existing_topics_are_not_created_again(options: BridgeOptions) -> None:
     make_topics(options, {options.dead: 1, options.position_topic: 1})

@@ -1,4 +1,4 @@
-"""A record as a message, and back: nothing of it changes, and what cannot be taken says why."""
+"""Records become messages and records again without a change. Records that cannot be accepted state the reason."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.edges.kafka import records
-from timeball.edges.kafka.records import Headers, Place, Record, Rules, Waiting, message_of
+from timeball.edges.kafka.records import (
+    BridgeMessage,
+    Headers,
+    Record,
+    RecordLocation,
+    TopicRules,
+    message_of,
+)
 from timeball.model import limits
 
 NOW_MS = 1_795_000_000_000
 TOPICS = ("in", "out", "elsewhere", "in.dead", "positions", "timeball.other.position", "__consumer_offsets")
-RULES = Rules("in", "out", "in.dead", "positions", TOPICS.__contains__)
+RULES = TopicRules("in", "out", "in.dead", "positions", TOPICS.__contains__)
 
 
 def record(
@@ -21,16 +28,16 @@ def record(
     return Record("in", partition, 17, key, value, headers, NOW_MS - 1_000)
 
 
-def taken(headers: Headers, **more: bytes | None) -> Waiting:
+def convert(headers: Headers, **more: bytes | None) -> BridgeMessage:
     return message_of(record(headers, **more), RULES, NOW_MS)  # type: ignore[arg-type]
 
 
-def reason(message: Waiting) -> str:
+def reason(message: BridgeMessage) -> str:
     envelope = records.envelope_of(message.properties)
     assert message.is_dead and message.due_ms is None and envelope is not None and envelope.topic == "in.dead"
-    found = dict(envelope.headers)
-    assert [found[name] for name in records.REASONS[1:]] == [b"in", b"3", b"17"]
-    return (found["timeball-reason"] or b"").decode()
+    headers = dict(envelope.headers)
+    assert [headers[name] for name in records.REASONS[1:]] == [b"in", b"3", b"17"]
+    return (headers["timeball-reason"] or b"").decode()
 
 
 @pytest.mark.parametrize(
@@ -42,8 +49,8 @@ def reason(message: Waiting) -> str:
         ("after", b"PT1.5S", NOW_MS + 500),
     ],
 )
-def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
-    message = taken([(name, text)])
+def test_a_header_sets_the_due_time(name: str, text: bytes, due_ms: int) -> None:
+    message = convert([(name, text)])
     assert (message.due_ms, message.body, message.keys, message.id) == (due_ms, b"v", "in/k", "in-3-17")
 
 
@@ -52,13 +59,13 @@ def test_a_header_says_when(name: str, text: bytes, due_ms: int) -> None:
     value=st.none() | st.binary(max_size=300),
     headers=st.lists(
         st.tuples(st.text(max_size=20).filter(lambda name: name not in (
-            records.AT, records.AFTER, *records.OLD_NAMES, records.TO, records.CANCEL,
-        ) and not name.lower().startswith(records.OURS)), st.none() | st.binary(max_size=50)),
+            records.AT, records.AFTER, *records.RENAMED_HEADERS, records.TO, records.CANCEL,
+        ) and not name.lower().startswith(records.RESERVED_PREFIXES)), st.none() | st.binary(max_size=50)),
         max_size=5,
     ),
     partition=st.integers(0, 1_000),
 )  # fmt: skip
-def test_key_value_headers_and_partition_stay(
+def test_key_value_headers_and_partition_are_kept(
     key: bytes | None, value: bytes | None, headers: Headers, partition: int
 ) -> None:
     given_headers = [*headers, ("after", b"1s")]
@@ -70,18 +77,18 @@ def test_key_value_headers_and_partition_stay(
     assert (None if envelope.is_null else message.body) == value
 
 
-def test_a_dead_letter_may_be_sent_again() -> None:
-    dead = records.reasons(Place("in", 3, 17), "no reason")
-    assert not taken([("after", b"1s"), *dead, ("delivered-by", b"van"), ("x-timeball", b"1")]).is_dead
+def test_the_headers_of_a_dead_letter_are_accepted_again() -> None:
+    dead = records.reason_headers(RecordLocation("in", 3, 17), "no reason")
+    assert not convert([("after", b"1s"), *dead, ("delivered-by", b"van"), ("x-timeball", b"1")]).is_dead
 
 
-def test_a_header_names_the_topic() -> None:
-    envelope = records.envelope_of(taken([("after", b"1s"), ("deliver-to", b"elsewhere")]).properties)
+def test_the_header_deliver_to_sets_the_topic() -> None:
+    envelope = records.envelope_of(convert([("after", b"1s"), ("deliver-to", b"elsewhere")]).properties)
     assert envelope is not None and envelope.topic == "elsewhere"
 
 
 @pytest.mark.parametrize(
-    ("headers", "said"),
+    ("headers", "expected_text"),
     [
         ([], "one header at or after says when; 0 are there"),
         ([("after", b"1s"), ("at", b"1795000600000")], "2 are there"),
@@ -112,23 +119,29 @@ def test_a_header_names_the_topic() -> None:
         ([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)], "key and headers take"),
     ],
 )
-def test_what_cannot_be_taken_says_why(headers: Headers, said: str) -> None:
-    message = taken(headers)
-    assert said in reason(message) and message.body == b"v"
+def test_an_unacceptable_record_becomes_a_dead_letter_with_the_reason(
+    headers: Headers, expected_text: str
+) -> None:
+    message = convert(headers)
+    assert expected_text in reason(message) and message.body == b"v"
 
 
-def test_without_a_topic_for_all_each_record_names_its_own() -> None:
+def test_without_out_a_record_without_deliver_to_is_refused() -> None:
     rules = RULES._replace(out=None)
     assert "no --out" in reason(message_of(record([("after", b"1s")]), rules, NOW_MS))
 
 
-def test_a_value_that_is_too_large_stays_where_it_was() -> None:
-    message = taken([("after", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
-    assert "4194305 bytes" in reason(message) and records.LEFT in reason(message) and message.body == b""
+def test_a_too_large_value_is_left_out_of_the_dead_letter() -> None:
+    message = convert([("after", b"1s")], value=b"x" * (limits.BODY_BYTES_MAX + 1))
+    assert (
+        "4194305 bytes" in reason(message)
+        and records.VALUE_LEFT_OUT in reason(message)
+        and message.body == b""
+    )
 
 
-def test_headers_that_are_too_large_stay_where_they_were() -> None:
-    message = taken([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
+def test_too_large_headers_are_left_out_of_the_dead_letter() -> None:
+    message = convert([("after", b"1s"), ("h", b"x" * limits.PROPERTIES_BYTES_MAX)])
     assert "key and headers are left" in reason(message)
 
 
@@ -145,19 +158,19 @@ def test_headers_that_are_too_large_stay_where_they_were() -> None:
         (b"x" * 201, None),
     ],
 )
-def test_a_key_is_a_name_as_it_is_or_by_its_hash(key: bytes, name: str | None) -> None:
-    found = records.key_name("in", key)
-    assert found == name if name else found.startswith("in/sha256:") and len(found) == 74
+def test_a_kafka_key_is_used_as_it_is_or_as_its_hash(key: bytes, name: str | None) -> None:
+    result = records.timeball_key("in", key)
+    assert result == name if name else result.startswith("in/sha256:") and len(result) == 74
 
 
-def test_a_message_that_was_no_record_is_seen() -> None:
+def test_a_message_without_an_envelope_has_none() -> None:
     assert records.envelope_of(None) is None
     assert records.envelope_of("a\x01b\x02") is None
     assert records.envelope_of("kafka\x01no base64!\x02") is None
     assert records.envelope_of("kafka\x01aGFsbG8=\x02") is None
 
 
-def test_an_id_names_a_place() -> None:
-    assert Place.of(Place("a-b.c", 3, 17).id) == ("a-b.c", 3, 17)
+def test_an_id_contains_the_location_of_its_record() -> None:
+    assert RecordLocation.of(RecordLocation("a-b.c", 3, 17).id) == ("a-b.c", 3, 17)
     with pytest.raises(ValueError):
-        Place.of("17")
+        RecordLocation.of("17")

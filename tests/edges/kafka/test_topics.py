@@ -1,4 +1,4 @@
-"""Topics are remembered, and a new one is seen within a second."""
+"""Topics are cached, and a new topic is found within a second."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from timeball.edges.kafka.options import Topics
 from timeball.io.clock import ManualClock
 
 
-def test_it_asks_seldom_and_finds_what_is_new() -> None:
+def test_topics_are_cached_and_a_new_topic_is_found_within_a_second() -> None:
     partitions, asked, clock = {"a": 3}, list[float](), ManualClock()
 
     def list_topics(timeout: float) -> SimpleNamespace:
@@ -16,7 +16,7 @@ def test_it_asks_seldom_and_finds_what_is_new() -> None:
         topics = [
             SimpleNamespace(topic=name, partitions=range(n), error=None) for name, n in partitions.items()
         ]
-        return SimpleNamespace(topics={one.topic: one for one in topics})
+        return SimpleNamespace(topics={topic.topic: topic for topic in topics})
 
     topics = Topics(list_topics, clock)
     assert topics.partitions("a") == 3 and topics.has("a") and not topics.has("b") and len(asked) == 1

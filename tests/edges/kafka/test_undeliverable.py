@@ -1,4 +1,4 @@
-"""The local file of records that Kafka refuses in every form."""
+"""The local file for records that Kafka refuses in every form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LINE = Undeliverable(
 )  # fmt: skip
 
 
-def test_a_line_holds_the_whole_record(tmp_path: Path) -> None:
+def test_each_line_contains_the_whole_record(tmp_path: Path) -> None:
     counts = Counts()
     file = UndeliverableFile(tmp_path / "lines", counts)
     file.check()
@@ -29,7 +29,7 @@ def test_a_line_holds_the_whole_record(tmp_path: Path) -> None:
     assert counts.filed == 2
 
 
-def test_a_file_that_cannot_be_written_is_named_before_it_is_needed(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_a_setup_error_at_the_check(tmp_path: Path) -> None:
     file = UndeliverableFile(tmp_path / "no such folder" / "lines", Counts())
     with pytest.raises(SetupError, match=r"--undeliverable .*lines: cannot be written"):
         file.check()

@@ -9,14 +9,14 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.client.calls import Calls
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.model.errors import OutOfRange, SetupError
 
 
-def test_it_is_one_queue_that_is_pulled_and_cancelled(tmp_path: Path) -> None:
+def test_messages_of_the_queue_are_pulled_and_cancelled(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Timeball(node.endpoint) as ball:
         calls = Calls(node.endpoint, 30_000)
-        queue = WaitingQueue(calls, "kafka-in")
+        queue = BridgeQueue(calls, "kafka-in")
         queue.ensure()
         queue.ensure()
         assert (queue.span().min, queue.span().max) == (0, 0)
@@ -29,5 +29,5 @@ def test_it_is_one_queue_that_is_pulled_and_cancelled(tmp_path: Path) -> None:
         assert queue.cancel(["in/k", "in/none"]) == 1 and queue.cancel(["in/k"]) == 0
         ball.create_topic("kafka-many", 3)
         with pytest.raises(SetupError, match="--name: Timeball's topic 'kafka-many' has 3 queues"):
-            WaitingQueue(calls, "kafka-many").ensure()
+            BridgeQueue(calls, "kafka-many").ensure()
         calls.close()

@@ -90,9 +90,9 @@ class _Server(http.server.ThreadingHTTPServer):
         """A client that has gone away is what some tests are about."""
 
     def cut(self) -> None:
-        for one in list(self._open):
+        for item in list(self._open):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR)
+                item.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -74,20 +74,20 @@ class Record:
 
     def duplicates(self) -> Counter[str]:
         """Grants beyond the first, by the kill that explains them."""
-        found: Counter[str] = Counter()
+        result: Counter[str] = Counter()
         for times in self.grants.values():
             for first in times[:-1]:
                 near = [who for at, who in self.kills if -0.5 <= at - first <= ON_ITS_WAY_S]
-                found[near[0] if near else "unexplained"] += 1
-        return found
+                result[near[0] if near else "unexplained"] += 1
+        return result
 
     def faults(self) -> list[str]:
         """All that may not be."""
-        dead_twice = [one for one, count in Counter(self.dead).items() if count > 1]
+        dead_twice = [item for item, count in Counter(self.dead).items() if count > 1]
         return [
-            *(f"lost: {one}" for one in sorted(self.open())),
-            *(f"never sent: {one}" for one in sorted(self.grants.keys() - self.sent)),
-            *(f"dead twice: {one}" for one in sorted(dead_twice)),
+            *(f"lost: {item}" for item in sorted(self.open())),
+            *(f"never sent: {item}" for item in sorted(self.grants.keys() - self.sent)),
+            *(f"dead twice: {item}" for item in sorted(dead_twice)),
             *([f"forged: {self.outcomes['forged']}"] if self.outcomes["forged"] else []),
             *([f"sent twice for no reason: {n}"] if (n := self.duplicates()["unexplained"]) else []),
         ]
@@ -134,8 +134,8 @@ class Siege:
             for first in range(0, messages, SENT_AT_ONCE):
                 ids = [f"m-{at}" for at in range(first, min(first + SENT_AT_ONCE, messages))]
                 lines = [
-                    {"id": one, "body": one, **({"after": "10s"} if at % 2 else {})}
-                    for at, one in enumerate(ids)
+                    {"id": item, "body": item, **({"after": "10s"} if at % 2 else {})}
+                    for at, item in enumerate(ids)
                 ]
                 assert client.send(TOPIC, lines).status == 201
                 self.record.sent.update(ids)
@@ -199,18 +199,18 @@ class Siege:
         topic = quote(f"%DLQ%{GROUP}", safe="")
         while True:
             answer = client.receive(topic, group="undertaker", wait="0", max="1024")
-            found = answer.value.get("messages", [])
-            if not found:
+            result = answer.value.get("messages", [])
+            if not result:
                 return
-            self.record.dead += [one["id"] for one in found]
-            receipts = {"receipts": [one["receipt"] for one in found]}
+            self.record.dead += [item["id"] for item in result]
+            receipts = {"receipts": [item["receipt"] for item in result]}
             client.ask("POST", f"/v1/topics/{topic}/ack", receipts, query={"group": "undertaker"})
 
     def close(self) -> None:
         """End both."""
-        for one in (self._receiver, self._broker):
-            if one is not None:
-                one.end()
+        for item in (self._receiver, self._broker):
+            if item is not None:
+                item.end()
 
 
 def lay(folder: Path, messages: int) -> Record:

@@ -1,4 +1,4 @@
-"""Workers follow their subscriptions: made, changed, paused, deleted, and there again after a start."""
+"""Workers follow their subscriptions: created, changed, paused, deleted, and restored after a restart."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.edges.push.test_worker import send, settled, shown, subscribe
 from tests.node_fixture import RunningNode, eventually, running_node
 
 
-def test_a_change_counts_from_the_next_message_on(node: RunningNode, client: Client) -> None:
-    with receiver_of() as one, receiver_of() as other:
-        subscribe(client, "moves", one)
+def test_a_changed_url_applies_from_the_next_message_on(node: RunningNode, client: Client) -> None:
+    with receiver_of() as item, receiver_of() as other:
+        subscribe(client, "moves", item)
         send(client, "moves", 3)
-        eventually(lambda: len(one.requests) == 3, "the first receiver has them")
+        eventually(lambda: len(item.requests) == 3, "the first receiver has them")
         settled(node, client, "moves")
         subscribe(client, "moves", other)
         send(client, "moves", 3)
         eventually(lambda: len(other.requests) == 3, "the second one has the others")
-        assert len(one.requests) == 3
+        assert len(item.requests) == 3
 
 
-def test_a_pause_holds_and_a_deleted_one_sends_nothing(node: RunningNode, client: Client) -> None:
+def test_a_paused_or_deleted_subscription_has_no_worker(node: RunningNode, client: Client) -> None:
     with receiver_of() as receiver:
         subscribe(client, "pauses", receiver)
         assert client.ask("POST", "/v1/subscriptions/pauses/pause").value["state"] == "paused"
@@ -39,7 +39,7 @@ def test_a_pause_holds_and_a_deleted_one_sends_nothing(node: RunningNode, client
         assert "pauses" not in node.node.metrics.push
 
 
-def test_every_request_is_signed_and_by_both_secrets_while_one_is_replaced(
+def test_each_request_is_signed_and_by_both_secrets_during_a_rotation(
     node: RunningNode, client: Client
 ) -> None:
     with receiver_of() as receiver:
@@ -52,13 +52,13 @@ def test_every_request_is_signed_and_by_both_secrets_while_one_is_replaced(
         second = subscribe(client, "signed", receiver, rotate_secret=True)["secret"]
         send(client, "signed", 1)
         eventually(lambda: len(receiver.requests) == 2, "the second is sent")
-    one, both = receiver.requests
-    Webhook(first).verify(one.body, one.headers, json_parse=False)
+    item, both = receiver.requests
+    Webhook(first).verify(item.body, item.headers, json_parse=False)
     for secret in (first, second):
         Webhook(secret).verify(both.body, both.headers, json_parse=False)
 
 
-def test_a_start_goes_on_with_what_was_there_and_refuses_what_is_not_allowed_any_more(tmp_path: Path) -> None:
+def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_path: Path) -> None:
     with receiver_of() as receiver:
         with (
             running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,

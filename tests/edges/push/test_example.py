@@ -1,4 +1,4 @@
-"""The receiver of docs/push.md runs as it is shown, and takes what the broker signs and nothing else."""
+"""The receiver of docs/push.md runs as shown, and accepts only requests that the broker has signed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.node_fixture import RunningNode, eventually
 PAGE = Path(__file__).parents[3] / "docs" / "push.md"
 
 
-def test_the_receiver_of_the_page(
+def test_the_receiver_of_the_page_accepts_only_signed_messages(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)

@@ -1,4 +1,4 @@
-"""One request: every way in which a receiver may answer or not, and every address that is not to be connected to."""
+"""One request: each kind of answer of a receiver, and each kind of forbidden address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import trustme
 from tests.edges.push.receiver import Reply, receiver_of
 
 from timeball.edges.push import sender
-from timeball.edges.push.sender import Answer, Names, Receiver
+from timeball.edges.push.sender import Answer, HostResolver, Receiver
 from timeball.model.addresses import Allowed
 from timeball.model.errors import InvalidMessage
 
@@ -47,13 +47,13 @@ def post(url: str, body: bytes = b"body", **options: Any) -> Answer:
 
 
 @pytest.mark.parametrize("body", [b"", b"body", bytes(range(256)) * 4_096, b"x" * 4 * 1024 * 1024])
-def test_a_request_is_body_and_headers_and_little_else(body: bytes) -> None:
+def test_a_request_has_the_body_and_the_given_headers(body: bytes) -> None:
     with receiver_of() as receiver:
         assert post(receiver.url + "?a=%20b", body) == Answer("delivered", 200)
-        (got,) = receiver.requests
-    assert got.body == body and got.path == "/hook?a=%20b"
-    assert set(got.headers) == {"host", "x-a", "content-type", "content-length", "user-agent", "accept"}
-    assert got.headers["host"] == f"127.0.0.1:{receiver.port}"
+        (received,) = receiver.requests
+    assert received.body == body and received.path == "/hook?a=%20b"
+    assert set(received.headers) == {"host", "x-a", "content-type", "content-length", "user-agent", "accept"}
+    assert received.headers["host"] == f"127.0.0.1:{receiver.port}"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_request_is_body_and_headers_and_little_else(body: bytes) -> None:
      (400, "client_error"), (410, "client_error"), (499, "client_error"), (500, "server_error"), (503, "server_error"),
      (600, "server_error")],
 )  # fmt: skip
-def test_a_status_says_how_it_went(status: int, outcome: str) -> None:
+def test_the_status_determines_the_outcome(status: int, outcome: str) -> None:
     with receiver_of(lambda _: Reply(status)) as receiver:
         answer = post(receiver.url)
     assert (answer.outcome, answer.status, answer.is_gone) == (outcome, status, status == 410)
@@ -75,7 +75,7 @@ def test_a_redirect_is_not_followed() -> None:
         assert other.requests == []
 
 
-def test_retry_after_is_read() -> None:
+def test_retry_after_is_converted_to_milliseconds() -> None:
     with receiver_of(lambda _: Reply(429, {"retry-after": "120"})) as receiver:
         assert post(receiver.url).retry_after_ms == 120_000
 
@@ -85,35 +85,35 @@ def test_retry_after_is_read() -> None:
     [("reset", "broken"), ("close", "broken"), ("noise", "broken"), ("hang", "timeout"), ("endless", "delivered"),
      ("stuck", "delivered")],
 )  # fmt: skip
-def test_what_is_no_answer_and_what_does_not_end(instead: str, outcome: str) -> None:
+def test_broken_and_endless_answers_have_an_outcome(instead: str, outcome: str) -> None:
     with receiver_of(lambda _: Reply(instead=instead)) as receiver:
         assert post(receiver.url, timeout_ms=1_000).outcome == outcome
 
 
-def test_a_head_that_is_too_large_is_no_answer() -> None:
+def test_an_answer_with_a_too_large_head_is_broken() -> None:
     with receiver_of(lambda _: Reply(200, {"x-large": "y" * 20_000})) as receiver:
         assert post(receiver.url).outcome == "broken"
 
 
-def test_nobody_listens() -> None:
+def test_a_port_without_a_listener_is_unreachable() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert post(f"http://127.0.0.1:{port}/").outcome == "unreachable"
 
 
-def test_a_connection_is_used_again_and_one_with_a_long_answer_is_not() -> None:
+def test_a_connection_is_reused_unless_its_answer_was_long() -> None:
     with receiver_of(lambda request: Reply(body=request.body * 1_000)) as receiver:
 
         async def several() -> None:
-            async with sending(receiver.url, connections=1) as one:
+            async with sending(receiver.url, connections=1) as receiver_client:
                 for body in (b"", b"x", b"y" * 1_000, b"z"):
-                    assert (await one.post(body, [], 0)).outcome == "delivered"
+                    assert (await receiver_client.post(body, [], 0)).outcome == "delivered"
 
         asyncio.run(several())
         assert len(receiver.requests) == 4
 
 
-def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     with receiver_of() as receiver:
@@ -123,7 +123,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
 # ---- where it may go --------------------------------------------------------------------------------------------
 
 
-def test_a_name_is_resolved_and_checked_once_and_that_address_is_connected_to() -> None:
+def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     asked: list[str] = []
 
     async def rebinding(host: str, port: int) -> Sequence[str]:
@@ -136,11 +136,11 @@ def test_a_name_is_resolved_and_checked_once_and_that_address_is_connected_to() 
         assert post(url, allowed=allowed, look_up=rebinding).outcome == "delivered"
         assert asked == ["a.example"]
         answer = post(url, allowed=allowed, look_up=rebinding)
-    assert answer.outcome == "forbidden_address" and "cloud metadata" in answer.words
+    assert answer.outcome == "forbidden_address" and "cloud metadata" in answer.detail
     assert len(receiver.requests) == 1
 
 
-def test_a_name_that_changes_its_answer_is_checked_again_with_the_next_connection(
+def test_a_name_is_checked_again_for_the_next_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sender, "NAMES_KEPT_S", 0)
@@ -150,15 +150,15 @@ def test_a_name_that_changes_its_answer_is_checked_again_with_the_next_connectio
         return next(answers)
 
     async def twice(url: str) -> list[str]:
-        async with sending(url, Allowed.parse("127.0.0.1"), rebinding) as one:
-            return [(await one.post(b"x", [], 0)).outcome for _ in range(2)]
+        async with sending(url, Allowed.parse("127.0.0.1"), rebinding) as receiver_client:
+            return [(await receiver_client.post(b"x", [], 0)).outcome for _ in range(2)]
 
     with receiver_of(lambda _: Reply(200, {"connection": "close"})) as receiver:
-        found = asyncio.run(twice(f"http://a.example:{receiver.port}/"))
-    assert found == ["delivered", "forbidden_address"]
+        outcomes = asyncio.run(twice(f"http://a.example:{receiver.port}/"))
+    assert outcomes == ["delivered", "forbidden_address"]
 
 
-def test_of_several_addresses_those_that_may_not_be_connected_to_are_left_out() -> None:
+def test_forbidden_addresses_of_a_name_are_skipped() -> None:
     async def mixed(host: str, port: int) -> Sequence[str]:
         return ["169.254.169.254", "::1", "127.0.0.1", "::ffff:127.0.0.1"]
 
@@ -169,7 +169,7 @@ def test_of_several_addresses_those_that_may_not_be_connected_to_are_left_out() 
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "10.0.0.1", "fe80::1%lo", "::1", "0.0.0.0"])
-def test_a_name_that_leads_inside_is_refused(address: str) -> None:
+def test_a_name_with_an_internal_address_is_refused(address: str) -> None:
     async def inside(host: str, port: int) -> Sequence[str]:
         return [address]
 
@@ -179,35 +179,37 @@ def test_a_name_that_leads_inside_is_refused(address: str) -> None:
     assert receiver.requests == []
 
 
-def test_an_address_in_the_url_is_checked_when_it_is_put_and_when_it_is_connected_to() -> None:
+def test_an_address_in_the_url_is_checked_at_creation_and_at_connection() -> None:
     nothing = Allowed.parse("")
     with receiver_of() as receiver:
         with pytest.raises(InvalidMessage):
             post(receiver.url, allowed=nothing)
 
         async def late() -> Answer:
-            async with sending(receiver.url) as one:
-                one._allowed = nothing
-                return await one.post(b"x", [], 0)
+            async with sending(receiver.url) as receiver_client:
+                receiver_client._allowed = nothing
+                return await receiver_client.post(b"x", [], 0)
 
         assert asyncio.run(late()).outcome == "forbidden_address"
     assert receiver.requests == []
 
 
-def test_localhost_by_its_name() -> None:
+def test_localhost_is_resolved_and_reached() -> None:
     async def real() -> Answer:
-        names = Names()
+        resolver = HostResolver()
         try:
-            async with sending(f"http://localhost:{receiver.port}/", look_up=names.look_up) as one:
-                return await one.post(b"x", [], 0)
+            async with sending(
+                f"http://localhost:{receiver.port}/", look_up=resolver.look_up
+            ) as receiver_client:
+                return await receiver_client.post(b"x", [], 0)
         finally:
-            names.close()
+            resolver.close()
 
     with receiver_of() as receiver:
         assert asyncio.run(real()).outcome == "delivered"
 
 
-def test_a_name_in_capitals_is_the_same_name() -> None:
+def test_a_host_name_in_capitals_is_accepted() -> None:
     async def here(host: str, port: int) -> Sequence[str]:
         assert host == "a.example"
         return ["127.0.0.1"]
@@ -217,12 +219,12 @@ def test_a_name_in_capitals_is_the_same_name() -> None:
         assert post(url, allowed=Allowed.parse("a.example"), look_up=here).outcome == "delivered"
 
 
-def test_a_name_that_there_is_not() -> None:
+def test_an_unknown_host_name_is_unreachable() -> None:
     async def none(host: str, port: int) -> Sequence[str]:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
 
     answer = post("http://a.example/", look_up=none)
-    assert answer.outcome == "unreachable" and "a.example" in answer.words
+    assert answer.outcome == "unreachable" and "a.example" in answer.detail
 
 
 # ---- TLS ----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.edges.push.siege import Record, lay
 
 
 @pytest.mark.slow
-def test_each_message_is_granted_or_dead_though_both_are_killed(tmp_path: Path) -> None:
+def test_each_message_is_granted_or_dead_although_broker_and_receiver_are_killed(tmp_path: Path) -> None:
     record = lay(tmp_path, 10_000)
     assert record.faults() == []
     assert record.outcomes["failed"] and record.outcomes["hung"]

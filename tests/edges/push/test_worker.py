@@ -1,4 +1,4 @@
-"""Deliveries of a real node to a real receiver: what comes of each message, and how often it is tried."""
+"""A real node delivers to a real receiver: the outcome of each message, and its number of attempts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def send(client: Client, topic: str, count: int) -> list[bytes]:
 
 
 def first_then(first: Reply) -> Script:
-    """Answer the first attempt at each message like this, and grant the next."""
+    """Answer the first attempt at each message with `first`, and later ones with 200."""
     seen: set[bytes] = set()
 
     def script(request: Request) -> Reply:
@@ -64,13 +64,11 @@ def first_then(first: Reply) -> Script:
 
 
 def settled(node: RunningNode, client: Client, name: str) -> None:
-    """Wait until nothing of a group is leased or on its way."""
+    """Wait until no request of a subscription is in flight."""
     eventually(lambda: shown(client, name)["in_flight"] == 0, "nothing is in flight")
 
 
-def test_messages_are_delivered_once_with_what_they_say_of_themselves(
-    node: RunningNode, client: Client
-) -> None:
+def test_messages_are_delivered_once_with_their_headers(node: RunningNode, client: Client) -> None:
     with receiver_of() as receiver:
         subscribe(client, "once", receiver)
         sent = client.send("once", {"body": "hello", "tag": "new", "key": "k", "properties": {"a": "b"}})
@@ -92,7 +90,7 @@ def test_messages_are_delivered_once_with_what_they_say_of_themselves(
      Reply(instead="close"), Reply(instead="noise"), Reply(429, {"retry-after": "0"})],
     ids=lambda reply: reply.instead or str(reply.status),
 )  # fmt: skip
-def test_what_fails_comes_again(node: RunningNode, client: Client, reply: Reply) -> None:
+def test_a_failed_request_is_tried_again(node: RunningNode, client: Client, reply: Reply) -> None:
     name = f"again-{reply.instead or reply.status}"
     make_group(node, name)
     with receiver_of(first_then(reply)) as receiver:
@@ -102,13 +100,13 @@ def test_what_fails_comes_again(node: RunningNode, client: Client, reply: Reply)
         settled(node, client, name)
         client.ask("DELETE", f"/v1/subscriptions/{name}")
     assert Counter(receiver.bodies()) == dict.fromkeys(bodies, 2)
-    attempts = {(one.body, one.headers["timeball-attempt"]) for one in receiver.requests}
+    attempts = {(item.body, item.headers["timeball-attempt"]) for item in receiver.requests}
     assert attempts == {(body, attempt) for body in bodies for attempt in "12"}
-    ids = {one.body: one.headers["webhook-id"] for one in receiver.requests}
-    assert all(one.headers["webhook-id"] == ids[one.body] for one in receiver.requests)
+    ids = {item.body: item.headers["webhook-id"] for item in receiver.requests}
+    assert all(item.headers["webhook-id"] == ids[item.body] for item in receiver.requests)
 
 
-def test_one_that_hangs_is_given_up_and_comes_again(node: RunningNode, client: Client) -> None:
+def test_a_request_that_times_out_is_tried_again(node: RunningNode, client: Client) -> None:
     make_group(node, "hangs")
     with receiver_of(first_then(Reply(instead="hang"))) as receiver:
         subscribe(client, "hangs", receiver, timeout="1s")
@@ -119,7 +117,7 @@ def test_one_that_hangs_is_given_up_and_comes_again(node: RunningNode, client: C
         assert figures.outcomes == {"timeout": 1, "delivered": 1}
 
 
-def test_after_its_attempts_a_message_is_a_dead_letter(node: RunningNode, client: Client) -> None:
+def test_a_message_becomes_a_dead_letter_after_its_last_attempt(node: RunningNode, client: Client) -> None:
     make_group(node, "dies", times_max=2)
     with receiver_of(lambda request: Reply(500 if request.body == b"dies-1" else 200)) as receiver:
         subscribe(client, "dies", receiver)
@@ -129,9 +127,7 @@ def test_after_its_attempts_a_message_is_a_dead_letter(node: RunningNode, client
         assert Counter(receiver.bodies()) == {b"dies-0": 1, b"dies-1": 3, b"dies-2": 1}
 
 
-def test_a_receiver_that_asks_for_a_pause_is_left_alone_for_so_long(
-    node: RunningNode, client: Client
-) -> None:
+def test_retry_after_pauses_a_subscription_until_it_is_resumed(node: RunningNode, client: Client) -> None:
     make_group(node, "asks")
     began = threading.Event()
 
@@ -148,15 +144,15 @@ def test_a_receiver_that_asks_for_a_pause_is_left_alone_for_so_long(
         eventually(lambda: node.node.metrics.push["asks"].outcomes == {"server_error": 1}, "it was counted")
         held = node.node.edges.push._workers["asks"]._pace.held_ms()  # type: ignore[union-attr]
         assert 3_500_000 < held <= 3_600_000
-        # A person need not wait for it.
+        # A resume ends the pause.
         client.ask("POST", "/v1/subscriptions/asks/resume")
         eventually(lambda: len(receiver.requests) == 3, "the others are sent")
-        # The one that was answered so comes when the receiver has asked for it.
+        # The message that was answered with Retry-After still waits for its time.
         settled(node, client, "asks")
         assert max(Counter(receiver.bodies()).values()) == 1
 
 
-def test_a_receiver_that_is_gone_pauses_its_subscription(node: RunningNode, client: Client) -> None:
+def test_status_410_pauses_the_subscription(node: RunningNode, client: Client) -> None:
     with receiver_of(lambda _: Reply(410)) as receiver:
         subscribe(client, "gone", receiver, in_flight_max=1)
         bodies = send(client, "gone", 3)
@@ -167,12 +163,12 @@ def test_a_receiver_that_is_gone_pauses_its_subscription(node: RunningNode, clie
         assert client.ask("POST", "/v1/subscriptions/gone/resume").value["state"] == "delivering"
         eventually(lambda: len(receiver.requests) == 4, "all are sent")
         settled(node, client, "gone")
-    # It was no attempt.
+    # The answer 410 does not count as an attempt.
     assert sorted(receiver.bodies()[1:]) == bodies
-    assert {one.headers["timeball-attempt"] for one in receiver.requests} == {"1"}
+    assert {item.headers["timeball-attempt"] for item in receiver.requests} == {"1"}
 
 
-def test_requests_at_once_are_bounded_and_reached(node: RunningNode, client: Client) -> None:
+def test_concurrent_requests_reach_but_do_not_exceed_in_flight_max(node: RunningNode, client: Client) -> None:
     together = threading.Barrier(3)
 
     def script(request: Request) -> Reply:
@@ -225,22 +221,24 @@ def test_without_a_circuit_all_attempts_would_be_used_up(
 
 
 def test_two_subscriptions_of_one_group_share_its_messages(node: RunningNode, client: Client) -> None:
-    with receiver_of() as one, receiver_of() as other:
-        for name, receiver in (("share-1", one), ("share-2", other)):
+    with receiver_of() as item, receiver_of() as other:
+        for name, receiver in (("share-1", item), ("share-2", other)):
             subscribe(client, name, receiver, topic="share", group="share", in_flight_max=2)
         bodies = send(client, "share", 200)
-        eventually(lambda: len(one.requests) + len(other.requests) >= 200, "all are sent")
+        eventually(lambda: len(item.requests) + len(other.requests) >= 200, "all are sent")
         for name in ("share-1", "share-2"):
             settled(node, client, name)
             client.ask("DELETE", f"/v1/subscriptions/{name}")
-    assert sorted(one.bodies() + other.bodies()) == sorted(bodies)
-    assert one.requests and other.requests
+    assert sorted(item.bodies() + other.bodies()) == sorted(bodies)
+    assert item.requests and other.requests
 
 
 @pytest.mark.parametrize(
     ("kind", "text"), [("tag", "red || blue"), ("sql", "TAGS IS NOT NULL AND TAGS <> 'green'")]
 )
-def test_a_filter_is_a_consumer_s(node: RunningNode, client: Client, kind: str, text: str) -> None:
+def test_only_messages_that_pass_the_filter_are_sent(
+    node: RunningNode, client: Client, kind: str, text: str
+) -> None:
     name = f"filtered-{kind}"
     with receiver_of() as receiver:
         subscribe(client, name, receiver, filter=text, filter_type=kind)
@@ -253,9 +251,7 @@ def test_a_filter_is_a_consumer_s(node: RunningNode, client: Client, kind: str, 
         assert sorted(receiver.bodies()) == sorted(wanted)
 
 
-def test_in_order_a_message_that_fails_holds_the_others_of_its_queue(
-    node: RunningNode, client: Client
-) -> None:
+def test_in_an_ordered_group_a_failed_message_blocks_its_queue(node: RunningNode, client: Client) -> None:
     make_group(node, "ordered", consume_message_orderly=True)
 
     async def one_queue() -> None:
@@ -271,10 +267,10 @@ def test_in_order_a_message_that_fails_holds_the_others_of_its_queue(
     assert receiver.most == 1
 
 
-def test_a_topic_that_is_made_later(
+def test_delivery_begins_when_the_topic_is_created(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "AGAIN_S", 0.01)
+    monkeypatch.setattr(worker, "RETRY_S", 0.01)
     with receiver_of() as receiver:
         subscribe(client, "not-yet", receiver)
         eventually(lambda: shown(client, "not-yet")["last_failure"], "it says what it waits for")
@@ -282,7 +278,7 @@ def test_a_topic_that_is_made_later(
         eventually(lambda: len(receiver.requests) == 1, "it is sent")
 
 
-def test_a_rate_is_kept(node: RunningNode, client: Client) -> None:
+def test_requests_do_not_exceed_the_rate(node: RunningNode, client: Client) -> None:
     with receiver_of() as receiver:
         subscribe(client, "rated", receiver, rate_per_s=0.001)
         send(client, "rated", 20)
@@ -293,7 +289,7 @@ def test_a_rate_is_kept(node: RunningNode, client: Client) -> None:
         eventually(lambda: len(receiver.requests) == 20, "all are sent")
 
 
-def test_an_orderly_stop_gives_back_what_is_under_way(
+def test_a_stop_gives_back_messages_whose_requests_are_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edge, "STOP_S", 0.1)
@@ -306,7 +302,7 @@ def test_an_orderly_stop_gives_back_what_is_under_way(
             bodies = send(client, "kept", 3)
             eventually(lambda: len(receiver.requests) == 3, "all are under way")
         receiver.script = lambda _: Reply()
-        # It comes at once, and it was no attempt.
+        # The messages are sent again at once, and the cancelled requests do not count as attempts.
         with (
             running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
             client_of(node) as client,
@@ -314,4 +310,4 @@ def test_an_orderly_stop_gives_back_what_is_under_way(
             eventually(lambda: len(receiver.requests) == 6, "all are sent again")
             settled(node, client, "kept")
     assert sorted(receiver.bodies()[3:]) == bodies
-    assert {one.headers["timeball-attempt"] for one in receiver.requests} == {"1"}
+    assert {item.headers["timeball-attempt"] for item in receiver.requests} == {"1"}

@@ -1,4 +1,4 @@
-"""A node and a wire to it."""
+"""Fixtures: a running node, with the reference or the compiled codec, and a wire to it."""
 
 from __future__ import annotations
 

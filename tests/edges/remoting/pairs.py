@@ -1,4 +1,4 @@
-"""A real connection of the edge and the socket at its far end, on the test's own event loop."""
+"""A real connection of the edge and the client's socket, on the test's own event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from timeball.broker.service import Broker
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode
 from timeball.edges.remoting.connection import EXPIRY_MS, Connection
-from timeball.edges.remoting.dispatch import failure
+from timeball.edges.remoting.dispatch import answer_failure
 from timeball.edges.shared.sessions import EdgeContext, Sessions
 
 
@@ -23,7 +23,7 @@ def context_of(broker: Broker) -> RemotingContext:
 
 
 class Pair:
-    """`connection` is the broker's end; what it sends is read from the other."""
+    """`connection` is the broker's end. `read` returns the commands that arrive at the client's end."""
 
     def __init__(self, connection: Connection, far: socket.socket) -> None:
         self.connection, self._far = connection, far
@@ -31,7 +31,7 @@ class Pair:
         self._read: list[Command] = []
 
     @classmethod
-    async def made(cls) -> Pair:
+    async def create(cls) -> Pair:
         near, far = socket.socketpair()
         far.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -41,7 +41,7 @@ class Pair:
         return cls(connection, far)
 
     async def read(self) -> Command:
-        """The next command that the broker sends; EOFError when it has closed."""
+        """Return the next command from the broker. Raises EOFError if the broker has closed."""
         async with asyncio.timeout(BOUND_S):
             while not self._read:
                 data = await asyncio.get_running_loop().sock_recv(self._far, 1 << 16)
@@ -51,7 +51,7 @@ class Pair:
         return self._read.pop(0)
 
     async def hang_up(self) -> None:
-        """End the connection from the far side; returns when the broker has noticed."""
+        """Close the client's end. Returns when the broker has noticed it."""
         gone = asyncio.get_running_loop().create_future()
         self.connection.on_close.append(lambda: gone.set_result(None))
         self._far.close()
@@ -65,13 +65,13 @@ class Pair:
     async def ask(
         self, handlers: Handlers, code: int, body: bytes = b"", *, version: int = 409, **ext: object
     ) -> Command:
-        """The answer of a room to a request by this connection."""
+        """Call a handler with a request of this connection, and return its answer."""
         texts = {name: str(value) for name, value in ext.items()}
         call = Call(self.connection, Command(code, body=body, ext=texts, version=version))
         try:
             reply: Any = handlers[code](call)
             answer = reply if isinstance(reply, Command) else await reply
         except Exception as error:  # as dispatch answers it
-            return failure(call, error)
+            return answer_failure(call, error)
         assert isinstance(answer, Command)
         return answer

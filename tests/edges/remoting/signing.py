@@ -1,4 +1,4 @@
-"""A wire whose requests are signed as RocketMQ's ACL hook signs them, written from its rule and not from our check."""
+"""A wire that signs requests as RocketMQ's ACL hook does. It does not use the code of the broker's check."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.edges.remoting.codec.frame import JSON, Splitter, decode, encode
 
 
 class SignedWire(Wire):
-    """Signs whatever is sent, but answers."""
+    """Signs everything that is sent, except answers."""
 
     access_key = "shop"
     secret = ""

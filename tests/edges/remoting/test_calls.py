@@ -1,4 +1,4 @@
-"""Typed access to a request, and one code for each error of ours."""
+"""Typed access to requests, response codes of errors, addresses, and tables with object keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.broker.registry.rates import GROUPS_AT_ONCE
 from timeball.edges.remoting.calls import (
     Call,
-    by_name,
-    by_object,
     data_version,
-    entries_by_object,
+    decode_object_keys,
+    encode_by_name,
+    encode_with_object_keys,
     response_code,
     store_host,
 )
@@ -45,9 +45,9 @@ def call(**command: object) -> Call:
         loop.close()
 
 
-def test_text_becomes_what_the_field_says() -> None:
-    found = call(ext={"topic": "t", "queueId": "3", "oway": "true", "unknown": "x"}).fields(Fields)
-    assert found == Fields("t", 3, True)
+def test_ext_fields_are_converted_to_the_type_of_the_field() -> None:
+    result = call(ext={"topic": "t", "queueId": "3", "oway": "true", "unknown": "x"}).fields(Fields)
+    assert result == Fields("t", 3, True)
 
 
 @pytest.mark.parametrize("ext", [{}, {"topic": "t", "queueId": "three"}])
@@ -73,7 +73,7 @@ def test_an_answer_repeats_opaque_and_serialisation() -> None:
     )
 
 
-def test_errors_have_codes() -> None:
+def test_errors_have_response_codes() -> None:
     assert response_code(NotFound("x")) == ResponseCode.TOPIC_NOT_EXIST
     assert response_code(InvalidDelay("x")) == ResponseCode.MESSAGE_ILLEGAL
     assert response_code(OutOfRange("x")) == ResponseCode.INVALID_PARAMETER
@@ -92,7 +92,7 @@ def test_errors_have_codes() -> None:
         ("localhost", "localhost:{port}"),
     ],
 )
-def test_what_is_advertised_is_told(tmp_path: Path, advertise: str, told: str) -> None:
+def test_the_advertised_address_is_in_routes(tmp_path: Path, advertise: str, told: str) -> None:
     with running_node(tmp_path, advertise=advertise) as node, Wire.to(node) as wire:
         route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="TBW102"))
         assert route["brokerDatas"][0]["brokerAddrs"]["0"] == told.format(port=node.node.remoting_port)
@@ -115,13 +115,13 @@ def test_the_store_host_is_the_same_as_bytes(tmp_path: Path, advertise: str, add
         assert store_host(remoting.context, connection) == Host(address, 999)
 
 
-def test_a_name_that_is_none_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_advertised_host_that_cannot_be_resolved_is_refused_at_the_start(tmp_path: Path) -> None:
     running = RunningNode(tmp_path, advertise="no.such.host.invalid:1")
     with pytest.raises(SetupError, match=r"--advertise no\.such\.host\.invalid:1"):
         running.start()
 
 
-def test_a_port_that_is_not_there_is_told_nobody(tmp_path: Path) -> None:
+def test_a_disabled_port_is_not_in_routes(tmp_path: Path) -> None:
     with running_node(tmp_path, remoting_port=-1) as node:
         remoting = node.node.edges.remoting
         assert remoting is not None and node.node.remoting_port == -1
@@ -131,9 +131,9 @@ def test_a_port_that_is_not_there_is_told_nobody(tmp_path: Path) -> None:
             assert told == f"127.0.0.1:{node.node.name_server_port}"
 
 
-def test_a_table_stands_inside_json_as_fastjson_has_it() -> None:
+def test_a_table_with_object_keys_is_encoded_as_by_fastjson() -> None:
     queue = {"brokerName": "b0", "queueId": 0, "topic": "t"}
-    table = by_object([(queue, {"maxOffset": 7}), ({**queue, "queueId": 1}, {"maxOffset": 8})])
+    table = encode_with_object_keys([(queue, {"maxOffset": 7}), ({**queue, "queueId": 1}, {"maxOffset": 8})])
     assert msgspec.json.encode({"tps": 0.0, "offsetTable": table}) == (
         b'{"tps":0.0,"offsetTable":{'
         b'{"brokerName":"b0","queueId":0,"topic":"t"}:{"maxOffset":7},'
@@ -149,7 +149,7 @@ def test_a_table_of_all_groups_or_topics_is_encoded_in_shares(count: int) -> Non
         turns.count()
         return f"t{number}", {"queues": number}
 
-    table, most = asyncio.run(turns.most(by_name(range(count), entry)))
+    table, most = asyncio.run(turns.most(encode_by_name(range(count), entry)))
     assert msgspec.json.decode(msgspec.json.encode({"table": table})) == {
         "table": {f"t{number}": {"queues": number} for number in range(count)}
     }
@@ -157,23 +157,25 @@ def test_a_table_of_all_groups_or_topics_is_encoded_in_shares(count: int) -> Non
 
 
 def test_an_empty_table_is_an_empty_object() -> None:
-    assert msgspec.json.encode({"offsetTable": by_object([])}) == b'{"offsetTable":{}}'
+    assert msgspec.json.encode({"offsetTable": encode_with_object_keys([])}) == b'{"offsetTable":{}}'
 
 
 def read(body: bytes) -> list[tuple[object, int]]:
-    return list(entries_by_object(body, "table"))
+    return list(decode_object_keys(body, "table"))
 
 
-def test_a_table_that_was_written_is_read_again() -> None:
+def test_an_encoded_table_with_object_keys_is_decoded_to_the_same() -> None:
     queues = [({"brokerName": "b0", "queueId": n, "topic": "t"}, n * 7 - 1) for n in range(3)]
-    body = msgspec.json.encode({"other": by_object([({"x": 1}, 2)]), "table": by_object(queues)})
+    body = msgspec.json.encode(
+        {"other": encode_with_object_keys([({"x": 1}, 2)]), "table": encode_with_object_keys(queues)}
+    )
     assert read(body) == queues
     assert read(body.replace(b":", b" : ").replace(b",", b" ,\n ")) == queues
     assert read(b'{"table":{}}') == read(b'{"other":{}}') == read(b"") == []
 
 
 @given(st.binary(max_size=40))
-def test_what_is_no_table_ends_it(junk: bytes) -> None:
+def test_decoding_a_table_ends_at_an_invalid_entry(junk: bytes) -> None:
     for key, value in read(b'{"table":{{"q":1}:5,' + junk):
         assert isinstance(key, dict) and isinstance(value, int)
     assert read(b'{"table":{{"q":1}:5,{\xff}:6}}') == [({"q": 1}, 5)]

@@ -1,4 +1,4 @@
-"""What a client can do to its connection, and what it costs."""
+"""Connections: framing, deadlines, buffering of answers, and requests of the broker."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from timeball.model.errors import Unavailable
 ROUTE = Command(code=RequestCode.GET_ROUTEINFO_BY_TOPIC, opaque=7, ext={"topic": "TBW102"})
 
 
-def opened(node: RunningNode) -> set[Connection]:
+def open_connections(node: RunningNode) -> set[Connection]:
     return node.node.edges.remoting._connections  # type: ignore[union-attr]
 
 
-def only(node: RunningNode) -> Connection:
-    eventually(lambda: len(opened(node)) == 1, "connected")
-    return next(iter(opened(node)))
+def only_connection(node: RunningNode) -> Connection:
+    eventually(lambda: len(open_connections(node)) == 1, "connected")
+    return next(iter(open_connections(node)))
 
 
-def test_frames_in_pieces_and_together(wire: Wire) -> None:
+def test_frames_in_pieces_and_several_at_once_are_answered(wire: Wire) -> None:
     data = encode(ROUTE)
     for at in range(len(data)):
         wire.send_bytes(data[at : at + 1])
@@ -40,7 +40,7 @@ def test_frames_in_pieces_and_together(wire: Wire) -> None:
 
 
 class Recorder(asyncio.Transport):
-    """What a connection writes, each call of its own, while its socket takes everything."""
+    """A transport that records each write and never blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,12 +64,12 @@ class Recorder(asyncio.Transport):
         return 0
 
 
-def written(answers: Callable[[Connection, Any], None], frames: int) -> list[bytes]:
-    """What is written of one read that brings so many frames, each handled by `answers`."""
+def writes_of_one_read(answers: Callable[[Connection, Any], None], frames: int) -> list[bytes]:
+    """Return the writes after one read of so many frames, each handled by `answers`."""
 
     async def read() -> list[bytes]:
-        def receive(connection: Connection, found: list[Any]) -> None:
-            for frame in found:
+        def receive(connection: Connection, result: list[Any]) -> None:
+            for frame in result:
                 answers(connection, frame)
 
         connection = Connection(receive, set(), asyncio.get_running_loop())
@@ -83,18 +83,20 @@ def written(answers: Callable[[Connection, Any], None], frames: int) -> list[byt
 
 def test_answers_to_the_requests_of_one_read_are_written_together() -> None:
     numbers = itertools.count()
-    assert written(lambda connection, _: connection.write(b"%d," % next(numbers)), 5) == [b"0,1,2,3,4,"]
-    assert written(lambda connection, _: connection.write(b"alone"), 1) == [b"alone"]
-    assert written(lambda connection, _: None, 3) == []
+    assert writes_of_one_read(lambda connection, _: connection.write(b"%d," % next(numbers)), 5) == [
+        b"0,1,2,3,4,"
+    ]
+    assert writes_of_one_read(lambda connection, _: connection.write(b"alone"), 1) == [b"alone"]
+    assert writes_of_one_read(lambda connection, _: None, 3) == []
 
 
-def test_no_more_is_gathered_than_a_bound() -> None:
-    part = bytes(module.GATHERED_BYTES_MAX // 2)
-    writes = written(lambda connection, _: connection.write(part), 5)
+def test_buffered_answers_have_a_maximum_size() -> None:
+    part = bytes(module.BUFFERED_BYTES_MAX // 2)
+    writes = writes_of_one_read(lambda connection, _: connection.write(part), 5)
     assert [len(data) for data in writes] == [2 * len(part), 2 * len(part), len(part)]
 
 
-def test_what_was_answered_before_a_close_or_a_bad_frame_leaves() -> None:
+def test_answers_before_a_close_or_a_bad_frame_are_sent() -> None:
     def close(connection: Connection, _: object) -> None:
         connection.write(b"bye,")
         connection.close()
@@ -103,8 +105,8 @@ def test_what_was_answered_before_a_close_or_a_bad_frame_leaves() -> None:
         connection.write(b"one,")
         raise BadFrame("the second is none")
 
-    assert written(close, 3) == [b"bye,"]
-    assert written(refuse, 3) == [b"one,"]
+    assert writes_of_one_read(close, 3) == [b"bye,"]
+    assert writes_of_one_read(refuse, 3) == [b"one,"]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +118,7 @@ def test_what_was_answered_before_a_close_or_a_bad_frame_leaves() -> None:
         b"\x00\x00\x00\x08\x00\x00\x00\x04nope",
     ],
 )
-def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+def test_a_client_without_valid_frames_is_disconnected_and_others_are_not(
     node: RunningNode, wire: Wire, data: bytes
 ) -> None:
     with Wire.to(node) as bad:
@@ -137,7 +139,7 @@ def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
         (RequestCode.PULL_MESSAGE, {str(n): "" for n in range(300)}, ResponseCode.INVALID_PARAMETER),
     ],
 )
-def test_a_bad_header_is_answered_and_the_connection_lives(
+def test_a_bad_header_is_answered_and_the_connection_stays_open(
     node: RunningNode, serialisation: int, code: int, ext: dict[str, str], answer: int
 ) -> None:
     route = msgspec.structs.replace(ROUTE, serialisation=serialisation)
@@ -151,47 +153,47 @@ def test_a_bad_header_is_answered_and_the_connection_lives(
 
 def test_half_a_frame_has_a_deadline(node: RunningNode, wire: Wire) -> None:
     wire.send_bytes(encode(ROUTE)[:-1])
-    connection = only(node)
-    eventually(lambda: connection._frame_since_s is not None, "half a frame has come")
-    since = connection._frame_since_s
+    connection = only_connection(node)
+    eventually(lambda: connection._frame_begun_s is not None, "half a frame has come")
+    since = connection._frame_begun_s
     assert since is not None
     node.loop.call_soon_threadsafe(connection.check_deadlines, since + module.HALF_FRAME_S)
     wire.send_bytes(encode(ROUTE)[-1:])
     assert wire.answer_to(7).code == 0, "just in time"
-    eventually(lambda: connection._frame_since_s is None, "the frame has ended")
+    eventually(lambda: connection._frame_begun_s is None, "the frame has ended")
     wire.send_bytes(encode(ROUTE)[:-1])
-    eventually(lambda: connection._frame_since_s is not None, "half a frame again")
+    eventually(lambda: connection._frame_begun_s is not None, "half a frame again")
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.HALF_FRAME_S + 1)
     assert wire.is_closed()
 
 
-def test_bytes_that_trickle_do_not_extend_the_deadline(node: RunningNode, wire: Wire) -> None:
+def test_single_bytes_do_not_extend_the_deadline_of_a_frame(node: RunningNode, wire: Wire) -> None:
     data = encode(ROUTE)
     wire.send_bytes(data[:1])
-    connection = only(node)
-    eventually(lambda: connection._frame_since_s is not None, "it has begun")
-    since = connection._frame_since_s
+    connection = only_connection(node)
+    eventually(lambda: connection._frame_begun_s is not None, "it has begun")
+    since = connection._frame_begun_s
     wire.send_bytes(data[1:9])
     eventually(lambda: connection._splitter.held_bytes == 9, "more has come")
-    assert connection._frame_since_s == since
+    assert connection._frame_begun_s == since
 
 
-def test_silence_has_an_end(node: RunningNode, wire: Wire) -> None:
-    connection = only(node)
+def test_a_silent_connection_is_closed(node: RunningNode, wire: Wire) -> None:
+    connection = only_connection(node)
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
     assert wire.is_closed()
 
 
-def test_who_waits_for_an_answer_is_not_silent(node: RunningNode, wire: Wire) -> None:
-    connection = only(node)
+def test_a_connection_with_a_pending_request_is_not_silent(node: RunningNode, wire: Wire) -> None:
+    connection = only_connection(node)
     connection.calls = 1
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.IDLE_S + 1)
     wire.send_bytes(encode(ROUTE))
     assert wire.answer_to(7).code == 0
 
 
-def test_a_client_that_takes_no_answers_is_cut_off(node: RunningNode, wire: Wire) -> None:
-    connection = only(node)
+def test_a_client_that_reads_no_answers_is_disconnected(node: RunningNode, wire: Wire) -> None:
+    connection = only_connection(node)
     closed = asyncio.run_coroutine_threadsafe(_flood(connection), node.loop)
     assert closed.result(60)
     assert not connection.is_open
@@ -204,8 +206,8 @@ async def _flood(connection: Connection) -> bool:
     return not connection.is_open
 
 
-def test_who_is_told_goodbye_and_takes_nothing_is_cut_off(node: RunningNode, wire: Wire) -> None:
-    connection = only(node)
+def test_a_closed_connection_whose_client_does_not_read_is_aborted(node: RunningNode, wire: Wire) -> None:
+    connection = only_connection(node)
 
     async def end() -> None:
         connection.write(b"x" * module.OUTBOUND_BYTES_MAX)
@@ -213,34 +215,36 @@ def test_who_is_told_goodbye_and_takes_nothing_is_cut_off(node: RunningNode, wir
         connection.check_deadlines(node.loop.time() + module.GOODBYE_S - 1)
 
     node.run(end())
-    assert opened(node) == {connection}, "there is time to take what was written"
+    assert open_connections(node) == {connection}, "there is time to take what was written"
     node.loop.call_soon_threadsafe(connection.check_deadlines, node.loop.time() + module.GOODBYE_S + 1)
-    eventually(lambda: not opened(node), "gone")
+    eventually(lambda: not open_connections(node), "gone")
 
 
-def test_the_broker_asks_and_is_answered(node: RunningNode, wire: Wire) -> None:
-    asked = asyncio.run_coroutine_threadsafe(only(node).request(Command(code=39), 30), node.loop)
+def test_a_request_of_the_broker_gets_its_answer(node: RunningNode, wire: Wire) -> None:
+    asked = asyncio.run_coroutine_threadsafe(only_connection(node).request(Command(code=39), 30), node.loop)
     wire.reply(wire.next_pushed(), ext="yes")
     assert asked.result(60).ext == {"ext": "yes"}
 
 
-def test_nobody_answers(node: RunningNode, wire: Wire) -> None:
-    connection = only(node)
+def test_a_request_of_the_broker_without_an_answer_is_unavailable(node: RunningNode, wire: Wire) -> None:
+    connection = only_connection(node)
     with pytest.raises(Unavailable, match="did not answer"):
         asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 0.001), node.loop).result(60)
     asked = asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop)
     wire.next_pushed()
     wire.close()
-    with pytest.raises(Unavailable, match="gone"):
+    with pytest.raises(Unavailable, match="disconnected"):
         asked.result(60)
-    assert not connection._asked
-    eventually(lambda: not opened(node), "forgotten")
-    with pytest.raises(Unavailable, match="gone"):
+    assert not connection._pending_requests
+    eventually(lambda: not open_connections(node), "forgotten")
+    with pytest.raises(Unavailable, match="disconnected"):
         asyncio.run_coroutine_threadsafe(connection.request(Command(code=39), 60), node.loop).result(60)
 
 
-def test_one_connection_too_many(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    only(node)
+def test_a_connection_beyond_the_maximum_is_closed(
+    node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only_connection(node)
     monkeypatch.setattr(module, "CONNECTIONS_MAX", 1)
     with Wire.to(node) as second:
         assert second.is_closed()

@@ -1,4 +1,4 @@
-"""From a frame to its answer: always one, unless the request was one-way."""
+"""Dispatch: every request gets one answer, unless it is one-way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTE = RequestCode.GET_ROUTEINFO_BY_TOPIC
 
 
 def answered_by(node: RunningNode, handler: object) -> Wire:
-    """A wire whose requests 9000 go to this handler."""
+    """Return a wire to a node on which this handler serves request code 9000."""
     node.node.edges.remoting._dispatch._handlers[9000] = handler  # type: ignore[union-attr, assignment]
     return Wire.to(node)
 
@@ -30,7 +30,7 @@ def test_an_unknown_code_is_not_supported(wire: Wire) -> None:
     assert wire.ask(ROUTE, topic="TBW102").code == 0, "the connection lives on"
 
 
-def test_one_way_is_never_answered(wire: Wire) -> None:
+def test_a_one_way_request_is_not_answered(wire: Wire) -> None:
     wire.send(9_999, one_way=True)
     wire.send(ROUTE, topic="nobody", one_way=True)
     last = wire.send(ROUTE, topic="TBW102")
@@ -48,7 +48,7 @@ def test_one_way_is_never_answered(wire: Wire) -> None:
     ],
 )
 @pytest.mark.parametrize("later", [False, True])
-def test_what_a_handler_raises_is_an_answer(
+def test_an_error_of_a_handler_becomes_an_answer(
     node: RunningNode, error: Exception, code: int, later: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def now(call: Call) -> Reply:
@@ -64,6 +64,6 @@ def test_what_a_handler_raises_is_an_answer(
     assert ("secret" in caplog.text) == isinstance(error, ValueError)
 
 
-def test_a_room_may_not_offer_what_another_does() -> None:
+def test_two_handlers_for_one_code_are_refused() -> None:
     with pytest.raises(AssertionError, match="two rooms"):
         Dispatch([{1: lambda call: None}, {1: lambda call: None}])

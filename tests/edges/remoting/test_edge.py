@@ -1,4 +1,4 @@
-"""The two ports: opened, refused, bounded, closed."""
+"""The two ports of the edge: start, errors, limits, TLS and stop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_taken_port_names_its_option_and_leaves_nothing_open(tmp_path: Path) -
             again.stop()
 
 
-def test_minus_one_is_no_port(tmp_path: Path) -> None:
+def test_port_minus_one_disables_listening(tmp_path: Path) -> None:
     with running_node(tmp_path, name_server_port=-1, remoting_port=-1) as node:
         assert (node.node.name_server_port, node.node.remoting_port) == (-1, -1)
 
@@ -47,13 +47,13 @@ def test_stopping_closes_connections(tmp_path: Path) -> None:
     wire.close()
 
 
-def test_what_is_answered_is_rocketmqs(tmp_path: Path) -> None:
+def test_every_handler_has_a_request_code_of_rocketmq(tmp_path: Path) -> None:
     with running_node(tmp_path) as node:
         assert node.node.edges is not None
         assert node.node.edges.remoting._dispatch._handlers.keys() <= set(RequestCode)
 
 
-def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(
+def test_a_client_that_does_not_read_does_not_delay_a_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(edge, "LAST_ANSWERS_S", 0.05)
@@ -71,7 +71,7 @@ def test_a_client_that_takes_nothing_does_not_hold_up_a_stop(
 
 
 def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
-    """And nothing else is, as far as the tables of requests go."""
+    """And the tables of requests contain no other codes."""
     page = (Path(__file__).parents[3] / "docs/protocols/remoting.md").read_text()
     section = page.split("## Requests")[1].split("## Limits")[0]
     told: dict[int, str] = {}
@@ -85,10 +85,8 @@ def test_every_request_is_in_the_documentation(node: RunningNode) -> None:
     assert told == {code: RequestCode(code).name for code in answered}
 
 
-def test_a_watch_that_fails_stops_the_node_and_not_just_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("timeball.edges.remoting.edge.DEADLINES_LOOK_S", 0.01)
+def test_a_failed_watch_stops_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.edges.remoting.edge.DEADLINES_CHECK_S", 0.01)
 
     def broken() -> None:
         raise ValueError("a bug of ours")
@@ -104,7 +102,7 @@ def test_a_watch_that_fails_stops_the_node_and_not_just_itself(
 # ---- TLS ------------------------------------------------------------------------------------------------------
 
 
-def test_both_ports_speak_tls_and_nothing_else(tmp_path: Path) -> None:
+def test_both_ports_accept_only_tls(tmp_path: Path) -> None:
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
         for port in (node.node.name_server_port, node.node.remoting_port):
@@ -115,7 +113,7 @@ def test_both_ports_speak_tls_and_nothing_else(tmp_path: Path) -> None:
                 assert plain.is_closed()
 
 
-def test_a_large_answer_and_many_requests_over_tls(tmp_path: Path) -> None:
+def test_large_answers_and_many_requests_work_over_tls(tmp_path: Path) -> None:
     issued = certificate(tmp_path / "tls")
     with running_node(tmp_path / "data", **issued.settings) as node:
         with SecureWire(node.node.remoting_port, issued.roots) as wire:
@@ -132,7 +130,9 @@ def test_a_large_answer_and_many_requests_over_tls(tmp_path: Path) -> None:
             assert pulled.code == 0 and body in pulled.body
 
 
-def test_who_never_finishes_a_handshake_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_an_unfinished_handshake_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(first_byte, "FIRST_BYTE_S", 0.2)
     monkeypatch.setattr(first_byte, "HANDSHAKE_S", 0.2)
     issued = certificate(tmp_path / "tls")
@@ -145,7 +145,7 @@ def test_who_never_finishes_a_handshake_is_let_go(tmp_path: Path, monkeypatch: p
 
 
 class SecureWire(Wire):
-    """The same, over TLS."""
+    """A Wire over TLS."""
 
     def __init__(self, port: int, roots: str) -> None:
         super().__init__(port)

@@ -1,4 +1,4 @@
-"""What all connections together may hold: shared by address, given back whatever happens, and never more."""
+"""Memory limits of all connections: shared by address, never exceeded, and always released."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.node_fixture import RunningNode, eventually
 from timeball.edges.remoting import connection as module
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, encode
-from timeball.edges.remoting.connection import Connection, Room
+from timeball.edges.remoting.connection import Connection, MemoryLimits
 
 MIB = 1024 * 1024
 OTHER = "127.0.0.2"
 BODY = bytes(MIB)
 
 
-def room_of(node: RunningNode) -> Room:
+def limits_of(node: RunningNode) -> MemoryLimits:
     assert node.node.edges is not None
-    return node.node.edges.remoting._room
+    return node.node.edges.remoting._memory_limits
 
 
 def connections(node: RunningNode) -> list[Connection]:
@@ -41,48 +41,50 @@ def wires(node: RunningNode, count: int, address: str = "127.0.0.1") -> Iterator
         yield [stack.enter_context(Wire.to(node, source=address)) for _ in range(count)]
 
 
-def small(node: RunningNode, bytes_max: int) -> Room:
-    room = room_of(node)
-    room.received.bytes_max = room.unread.bytes_max = bytes_max
-    room.received._item_bytes_max = 2 * MIB
-    return room
+def set_limits(node: RunningNode, bytes_max: int) -> MemoryLimits:
+    limits = limits_of(node)
+    limits.received.bytes_max = limits.unread.bytes_max = bytes_max
+    limits.received._item_bytes_max = 2 * MIB
+    return limits
 
 
-def test_frames_that_have_begun_are_bounded_over_all_connections(node: RunningNode) -> None:
-    """Twenty strangers begin a frame of a mebibyte; the address has five of the ten."""
-    room, data = small(node, 10 * MIB), send_frame()
-    with wires(node, 20) as strangers:
-        for wire in strangers:
+def test_incomplete_frames_of_all_connections_are_limited(node: RunningNode) -> None:
+    """Twenty clients of one address begin a frame of 1 MiB. The address may use 5 of the 10 MiB."""
+    limits, data = set_limits(node, 10 * MIB), send_frame()
+    with wires(node, 20) as clients:
+        for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
-        eventually(lambda: room.received.waiting == 16, "the others wait")
-        assert room.received.held_bytes <= 5 * MIB
+        eventually(lambda: limits.received.waiting == 16, "the others wait")
+        assert limits.received.held_bytes <= 5 * MIB
         with wires(node, 1, OTHER) as [other]:
             other.send_bytes(data)
             assert other.answer_to(7).code == ResponseCode.SUCCESS, "another address has its share"
-        for wire in strangers:  # each that was let in ends, and lets in another one
+        for wire in clients:  # each that was let in ends, and lets in another one
             wire.send_bytes(data[300 * 1024 :])
-        assert {wire.answer_to(7).code for wire in strangers} == {ResponseCode.SUCCESS}
-    assert room.received.held_bytes <= 5 * MIB
-    eventually(lambda: not room.received.held_bytes, "all is given back")
+        assert {wire.answer_to(7).code for wire in clients} == {ResponseCode.SUCCESS}
+    assert limits.received.held_bytes <= 5 * MIB
+    eventually(lambda: not limits.received.held_bytes, "all is given back")
 
 
-def test_who_goes_away_in_a_frame_or_while_waiting_gives_everything_back(node: RunningNode) -> None:
-    room, data = small(node, 4 * MIB), send_frame()
-    with wires(node, 6) as strangers:
-        for wire in strangers:
+def test_a_disconnected_client_releases_its_bytes(node: RunningNode) -> None:
+    limits, data = set_limits(node, 4 * MIB), send_frame()
+    with wires(node, 6) as clients:
+        for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
-        eventually(lambda: room.received.waiting == 5, "they wait")
-    eventually(lambda: not room.received.held_bytes and not room.received.waiting, "nothing is left")
+        eventually(lambda: limits.received.waiting == 5, "they wait")
+    eventually(lambda: not limits.received.held_bytes and not limits.received.waiting, "nothing is left")
 
 
-def test_who_waits_for_room_is_not_blamed_for_it(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, data = small(node, 4 * MIB), send_frame()
+def test_a_connection_that_waits_for_memory_is_not_closed_as_silent(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, data = set_limits(node, 4 * MIB), send_frame()
     with wires(node, 2) as [first, second]:
         first.send_bytes(data[:-1])
-        eventually(lambda: room.received.held_bytes > MIB, "it has begun")
+        eventually(lambda: limits.received.held_bytes > MIB, "it has begun")
         second.send_bytes(data[: 300 * 1024])
-        eventually(lambda: room.received.waiting == 1, "no room")
-        waiting = next(each for each in connections(node) if each.flow.waits)
+        eventually(lambda: limits.received.waiting == 1, "no free bytes")
+        waiting = next(each for each in connections(node) if each.flow.is_waiting)
         node.loop.call_soon_threadsafe(waiting.check_deadlines, node.loop.time() + 1_000)
         first.send_bytes(data[-1:])
         assert first.answer_to(7).code == ResponseCode.SUCCESS
@@ -90,31 +92,33 @@ def test_who_waits_for_room_is_not_blamed_for_it(node: RunningNode, monkeypatch:
         assert second.answer_to(7).code == ResponseCode.SUCCESS
 
 
-def test_too_many_without_room_are_refused(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_connections_that_wait_for_memory_are_closed(
+    node: RunningNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "WAITING_MAX", 2)
-    room, data = small(node, 4 * MIB), send_frame()
-    with wires(node, 6) as strangers:
-        for wire in strangers:
+    limits, data = set_limits(node, 4 * MIB), send_frame()
+    with wires(node, 6) as clients:
+        for wire in clients:
             wire.send_bytes(data[: 300 * 1024])
         # All six are open before three are closed, and on the way there are three as well.
-        eventually(lambda: room.received.waiting == 2 and len(connections(node)) == 3, "three are closed")
+        eventually(lambda: limits.received.waiting == 2 and len(connections(node)) == 3, "three are closed")
 
 
 def test_a_large_send_counts_until_it_is_answered_or_refused(node: RunningNode) -> None:
-    room = room_of(node)
+    limits = limits_of(node)
     with wires(node, 1) as [wire]:
         for body in (BODY, bytes(3 * MIB), bytes(4 * MIB + 1)):
             most = 0
             wire.send_bytes(send_frame(body=body))
-            most = max(most, room.received.held_bytes)
+            most = max(most, limits.received.held_bytes)
             answer = wire.answer_to(7)
             assert (answer.code == ResponseCode.SUCCESS) == (len(body) <= 4 * MIB)
-            eventually(lambda: not room.received.held_bytes, "it is given back")
+            eventually(lambda: not limits.received.held_bytes, "it is given back")
 
 
-def test_answers_that_nobody_takes_are_bounded_over_all_connections(node: RunningNode) -> None:
-    """Each connection alone might keep 64 MiB."""
-    room = small(node, 8 * MIB)
+def test_unread_answers_of_all_connections_are_limited(node: RunningNode) -> None:
+    """One connection alone could have 64 MiB of unread answers."""
+    limits = set_limits(node, 8 * MIB)
     with wires(node, 10):
         eventually(lambda: len(connections(node)) == 10, "connected")
 
@@ -123,22 +127,22 @@ def test_answers_that_nobody_takes_are_bounded_over_all_connections(node: Runnin
             for _ in range(3):
                 for connection in connections(node):
                     connection.write(bytes(3 * MIB))
-                    most = max(most, room.unread.held_bytes)
+                    most = max(most, limits.unread.held_bytes)
             return most
 
         assert node.run(answer_all()) <= 8 * MIB
-        assert room.unread.held_bytes <= 8 * MIB
-    eventually(lambda: not room.unread.held_bytes, "all is given back")
+        assert limits.unread.held_bytes <= 8 * MIB
+    eventually(lambda: not limits.unread.held_bytes, "all is given back")
 
 
-def test_an_address_that_does_not_read_is_told_so_and_others_go_on(node: RunningNode) -> None:
-    room = small(node, 8 * MIB)
+def test_an_address_with_too_many_unread_answers_is_refused_and_others_are_not(node: RunningNode) -> None:
+    limits = set_limits(node, 8 * MIB)
     with wires(node, 1) as [lazy], wires(node, 1, OTHER) as [other]:
         eventually(lambda: len(connections(node)) == 2, "connected")
         own = next(each for each in connections(node) if each.peer[0] != OTHER)
 
         async def fill() -> None:
-            room.unread.add("127.0.0.1", 5 * MIB)  # of other connections there
+            limits.unread.add("127.0.0.1", 5 * MIB)  # of other connections there
             own.flow.unread_bytes = 1
 
         node.run(fill())
@@ -146,8 +150,8 @@ def test_an_address_that_does_not_read_is_told_so_and_others_go_on(node: Running
         assert other.ask(RequestCode.GET_ALL_TOPIC_CONFIG).code == ResponseCode.SUCCESS
 
 
-def test_who_has_many_answers_to_take_is_not_read_from_until_then(node: RunningNode) -> None:
-    """A client that asks faster than it reads waits for itself."""
+def test_a_client_with_many_unread_answers_is_not_read_from(node: RunningNode) -> None:
+    """A client that sends requests faster than it reads answers only slows itself down."""
     with wires(node, 1) as [wire]:
         eventually(lambda: len(connections(node)) == 1, "connected")
         [connection] = connections(node)
@@ -169,6 +173,6 @@ def test_who_has_many_answers_to_take_is_not_read_from_until_then(node: RunningN
 
 
 def test_a_peer_address_is_loopback() -> None:
-    """The tests above dial from a second one."""
+    """The tests above connect from a second loopback address."""
     with socket.socket() as probe:
         probe.bind((OTHER, 0))

@@ -1,4 +1,4 @@
-"""Every field of a request's header in RocketMQ 5.5.0, and what becomes of it here.
+"""Every header field of RocketMQ 5.5.0's requests is read, refused or listed as ignored.
 
 The lists are those of the `*RequestHeader` classes of `rocketmq-remoting` 5.5.0, for the requests that are served, with
 the classes that they inherit from. A newer client may give a request another meaning by a field; each is read, refused,
@@ -13,7 +13,7 @@ from tests.edges.remoting.handlers.test_sends import sent
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode
 
-from timeball.edges.remoting.calls import NEW_FIELDS
+from timeball.edges.remoting.calls import UNSUPPORTED_FIELDS
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON
 from timeball.edges.remoting.handlers import (
@@ -33,7 +33,7 @@ from timeball.edges.remoting.handlers.admin import client_forwarding, groups, pr
 # RocketMQ's broker does not read either; `bname` and `lo`, of static topics; `oway`, which the command's flag says.
 INHERITED = {"ns", "nsd", "bname", "oway", "lo"}
 
-# code: (read, ignored). What is refused stands in NEW_FIELDS.
+# code: (read, ignored). What is refused stands in UNSUPPORTED_FIELDS.
 FIELDS: dict[int, tuple[str, str]] = {
     11: (
         "consumerGroup topic queueId queueOffset maxMsgNums sysFlag commitOffset suspendTimeoutMillis subscription "
@@ -135,13 +135,14 @@ OF_5_5_0 = {
 
 # What reads them. A handler without a structure reads nothing.
 READ_BY: dict[int, type] = {
-    11: pulls.PullFields, 12: queries._Query, 14: offsets._Query, 15: offsets._Update, 17: topics._Create,
+    11: pulls.PullFields, 12: queries._Query, 14: offsets._Query, 15: offsets._Update, 17: topics._CreateFields,
     29: offsets._Search, 30: offsets._Queue, 31: offsets._Queue, 32: offsets._Queue, 33: queries._View,
-    36: retries._SendBack, 37: transactions._End, 38: heartbeats._Group, 101: topics._Key, 105: routes._Topic,
+    36: retries._SendBack, 37: transactions._End, 38: heartbeats._Group, 101: topics._KeyFields, 105: routes._Topic,
     202: progress._Topic, 203: groups._ConsumerGroup, 204: groups._ProducerGroup, 207: groups._Delete,
     208: progress._Stats, 215: topics._Topic, 219: topics._Namespace, 222: progress._Reset,
-    223: client_forwarding._Status, 300: groups._Topic, 303: progress._Span, 307: client_forwarding._Consumer,
-    309: client_forwarding._Direct, 314: groups._Clone, 315: runtime._View, 343: groups._Group,
+    223: client_forwarding._StatusFields, 300: groups._Topic, 303: progress._Span,
+    307: client_forwarding._ConsumerFields, 309: client_forwarding._ConsumeFields,
+    314: groups._Clone, 315: runtime._StatsFields, 343: groups._Group,
     345: groups._GroupAndTopic, 351: topics._Topic, 352: groups._Named, 370: sends._Recall, 200050: pops._Pop,
     200051: pops._Ack, 200053: pops._ChangeInvisible, 200054: pops._Notification,
 }  # fmt: skip
@@ -151,7 +152,7 @@ READ_BY: dict[int, type] = {
 def test_each_field_of_a_header_is_read_or_refused_or_listed_as_ignored(code: int) -> None:
     read, ignored = (set(names.split()) for names in FIELDS[code])
     refused = set(REFUSED.get(code, "").split())
-    assert refused <= NEW_FIELDS.keys()
+    assert refused <= UNSUPPORTED_FIELDS.keys()
     assert read | ignored | refused == set(OF_5_5_0[code].split())
     assert not read & ignored and not (read | ignored) & refused
     if code in READ_BY:
@@ -159,8 +160,8 @@ def test_each_field_of_a_header_is_read_or_refused_or_listed_as_ignored(code: in
         assert fields - {"_UNIQUE_KEY_QUERY"} == read  # a field of the command itself, of no class
 
 
-def test_what_is_refused_is_a_field_of_5_5() -> None:
-    assert set(NEW_FIELDS) - set(" ".join(REFUSED.values()).split()) == {"indexType"}  # by its value
+def test_every_unsupported_field_is_a_field_of_5_5() -> None:
+    assert set(UNSUPPORTED_FIELDS) - set(" ".join(REFUSED.values()).split()) == {"indexType"}  # by its value
     assert FIELDS.keys() == OF_5_5_0.keys() and set(FIELDS) <= set(RequestCode)
 
 
@@ -176,7 +177,7 @@ def test_what_is_refused_is_a_field_of_5_5() -> None:
     ],
 )
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_a_field_that_asks_for_what_is_not_done_is_refused(
+def test_an_unsupported_field_with_an_effect_is_refused(
     node: RunningNode, code: int, fields: dict[str, str], serialisation: int
 ) -> None:
     if serialisation == BINARY and code > 32_767:
@@ -194,7 +195,7 @@ def test_a_field_that_asks_for_what_is_not_done_is_refused(
     assert answer.remark == f"code {int(code)}: {name} {value!r} is not supported by Timeball: leave it out"
 
 
-def test_values_that_change_nothing_are_taken(node: RunningNode, wire: Wire) -> None:
+def test_an_unsupported_field_without_an_effect_is_accepted(node: RunningNode, wire: Wire) -> None:
     sent(wire, properties={"KEYS": "k"})
     query = {"topic": "orders", "maxNum": 1, "beginTimestamp": 0, "endTimestamp": 1 << 60}
     for more in (

@@ -1,4 +1,4 @@
-"""The name server over groups, asked by a client's frames, with two real brokers as the leaders of two groups."""
+"""The name server of a cluster, with two real brokers as the leaders of two groups."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NOWHERE = ("127.0.0.1", 1)
 
 
 class Names:
-    """A name server on a loop of its own; `places` may be changed while it runs."""
+    """A name server on its own event loop. `leaders` may be changed while it runs."""
 
-    def __init__(self, places: dict[str, tuple[str, int] | None]) -> None:
-        self.places = places
+    def __init__(self, leaders: dict[str, tuple[str, int] | None]) -> None:
+        self.places = leaders
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -47,8 +47,8 @@ class Names:
 
 
 @contextmanager
-def names(places: dict[str, tuple[str, int] | None]) -> Iterator[tuple[Names, Wire]]:
-    server = Names(places)
+def name_server_of(leaders: dict[str, tuple[str, int] | None]) -> Iterator[tuple[Names, Wire]]:
+    server = Names(leaders)
     try:
         with Wire(server.port) as wire:
             yield server, wire
@@ -69,22 +69,22 @@ def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningNod
         yield [one, two]
 
 
-def place(node: RunningNode) -> tuple[str, int]:
+def address_of(node: RunningNode) -> tuple[str, int]:
     return "127.0.0.1", node.node.remoting_port
 
 
 def route(wire: Wire, topic: str) -> tuple[dict[str, int], dict[str, dict[str, str]]]:
     """Return the queues and the addresses of a route, by broker."""
-    found = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=topic))
+    result = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=topic))
     return (
-        {queues["brokerName"]: queues["writeQueueNums"] for queues in found["queueDatas"]},
-        {broker["brokerName"]: broker["brokerAddrs"] for broker in found["brokerDatas"]},
+        {queues["brokerName"]: queues["writeQueueNums"] for queues in result["queueDatas"]},
+        {broker["brokerName"]: broker["brokerAddrs"] for broker in result["brokerDatas"]},
     )
 
 
 def test_a_route_has_the_queues_of_all_groups(groups: list[RunningNode]) -> None:
-    one, two = map(place, groups)
-    with names({"g1": one, "g2": two}) as (_, wire):
+    one, two = map(address_of, groups)
+    with name_server_of({"g1": one, "g2": two}) as (_, wire):
         queues, addresses = route(wire, "orders")
         assert queues == {"g1": 2, "g2": 3}
         assert addresses == {"g1": {"0": f"127.0.0.1:{one[1]}"}, "g2": {"0": f"127.0.0.1:{two[1]}"}}
@@ -95,8 +95,8 @@ def test_a_route_has_the_queues_of_all_groups(groups: list[RunningNode]) -> None
 
 
 def test_a_group_without_a_leader_keeps_its_queues_and_has_no_address(groups: list[RunningNode]) -> None:
-    one, two = map(place, groups)
-    with names({"g1": one, "g2": two}) as (server, wire):
+    one, two = map(address_of, groups)
+    with name_server_of({"g1": one, "g2": two}) as (server, wire):
         route(wire, "orders")
         for gone in (None, NOWHERE):  # known to be gone, or gone without a word
             server.places["g2"] = gone
@@ -107,7 +107,7 @@ def test_a_group_without_a_leader_keeps_its_queues_and_has_no_address(groups: li
 
 
 @contextmanager
-def another_program(body: bytes) -> Iterator[tuple[str, int]]:
+def fake_leader(body: bytes) -> Iterator[tuple[str, int]]:
     """A leader that answers one request with success and this body."""
 
     def answer() -> None:
@@ -125,17 +125,17 @@ def another_program(body: bytes) -> Iterator[tuple[str, int]]:
         yield listener.getsockname()
 
 
-def test_an_answer_that_is_no_route_is_an_error_and_no_silence() -> None:
+def test_an_invalid_route_from_a_leader_is_answered_with_an_error() -> None:
     with (
-        another_program(b'{"queueDatas": [{}], "brokerDatas": [{}]}') as leader,
-        names({"g1": leader}) as (_, wire),
+        fake_leader(b'{"queueDatas": [{}], "brokerDatas": [{}]}') as leader,
+        name_server_of({"g1": leader}) as (_, wire),
     ):
         answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="orders")
         assert answer.code == ResponseCode.SYSTEM_ERROR
 
 
 def test_without_any_leader_the_client_is_told_to_ask_again() -> None:
-    with names({"g1": None}) as (_, wire):
+    with name_server_of({"g1": None}) as (_, wire):
         for code in (
             RequestCode.GET_ROUTEINFO_BY_TOPIC,
             RequestCode.GET_BROKER_CLUSTER_INFO,
@@ -147,7 +147,7 @@ def test_without_any_leader_the_client_is_told_to_ask_again() -> None:
 
 
 def test_tools_see_one_cluster_of_all_groups(groups: list[RunningNode]) -> None:
-    with names({"g1": place(groups[0]), "g2": place(groups[1])}) as (_, wire):
+    with name_server_of({"g1": address_of(groups[0]), "g2": address_of(groups[1])}) as (_, wire):
         cluster = json_body(wire.ask_ok(RequestCode.GET_BROKER_CLUSTER_INFO))
         assert cluster["clusterAddrTable"] == {"DefaultCluster": ["g1", "g2"]}
         assert set(cluster["brokerAddrTable"]) == {"g1", "g2"}
@@ -155,11 +155,11 @@ def test_tools_see_one_cluster_of_all_groups(groups: list[RunningNode]) -> None:
         assert {"orders", "only-one", "g1", "g2"} <= set(topics)
 
 
-def test_what_is_no_look_up_goes_to_a_broker(groups: list[RunningNode]) -> None:
-    with names({"g1": None, "g2": place(groups[1])}) as (_, wire):
+def test_other_requests_are_forwarded_to_a_leader(groups: list[RunningNode]) -> None:
+    with name_server_of({"g1": None, "g2": address_of(groups[1])}) as (_, wire):
         assert b"orders" in wire.ask_ok(RequestCode.GET_ALL_TOPIC_CONFIG).body
 
 
-def test_a_taken_port_is_a_sentence(groups: list[RunningNode]) -> None:
+def test_a_taken_port_is_a_setup_error(groups: list[RunningNode]) -> None:
     with pytest.raises(SetupError, match="--name-server-port"):
         asyncio.run(NameServer(list).start("127.0.0.1", groups[0].node.remoting_port))

@@ -1,4 +1,4 @@
-"""Signed requests: a real node with an access file, and clients that may this and not that."""
+"""Signed requests: a real node with an access file, and accounts with different permissions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,12 @@ from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
 from timeball.edges.remoting.connection import UNSIGNED_S
 from timeball.edges.remoting.handlers.transactions import Transactions
-from timeball.edges.remoting.required_permissions import NEEDS, check, content, signer
+from timeball.edges.remoting.required_permissions import (
+    REQUIRED_PERMISSIONS,
+    check_permission,
+    signed_content,
+    verify_signer,
+)
 from timeball.model.access import Access, Verb, parse
 from timeball.model.errors import RequestError, Unauthorized
 from timeball.model.message import Kind
@@ -70,8 +75,8 @@ def request(signature: str = SIGNATURE, body: bytes = b"hello", **changed: str) 
 
 
 def test_the_signature_is_over_the_values_in_the_order_of_their_names_and_the_body() -> None:
-    assert content(request()) == b"shop20orders0hello"
-    assert signer(ACCESS, request()).name == "shop"
+    assert signed_content(request()) == b"shop20orders0hello"
+    assert verify_signer(ACCESS, request()).name == "shop"
 
 
 @pytest.mark.parametrize(
@@ -89,45 +94,45 @@ def test_the_signature_is_over_the_values_in_the_order_of_their_names_and_the_bo
     ],
     ids=str,
 )
-def test_a_request_that_was_changed_is_nobody_s(spoilt: dict[str, Any]) -> None:
+def test_a_changed_request_is_unauthorized(spoilt: dict[str, Any]) -> None:
     with pytest.raises(Unauthorized):
-        signer(ACCESS, request(**spoilt))
+        verify_signer(ACCESS, request(**spoilt))
 
 
 def test_clients_up_to_4_9_3_add_a_field_that_they_do_not_sign() -> None:
     asked = request(_UNIQUE_KEY_QUERY="true")
     with pytest.raises(Unauthorized):
-        signer(ACCESS, asked)
+        verify_signer(ACCESS, asked)
     asked.version = 399
-    assert signer(ACCESS, asked).name == "shop"
+    assert verify_signer(ACCESS, asked).name == "shop"
 
 
 @given(st.dictionaries(st.sampled_from(["AccessKey", "Signature", "b", "topic"]), st.text()), st.binary())
-def test_no_header_does_anything_but_be_refused(ext: dict[str, str], body: bytes) -> None:
+def test_any_unsigned_header_is_refused(ext: dict[str, str], body: bytes) -> None:
     with pytest.raises(Unauthorized):
-        signer(ACCESS, Command(310, ext=ext, body=body, version=VERSION))
+        verify_signer(ACCESS, Command(310, ext=ext, body=body, version=VERSION))
 
 
 @given(
-    st.sampled_from([*NEEDS, 17, 25, 999]),
+    st.sampled_from([*REQUIRED_PERMISSIONS, 17, 25, 999]),
     st.dictionaries(st.sampled_from(["b", "topic", "group"]), st.text()),
 )
-def test_a_stranger_to_all_names_may_only_look(code: int, ext: dict[str, str]) -> None:
+def test_an_account_without_rules_may_only_look(code: int, ext: dict[str, str]) -> None:
     bare = Access(parse(b'[[accounts]]\naccess_key = "bare"\nsecret_key = "12345678"', "f"))
     who = bare.authenticate({"authorization": "Bearer bare:12345678"}, 0)
-    need = NEEDS.get(code)
-    if need is not None and need.verb is Verb.LOOK and need.topic is None:
-        check(who, Command(code, ext=ext))
+    required = REQUIRED_PERMISSIONS.get(code)
+    if required is not None and required.verb is Verb.LOOK and required.topic is None:
+        check_permission(who, Command(code, ext=ext))
         return
     with pytest.raises(RequestError):
-        check(who, Command(code, ext=ext))
+        check_permission(who, Command(code, ext=ext))
 
 
 # ---- on a real node -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_who_may_send_sends(node: RunningNode, serialisation: int) -> None:
+def test_an_account_with_send_permission_can_send(node: RunningNode, serialisation: int) -> None:
     with SignedWire.of(node, "shop", serialisation=serialisation) as wire:
         answer = sent(wire)
         assert answer.code == ResponseCode.SUCCESS, answer.remark
@@ -137,7 +142,7 @@ def test_who_may_send_sends(node: RunningNode, serialisation: int) -> None:
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize(("account", "secret"), [("shop", "wrong"), ("nobody", "x"), ("", "")])
-def test_who_does_not_prove_it_does_nothing(
+def test_a_request_without_a_valid_signature_is_refused(
     node: RunningNode, serialisation: int, account: str, secret: str
 ) -> None:
     before = node.broker.log.writer.next_seq
@@ -152,7 +157,7 @@ def test_who_does_not_prove_it_does_nothing(
 
 
 def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, other: SignedWire) -> None:
-    """Every request the broker knows, about somebody else's topic and group."""
+    """Every request code, with a topic and a group that the account may not use."""
     remoting = node.node.edges.remoting
     assert remoting is not None
     before = node.broker.log.writer.next_seq
@@ -189,11 +194,11 @@ def test_what_every_code_asks_of_an_account_that_may_little(node: RunningNode, o
     assert "orders_of_nobody" not in node.broker.topics()
 
 
-def test_codes_that_nobody_answers_are_not_called_forbidden(other: SignedWire) -> None:
+def test_an_unknown_code_is_not_supported_instead_of_forbidden(other: SignedWire) -> None:
     assert other.ask(323).code == ResponseCode.REQUEST_CODE_NOT_SUPPORTED
 
 
-def test_an_administrator_may(root: SignedWire) -> None:
+def test_an_administrator_may_create_topics_and_send(root: SignedWire) -> None:
     root.ask_ok(
         RequestCode.UPDATE_AND_CREATE_TOPIC,
         topic="made", readQueueNums=1, writeQueueNums=1, perm=6, topicFilterType="SINGLE_TAG", defaultTopic="TBW102",
@@ -201,11 +206,13 @@ def test_an_administrator_may(root: SignedWire) -> None:
     assert sent(root, topic="made").code == ResponseCode.SUCCESS
 
 
-def test_a_missing_name_is_no_way_around(shop: SignedWire) -> None:
+def test_a_request_without_a_topic_or_group_name_is_refused(shop: SignedWire) -> None:
     assert shop.ask(RequestCode.GET_MAX_OFFSET, queueId=0).code == ResponseCode.INVALID_PARAMETER
 
 
-def test_one_way_requests_are_not_answered_and_not_done(node: RunningNode, shop: SignedWire) -> None:
+def test_a_forbidden_one_way_request_is_not_answered_and_has_no_effect(
+    node: RunningNode, shop: SignedWire
+) -> None:
     before = node.broker.log.writer.next_seq
     shop.send(310, b"x", one_way=True, a="p", b="news", e=0, f=0, g=1, h=0, i="")
     assert sent(shop).code == ResponseCode.SUCCESS
@@ -213,8 +220,8 @@ def test_one_way_requests_are_not_answered_and_not_done(node: RunningNode, shop:
     assert sum(rows.num_rows for rows in kept) == 1  # what the broker notes of topics is no message
 
 
-def test_what_was_checked_is_what_is_done(node: RunningNode) -> None:
-    """A header that two readers could read in two ways: a send for one, a harmless question for the other."""
+def test_a_request_with_two_codes_is_checked_as_it_is_handled(node: RunningNode) -> None:
+    """A header with two codes: one decoder would read a send, the other a harmless request."""
     before = node.broker.log.writer.next_seq
     header = encode(Command(105, opaque=7, ext={"topic": "TBW102", "b": "news", "a": "p"}))
     with SignedWire.of(node, "shop") as wire:
@@ -236,7 +243,7 @@ def test_what_was_checked_is_what_is_done(node: RunningNode) -> None:
 # ---- what only the body, or a row, says ------------------------------------------------------------------------
 
 
-def test_a_number_of_somebody_else_s_message_opens_nothing(
+def test_the_sequence_number_of_a_forbidden_message_gives_no_access(
     node: RunningNode, shop: SignedWire, other: SignedWire
 ) -> None:
     answer = sent(shop, b"private")
@@ -261,10 +268,10 @@ def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
         wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": name, "producerDataSet": [{"groupName": "payers"}]})
     remoting = node.node.edges.remoting
     assert remoting is not None
-    found = node.broker.transactions.find_half(seq)
-    assert found is not None
+    result = node.broker.transactions.find_half(seq)
+    assert result is not None
     assert len(remoting.context.sessions.producers("payers")) == 2
-    [producer] = Transactions(remoting.context)._producers(found)
+    [producer] = Transactions(remoting.context)._producers(result)
     assert producer.caller.name == "shop"
     ends = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
     assert other.ask(RequestCode.END_TRANSACTION, **ends).code == DENIED
@@ -304,7 +311,7 @@ def test_a_delayed_message_is_recalled_by_those_who_may_send_it(shop: SignedWire
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # a TLS handshake to a port that speaks none
     ],
 )
-def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
+def test_a_client_without_valid_frames_is_disconnected_and_others_are_not(
     node: RunningNode, shop: SignedWire, data: bytes
 ) -> None:
     assert sent(shop).code == ResponseCode.SUCCESS
@@ -315,7 +322,7 @@ def test_who_sends_no_frames_loses_the_connection_and_nobody_else(
 
 
 @pytest.mark.parametrize("ext", [{"a": "no topic"}, {"b": "orders", "e": "no number"}])
-def test_a_bad_header_is_answered_to_those_who_signed_it(
+def test_a_bad_header_is_denied_unless_it_is_signed(
     node: RunningNode, shop: SignedWire, ext: dict[str, str]
 ) -> None:
     assert shop.ask(310, b"body", **ext).code == ResponseCode.INVALID_PARAMETER
@@ -326,7 +333,7 @@ def test_a_bad_header_is_answered_to_those_who_signed_it(
     assert sent(shop).code == ResponseCode.SUCCESS
 
 
-def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> None:
+def test_a_removed_account_is_refused_at_its_next_request(tmp_path: Path) -> None:
     path = access_file(tmp_path)
     with running_node(tmp_path / "data", access_file=str(path)) as node, SignedWire.of(node, "shop") as wire:
         assert sent(wire).code == ResponseCode.SUCCESS
@@ -337,7 +344,7 @@ def test_an_account_that_goes_is_out_with_its_next_request(tmp_path: Path) -> No
         assert sent(wire).code == ResponseCode.SUCCESS
 
 
-def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: SignedWire) -> None:
+def test_a_connection_without_a_signed_request_is_closed(node: RunningNode, shop: SignedWire) -> None:
     remoting = node.node.edges.remoting
     assert remoting is not None
     assert sent(shop).code == ResponseCode.SUCCESS
@@ -355,17 +362,15 @@ def test_who_signs_nothing_does_not_keep_a_connection(node: RunningNode, shop: S
 # ---- the table ------------------------------------------------------------------------------------------------
 
 
-def test_the_table_names_only_what_there_is(node: RunningNode) -> None:
+def test_the_table_has_only_codes_with_a_handler(node: RunningNode) -> None:
     remoting = node.node.edges.remoting
     assert remoting is not None
-    assert set(NEEDS) <= {int(code) for code in remoting._dispatch._handlers} | {10, 310, 320}
+    assert set(REQUIRED_PERMISSIONS) <= {int(code) for code in remoting._dispatch._handlers} | {10, 310, 320}
 
 
-def test_without_an_access_file_nobody_looks_at_signatures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The hot path of before, and not a longer one."""
-    monkeypatch.setattr(edges.required_permissions, "signer", lambda *_: 1 / 0)
+def test_signatures_count_if_there_is_an_access_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, no request pays for a signature."""
+    monkeypatch.setattr(edges.required_permissions, "verify_signer", lambda *_: 1 / 0)
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
         assert {wire.answer_to(opaque).code for opaque in opaques} == {0}

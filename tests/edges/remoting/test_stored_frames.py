@@ -1,4 +1,4 @@
-"""Frames as the source of stored messages: the reference's bytes, bounded, and never of a row that is not visible."""
+"""Stored messages from frames of the log: the reference's bytes, a limited cache, and visible rows only."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ANY = 1 << 30  # bytes of an answer that takes all
 
 
 def plain(world: World, seqs: list[int], host: Host) -> list[bytes]:
-    """The reference, of the rows read by themselves."""
+    """Encode rows with the reference, one by one."""
     rows = world.broker.log.reader.read_rows(np.array(seqs, dtype=np.int64))
     return encode_each(rows, store_host=host)
 
 
 def fitting(records: list[bytes], bytes_max: int) -> tuple[int, bytes]:
-    """How many of these go into an answer, at least one, and their bytes."""
+    """Return the number of records that fit into an answer, at least one, and their bytes."""
     count = sum(end <= bytes_max for end in accumulate(map(len, records)))
     count = max(count, min(1, len(records)))
     return count, b"".join(records[:count])
@@ -53,7 +53,7 @@ def frames_of(world: World, codec: Codec = PYTHON) -> StoredFrames:
 )
 @settings(max_examples=40)
 @on_node(queues_per_topic=1)
-async def test_the_same_bytes(
+async def test_stored_frames_give_the_bytes_of_the_reference(
     world: World,
     codec: str,
     sends: list[int],
@@ -61,7 +61,7 @@ async def test_the_same_bytes(
     fresh_rows: int,
     bytes_max: int,
 ) -> None:
-    """Of neighbours and of every second and third row, while the log grows, for several hosts."""
+    """For consecutive rows and every second or third row, while the log grows, with several hosts."""
     before, module.FRESH_ROWS = module.FRESH_ROWS, fresh_rows
     try:
         source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
@@ -72,49 +72,51 @@ async def test_the_same_bytes(
             for begin, end, step, here, at_once in picks:
                 low, high = sorted((int(begin * len(seqs)), int(end * len(seqs))))
                 wanted, host = seqs[low:high:step], HERE if here else THERE
-                found = source.get_now(wanted, host, bytes_max) if at_once else None
-                if found is None:
+                result = source.get_from_memory(wanted, host, bytes_max) if at_once else None
+                if result is None:
                     assert fresh_rows < 1 << 20 or not at_once
-                    found = await source.get(wanted, host, bytes_max)
-                assert found == fitting(plain(world, wanted, host), bytes_max)
+                    result = await source.get(wanted, host, bytes_max)
+                assert result == fitting(plain(world, wanted, host), bytes_max)
     finally:
         module.FRESH_ROWS = before
 
 
 @pytest.mark.parametrize("codec", ["auto", "python"])
 @on_node()
-async def test_what_waits_is_not_there(world: World, codec: str) -> None:
+async def test_a_pending_message_is_out_of_range(world: World, codec: str) -> None:
     later = await world.broker.send(batch(1, delay_ms=[60_000]))
     source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
     for seq in (later.first_seq, later.first_seq + 100):
         with pytest.raises(OutOfRange):
-            source.get_now([seq], HERE, ANY)
+            source.get_from_memory([seq], HERE, ANY)
         with pytest.raises(OutOfRange):
             await source.get([seq], HERE, ANY)
 
 
 @on_node(queues_per_topic=1)
-async def test_the_old_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_old_frame_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = (await world.broker.send(batch(3))).first_seq
     second = (await world.broker.send(batch(3))).first_seq
     source = frames_of(world)
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
-    assert source.get_now([first], HERE, ANY) is None
-    assert await source.get([first], HERE, ANY) == source.get_now([first], HERE, ANY), "it is open now"
-    assert source.get_now([first, second], HERE, ANY) is not None, "so is what follows"
+    assert source.get_from_memory([first], HERE, ANY) is None
+    assert await source.get([first], HERE, ANY) == source.get_from_memory([first], HERE, ANY), (
+        "it is open now"
+    )
+    assert source.get_from_memory([first, second], HERE, ANY) is not None, "so is what follows"
 
 
 @on_node(queues_per_topic=1)
 async def test_a_large_frame_is_not_opened_on_the_loop(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     large = (await world.broker.send(batch(2, body=[b"x" * 600_000] * 2))).first_seq
     source = frames_of(world)
-    assert source.get_now([large], HERE, ANY) is None
+    assert source.get_from_memory([large], HERE, ANY) is None
     count, body = await source.get([large, large + 1], HERE, 700_000)
     assert (count, body) == (1, plain(world, [large], HERE)[0])
 
 
 @on_node(queues_per_topic=1)
-async def test_pulls_that_wait_for_one_stretch_wait_together(
+async def test_concurrent_pulls_of_the_same_frames_share_one_opening(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seqs = [(await world.broker.send(batch(2))).first_seq for _ in range(4)]
@@ -127,14 +129,14 @@ async def test_pulls_that_wait_for_one_stretch_wait_together(
     assert len(source._opening) == 1
     gate.set()
     waiting[0].cancel()  # its client has gone; the others wait on
-    found = await asyncio.gather(*waiting[1:])
-    for n, (count, body) in zip((1, 0), found, strict=True):
+    result = await asyncio.gather(*waiting[1:])
+    for n, (count, body) in zip((1, 0), result, strict=True):
         assert (count, body) == (2, b"".join(plain(world, [seqs[0] + n, seqs[3] + n], HERE)))
     assert not source._opening
 
 
 @on_node(queues_per_topic=1)
-async def test_damage_further_on_is_told_to_those_who_ask_for_it(
+async def test_a_corrupt_following_frame_fails_only_pulls_that_need_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = (await world.broker.send(batch(1))).first_seq
@@ -150,7 +152,7 @@ async def test_damage_further_on_is_told_to_those_who_ask_for_it(
 
 
 @on_node(queues_per_topic=1)
-async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_open_frames_is_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CACHE_FRAMES_MAX", 2)
     monkeypatch.setattr(module, "FRESH_ROWS", 0)
     source = frames_of(world, PYTHON)
@@ -160,13 +162,13 @@ async def test_only_so_many_frames_stay_open(world: World, monkeypatch: pytest.M
 
 
 @on_node(queues_per_topic=1)
-async def test_the_frame_used_last_goes_with_its_segment(world: World) -> None:
+async def test_the_last_used_frame_is_dropped_with_its_segment(world: World) -> None:
     source, segments = frames_of(world, PYTHON), world.broker.log.reader.segments
     seq = (await world.broker.send(batch(1))).first_seq
     expected = plain(world, [seq], HERE)
     for _ in range(2):
-        assert source.get_now([seq], HERE, ANY) == (1, expected[0])
-    assert source._last is not None
+        assert source.get_from_memory([seq], HERE, ANY) == (1, expected[0])
+    assert source._last_frame is not None
     for forget in segments.on_drop:
         forget([segments.last])
-    assert source._last is None and not len(source._frames)
+    assert source._last_frame is None and not len(source._frames)

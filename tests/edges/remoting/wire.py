@@ -1,4 +1,4 @@
-"""A RocketMQ client reduced to its frames: sends commands over a real socket, reads whatever comes back.
+"""A minimal RocketMQ client: sends commands over a real socket, and reads the answers.
 
 Beside the stock clients (tests/interop) this one can be wrong on purpose.
 """
@@ -18,7 +18,7 @@ from timeball.edges.remoting.codec.frame import JSON, Command, Splitter, decode,
 
 
 class Wire:
-    """One connection. Answers are matched by opaque; what the broker asks by itself is kept in `pushed`."""
+    """One connection. Answers are matched by opaque. Requests from the broker are kept in `pushed`."""
 
     def __init__(self, port: int, serialisation: int = JSON, source: str = "127.0.0.1") -> None:
         self._socket = socket.create_connection(
@@ -50,13 +50,13 @@ class Wire:
         return self.answer_to(self.send(code, body, **ext))
 
     def ask_ok(self, code: int, body: Any = b"", **ext: object) -> Command:
-        """As `ask`; the answer must be SUCCESS."""
+        """Send a request and assert that the answer is SUCCESS."""
         answer = self.ask(code, body, **ext)
         assert answer.code == ResponseCode.SUCCESS, (answer.code, answer.remark)
         return answer
 
     def send(self, code: int, body: Any = b"", *, one_way: bool = False, **ext: object) -> int:
-        """Send a request; returns its opaque. A body that is no bytes is sent as JSON."""
+        """Send a request and return its opaque. A body that is not bytes is encoded as JSON."""
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
         command = Command(
             code=code,
@@ -74,7 +74,7 @@ class Wire:
         self._socket.sendall(data)
 
     def reply(self, request: Command, code: int = 0, **ext: str) -> None:
-        """Answer something the broker asked."""
+        """Answer a request from the broker."""
         self.send_bytes(
             encode(Command(code=code, opaque=request.opaque, flag=CommandFlag.RESPONSE, ext=dict(ext)))
         )
@@ -85,7 +85,7 @@ class Wire:
         return self._answers.pop(opaque)
 
     def read(self) -> None:
-        """Take in what arrives next; EOFError when the broker has closed."""
+        """Read the commands that arrive next. Raises EOFError if the broker has closed."""
         data = self._socket.recv(1 << 20)
         if not data:
             raise EOFError
@@ -97,13 +97,13 @@ class Wire:
                 self.pushed.append(command)
 
     def next_pushed(self) -> Command:
-        """The next request of the broker's own."""
+        """Return the next request from the broker."""
         while not self.pushed:
             self.read()
         return self.pushed.pop(0)
 
     def is_closed(self) -> bool:
-        """Wait for the broker to close; true when it does."""
+        """Wait until the broker closes the connection."""
         try:
             while True:
                 self.read()

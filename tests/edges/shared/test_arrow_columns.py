@@ -1,4 +1,4 @@
-"""What a send stream's columns may be, and that a batch from a stranger is proven sound before it is used."""
+"""The columns of a send stream: accepted types, and the checks of a batch before it is used."""
 
 import io
 import struct
@@ -31,13 +31,13 @@ def batch(**columns: object) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array(c) for c in given.values()], names=list(given))
 
 
-def test_exact_batches_pass_untouched() -> None:
+def test_a_batch_with_exact_types_is_returned_unchanged() -> None:
     rows = pa.RecordBatch.from_arrays([pa.array([b"x"]), pa.array(["t"])], names=["body", "topic"])
     assert adopt(rows) is rows
 
 
 @given(st.permutations(SEND_SCHEMA.names), st.integers(2, len(SEND_SCHEMA.names)))
-def test_any_order_and_any_subset_with_topic_and_body(names: list[str], count: int) -> None:
+def test_columns_in_any_order_with_topic_and_body_are_accepted(names: list[str], count: int) -> None:
     chosen = dict.fromkeys([*names[:count], "body", "topic"])
     values = {"topic": "t", "body": b"x"}
     arrays = [pa.array([values.get(name)], SEND_SCHEMA.field(name).type) for name in chosen]
@@ -51,7 +51,7 @@ def test_unknown_columns_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["topic", "body"])
-def test_required_columns(name: str) -> None:
+def test_a_missing_required_column_is_refused(name: str) -> None:
     rows = batch().drop_columns([name])
     with pytest.raises(InvalidMessage, match=f"'{name}' is missing"):
         adopt(rows)
@@ -59,7 +59,7 @@ def test_required_columns(name: str) -> None:
         adopt(batch(**{name: pa.array([None], SEND_SCHEMA.field(name).type)}))
 
 
-def test_a_name_twice_is_refused() -> None:
+def test_a_repeated_column_is_refused() -> None:
     rows = pa.RecordBatch.from_arrays(
         [pa.array(["t"]), pa.array([b"x"]), pa.array(["u"])], names=["topic", "body", "topic"]
     )
@@ -81,7 +81,7 @@ def test_a_name_twice_is_refused() -> None:
         ("topic", pa.array(["t"]).dictionary_encode()),
     ],
 )
-def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array) -> None:
+def test_types_with_another_meaning_are_refused(name: str, column: pa.Array) -> None:
     with pytest.raises(InvalidMessage, match=rf"column '{name}' is .*; it must be"):
         adopt(batch(**{name: column}))
 
@@ -99,7 +99,7 @@ def test_types_that_mean_something_else_are_refused(name: str, column: pa.Array)
         ("tag", pa.nulls(1)),
     ],
 )
-def test_types_that_mean_the_same_are_converted(name: str, column: pa.Array) -> None:
+def test_types_with_the_same_meaning_are_converted(name: str, column: pa.Array) -> None:
     adopted = adopt(batch(**{name: column})).column(name)
     assert adopted.type == SEND_SCHEMA.field(name).type
     values = column.to_pylist()
@@ -111,7 +111,7 @@ TEXTS = {"string", "large_string"}
 
 
 @pytest.mark.parametrize("kind", TYPES.values(), ids=TYPES)
-def test_a_column_has_one_of_the_types_that_are_listed(kind: pa.DataType) -> None:
+def test_only_accepted_types_are_accepted(kind: pa.DataType) -> None:
     listed = {
         "string": {*TEXTS, "null"},
         "binary": {*TEXTS, "binary", "large_binary", "fixed_size_binary[3]", "null"},
@@ -129,7 +129,7 @@ def test_a_column_has_one_of_the_types_that_are_listed(kind: pa.DataType) -> Non
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string()], ids=str)
-def test_topics_are_decided_about_before_other_columns_are_read(kind: pa.DataType) -> None:
+def test_topics_are_checked_before_other_columns_are_read(kind: pa.DataType) -> None:
     access = Access(parse(ACCESS_FILE.encode(), "access.toml"))
     allow = partial(Policy.allow, access.named("shop"))  # who may send to `orders`
     offsets = pa.py_buffer(struct.pack("<3i", 0, 9, 1))  # not sound: the second text runs backwards
@@ -144,8 +144,8 @@ def test_topics_are_decided_about_before_other_columns_are_read(kind: pa.DataTyp
 
 
 @pytest.mark.parametrize("due_ms", [1_800_000_000, 20_300_131, 0, -5])
-def test_a_due_time_that_was_not_meant_as_milliseconds_is_refused(due_ms: int) -> None:
-    """Seconds, or a date as a number: it would be delivered at once. Also of a few rows, which are read in C."""
+def test_a_due_time_that_is_not_in_milliseconds_is_refused(due_ms: int) -> None:
+    """Seconds, or a date as a number, would be delivered at once. Also for small batches, which are read in C."""
     rows = batch(topic=["t"] * 3, body=[b"x"] * 3, due_ms=[None, limits.DUE_MS_MIN, due_ms])
     with pytest.raises(InvalidDelay, match=f"due_ms {due_ms} of row 2: milliseconds since 1970 are meant"):
         adopt(rows)
@@ -157,7 +157,7 @@ def test_a_value_that_does_not_fit_refuses_the_batch() -> None:
         adopt(batch(queue_id=pa.array([2**40])))
 
 
-def test_empty_and_oversized_batches() -> None:
+def test_empty_and_oversized_batches_are_refused() -> None:
     with pytest.raises(InvalidMessage, match="empty batch"):
         adopt(batch().slice(1))
     rows = limits.ROWS_PER_REQUEST_MAX + 1
@@ -168,7 +168,7 @@ def test_empty_and_oversized_batches() -> None:
         adopt(many)
 
 
-def test_buffers_that_stand_for_several_columns_count_for_each() -> None:
+def test_a_shared_buffer_counts_for_each_of_its_columns() -> None:
     text = pa.array(["x" * (limits.BATCH_BYTES_MAX // 3)])
     rows = pa.RecordBatch.from_arrays([text] * 4, names=["topic", "body", "tag", "keys"])
     assert rows.get_total_buffer_size() < limits.BATCH_BYTES_MAX // 2
@@ -181,7 +181,7 @@ HONEST = struct.pack("<2i", 0, 9) + b"lying-one"  # offsets, characters
 
 
 def received(topic: bytes) -> pa.RecordBatch:
-    """A batch as it comes off the wire, its topic's buffers replaced by these."""
+    """Build a batch as received from a socket, with these bytes as the topic."""
     sink = io.BytesIO()
     honest = batch(topic=["lying-one"])
     with pa.ipc.new_stream(sink, honest.schema) as writer:
@@ -201,7 +201,7 @@ def received(topic: bytes) -> pa.RecordBatch:
     ],
     ids=["beyond", "backwards", "negative", "not-utf8"],
 )
-def test_lying_batches_are_refused_unread(topic: bytes) -> None:
+def test_batches_with_false_offsets_are_refused(topic: bytes) -> None:
     assert received(HONEST).column("topic").to_pylist() == ["lying-one"]
     with pytest.raises(InvalidMessage, match="not a sound record batch"):
         adopt(received(topic))
@@ -250,16 +250,16 @@ def reference(header: bytes, body: bytes, schema: pa.Schema) -> list[SendRow] | 
 
 @compiled
 @given(few_rows())
-def test_a_few_rows_are_what_pyarrow_reads(rows: pa.RecordBatch) -> None:
+def test_rows_of_a_small_batch_equal_those_of_pyarrow(rows: pa.RecordBatch) -> None:
     header, body = message(rows)
-    found = read(header, body, rows.schema)
-    assert found is not None and found == reference(header, body, rows.schema)
+    result = read(header, body, rows.schema)
+    assert result is not None and result == reference(header, body, rows.schema)
     assert SendColumns(rows.schema, "python").rows(memoryview(header), [body]) is None
 
 
 @compiled
 @given(few_rows(), st.data())
-def test_any_bytes_are_as_pyarrow_reads_them_or_left_to_it(rows: pa.RecordBatch, data: st.DataObject) -> None:
+def test_any_bytes_give_the_rows_of_pyarrow_or_none(rows: pa.RecordBatch, data: st.DataObject) -> None:
     parts = [bytearray(part) for part in message(rows)]
     for _ in range(data.draw(st.integers(1, 3))):
         part = data.draw(st.sampled_from(parts))
@@ -270,8 +270,8 @@ def test_any_bytes_are_as_pyarrow_reads_them_or_left_to_it(rows: pa.RecordBatch,
             at -= at % 4
             part[at : at + 4] = data.draw(st.integers(-2, 90)).to_bytes(4, "little", signed=True)
     header, body = map(bytes, parts)
-    found = read(header, body, rows.schema)
-    assert found is None or found == reference(header, body, rows.schema)
+    result = read(header, body, rows.schema)
+    assert result is None or result == reference(header, body, rows.schema)
 
 
 @compiled
@@ -287,12 +287,12 @@ def test_any_bytes_are_as_pyarrow_reads_them_or_left_to_it(rows: pa.RecordBatch,
     ],
     ids=["many", "large", "of a relative delay", "converted", "without a topic", "of large texts"],
 )
-def test_what_is_left_to_pyarrow(rows: pa.RecordBatch) -> None:
+def test_unusual_batches_are_left_to_pyarrow(rows: pa.RecordBatch) -> None:
     assert read(*message(rows), rows.schema) is None
 
 
 @compiled
-def test_a_text_that_is_no_text_is_left_to_pyarrow() -> None:
+def test_invalid_utf8_is_left_to_pyarrow() -> None:
     raw = pa.record_batch({"topic": pa.array([b"\xff\xfe"]), "body": [b"x"]})
     schema = pa.schema([("topic", pa.string()), ("body", pa.binary())])
     assert read(*message(raw), schema) is None

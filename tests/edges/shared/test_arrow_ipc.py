@@ -1,4 +1,4 @@
-"""IPC messages: what a header says is checked before a body is decoded; what is left comes back as it was."""
+"""Arrow IPC messages: headers are checked before a body is decoded, and valid batches are decoded unchanged."""
 
 import struct
 
@@ -18,17 +18,17 @@ ROWS = pa.RecordBatch.from_arrays([pa.array(["t", None]), pa.array([bytes(2_000)
 
 
 def messages(batch: pa.RecordBatch, **options: object) -> list[tuple[memoryview, memoryview]]:
-    """Header and body of each message of a stream with this batch, the schema first."""
+    """Return header and body of each message of a stream with this batch, the schema first."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
         writer.write_batch(batch)
-    found = pa.ipc.MessageReader.open_stream(sink.getvalue())
+    result = pa.ipc.MessageReader.open_stream(sink.getvalue())
     return [
-        (memoryview(bytes(memoryview(m.metadata))), memoryview(bytes(m.body or b""))) for m in list(found)
+        (memoryview(bytes(memoryview(m.metadata))), memoryview(bytes(m.body or b""))) for m in list(result)
     ]
 
 
-def test_a_plain_batch_comes_back() -> None:
+def test_an_encoded_batch_is_decoded_to_the_same() -> None:
     (head, _), (header, body) = messages(ROWS)
     schema = ipc.schema(head)
     assert schema == SCHEMA
@@ -44,7 +44,7 @@ def test_a_compressed_body_is_refused_before_it_is_decompressed(codec: str) -> N
             ipc.batch(header, part, SCHEMA)
 
 
-def test_another_way_to_say_that_a_body_is_compressed_is_refused() -> None:
+def test_a_message_before_metadata_version_5_is_refused() -> None:
     _, (header, body) = messages(ROWS, metadata_version=pa.ipc.MetadataVersion.V4)
     with pytest.raises(InvalidMessage, match="version before"):
         ipc.batch(header, body, SCHEMA)
@@ -63,14 +63,14 @@ READ = {
 }  # fmt: skip
 
 
-def test_every_type_that_pyarrow_makes_is_tried() -> None:
+def test_every_type_of_pyarrow_is_tested() -> None:
     known = {getattr(pa.lib, name) for name in dir(pa.lib) if name.startswith("Type_")}
     not_made = {pa.lib.Type_INTERVAL_MONTHS, pa.lib.Type_INTERVAL_DAY_TIME}  # pyarrow reads them only
     assert known - {kind.id for kind in TYPES.values()} == not_made
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_only_listed_types_are_read(name: str) -> None:
+def test_only_accepted_types_are_read(name: str) -> None:
     rows = pa.RecordBatch.from_arrays([column(TYPES[name])], names=["body"])
     header, _ = messages(rows)[0]
     stored = STORED.get(name, TYPES[name])  # an extension type stands in the metadata, which is not read
@@ -89,7 +89,7 @@ def test_only_listed_types_are_read(name: str) -> None:
         ("list_view<item: string>", "list_view"),
     ],
 )
-def test_a_refusal_says_which_type_it_was(name: str, said: str) -> None:
+def test_a_refused_type_is_named_in_the_error(name: str, said: str) -> None:
     header = ipc.schema_header(pa.schema([("body", TYPES[name])]))
     with pytest.raises(InvalidMessage, match=f"column 'body' is {said};"):
         ipc.schema(header)
@@ -113,13 +113,13 @@ def test_a_damaged_schema_is_refused_or_read(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         header[data.draw(st.integers(0, len(header) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = ipc.schema(memoryview(bytes(header)))
+        result = ipc.schema(memoryview(bytes(header)))
     except InvalidMessage:
         return
-    assert {str(kind).partition("[")[0] for kind in found.types} <= {kind.partition("[")[0] for kind in READ}
+    assert {str(kind).partition("[")[0] for kind in result.types} <= {kind.partition("[")[0] for kind in READ}
 
 
-def test_numbers_of_another_byte_order_are_refused() -> None:
+def test_a_big_endian_schema_is_refused() -> None:
     header = bytearray(ipc.schema_header(pa.schema([("due_ms", pa.int64())])))
     table = fb.target(header, fb.present_field(header, fb.target(header, 0), fb.MESSAGE_HEADER))
     # The default is not written: the field is given the place of another one, which is not zero.
@@ -130,20 +130,20 @@ def test_numbers_of_another_byte_order_are_refused() -> None:
         ipc.schema(memoryview(bytes(header)))
 
 
-def test_many_columns_are_refused() -> None:
+def test_too_many_columns_are_refused() -> None:
     with pytest.raises(InvalidMessage, match="more than 64 columns"):
         ipc.schema(ipc.schema_header(pa.schema([(str(at), pa.null()) for at in range(65)])))
 
 
 @pytest.mark.parametrize("rows", [-1, -(2**63), limits.ROWS_PER_REQUEST_MAX + 1, 2**62])
-def test_more_rows_than_a_request_has_are_refused_undecoded(rows: int) -> None:
+def test_too_many_rows_are_refused_before_decoding(rows: int) -> None:
     (head, _), (header, body) = messages(pa.record_batch({"topic": pa.nulls(3)}))
     claimed = bytes(header).replace(struct.pack("<q", 3), struct.pack("<q", rows))
     with pytest.raises((InvalidMessage, OverLimit), match=f"{rows} rows"):
         ipc.batch(memoryview(claimed), body, ipc.schema(head))
 
 
-def test_a_long_schema_is_refused_unread() -> None:
+def test_a_schema_that_is_too_long_is_refused_before_decoding() -> None:
     wide = pa.schema([pa.field("topic", pa.string(), metadata={"x": "y" * ipc.SCHEMA_BYTES_MAX})])
     with pytest.raises(OverLimit, match="metadata"):
         ipc.schema(ipc.schema_header(wide))
@@ -151,7 +151,7 @@ def test_a_long_schema_is_refused_unread() -> None:
         ipc.batch(memoryview(bytes(ipc.HEADER_BYTES_MAX + 1)), memoryview(b""), SCHEMA)
 
 
-def test_a_message_of_another_kind_is_refused() -> None:
+def test_a_message_of_another_type_is_refused() -> None:
     (head, _), (header, body) = messages(ROWS)
     with pytest.raises(InvalidMessage, match="schema"):
         ipc.schema(header)
@@ -166,8 +166,8 @@ def test_a_damaged_header_is_refused_or_read(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     try:
-        found = ipc.batch(memoryview(bytes(damaged)), body, SCHEMA)
-        found.validate(full=True)
+        result = ipc.batch(memoryview(bytes(damaged)), body, SCHEMA)
+        result.validate(full=True)
     except (InvalidMessage, OverLimit, pa.ArrowException):
         pass
 
@@ -179,7 +179,7 @@ def test_any_bytes_are_a_header_or_refused(junk: bytes) -> None:
 
 
 @given(st.integers(0, 40), st.integers(1, 60_000))
-def test_parts_hold_all_rows_and_are_small(rows: int, size_bytes_max: int) -> None:
+def test_parts_of_a_batch_have_all_rows_and_the_maximum_size(rows: int, size_bytes_max: int) -> None:
     batch = pa.RecordBatch.from_arrays([["t"] * rows, [bytes(1_000)] * rows], schema=SCHEMA)
     parts = [(bytes(h), bytes(b)) for h, b in ipc.parts(batch, size_bytes_max)]
     read = [ipc.batch(memoryview(h), memoryview(b), SCHEMA) for h, b in parts]
@@ -187,7 +187,7 @@ def test_parts_hold_all_rows_and_are_small(rows: int, size_bytes_max: int) -> No
     assert all(part.num_rows == 1 or part.nbytes <= size_bytes_max for part in read if rows)
 
 
-def test_a_header_that_points_elsewhere_is_refused() -> None:
+def test_a_header_with_offsets_outside_is_refused() -> None:
     _, (header, body) = messages(ROWS)
     away = bytearray(header)
     struct.pack_into("<I", away, 0, 0xFFFF_FFF0)
@@ -195,13 +195,13 @@ def test_a_header_that_points_elsewhere_is_refused() -> None:
         ipc.batch(memoryview(bytes(away)), body, SCHEMA)
 
 
-def test_a_name_that_is_no_text_is_refused() -> None:
+def test_a_column_name_that_is_not_utf8_is_refused() -> None:
     header = bytes(ipc.schema_header(SCHEMA)).replace(b"topic", b"t\x80pic")
     with pytest.raises(InvalidMessage, match="does not begin with an Arrow schema"):
         ipc.schema(memoryview(header))
 
 
-def test_a_stream_is_its_messages_and_a_cut_one_is_refused() -> None:
+def test_a_stream_is_split_into_messages_and_a_truncated_one_is_refused() -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SCHEMA) as writer:
         writer.write_batch(ROWS)

@@ -1,4 +1,4 @@
-"""One table of errors for all protocols: each error has its codes, which say whose fault it is."""
+"""The table of error codes for all protocols, and the texts that clients get."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ OURS = [kind for kind in kinds() if kind.__module__ == "timeball.model.errors"]
 
 
 @pytest.mark.parametrize("kind", OURS)
-def test_every_error_has_codes_and_keeps_its_sentence(kind: type[TimeballError]) -> None:
+def test_every_error_has_codes_and_keeps_its_text(kind: type[TimeballError]) -> None:
     error = kind("do this instead")
-    codes, found = error_codes.codes_of(error), status_of(error)
-    assert error_codes.sentence(error) == found.message == "do this instead"
-    assert (found.code, response_code(error)) == (Code.Value(codes.grpc), ResponseCode[codes.remoting])
+    codes, result = error_codes.codes_of(error), status_of(error)
+    assert error_codes.sentence(error) == result.message == "do this instead"
+    assert (result.code, response_code(error)) == (Code.Value(codes.grpc), ResponseCode[codes.remoting])
     # Whose fault it is can be told from the code.
     is_callers = issubclass(kind, (errors.RequestError, errors.OverLimit))
-    assert (found.code < Code.INTERNAL_ERROR) == (codes.http < 500) == is_callers
+    assert (result.code < Code.INTERNAL_ERROR) == (codes.http < 500) == is_callers
 
 
-def test_a_row_of_the_table_is_of_one_error_and_stands_for_its_children() -> None:
+def test_an_error_without_a_row_uses_the_row_of_its_parent() -> None:
     assert error_codes.codes_of(errors.GroupNotFound("x")).remoting == "SUBSCRIPTION_GROUP_NOT_EXIST"
     assert error_codes.codes_of(errors.Corrupt("x")) == error_codes.codes_of(ValueError("x"))
     assert all(kind in (BaseException, *OURS) for kind in error_codes.TABLE)
 
 
-def test_sentences_are_short_and_printable() -> None:
+def test_error_texts_are_short_and_printable() -> None:
     assert error_codes.sentence(errors.NotFound("a\x1b[31mred\n")) == "a [31mred "
     assert len(error_codes.sentence(errors.NotFound("x" * 100_000))) < 2_100
     assert "secret" not in error_codes.sentence(KeyError("a secret"))
 
 
-def test_a_fault_of_ours_alone_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_internal_faults_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger(error_codes.__name__)
     with caplog.at_level("WARNING"):
         error_codes.log_failure(logger, "send", errors.NotFound("x"))

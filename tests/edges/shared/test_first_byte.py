@@ -1,4 +1,4 @@
-"""One port for TLS and plain text: what the first byte decides, and what bounds those who send none."""
+"""One port for TLS and plain text: the first byte decides, and silent connections are limited."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def listening(issued: Certificate, *, plain_from: PlainFrom = "all") -> As
 
 
 async def answer(port: int, data: bytes, roots: str = "") -> bytes:
-    """Return the first bytes that come back; none when the connection ends. ConnectionError when it is reset."""
+    """Return the first bytes of the answer, none if the connection ends. Raises ConnectionError if it is reset."""
     context = ssl.create_default_context(cafile=roots) if roots else None
     reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port, ssl=context), BOUND_S)
     try:
@@ -53,7 +53,7 @@ def checked(tmp_path: Path, check: Callable[[Certificate], object]) -> None:
     asyncio.run(check(certificate(tmp_path / "tls")))  # type: ignore[arg-type]
 
 
-def test_each_speaks_as_it_likes(tmp_path: Path) -> None:
+def test_tls_and_plain_text_are_served_on_one_port(tmp_path: Path) -> None:
     async def check(issued: Certificate) -> None:
         async with listening(issued) as port:
             answers = await asyncio.gather(
@@ -66,7 +66,7 @@ def test_each_speaks_as_it_likes(tmp_path: Path) -> None:
     checked(tmp_path, check)
 
 
-def test_plain_text_from_elsewhere_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text_from_another_machine_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_byte, "is_loopback", lambda peer: False)
 
     async def check(issued: Certificate) -> None:
@@ -79,7 +79,7 @@ def test_plain_text_from_elsewhere_is_closed(tmp_path: Path, monkeypatch: pytest
     checked(tmp_path, check)
 
 
-def test_the_silent_are_bounded_and_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_are_limited_and_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_byte, "SILENT_MAX", 2)
     monkeypatch.setattr(first_byte, "FIRST_BYTE_S", 0.5)
 

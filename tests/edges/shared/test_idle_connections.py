@@ -1,4 +1,4 @@
-"""Connections run short: the most silent ones go, of our ports alone, and no more than are needed."""
+"""If descriptors run short, the most idle connections to the broker's ports are closed, and no more than needed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from timeball.edges.shared.idle_connections import IdleConnections, connections
 from timeball.io.descriptors import in_use
 
 
-class Door:
-    """A listening socket, connections to it and their far ends."""
+class Listener:
+    """A listening socket, its accepted connections, and their clients."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -35,9 +35,9 @@ class Door:
 
 
 @contextmanager
-def door() -> Iterator[Door]:
+def listener() -> Iterator[Listener]:
     with ExitStack() as stack:
-        yield Door(stack)
+        yield Listener(stack)
 
 
 def is_closed(client: socket.socket) -> bool:
@@ -49,12 +49,12 @@ def is_closed(client: socket.socket) -> bool:
 
 
 def limit_with(free: int) -> int:
-    """A limit under which so many descriptors are free, and one more: that of the look itself."""
+    """Return a limit with so many free descriptors, plus the one that listing the descriptors needs."""
     return len(os.listdir("/proc/self/fd")) + free
 
 
-def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
-    with door() as ours, door() as others:
+def test_the_most_idle_connections_are_closed_and_no_more_than_needed() -> None:
+    with listener() as ours, listener() as others:
         ours.dial(3)
         others.dial(2)
         for number in (1, 0, 2):
@@ -63,45 +63,45 @@ def test_the_most_silent_are_closed_and_no_more_than_needed() -> None:
             time.sleep(0.02)  # the kernel tells silence in milliseconds
         ours.dial(3)  # and nothing comes by these
         watch = IdleConnections(limit_with(idle_connections.FREE_MIN - 5), [ours.port])
-        assert watch.free_wanted == idle_connections.FREE_MIN
+        assert watch.free_target == idle_connections.FREE_MIN
         assert watch.close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, False, True, True, True]
         assert not any(map(is_closed, others.clients))
 
 
-def test_nothing_is_closed_while_there_is_room() -> None:
-    with door() as ours:
+def test_nothing_is_closed_while_enough_descriptors_are_free() -> None:
+    with listener() as ours:
         ours.dial(3)
         assert IdleConnections(limit_with(idle_connections.FREE_MIN), [ours.port]).close_idle() == 0
         assert not any(map(is_closed, ours.clients))
 
 
-def test_all_who_have_said_nothing_for_a_second_go_when_room_is_short() -> None:
-    """More stand in line behind them; one that has said something stays."""
-    with door() as ours:
+def test_all_unused_connections_are_closed_if_descriptors_are_short() -> None:
+    """More connections may wait in the backlog. A connection that has sent a byte stays open."""
+    with listener() as ours:
         ours.dial(5)
         ours.clients[0].sendall(b"x")
         ours.accepted[0].recv(1)
-        time.sleep(idle_connections.STRANGER_MS / 1000 + 0.02)
+        time.sleep(idle_connections.UNUSED_MS / 1000 + 0.02)
         assert IdleConnections(limit_with(idle_connections.FREE_MIN - 2), [ours.port]).close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, True, True, True]
 
 
-def test_what_listens_or_is_no_socket_is_no_connection() -> None:
-    with door() as ours:
+def test_listening_sockets_and_other_descriptors_are_not_connections() -> None:
+    with listener() as ours:
         ours.dial(2)
         before = len(os.listdir("/proc/self/fd"))
-        found = list(connections([ours.port], in_use()))
-        assert {each.fd for each in found} == {each.fileno() for each in ours.accepted}
+        result = list(connections([ours.port], in_use()))
+        assert {each.fd for each in result} == {each.fileno() for each in ours.accepted}
         assert len(os.listdir("/proc/self/fd")) == before, "nothing is left open"
 
 
-def test_a_descriptor_that_is_another_by_now_is_left_alone() -> None:
-    with door() as ours:
+def test_a_reused_descriptor_is_not_closed() -> None:
+    with listener() as ours:
         ours.dial(1)
-        [found] = connections([ours.port], in_use())
-        assert not idle_connections._shut_down(found._replace(inode=found.inode + 1))
+        [result] = connections([ours.port], in_use())
+        assert not idle_connections._shut_down(result._replace(inode=result.inode + 1))
         assert not is_closed(ours.clients[0])
-        assert idle_connections._shut_down(found)
+        assert idle_connections._shut_down(result)
         assert is_closed(ours.clients[0])
-        assert not idle_connections._shut_down(found._replace(fd=1 << 20))
+        assert not idle_connections._shut_down(result._replace(fd=1 << 20))

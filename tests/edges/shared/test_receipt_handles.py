@@ -1,4 +1,4 @@
-"""Handles: what is encoded comes back, and nothing else is taken for one."""
+"""Receipt handles: encoded handles are decoded to the same receipt, and all other texts are refused."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES
 
 
 @given(RECEIPTS)
-def test_a_handle_comes_back(receipt: AnyReceipt) -> None:
+def test_an_encoded_handle_is_decoded_to_the_same(receipt: AnyReceipt) -> None:
     text = HANDLES.encode(receipt)
-    found = HANDLES.decode(text, receipt.group, receipt.topic)
-    assert found == receipt and type(found) is type(receipt)
+    result = HANDLES.decode(text, receipt.group, receipt.topic)
+    assert result == receipt and type(result) is type(receipt)
     assert len(text) <= CHARACTERS_MAX and text.isascii() and " " not in text
 
 
 @given(RECEIPTS, NAMES, NAMES)
-def test_a_handle_is_for_its_group_and_topic(receipt: AnyReceipt, group: str, topic: str) -> None:
+def test_a_handle_of_another_group_or_topic_is_refused(receipt: AnyReceipt, group: str, topic: str) -> None:
     if (group, topic) != (receipt.group, receipt.topic):
         refused(group, topic, HANDLES.encode(receipt))
 
 
 @given(RECEIPTS, st.data())
-def test_no_changed_handle_is_read(receipt: AnyReceipt, data: st.DataObject) -> None:
+def test_a_changed_handle_is_refused(receipt: AnyReceipt, data: st.DataObject) -> None:
     text, names = HANDLES.encode(receipt), (receipt.group, receipt.topic)
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from("ABCxyz019-_=. \n").filter(lambda c: c != text[at]))
@@ -55,15 +55,15 @@ def test_no_changed_handle_is_read(receipt: AnyReceipt, data: st.DataObject) -> 
 
 
 @given(st.one_of(st.text(), st.binary(max_size=80).map(lambda b: base64.urlsafe_b64encode(b).decode())))
-def test_garbage_is_none(text: str) -> None:
+def test_a_text_that_is_not_a_handle_is_refused(text: str) -> None:
     refused("g", "t", text)
 
 
-def test_another_folders_handle_is_none() -> None:
+def test_a_handle_of_another_data_folder_is_refused() -> None:
     refused("g", "t", ReceiptHandles(lambda: bytes(32)).encode(Receipt("g", "t", 1, 2)))
 
 
-def test_a_kind_cannot_pass_for_the_other() -> None:
+def test_a_handle_cannot_be_decoded_as_another_kind() -> None:
     # A scheduled message's handle is four bytes shorter; with those from the group's name it would be as long as the
     # other.
     text = HANDLES.encode(Receipt("abcdg", "t", 1, 2))
@@ -72,5 +72,5 @@ def test_a_kind_cannot_pass_for_the_other() -> None:
     refused("g", "t", base64.urlsafe_b64encode(longer).rstrip(b"=").decode())
 
 
-def test_a_text_of_any_size_is_refused_at_once() -> None:
+def test_a_long_text_is_refused_at_once() -> None:
     refused("g", "t", "A" * 4_000_000)

@@ -1,4 +1,4 @@
-"""Who is connected: every change is told, once; what has not changed is not; nobody is kept who has gone."""
+"""Sessions: every change is reported once, and removed clients leave nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def beat(
     return clients.beat(clients.get(key) or Session(key, client_id), client_id, produces, consumes, now_ms)
 
 
-def test_only_what_is_new_is_a_change() -> None:
+def test_only_new_members_or_topics_are_changes() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     a, b = 0, 1
     assert beat(clients, a, "a", consuming("g", "t")) == {"g"}
@@ -81,7 +81,7 @@ def test_the_version_counts_what_changes_how_a_group_consumes() -> None:
     assert changes()
 
 
-def test_the_newer_subscription_counts() -> None:
+def test_the_newer_version_of_a_subscription_wins() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     a, b = 0, 1
     beat(clients, a, "a", consuming("g", "t", version=5, expression="new"))
@@ -93,7 +93,7 @@ def test_the_newer_subscription_counts() -> None:
     assert clients.subscription("nobody", "t") is None
 
 
-def test_a_topic_given_up_is_forgotten() -> None:
+def test_a_topic_without_subscription_is_removed() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     beat(clients, 0, "a", consuming("g", "t", "u"))
     assert beat(clients, 0, "a", consuming("g", "u")) == {"g"}
@@ -109,7 +109,7 @@ def test_one_client_with_two_connections_is_one_member() -> None:
     assert clients.consumer_ids("g") == ["same"]
 
 
-def test_goodbye_is_for_one_group() -> None:
+def test_leaving_one_group_keeps_the_others() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     a = 0
     beat(clients, a, "a", consuming("g", "t"), consuming("h", "t"), produces=["p", "q"])
@@ -122,7 +122,7 @@ def test_goodbye_is_for_one_group() -> None:
     assert clients.group("g") is None
 
 
-def test_who_does_not_beat_is_due_to_go() -> None:
+def test_a_session_without_heartbeats_expires() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     a, b = 0, 1
     beat(clients, a, "a", now_ms=1_000)
@@ -136,7 +136,7 @@ def test_who_does_not_beat_is_due_to_go() -> None:
 @pytest.mark.parametrize(
     "consumes", [[consuming(f"g{i}") for i in range(3)], [consuming("g", "t", "u", "v")]]
 )
-def test_one_client_may_not_fill_the_memory(
+def test_too_many_groups_or_subscriptions_of_a_client_are_refused(
     consumes: list[Membership], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sessions_module, "GROUPS_PER_SESSION_MAX", 2)
@@ -167,7 +167,7 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS)
-def test_members_are_those_who_came_and_have_not_gone(steps: Any) -> None:
+def test_members_equal_those_of_a_model(steps: Any) -> None:
     """Against a model: a set of (connection, group) for each side; a consumer group changes when its set does."""
     clients: Clients = Sessions(EXPIRY_MS)
     consumers: set[tuple[int, str]] = set()
@@ -193,13 +193,13 @@ def test_members_are_those_who_came_and_have_not_gone(steps: Any) -> None:
         assert {i for i in range(4) if i in clients} == known
         for group in ("g", "h", "i"):
             assert sorted(clients.consumer_ids(group)) == sorted(str(i) for i, g in consumers if g == group)
-            found = [m.client_id for m in clients.producers(group)]
-            assert sorted(found) == sorted(str(i) for i, g in producers if g == group)
+            result = [m.client_id for m in clients.producers(group)]
+            assert sorted(result) == sorted(str(i) for i, g in producers if g == group)
         assert set(clients._groups) == {g for _, g in consumers}
         assert set(clients.produced()) == {g for _, g in producers}
 
 
-def test_what_is_produced_is_replaced() -> None:
+def test_set_produces_replaces_the_producer_groups() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     one = Session(1, "a")
     clients.add(one, 0)
@@ -212,17 +212,17 @@ def test_what_is_produced_is_replaced() -> None:
     )
 
 
-def test_who_goes_is_told_once() -> None:
+def test_a_removed_session_is_reported_once() -> None:
     clients: Clients = Sessions(EXPIRY_MS)
     gone: list[str] = []
-    clients.on_gone.append(lambda session: gone.append(session.client_id))
+    clients.on_session_removed.append(lambda session: gone.append(session.client_id))
     clients.add(Session(1, "a"), 0)
     clients.remove(1)
     clients.remove(1)
     assert gone == ["a"] and not len(clients) and clients.all() == []
 
 
-def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_sessions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions_module, "SESSIONS_MAX", 1)
     clients: Clients = Sessions(EXPIRY_MS)
     one = Session(1, "a")
@@ -243,12 +243,14 @@ def test_sessions_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2001:db8::1", ("2001:db8::1", None)),
     ],
 )
-def test_an_address_is_read_with_and_without_its_port(advertise: str, told: tuple[str, int | None]) -> None:
+def test_an_advertised_address_is_parsed_with_and_without_port(
+    advertise: str, told: tuple[str, int | None]
+) -> None:
     assert advertised(advertise) == told
 
 
 @on_node()
-async def test_silence_is_measured_by_a_clock_that_nobody_sets(world: World) -> None:
+async def test_silence_is_measured_by_the_monotonic_clock(world: World) -> None:
     context = EdgeContext(Settings(), world.broker, Clients(1))
     before = context.monotonic_ms()
     world.clock.step_wall(1_000_000)

@@ -1,4 +1,4 @@
-"""A limit that addresses and accounts share: none can keep the others out by being first."""
+"""SharedLimit: no address or account can keep the others out by being first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from timeball.model.errors import OverLimit
 
 
 def admitted(limit: SharedLimit, address: str, account: str = "") -> int:
-    """Return how many are let in until one is refused."""
+    """Return how many calls are admitted until one is refused."""
     for count in range(1_000):
         try:
             limit.admit(address, account)
@@ -20,7 +20,7 @@ def admitted(limit: SharedLimit, address: str, account: str = "") -> int:
     raise AssertionError("none was refused")
 
 
-def test_one_address_alone_has_half_and_leaves_places_to_others() -> None:
+def test_one_address_alone_gets_at_most_half() -> None:
     limit = SharedLimit("streams", 60)
     assert admitted(limit, "a") == 30
     with pytest.raises(OverLimit, match="30 streams of a are open, its share of 60"):
@@ -34,7 +34,7 @@ def test_one_address_alone_has_half_and_leaves_places_to_others() -> None:
     assert admitted(limit, "d") == 15
 
 
-def test_an_account_counts_from_every_address() -> None:
+def test_an_account_is_counted_over_all_its_addresses() -> None:
     limit = SharedLimit("calls", 60)
     assert sum(admitted(limit, f"10.0.0.{at}", "shop") for at in range(10)) == 30
     with pytest.raises(OverLimit, match="calls of shop are open"):
@@ -54,7 +54,7 @@ def test_an_account_is_counted_once_it_is_known() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["", "x", "y"])), max_size=80))
-def test_never_more_than_the_limit_and_all_is_given_back(asked: list[tuple[str, str]]) -> None:
+def test_the_limit_is_never_exceeded_and_all_calls_are_given_back(asked: list[tuple[str, str]]) -> None:
     limit, held = SharedLimit("calls", 10), list[tuple[str, str]]()
     for one in asked:
         try:
@@ -68,7 +68,7 @@ def test_never_more_than_the_limit_and_all_is_given_back(asked: list[tuple[str, 
     assert (limit.taken, limit.by_address, limit._by_account) == (0, {}, {})
 
 
-def test_connections_have_shares_too() -> None:
+def test_connections_beyond_a_share_are_refused() -> None:
     assert not exceeds_share("a", ["a"] * 4, 10)
     assert exceeds_share("a", ["a"] * 5, 10)
     assert not exceeds_share("b", ["a"] * 5 + ["b"] * 2, 10)

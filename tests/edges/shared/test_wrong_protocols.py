@@ -1,4 +1,4 @@
-"""A client that dials a wrong port is named in the broker's log once a minute, and told the port in its error."""
+"""A client at a wrong port is logged once a minute, and Timeball's own client gets an error with the endpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EDGES_WITH_TLS = {
 
 @pytest.fixture(scope="module")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningNode, RunningNode]]:
-    """One without TLS, one with it."""
+    """Run two nodes, without and with TLS."""
     folder = tmp_path_factory.mktemp("wrong")
     tls = certificate(folder / "tls").settings
     with (
@@ -57,16 +57,16 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningNod
 
 
 @pytest.mark.parametrize("name", BEGINNINGS)
-def test_a_protocol_is_known_by_its_first_bytes(name: str) -> None:
+def test_a_protocol_is_recognised_by_its_first_bytes(name: str) -> None:
     assert protocol_of(BEGINNINGS[name]) == name
 
 
 @pytest.mark.parametrize("begin", [b"", b"\x00", b"nonsense", b"\xff" * 16, bytes(3)])
-def test_other_bytes_are_no_protocol(begin: bytes) -> None:
+def test_unknown_bytes_are_not_recognised(begin: bytes) -> None:
     assert protocol_of(begin) == ""
 
 
-def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_protocol_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     noted = WrongProtocols()
     noted.listens({"http": 7480, "flight": 7400, "grpc": -1, "name_server": 9876}, has_tls=False)
     with caplog.at_level(logging.WARNING):
@@ -90,7 +90,7 @@ def test_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def _dial(port: int, begin: bytes) -> None:
-    """Send this, and wait until the broker closes."""
+    """Send bytes, and wait until the broker closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=BOUND_S) as client:
         client.sendall(begin)
         try:
@@ -158,7 +158,7 @@ def test_broken_frames_are_logged_once(
     ],
 )
 @pytest.mark.parametrize("edge", ["flight", "grpc", "http", "remoting", "name_server"])
-def test_our_own_clients_at_a_wrong_port_are_told_so(
+def test_a_timeball_client_at_a_wrong_port_gets_an_error_with_the_endpoint(
     nodes: tuple[RunningNode, RunningNode], edge: str, has_tls: bool, scheme: str
 ) -> None:
     endpoint = f"{scheme}://127.0.0.1:{nodes[has_tls].node.edges.ports[edge]}"  # type: ignore[union-attr]

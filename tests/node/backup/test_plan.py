@@ -36,17 +36,17 @@ def change(path: Path, position: int, content: bytes) -> None:
 
 def test_a_plan_ends_behind_the_last_whole_frame_and_names_the_live_files(data: Path) -> None:
     found = plan(RealFiles(data))
-    assert [part.name for part in found.parts if part.name.endswith(".log")] == [LOG]
-    (log,) = (part for part in found.parts if part.name == LOG)
+    assert [planned.name for planned in found.files if planned.name.endswith(".log")] == [LOG]
+    (log,) = (planned for planned in found.files if planned.name == LOG)
     assert fmt.ALIGN < log.used_bytes < log.buffer.size and not log.is_fixed
     assert found.first_row == 1 and found.row > 200
     live = {path.relative_to(data).as_posix() for path in data.glob("pending/bucket=*/*.parquet")}
-    assert {part.name for part in found.parts} == {LOG, *live} and len(live) == 2
+    assert {planned.name for planned in found.files} == {LOG, *live} and len(live) == 2
 
 
 def test_a_commit_that_is_being_written_is_left_out(data: Path) -> None:
     whole = plan(RealFiles(data))
-    end = next(part.used_bytes for part in whole.parts if part.name == LOG)
+    end = next(planned.used_bytes for planned in whole.files if planned.name == LOG)
     change(data / LOG, end, b"half a frame")
     assert plan(RealFiles(data)).row == whole.row
 

@@ -23,26 +23,26 @@ from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
 from timeball.model.errors import Corrupt, NotFound, SetupError
 from timeball.model.message import Kind, build_rows
 from timeball.node.inspect import folder as module
-from timeball.node.inspect.folder import Damage, FolderDump, Found, FrameFound, Torn, kind_counts
+from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame, Torn, WalkResult, kind_counts
 
 SMALL = 4096  # segments of two frames
 
 
-def everything(files: Files) -> list[Found]:
+def everything(files: Files) -> list[WalkResult]:
     folder = FolderDump(files)
     return [*folder.damage, *(found for segment in folder.segments for found in folder.walk(segment))]
 
 
-def shown(found: list[Found]) -> dict[int, bytes]:
+def shown(found: list[WalkResult]) -> dict[int, bytes]:
     """Body by sequence number."""
     rows: dict[int, bytes] = {}
     for each in found:
-        if isinstance(each, FrameFound):
+        if isinstance(each, InspectedFrame):
             rows.update(enumerate(bodies([each.rows]), each.frame.first_seq))
     return rows
 
 
-def damage(found: list[Found]) -> list[Damage]:
+def damage(found: list[WalkResult]) -> list[Damage]:
     return [each for each in found if isinstance(each, Damage)]
 
 
@@ -81,7 +81,9 @@ def test_it_shows_the_frames_that_recovery_finds(commits: list[tuple[int, int]])
     found = everything(files)
     segments = open_log(files, segment_bytes=SMALL, now_ms=0).segments
     frames = [
-        (f.segment.ordinal, f.frame.position, f.frame.first_seq) for f in found if isinstance(f, FrameFound)
+        (f.segment.ordinal, f.frame.position, f.frame.first_seq)
+        for f in found
+        if isinstance(f, InspectedFrame)
     ]
     assert frames == [
         (segment.ordinal, position, seq)
@@ -117,7 +119,7 @@ def test_a_frame_says_its_kinds_and_what_it_sets_aside() -> None:
             await log.writer.append(build_rows(1, kind=int(Kind.TABLE), body=b"9"), span=10)[1]
 
     asyncio.run(write())
-    first, second = (found for found in everything(files) if isinstance(found, FrameFound))
+    first, second = (found for found in everything(files) if isinstance(found, InspectedFrame))
     assert first.kinds() == {"SCHEDULED": 2, "CANCEL": 1}
     assert (second.kinds(), second.frame.rows, second.frame.span) == ({"TABLE": 1}, 1, 10)
     assert kind_counts(build_rows(2, kind=99)) == {"99": 2}, "a kind nobody knows has its number"
@@ -165,7 +167,7 @@ def test_damage_that_was_acknowledged_is_named_and_stepped_over() -> None:
     assert (wrong.file, wrong.position) == (segment_name(1), position)
     assert "checksum" in wrong.text and "acknowledged" in wrong.text
     assert list(shown(found).values()) == expected[:3] + expected[6:]
-    assert [type(each) for each in found] == [FrameFound, Damage, FrameFound, FrameFound]
+    assert [type(each) for each in found] == [InspectedFrame, Damage, InspectedFrame, InspectedFrame]
 
 
 def test_damage_in_a_sealed_segment_costs_one_frame() -> None:
@@ -210,7 +212,7 @@ def test_rows_of_another_schema_behind_a_right_checksum_are_damage() -> None:
     struct.pack_into("<I", content, 64 + 52, google_crc32c.value(bytes(content[64 : 64 + length])))
     files.open(segment_name(1)).write_at(0, bytes(content))
     (wrong,) = damage(everything(files))
-    assert wrong.position == 64 and "not our rows" in wrong.text
+    assert wrong.position == 64 and "the rows cannot be decoded" in wrong.text
 
 
 def test_whatever_byte_is_flipped_it_agrees_with_recovery() -> None:
@@ -385,7 +387,7 @@ def test_a_segment_that_is_begun_between_two_looks_is_no_damage(
         return found
 
     monkeypatch.setattr(module, "_holds_frames", begun_meanwhile)
-    first_seq, damaged = module._header(1, pa.py_buffer(data), is_final=True)
+    first_seq, damaged = module._read_header(1, pa.py_buffer(data), is_final=True)
     assert (first_seq, damaged is None) == ((1, True) if begins else (None, False))
 
 

@@ -7,7 +7,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import fill
 
 from timeball.model.message import Kind
-from timeball.node.inspect.folder import Damage, FolderDump, FrameFound
+from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame
 from timeball.node.inspect.report import Selection, describe_rows, find_rows, summarise
 
 
@@ -20,7 +20,7 @@ def files() -> CrashFiles:
 
 
 def seqs(files: CrashFiles, selection: Selection) -> list[int]:
-    frames = [found for found in find_rows(FolderDump(files), selection) if isinstance(found, FrameFound)]
+    frames = [found for found in find_rows(FolderDump(files), selection) if isinstance(found, InspectedFrame)]
     return [row["seq"] for frame in frames for row in describe_rows(frame, selection)]
 
 

@@ -16,7 +16,7 @@ from timeball.log.queue_file import QueueFile, encode, file_name
 from timeball.log.queue_index import QueueIndexes
 from timeball.model import key_hash
 from timeball.model.key_hash import KeyRun
-from timeball.node.inspect.folder import Damage, FolderDump, FrameFound
+from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame
 from timeball.node.inspect.verify import CacheCheck
 
 KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
@@ -59,7 +59,7 @@ def check(files: CrashFiles) -> list[Damage]:
     wrong = list(found.damage)
     for segment in found.segments:
         for each in found.walk(segment):
-            if isinstance(each, FrameFound):
+            if isinstance(each, InspectedFrame):
                 caches.add(each)
         wrong += caches.finish(segment)
     return wrong

@@ -1,4 +1,4 @@
-"""`delay_levels`: what is its own, besides the contract and the five questions."""
+"""Tests of `delay_levels` beyond the contract and the random walk of questions.py."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    made = World(LevelsRig())
-    yield made
-    made.close()
+    world_of_levels = World(LevelsRig())
+    yield world_of_levels
+    world_of_levels.close()
 
 
 def levels_of(world: World) -> DelayLevels:
@@ -38,7 +38,7 @@ def offsets(world: World) -> dict[int, int]:
     return {number: facts.offset for number, facts in levels_of(world).state(0).levels.items()}
 
 
-def test_what_waits_costs_no_memory(world: World) -> None:
+def test_pending_messages_take_no_memory(world: World) -> None:
     world.admit([world.now_ms + HOUR_MS] * MANY)
     assert world.memory() == 0
     assert levels_of(world).statistics() == {"waiting_rows": MANY}
@@ -52,7 +52,7 @@ def test_what_waits_costs_no_memory(world: World) -> None:
     assert sum(offsets(world).values()) == MANY
 
 
-def test_what_is_accepted_for_soon_is_not_read_again() -> None:
+def test_message_due_soon_is_loaded_without_a_second_read() -> None:
     world = World(LevelsRig(gather_bytes=1 << 30))
     world.admit([world.now_ms + 5_000] * 100)
     world.reader_thread.is_open = False
@@ -62,14 +62,14 @@ def test_what_is_accepted_for_soon_is_not_read_again() -> None:
     world.close()
 
 
-def test_more_than_memory_is_due_at_once(world: World) -> None:
+def test_more_messages_due_at_once_than_fit_into_memory_are_all_released(world: World) -> None:
     dues = sorted(world.now_ms + 1 + i % 7 for i in range(MANY))
     world.admit(dues)
     world.advance(7)
     assert [due for due, _ in world.drain()] == dues
 
 
-def test_a_clock_stepped_while_bodies_are_read(world: World) -> None:
+def test_clock_step_during_a_read_of_bodies_keeps_each_message_once(world: World) -> None:
     now_ms = world.now_ms
     world.admit([now_ms + 20_000] * 200)
     world.reader_thread.is_open = False
@@ -85,7 +85,7 @@ def test_a_clock_stepped_while_bodies_are_read(world: World) -> None:
 
 
 class ShortRig(LevelsRig):
-    """The first level is ten seconds long."""
+    """Levels of which the first is ten seconds long."""
 
     def build(self, world: World, restart: Restart, outcomes: Outcomes) -> Built:
         built = super().build(world, restart, outcomes)
@@ -96,8 +96,8 @@ class ShortRig(LevelsRig):
 
 @pytest.mark.parametrize("restarts", [False, True])
 @pytest.mark.parametrize("loaded", [False, True])
-def test_after_a_step_back_nothing_waits_longer_than_its_level_is_long(loaded: bool, restarts: bool) -> None:
-    """Else it would wait for the length of the step besides."""
+def test_after_a_step_back_no_message_waits_longer_than_its_level(loaded: bool, restarts: bool) -> None:
+    """Otherwise it would also wait for the length of the step."""
     world = World(ShortRig())
     due_ms = world.now_ms + 10_000
     (seq,) = world.admit([due_ms])  # queue 0
@@ -140,14 +140,14 @@ async def taken(world: World) -> pa.RecordBatch | None:
 
 
 async def released(world: World, rows: pa.RecordBatch) -> None:
-    """Due when it counted as due, as records of before say and no more."""
+    """Build the release of a message as older records state it: with the time at which it counted as due."""
     seq, due = int64(rows.column("seq")), int64(rows.column("due_ms"))
     await world._settle_rows(Kind.RELEASE, due, seq, lambda: world.strategy.released(seq))
     world.model.released |= {one: batch[one][0] for batch in world.model.in_flight for one in batch}
     world.model.in_flight.clear()
 
 
-def test_what_is_cancelled_does_not_come_after_a_step_back() -> None:
+def test_cancelled_message_is_not_released_after_a_step_back() -> None:
     world = World(ShortRig())
     (seq,) = world.admit([world.now_ms + 10_000])
     world.advance(9_000)
@@ -160,7 +160,7 @@ def test_what_is_cancelled_does_not_come_after_a_step_back() -> None:
 
 
 def restarted(world: World, state: dict[int, LevelFacts], *durations_ms: int) -> DelayLevels:
-    """Another one over the same log and queues."""
+    """Make a second backlog over the same log and queues."""
     rig = world.rig
     assert isinstance(rig, LevelsRig)
     table = LevelTable(durations_ms or (HOUR_MS,) * 3)
@@ -169,7 +169,7 @@ def restarted(world: World, state: dict[int, LevelFacts], *durations_ms: int) ->
     return levels
 
 
-def test_a_shorter_table_lets_nobody_wait_less(world: World) -> None:
+def test_shorter_level_table_releases_no_message_earlier(world: World) -> None:
     world.admit([world.now_ms + HOUR_MS])
     again = restarted(world, levels_of(world).state(0).levels, 1_000)
     assert again.first_due_ms == world.now_ms + HOUR_MS
@@ -177,7 +177,7 @@ def test_a_shorter_table_lets_nobody_wait_less(world: World) -> None:
     assert again.first_due_ms == world.now_ms + HOUR_MS
 
 
-def test_an_offset_outside_its_queue_is_put_right(world: World) -> None:
+def test_saved_offset_outside_its_queue_is_moved_into_it(world: World) -> None:
     seqs = world.admit([world.now_ms + HOUR_MS] * 6)
     states = [{}, {0: LevelFacts(1), 1: LevelFacts(-4), 2: LevelFacts(99)}]
     for state, expected in zip(states, [seqs, [seqs[1], seqs[3], seqs[4]]], strict=True):
@@ -186,8 +186,8 @@ def test_an_offset_outside_its_queue_is_put_right(world: World) -> None:
         assert again.statistics() == {"waiting_rows": len(expected)}
 
 
-def test_somebodys_message_in_the_schedule_topic_is_not_delivered(world: World) -> None:
-    """A topic of that name from before it was ours: its entries hold hashes of tags, which are instants of 1970."""
+def test_message_sent_to_the_schedule_topic_is_not_delivered(world: World) -> None:
+    """The topic existed before it was reserved. Its entries contain tag hashes, which look like due times in 1970."""
     rig = world.rig
     assert isinstance(rig, LevelsRig)
 

@@ -1,4 +1,4 @@
-"""The level table and its text; the disguise of what waits for a level: what is put on comes off."""
+"""The level table and its text, and the stored form of messages of a level, which must restore to the original."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from timeball.model.message import (
 from timeball.schedule.delay_levels.levels import OVERRULED, LevelTable, disguised_properties, restored
 
 
-def test_the_default_is_rocketmqs() -> None:
+def test_default_table_equals_rocketmqs() -> None:
     table = LevelTable.parse(Settings().delay_levels)
     minutes = [MINUTE_MS * n for n in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30)]
     seconds = [SECOND_MS * n for n in (1, 5, 10, 30)]
@@ -34,7 +34,7 @@ UNITS = {"s": SECOND_MS, "m": MINUTE_MS, "h": HOUR_MS, "d": DAY_MS}
 
 
 @given(st.lists(st.tuples(st.integers(0, 3_000), st.sampled_from(sorted(UNITS))), min_size=1, max_size=30))
-def test_level_n_is_the_nth_item_in_any_order(items: list[tuple[int, str]]) -> None:
+def test_level_n_is_the_nth_item_even_if_levels_do_not_ascend(items: list[tuple[int, str]]) -> None:
     table = LevelTable.parse(" ".join(f"{count}{unit}" for count, unit in items))
     assert list(table.durations_ms) == [count * UNITS[unit] for count, unit in items]
     assert table.queues == max(18, len(items))
@@ -42,7 +42,7 @@ def test_level_n_is_the_nth_item_in_any_order(items: list[tuple[int, str]]) -> N
     assert table.delay_ms(levels).tolist() == list(table.durations_ms)
 
 
-def test_levels_above_the_last_are_the_last() -> None:
+def test_levels_above_the_last_are_clamped_to_the_last() -> None:
     table = LevelTable.parse("1s +2m 3h ")
     assert table.clamp(np.array([0, 1, 3, 4, 1_959])).tolist() == [0, 1, 3, 3, 3]
 
@@ -66,7 +66,7 @@ def test_levels_above_the_last_are_the_last() -> None:
         "9" * 19 + "s",
     ],
 )
-def test_what_is_no_table_is_refused_by_name(text: str) -> None:
+def test_invalid_table_is_refused_with_the_name_of_the_item(text: str) -> None:
     with pytest.raises(SetupError, match="--delay-levels"):
         LevelTable.parse(text)
 
@@ -100,40 +100,44 @@ def waiting(texts: list[str]) -> pa.RecordBatch:
 
 
 @given(st.lists(PROPERTIES, min_size=1, max_size=5), st.booleans())
-def test_the_rest_stays_in_its_order_and_ours_stand_once(sent: list[dict[str, str]], ends: bool) -> None:
+def test_other_properties_keep_their_order_and_ours_occur_once(
+    sent: list[dict[str, str]], ends: bool
+) -> None:
     texts = [
         encode_properties(each) if ends else encode_properties(each).removesuffix("\x02") for each in sent
     ]
     for before, after in zip(sent, disguised([*texts]), strict=True):
-        kept = {name: value for name, value in before.items() if name not in OURS}
-        expected = {**kept, "DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "-1"}
+        other_properties = {name: value for name, value in before.items() if name not in OURS}
+        expected = {**other_properties, "DELAY": "3", "REAL_TOPIC": "orders", "REAL_QID": "-1"}
         assert list(decode_properties(after).items()) == list(expected.items())
         assert after == encode_properties(expected)
 
 
-def test_no_properties_at_all() -> None:
+def test_message_without_properties_gets_only_ours() -> None:
     assert disguised([None, "", "\x02"]) == ["DELAY\x013\x02REAL_TOPIC\x01orders\x02REAL_QID\x01-1\x02"] * 3
 
 
-def test_a_text_that_becomes_too_long_is_refused_by_its_row() -> None:
+def test_properties_that_become_too_long_are_refused_with_the_row() -> None:
     with pytest.raises(InvalidMessage, match="properties of row 1"):
         disguised(["a\x01b", "a\x01" + "x" * 32_760])
 
 
 @given(st.text("abcXYZ019_-%|", min_size=1, max_size=30), st.integers(-1, 1_023))
-def test_what_was_put_on_comes_off(topic: str, queue: int) -> None:
+def test_restored_message_equals_the_original(topic: str, queue: int) -> None:
     rows = waiting(disguised(["k\x01v", None], topic=topic, queue=queue))
     real = restored(rows)
     assert real.column("topic").to_pylist() == [topic] * 2
     assert real.column("queue_id").to_pylist() == [queue] * 2
     assert real.column("queue_offset").null_count == 2, "its place in the real queue is not known yet"
     assert real.column("due_ms").equals(rows.column("due_ms"))
-    assert set(real.column("kind").to_pylist()) == {Kind.SCHEDULED}, "nobody is to index it as a level's"
+    assert set(real.column("kind").to_pylist()) == {Kind.SCHEDULED}, (
+        "the row must not be indexed in a level's queue"
+    )
     assert real.column("properties").equals(rows.column("properties"))
 
 
 @pytest.mark.parametrize("text", ["", "REAL_TOPIC\x01orders\x02", "REAL_TOPIC\x01t\x02REAL_QID\x01x\x02"])
-def test_a_row_that_does_not_say_where_it_belongs_is_corrupt(text: str) -> None:
+def test_row_without_its_real_topic_is_corrupt(text: str) -> None:
     with pytest.raises(Corrupt, match="seq 41"):
         good = "REAL_TOPIC\x01t\x02REAL_QID\x010\x02"
         restored(waiting([good, text]))

@@ -1,4 +1,4 @@
-"""One level's queue against a list: what is picked, found and taken, however often the clock was set back."""
+"""The queue of one level, compared with a list: opened entries, look-ups, clocks that are set back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAR_MS = 1 << 40
 
 
 def queue_of(dues: list[int], duration_ms: int | None = WAIT_MS, first_seq: int = 10) -> LevelQueue:
-    """A queue whose entry n has the sequence number first_seq + 3 n."""
+    """Make a queue whose entry n has the sequence number first_seq + 3 n."""
     index = QueueIndexes(CrashFiles()).queue("t", 0)
     count = len(dues)
     index.append(first_seq + 3 * np.arange(count), np.full(count, 91), np.array(dues, np.int64))
@@ -36,7 +36,7 @@ DUES = st.lists(st.integers(0, 50), min_size=1, max_size=40)
 
 
 @given(DUES)
-def test_stretches_are_sorted_and_are_the_queue(dues: list[int]) -> None:
+def test_stretches_are_sorted_and_cover_the_queue(dues: list[int]) -> None:
     queue = queue_of(dues)
     ends = [0]
     for stretch in queue.stretches:
@@ -51,7 +51,7 @@ def test_stretches_are_sorted_and_are_the_queue(dues: list[int]) -> None:
 
 
 @given(DUES, st.lists(st.integers(1, 7), max_size=10), st.integers(-1, 51))
-def test_arrivals_are_opened_at_once_or_join_the_last_stretch_or_begin_another(
+def test_new_entries_are_opened_or_extend_the_last_stretch_or_begin_another(
     dues: list[int], cuts: list[int], near_ms: int
 ) -> None:
     queue, index = queue_of([]), QueueIndexes(CrashFiles()).queue("t", 0)
@@ -66,14 +66,14 @@ def test_arrivals_are_opened_at_once_or_join_the_last_stretch_or_begin_another(
             10 + 3 * at for at in range(opened, opened + len(near))
         ]
         opened += 0 if near is None else len(near)
-    assert all(due <= near_ms for due in dues[:opened]), "only what is near"
+    assert all(due <= near_ms for due in dues[:opened]), "only near entries are opened"
     assert opened == len(dues) or dues[opened] > near_ms, "and all of it that nothing waits before"
     whole = queue_of(dues[opened:])
     assert stretches(queue) == [(b + opened, e + opened, once) for b, e, once in stretches(whole)]
 
 
 @given(DUES, st.integers(0, 52), st.integers(1, 50), st.sampled_from([1, 3, 4_096]))
-def test_what_is_opened_is_due_in_order_and_no_more_than_asked_for(
+def test_open_returns_due_entries_in_order_up_to_the_limit(
     dues: list[int], until_ms: int, rows_max: int, probe: int
 ) -> None:
     queue = queue_of(dues)
@@ -86,16 +86,16 @@ def test_what_is_opened_is_due_in_order_and_no_more_than_asked_for(
             left.append((begin + len(due), end, False))
     was, columns.PROBE = columns.PROBE, probe
     try:
-        found = queue.open(until_ms, rows_max)
+        opened_columns = queue.open(until_ms, rows_max)
     finally:
         columns.PROBE = was
-    assert [(due.tolist(), seq.tolist()) for _, due, seq in found] == expected
+    assert [(due.tolist(), seq.tolist()) for _, due, seq in opened_columns] == expected
     assert stretches(queue) == left
     assert queue.first_due_ms() == min((dues[begin] for begin, _, _ in left), default=None)
 
 
 @given(DUES, st.integers(0, 40), st.lists(st.integers(0, 140), max_size=12))
-def test_rows_are_found_by_number_from_the_offset_on(dues: list[int], low: int, wanted: list[int]) -> None:
+def test_find_entries_finds_numbers_from_the_offset_on(dues: list[int], low: int, wanted: list[int]) -> None:
     queue = queue_of(dues)
     queue.low = min(low, len(dues))
     seqs = [10 + 3 * at for at in range(len(dues))]
@@ -104,9 +104,9 @@ def test_rows_are_found_by_number_from_the_offset_on(dues: list[int], low: int, 
 
 
 @given(dues=st.lists(st.integers(0, 500), min_size=1, max_size=30).map(sorted), now_ms=st.integers(0, 500))
-def test_nothing_waits_longer_than_the_level_is_long(dues: list[int], now_ms: int) -> None:
+def test_no_entry_waits_longer_than_its_level(dues: list[int], now_ms: int) -> None:
     queue = queue_of(dues)
-    queue.notice_set_back(now_ms)
+    queue.shorten_long_waits(now_ms)
     shift_ms = min(0, now_ms + WAIT_MS - dues[-1])
     picked = {
         seq: due
@@ -121,7 +121,7 @@ def test_nothing_waits_longer_than_the_level_is_long(dues: list[int], now_ms: in
     cut=st.integers(0, 30),
     now_ms=st.integers(0, 500),
 )
-def test_entries_are_due_by_the_shifts_of_their_numbers(dues: list[int], cut: int, now_ms: int) -> None:
+def test_entries_are_due_at_their_shifted_times(dues: list[int], cut: int, now_ms: int) -> None:
     queue = queue_of(dues, duration_ms=None)
     shifts = [-40 if at < cut else 7 for at in range(len(dues))]
     queue.rebuild(lambda seq: np.array([shifts[(one - 10) // 3] for one in seq.tolist()], np.int64))
@@ -142,31 +142,31 @@ def test_entries_are_due_by_the_shifts_of_their_numbers(dues: list[int], cut: in
     )
 
 
-def test_what_comes_after_a_step_of_the_clock_waits_as_long_as_any() -> None:
+def test_entries_added_after_a_clock_step_are_not_shifted() -> None:
     queue = queue_of([1_000, 1_001])
-    queue.notice_set_back(10)
-    queue.notice_set_back(10)
+    queue.shorten_long_waits(10)
+    queue.shorten_long_waits(10)
     assert stretches(queue) == [(0, 2, True)]
     queue.index.append(np.array([90, 91]), np.full(2, 91), np.array([110, 1_200]))
     queue.add_new(0)
     assert stretches(queue) == [(0, 2, True), (2, 4, False)]
 
 
-def test_a_level_that_is_no_more_is_kept_to_the_instant() -> None:
+def test_entries_of_a_removed_level_keep_their_due_times() -> None:
     queue = queue_of([FAR_MS], duration_ms=None)
-    queue.notice_set_back(0)
+    queue.shorten_long_waits(0)
     assert queue.open(FAR_MS, 9) == []
     assert queue.open(FAR_MS + 1, 9)[0][0].tolist() == [FAR_MS]
 
 
-def test_a_table_that_got_shorter_makes_nobody_wait_less() -> None:
+def test_extended_duration_is_kept_with_a_shorter_table() -> None:
     queue = queue_of([500])
-    queue.longest_wait(600)
-    queue.notice_set_back(0)
+    queue.extend_duration(600)
+    queue.shorten_long_waits(0)
     assert stretches(queue) == [(0, 1, False)]
 
 
-def test_the_oldest_row_that_is_waited_for() -> None:
+def test_needed_seq_is_the_row_at_the_offset() -> None:
     queue = queue_of([5, 6])
     assert (queue.needed_seq(), queue.waiting_rows) == (10, 2)
     queue.low = 1
@@ -175,7 +175,7 @@ def test_the_oldest_row_that_is_waited_for() -> None:
     assert (queue.needed_seq(), queue.waiting_rows) == (None, 0)
 
 
-def test_the_offset_passes_what_is_settled_and_waits_for_the_oldest() -> None:
+def test_offset_advances_to_the_first_unsettled_entry() -> None:
     queue, outcomes = queue_of([5, 6, 7, 8]), Outcomes()
     queue.open(8, 9)
     outcomes.add_settled(np.array([6, 7]), np.array([13, 16]))
@@ -183,7 +183,7 @@ def test_the_offset_passes_what_is_settled_and_waits_for_the_oldest() -> None:
     assert queue.low == 0
     outcomes.add_settled(np.array([5, 8]), np.array([10, 19]))
     queue.advance(outcomes)
-    assert queue.low == 3, "what has not been opened is not asked for"
+    assert queue.low == 3, "unopened entries are not checked"
     queue.open(9, 9)
     queue.advance(outcomes)
     assert queue.low == 4

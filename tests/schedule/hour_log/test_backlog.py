@@ -1,4 +1,4 @@
-"""`hour_log`: what is its own, besides the contract and the five questions; and how far the sending has come."""
+"""Tests of `hour_log` beyond the contract and the random walk of questions.py, and of the release cursor."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class TickRig(HourLogRig):
 
 
 class SavedOnly(TickRig):
-    """Believes the checkpoint, and not the log behind it."""
+    """A wrong rig: it uses the checkpoint and ignores the later log."""
 
     def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
         return restart.state if isinstance(restart.state, ReleaseCursor) else NOTHING_SENT
 
 
 class CountsTwice(TickRig):
-    """Begins too early, with records that the checkpoint has counted."""
+    """A wrong rig: it counts records again that the checkpoint has counted."""
 
     def tick_now(self, world: World, restart: Restart) -> ReleaseCursor:
         tick = super().tick_now(world, restart)
@@ -75,7 +75,7 @@ DUES_MS = st.lists(st.integers(0, 2_500), min_size=1, max_size=6)
 
 
 class TickMachine(Machine):
-    """Whatever happens, the state is what a plain look at all that was ever sent says."""
+    """Random steps. The cursor must equal that computed from all releases so far."""
 
     @rule(saved_ms=DUES_MS, newer_ms=DUES_MS)
     def die_with_a_newer_log(self, saved_ms: list[int], newer_ms: list[int]) -> None:
@@ -105,12 +105,12 @@ def run_ticks(new_rig: Callable[[], TickRig], settings: hypothesis.settings) -> 
     run_state_machine_as_test(machine, settings=settings)
 
 
-def test_the_tick_is_what_the_release_records_say() -> None:
+def test_tick_equals_that_of_the_release_records() -> None:
     run_ticks(TickRig, FAST)
 
 
 @pytest.mark.parametrize("wrong", [SavedOnly, CountsTwice])
-def test_a_tick_that_is_not_is_caught(wrong: type[TickRig]) -> None:
+def test_wrong_tick_is_caught(wrong: type[TickRig]) -> None:
     with pytest.raises(AssertionError) as caught:
         run_ticks(wrong, UNTIL_CAUGHT)
     assert caught.traceback[-1].name == "knows_how_far_it_has_come"
@@ -123,8 +123,8 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def test_an_older_state_and_a_newer_log_repeat_nothing(world: World) -> None:
-    """The second being sent has four messages; two are sent, one is on its way, when the machine dies."""
+def test_older_state_with_a_newer_log_repeats_no_release(world: World) -> None:
+    """Four messages are due in one second. Two are released and one is in flight when the machine crashes."""
     second_ms = world.now_ms - world.now_ms % 1_000 + 2_000
     before = world.admit([second_ms - 700, second_ms - 600])
     of_second = world.admit([second_ms + ms for ms in (10, 20, 30, 900)])
@@ -150,7 +150,7 @@ def test_an_older_state_and_a_newer_log_repeat_nothing(world: World) -> None:
     assert tick_of(world) == ReleaseCursor(second_ms, 4)
 
 
-def test_a_scheduled_message_that_came_too_late_is_sent_and_is_no_step_back(world: World) -> None:
+def test_late_message_is_released_and_does_not_move_the_tick_back(world: World) -> None:
     world.admit([world.now_ms])
     world.drain()
     world.release()
@@ -170,7 +170,7 @@ def test_a_scheduled_message_that_came_too_late_is_sent_and_is_no_step_back(worl
 
 @pytest.mark.parametrize("down_ms", [1_500, HOUR, 400 * DAY])
 @pytest.mark.parametrize("compacted", [False, True])
-def test_behind_the_clock_what_is_overdue_is_sent_at_once_and_in_order(
+def test_start_after_a_pause_releases_overdue_messages_at_once_and_in_order(
     world: World, down_ms: int, compacted: bool
 ) -> None:
     start_ms = world.now_ms
@@ -190,9 +190,8 @@ def test_behind_the_clock_what_is_overdue_is_sent_at_once_and_in_order(
     assert [due for due, _ in sleep_through(world)] == dues[len(overdue) :]
 
 
-def started_ahead(world: World, ahead_ms: int) -> tuple[int, list[int]]:
-    """The machine that sent until now dies; its successor's clock is `ahead_ms` behind. Returns the instant of the
-    tick, and the instants of what waits still."""
+def restart_with_clock_behind(world: World, ahead_ms: int) -> tuple[int, list[int]]:
+    """Restart on a node whose clock is `ahead_ms` behind. Returns the tick's time and the pending due times."""
     sent_ms = world.now_ms
     world.admit([sent_ms - 10, sent_ms - 10, sent_ms])
     left = [sent_ms + 1, sent_ms + AHEAD_MS // 2, sent_ms + AHEAD_MS + 500, sent_ms + 3 * DAY]
@@ -207,23 +206,23 @@ def started_ahead(world: World, ahead_ms: int) -> tuple[int, list[int]]:
 
 
 @pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
-def test_ahead_of_the_clock_it_sleeps_until_aligned(world: World, ahead_ms: int) -> None:
-    sent_ms, left = started_ahead(world, ahead_ms)
+def test_start_with_a_tick_ahead_of_the_clock_releases_nothing_twice(world: World, ahead_ms: int) -> None:
+    sent_ms, left = restart_with_clock_behind(world, ahead_ms)
     tick = tick_of(world)
     assert tick.tick_ms > world.now_ms - 1_000
     assert world.drain() == [], "nothing again, nothing early"
     world.check_sleep()
     world.advance(sent_ms - world.now_ms)
-    assert world.drain() == [], "aligned, and what was sent stays sent"
+    assert world.drain() == [], "no release is repeated"
     assert tick_of(world) == tick
     assert [due for due, _ in sleep_through(world)] == left
 
 
 @pytest.mark.parametrize("ahead_ms", [1_500, HOUR, 40 * DAY])
-def test_ahead_of_the_clock_what_is_promised_meanwhile_is_sent_at_its_instant(
+def test_with_a_tick_ahead_of_the_clock_new_messages_are_released_on_time(
     world: World, ahead_ms: int
 ) -> None:
-    sent_ms, left = started_ahead(world, ahead_ms)
+    sent_ms, left = restart_with_clock_behind(world, ahead_ms)
     tick = tick_of(world)
     between = [world.now_ms, world.now_ms + 1, sent_ms - ahead_ms // 3, sent_ms - 1]
     world.admit([*between, sent_ms + 2 * DAY])
@@ -235,7 +234,7 @@ def test_ahead_of_the_clock_what_is_promised_meanwhile_is_sent_at_its_instant(
 
 
 def sleep_through_to(world: World, until_ms: int) -> list[tuple[int, int]]:
-    """As a ticker, to the millisecond; stops at `until_ms`."""
+    """Sleep and drain as a ticker does, to the millisecond, until `until_ms`."""
     taken = []
     while True:
         taken += world.drain()
@@ -247,10 +246,10 @@ def sleep_through_to(world: World, until_ms: int) -> list[tuple[int, int]]:
         world.advance(upcoming - world.now_ms)
 
 
-# -- files that bring what is late -----------------------------------------------------------------------------
+# -- files with overdue messages -------------------------------------------------------------------------------
 
 
-def test_what_a_file_brings_late_is_not_settled_before_it_is_opened(world: World) -> None:
+def test_overdue_messages_of_a_new_file_are_not_settled_before_it_is_opened(world: World) -> None:
     world.drain()
     due_ms = world.now_ms - 1_000
     world.reader_thread.is_open = False
@@ -262,7 +261,7 @@ def test_what_a_file_brings_late_is_not_settled_before_it_is_opened(world: World
     assert [due for due, _ in world.drain()] == [due_ms]
 
 
-def test_files_that_are_far_are_not_looked_into(world: World) -> None:
+def test_files_due_far_ahead_are_not_opened(world: World) -> None:
     world.drain()
     world.attach_now(world.prepare_bulk([world.now_ms + AHEAD_MS * 3]))
     world.take()
@@ -270,7 +269,7 @@ def test_files_that_are_far_are_not_looked_into(world: World) -> None:
     assert not world.strategy.is_busy
 
 
-def test_a_file_does_not_go_before_what_it_has_late_is_opened(world: World) -> None:
+def test_file_is_not_removed_before_its_overdue_messages_are_opened(world: World) -> None:
     world.drain()
     world.attach_now(world.prepare_bulk([world.now_ms - 5, world.now_ms + DAY]))
     world.attach_now(world.prepare_rewrite())
@@ -279,7 +278,7 @@ def test_a_file_does_not_go_before_what_it_has_late_is_opened(world: World) -> N
     assert len(world.drain()) == 1
 
 
-def test_an_opening_that_fails_is_told(world: World) -> None:
+def test_failed_opening_is_reported(world: World) -> None:
     world.drain()
     world.attach_now(world.prepare_bulk([world.now_ms]))
     world.live_files()[0].positions_between = lambda low, high: 1 // 0  # type: ignore[method-assign,assignment,return-value]
@@ -303,7 +302,7 @@ def open_files(world: World) -> int:
 
 
 def hourly(world: World, hours: int) -> list[int]:
-    """A file an hour, three scheduled messages in each; returns their instants."""
+    """Attach one file per hour with three scheduled messages each. Returns their due times."""
     start_ms = world.now_ms - world.now_ms % HOUR + HOUR
     dues = [start_ms + hour * HOUR + ms for hour in range(hours) for ms in (0, HOUR // 2, HOUR - 1)]
     world.admit(dues)
@@ -312,7 +311,7 @@ def hourly(world: World, hours: int) -> list[int]:
     return dues
 
 
-def test_a_walk_through_many_hours_keeps_few_files_open(world: World) -> None:
+def test_passing_many_hours_keeps_few_files_open(world: World) -> None:
     dues = hourly(world, 40)
     assert open_files(world) == 0, "far away, and written by others"
     seen, taken = set(), []
@@ -324,7 +323,7 @@ def test_a_walk_through_many_hours_keeps_few_files_open(world: World) -> None:
     assert 0 < max(seen) <= WINDOW_HOURS
 
 
-def test_look_ups_leave_no_file_open(world: World) -> None:
+def test_look_ups_close_their_files(world: World) -> None:
     hourly(world, 40)
     keys, live = TableKeys(world.files), world.backlog.pending.live
     for number in range(0, 120, 7):
@@ -334,8 +333,8 @@ def test_look_ups_leave_no_file_open(world: World) -> None:
     assert open_files(world) == 0
 
 
-def test_without_closing_they_would_all_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the three above."""
+def test_without_closing_all_files_would_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the three tests above."""
     monkeypatch.setattr(pending, "OPEN_MS", 400 * DAY)
     hourly(world, 40)
     world.advance(50 * HOUR)
@@ -347,7 +346,7 @@ def test_without_closing_they_would_all_be_open(world: World, monkeypatch: pytes
 
 
 class Counted(Scheduler):
-    """Writes down when it is asked."""
+    """A scheduler that records when `take_due` is called."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -358,8 +357,8 @@ class Counted(Scheduler):
         return super().take_due(now_ms, limit)
 
 
-def asked_through(dues: list[int], compacted: bool) -> tuple[list[int], list[int]]:
-    """Sleep through these delays as a ticker does; the instants promised, and those at which `due` was called."""
+def sleep_and_record_calls(dues: list[int], compacted: bool) -> tuple[list[int], list[int]]:
+    """Sleep through these delays as a ticker does. Returns the due times, and the times of the calls."""
     world = World(HourLogRig(scheduler=Counted))
     strategy = world.strategy
     assert isinstance(strategy, Counted)
@@ -382,26 +381,28 @@ SPARSE = [
 
 @pytest.mark.parametrize("dues", SPARSE)
 @pytest.mark.parametrize("compacted", [False, True])
-def test_it_is_asked_for_what_it_keeps_and_not_for_the_time_between(dues: list[int], compacted: bool) -> None:
-    instants, asked_ms = asked_through(dues, compacted)
+def test_scheduler_works_only_near_due_times(dues: list[int], compacted: bool) -> None:
+    instants, asked_ms = sleep_and_record_calls(dues, compacted)
     begin_ms, near_ms = asked_ms[0], 2 * AHEAD_MS
     for now_ms in asked_ms:
         assert now_ms <= begin_ms + near_ms or any(abs(now_ms - due) <= near_ms for due in instants), (
             f"asked {(now_ms - begin_ms) / HOUR:.3f} hours after the start, with nothing near"
         )
-    # Each instant is asked for, and a gather goes ahead of it and one behind it; the budget cuts what is many.
+    # Each due time needs a call, with a gather before it and one after it. Many messages need several gathers.
     assert len(asked_ms) <= 2 * len(set(instants)) + 6 * len({due // 10_000 for due in instants}) + 20
 
 
-def test_twice_the_time_is_no_more_ticks() -> None:
-    counts = [len(asked_through([days * DAY * i for i in range(1, 20)], True)[1]) for days in (1, 10, 100)]
+def test_ticks_do_not_grow_with_the_time_between_messages() -> None:
+    counts = [
+        len(sleep_and_record_calls([days * DAY * i for i in range(1, 20)], True)[1]) for days in (1, 10, 100)
+    ]
     assert max(counts) <= 1.5 * min(counts)
 
 
-def test_without_what_was_learnt_it_turns_for_a_whole_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_next_due_time_of_files_ticks_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: two scheduled messages in the file of one hour."""
     hour_ms = 30 * HOUR - ManualClock.wall % HOUR
     dues = [hour_ms + 60_000, hour_ms + 50 * 60_000]
-    learnt = len(asked_through(dues, True)[1])
-    monkeypatch.setattr("timeball.table.data_file.DataFile.first_due_from", lambda *args: None)
-    assert len(asked_through(dues, True)[1]) > 10 * learnt
+    learnt = len(sleep_and_record_calls(dues, True)[1])
+    monkeypatch.setattr("timeball.table.data_file.DataFile.first_due_at_or_after", lambda *args: None)
+    assert len(sleep_and_record_calls(dues, True)[1]) > 10 * learnt

@@ -1,4 +1,4 @@
-"""The live files of the table, against a list of all their rows."""
+"""The live files of the table, compared with a list of all their rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write(files: CrashFiles, dues: list[int], first_seq: int = 0) -> list[FileEn
 
 
 def table(batches: list[list[int]]) -> tuple[PendingFiles, list[Pair]]:
-    """A table with files of each batch, and all (due_ms, seq) in it."""
+    """Write files for each batch. Returns the table and all (due_ms, seq) in it."""
     files, entries, pairs = CrashFiles(), [], []
     for dues in batches:
         entries += write(files, dues, len(pairs))
@@ -52,7 +52,7 @@ def listed(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
 
 
 def opened(live: PendingFiles, until_ms: int) -> list[Pair]:
-    """One opening, as the backlog makes it."""
+    """Open once, as the backlog does."""
     files, until_ms = live.to_open(until_ms)
     window = survey(files, until_ms)
     live.opened(window.next_ms)
@@ -60,21 +60,19 @@ def opened(live: PendingFiles, until_ms: int) -> list[Pair]:
 
 
 @given(BATCHES, DUES)
-def test_what_is_opened_is_every_row_before_an_instant_and_once(
-    batches: list[list[int]], untils: list[int]
-) -> None:
+def test_openings_return_every_row_before_the_time_once(batches: list[list[int]], untils: list[int]) -> None:
     live, pairs = table(batches)
     seen: list[Pair] = []
     for until_ms in sorted(untils):
-        found = opened(live, until_ms)
-        assert found == [pair for pair in pairs if pair[0] < until_ms and pair not in seen]
-        seen += found
-        left = [due for due, _ in pairs if due >= until_ms]
-        assert not left or live.first_due_ms <= min(left)
+        opening = opened(live, until_ms)
+        assert opening == [pair for pair in pairs if pair[0] < until_ms and pair not in seen]
+        seen += opening
+        later_due_times = [due for due, _ in pairs if due >= until_ms]
+        assert not later_due_times or live.first_due_ms <= min(later_due_times)
 
 
 @given(BATCHES, st.integers(0, 5), st.integers(1, 40 * limits.DAY_MS))
-def test_rows_of_a_window_are_loaded(batches: list[list[int]], first: int, width_ms: int) -> None:
+def test_load_returns_the_rows_of_a_window(batches: list[list[int]], first: int, width_ms: int) -> None:
     live, pairs = table(batches)
     low = pairs[min(first, len(pairs) - 1)]
     high = (low[0] + width_ms, 0)
@@ -86,18 +84,18 @@ def test_rows_of_a_window_are_loaded(batches: list[list[int]], first: int, width
 
 
 @given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
-def test_behind_are_files_with_nothing_ahead(batches: list[list[int]], due_ms: int) -> None:
+def test_behind_lists_files_without_later_rows(batches: list[list[int]], due_ms: int) -> None:
     live, pairs = table(batches)
     behind = {entry.path for entry in live.behind(due_ms)}
     for file in live.all():
         assert (file.entry.path in behind) == (file.entry.max_due_ms < due_ms)
-    left = sum(file.entry.rows for file in live.all() if file.entry.path not in behind)
-    assert left >= sum(due >= due_ms for due, _ in pairs)
+    rows_left = sum(file.entry.rows for file in live.all() if file.entry.path not in behind)
+    assert rows_left >= sum(due >= due_ms for due, _ in pairs)
 
 
 @settings(max_examples=30)
 @given(st.lists(NEAR_DUES, min_size=1, max_size=3), st.integers(1, 40))
-def test_a_window_is_bounded_and_moves(batches: list[list[int]], rows_max: int) -> None:
+def test_window_is_bounded_and_advances(batches: list[list[int]], rows_max: int) -> None:
     live, pairs = table(batches)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pending, "WINDOW_ROWS_MAX", rows_max)
@@ -112,10 +110,10 @@ def test_a_window_is_bounded_and_moves(batches: list[list[int]], rows_max: int) 
 
 
 @given(BATCHES, st.integers(1, 6), st.integers(1, 40 * limits.DAY_MS))
-def test_a_walk_through_a_few_files_at_a_time_finds_every_row(
+def test_openings_of_few_files_at_a_time_find_every_row(
     batches: list[list[int]], files_max: int, step_ms: int
 ) -> None:
-    """And what has been learnt on the way hides nothing: it says when to look again, exactly."""
+    """The next due time that an opening learns hides no row."""
     live, pairs = table(batches)
     seen: list[Pair] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -124,14 +122,14 @@ def test_a_walk_through_a_few_files_at_a_time_finds_every_row(
             files, until_ms = live.to_open(upcoming + step_ms)
             assert upcoming < until_ms <= upcoming + step_ms
             assert len(files) <= files_max or until_ms == upcoming + 1, "only those of one instant are more"
-            left = [pair for pair in pairs if pair not in seen]
-            assert not left or upcoming <= left[0][0]
+            later_pairs = [pair for pair in pairs if pair not in seen]
+            assert not later_pairs or upcoming <= later_pairs[0][0]
             seen += opened(live, upcoming + step_ms)
     assert sorted(seen) == pairs
 
 
-def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
-    """A month with a row a week: an hour at a time, whatever lies in between is skipped."""
+def test_file_with_few_rows_is_opened_once_per_row() -> None:
+    """One row a week for a month. The time between two rows is skipped."""
     dues = [NOW_MS + 100 * limits.DAY_MS + week * 7 * limits.DAY_MS for week in range(4)]
     files = CrashFiles()
     live = PendingFiles(files, write(files, dues))
@@ -142,8 +140,8 @@ def test_a_file_with_few_rows_is_looked_into_for_each_and_no_more() -> None:
     assert looks <= 2 * len(dues) + len(live)
 
 
-def test_what_comes_late_is_opened_and_what_moved_is_not_opened_again() -> None:
-    """A bulk job's file has not been opened, however far the others have; a compaction's rows were the tail's."""
+def test_overdue_new_rows_are_opened_and_moved_rows_are_not_opened_again() -> None:
+    """A bulk job's file has not been opened before. A compaction's rows were opened from the tail."""
     files = CrashFiles()
     live = PendingFiles(files, write(files, [NOW_MS, NOW_MS + 100]))
     assert len(opened(live, NOW_MS + 50)) == 1
@@ -159,7 +157,7 @@ def test_what_comes_late_is_opened_and_what_moved_is_not_opened_again() -> None:
     assert live.first_due_ms == FAR_MS
 
 
-def test_a_start_begins_behind_the_mark_but_for_files_that_came_after_it() -> None:
+def test_start_skips_rows_that_the_mark_covers_except_in_later_files() -> None:
     files = CrashFiles()
     old = write(files, [NOW_MS, NOW_MS + 100], first_seq=1)
     bulk = write(files, [NOW_MS + 1, NOW_MS + 101], first_seq=50)
@@ -170,8 +168,8 @@ def test_a_start_begins_behind_the_mark_but_for_files_that_came_after_it() -> No
     assert [seq for _, seq in opened(live, NOW_MS + 500)] == [50, 2, 51]
 
 
-def test_a_file_that_is_not_local_holds_up_no_other_and_is_opened_when_it_is() -> None:
-    """Files of an object store: what is missing is told apart, so that none of it counts as settled."""
+def test_file_that_is_not_local_delays_no_other_and_is_opened_later() -> None:
+    """A file in an object store. None of its rows may count as settled."""
     files, local = CrashFiles(), set[str]()
     [missing] = write(files, [NOW_MS + 1, NOW_MS + 2])
     [there] = write(files, [NOW_MS + 5, NOW_MS + 200], first_seq=10)
@@ -185,7 +183,7 @@ def test_a_file_that_is_not_local_holds_up_no_other_and_is_opened_when_it_is() -
     live.look_again()
     assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 1, FAR_MS)
     assert opened(live, NOW_MS + 100) == [(NOW_MS + 1, 0), (NOW_MS + 2, 1)]
-    # What has been opened and is gone is not passed over: it fails, and does not look like a file without rows.
+    # A missing file of which rows were opened is not skipped: reading it fails instead of returning no rows.
     local.clear()
     assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [missing, there]
     # After a start nothing has been opened, also of files whose beginnings are settled.
@@ -196,7 +194,7 @@ def test_a_file_that_is_not_local_holds_up_no_other_and_is_opened_when_it_is() -
     assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
 
 
-def test_what_is_two_hours_away_is_closed() -> None:
+def test_files_two_hours_away_are_closed() -> None:
     files = CrashFiles()
     hour = limits.HOUR_MS
     entries = write(files, [NOW_MS - NOW_MS % hour + n * hour for n in range(10)])
@@ -219,16 +217,18 @@ def test_an_attach_replaces_files_at_once() -> None:
     new = write(files, [NOW_MS + 5], first_seq=7)
     live = PendingFiles(files, old)
     before = live.all()
-    gone = old[0].path
-    live.attach(Attachment(job="rewrite", job_id="j", epoch=1, files=new, removes=[gone, "unknown"]), 0)
+    removed_path = old[0].path
+    live.attach(
+        Attachment(job="rewrite", job_id="j", epoch=1, files=new, removes=[removed_path, "unknown"]), 0
+    )
     assert live.live_entries() == [old[1], *new]
-    assert live.entries([gone, new[0].path]) == new
+    assert live.entries([removed_path, new[0].path]) == new
     assert (len(live), live.rows) == (2, 2)
-    # A gather that began before works on what it took.
+    # A gather that began before the attach works on the old files.
     assert sum(len(file.positions_between(FIRST, LAST)[0]) for file in before) == 2
 
 
-def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
+def test_rows_of_the_table_equal_those_of_the_log() -> None:
     files = CrashFiles()
     (entry,) = write(files, [NOW_MS + 5, NOW_MS + 6], first_seq=70)
     rows = load([DataFile(files, entry)], FIRST, LAST)
@@ -240,7 +240,7 @@ def test_rows_of_the_table_look_like_rows_of_the_log() -> None:
     assert np.array_equal(rows["due_ms"], [NOW_MS + 5, NOW_MS + 6])
 
 
-def test_an_empty_table_answers() -> None:
+def test_empty_table_has_no_files_and_no_due_time() -> None:
     live = PendingFiles(CrashFiles(), [])
     assert live.first_due_ms == FAR_MS
     assert live.to_open(NOW_MS) == ([], NOW_MS)
@@ -248,7 +248,7 @@ def test_an_empty_table_answers() -> None:
     assert load([], FIRST, LAST) is None
 
 
-def test_an_attach_while_a_look_up_makes_its_set_is_seen_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attach_during_a_look_up_is_seen_by_the_next_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     files = CrashFiles()
     first, second = write(files, [NOW_MS]), write(files, [NOW_MS + 1], 1)
     live = PendingFiles(files, first)

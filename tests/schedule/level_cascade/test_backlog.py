@@ -1,4 +1,4 @@
-"""`level_cascade`: what is its own, besides the contract and the five questions."""
+"""Tests of `level_cascade` beyond the contract and the random walk of questions.py."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.schedule.rigs import CascadeRig
 from tests.schedule.world import World
 from tests.schedule.wrong import SavesNoOldRows
 
-from timeball.broker.accepting.delivery import release_rows, without_lists
-from timeball.edges.remoting.codec.delays import next_instant_ms
+from timeball.broker.accepting.delivery import release_rows, without_timing_lists
+from timeball.edges.remoting.codec.delays import next_timing_ms
 from timeball.log.row_encoder import pairs_of
 from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
@@ -45,13 +45,13 @@ def state_of(world: World) -> CascadeState:
 
 
 def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
-    """One scheduled message, as the broker has it written."""
+    """Append one scheduled message in the form in which the broker stores it."""
     now_ms = world.now_ms
     rows = build_rows(
         1, kind=int(Kind.SCHEDULED), topic="t", queue_id=-1, body=[b"b"], properties=[properties], due_ms=[due_ms],
         store_ms=now_ms,
     )  # fmt: skip
-    rows, seq = cascade(world).encode_waiting(rows, now_ms), world.writer.next_seq
+    rows, seq = cascade(world).encode_for_log(rows, now_ms), world.writer.next_seq
 
     def on_durable() -> None:
         world.model.accepted[seq] = now_ms
@@ -67,7 +67,7 @@ def admit(world: World, due_ms: int, properties: str | None = TIMING) -> int:
 
 
 def said(world: World) -> list[list[str]]:
-    """The lists of all scheduled messages' rows in the log, in levels."""
+    """List TIMING-LIST of all rows of scheduled messages in the log, as names of levels."""
     found = []
     for rows in world.reader.rows(
         world.reader.first_seq, world.reader.next_seq, [Kind.SCHEDULED, Kind.MOVED]
@@ -79,21 +79,23 @@ def said(world: World) -> list[list[str]]:
 
 
 def properties_released(world: World) -> list[str | None]:
-    """What consumers see of what is due now."""
+    """Release what is due now. Returns the properties that consumers see."""
     world.settle()
     rows = world.strategy.take_due(world.now_ms, 1_000)
     assert rows is not None
     world.model.hand_out(rows, world.now_ms, 1_000)
     places = np.arange(rows.num_rows)
-    released = release_rows(without_lists(rows), now_ms=world.now_ms, queue_id=places, queue_offset=places)
+    released = release_rows(
+        without_timing_lists(rows), now_ms=world.now_ms, queue_id=places, queue_offset=places
+    )
     found: list[str | None] = released["properties"].to_pylist()
     return found
 
 
-# -- hops, and what the rows say of them -----------------------------------------------------------------------
+# -- hops in the rows of the log -------------------------------------------------------------------------------
 
 
-def test_the_rows_say_what_is_left_and_the_message_says_nothing(world: World) -> None:
+def test_rows_contain_the_remaining_levels_and_the_released_message_none(world: World) -> None:
     due_ms = world.now_ms + LONG_MS
     admit(world, due_ms)
     while (upcoming := world.strategy.next_due_ms()) is not None and upcoming < due_ms:
@@ -113,7 +115,7 @@ def test_the_rows_say_what_is_left_and_the_message_says_nothing(world: World) ->
 @pytest.mark.parametrize(
     "properties", [None, "", "a\x01b", TIMING, encode_properties({"TIMING-LIST": "1,2"})]
 )
-def test_properties_come_out_as_they_went_in_but_for_a_list_of_ours(
+def test_released_properties_equal_the_sent_ones_without_our_list(
     world: World, properties: str | None
 ) -> None:
     admit(world, world.now_ms + 61 * SECOND_MS, properties)
@@ -126,7 +128,7 @@ def test_properties_come_out_as_they_went_in_but_for_a_list_of_ours(
     assert decode_properties(text or "") == without
 
 
-def test_a_hop_of_twenty_hours_beyond_a_day(world: World) -> None:
+def test_message_due_beyond_a_day_takes_hops_of_twenty_hours(world: World) -> None:
     admit(world, world.now_ms + 60 * DAY_MS)
     assert [len(sleep_through(world)), world.model.moved_rows] == [1, 71]
     assert said(world)[:3] == [[], [], []]
@@ -136,7 +138,7 @@ def test_a_hop_of_twenty_hours_beyond_a_day(world: World) -> None:
 
 
 @pytest.mark.parametrize("late_ms", [0, 1, 90, 450, 3_000, 10 * MINUTE_MS])
-def test_what_hops_are_late_by_is_made_good_on_the_last(world: World, late_ms: int) -> None:
+def test_delays_of_hops_are_compensated_by_the_last_hop(world: World, late_ms: int) -> None:
     due_ms = world.now_ms + LONG_MS
     seq = admit(world, due_ms)
     while world.now_ms + late_ms < due_ms:
@@ -152,7 +154,7 @@ def test_what_hops_are_late_by_is_made_good_on_the_last(world: World, late_ms: i
     assert world.drain() == [(due_ms, seq)]
 
 
-def test_a_list_stays_as_it_was_when_hops_are_a_little_late(world: World) -> None:
+def test_slightly_late_hops_keep_the_list(world: World) -> None:
     admit(world, world.now_ms + LONG_MS)
     for _ in range(4):
         sleep_until_moving(world)
@@ -162,7 +164,7 @@ def test_a_list_stays_as_it_was_when_hops_are_a_little_late(world: World) -> Non
     assert [lists[0][at + 1 :] for at in range(len(lists) - 1)] == lists[1:]
 
 
-def test_after_a_long_stop_there_is_another_list(world: World) -> None:
+def test_long_stop_replaces_the_list(world: World) -> None:
     due_ms = world.now_ms + LONG_MS
     seq = admit(world, due_ms)
     world.save()
@@ -179,7 +181,9 @@ def test_after_a_long_stop_there_is_another_list(world: World) -> None:
 @pytest.mark.parametrize("saved", ["always", "before the move", "never"])
 @pytest.mark.parametrize("stop", ["between", "in the move", "in the move, unheard"])
 @pytest.mark.parametrize("hop", range(5))
-def test_restart_at_any_hop(world: World, hop: int, stop: str, saved: str) -> None:
+def test_restart_at_any_hop_releases_the_message_on_time(
+    world: World, hop: int, stop: str, saved: str
+) -> None:
     dues = [world.now_ms + LONG_MS + 100 * n for n in range(3)]
     pairs = list(zip(dues, world.admit(dues), strict=True))
     for _ in range(hop):
@@ -201,8 +205,8 @@ def test_restart_at_any_hop(world: World, hop: int, stop: str, saved: str) -> No
 
 
 @pytest.mark.parametrize("strategy", [LevelCascade, SavesNoOldRows])
-def test_what_is_known_of_old_places_outlives_restarts(strategy: type[LevelCascade]) -> None:
-    """The first of a queue waits on disk, and what came behind it moved on: each checkpoint must say so again."""
+def test_superseded_entries_are_known_after_several_restarts(strategy: type[LevelCascade]) -> None:
+    """The first entry of a queue is unopened, and later ones are superseded. Every checkpoint must list these again."""
     world = World(CascadeRig(strategy))
     first_ms = world.now_ms + LONG_MS
     pairs = [(first_ms, *world.admit([first_ms]))]
@@ -222,7 +226,7 @@ def test_what_is_known_of_old_places_outlives_restarts(strategy: type[LevelCasca
     world.close()
 
 
-def test_without_its_files_it_begins_from_all_that_waits(world: World) -> None:
+def test_without_its_files_the_cascade_starts_from_all_pending_messages(world: World) -> None:
     seqs = world.admit([world.now_ms + LONG_MS] * 3)
     state = state_of(world)
     check(world.files, state, cascade(world).lead_ms)
@@ -236,7 +240,7 @@ def test_without_its_files_it_begins_from_all_that_waits(world: World) -> None:
     assert [seq for _, seq in sleep_through(world)] == seqs
 
 
-def test_the_state_goes_through_a_checkpoints_json(world: World) -> None:
+def test_state_survives_the_json_of_a_checkpoint(world: World) -> None:
     world.admit([world.now_ms + ms for ms in (0, LONG_MS, 2 * LONG_MS)])
     state = state_of(world)
     assert len(state.queues) == 3
@@ -249,7 +253,7 @@ def test_the_state_goes_through_a_checkpoints_json(world: World) -> None:
 
 @pytest.mark.parametrize("at_hop", [0, 1, 3])
 @pytest.mark.parametrize("step_ms", [-DAY_MS, -HOUR_MS, -2_000, 2_000, HOUR_MS, DAY_MS])
-def test_a_clock_that_is_set_between_hops(world: World, at_hop: int, step_ms: int) -> None:
+def test_clock_step_between_hops_keeps_the_due_time(world: World, at_hop: int, step_ms: int) -> None:
     due_ms = world.now_ms + LONG_MS
     (seq,) = world.admit([due_ms])
     for _ in range(at_hop):
@@ -260,11 +264,11 @@ def test_a_clock_that_is_set_between_hops(world: World, at_hop: int, step_ms: in
     assert sleep_through(world) == [(due_ms, seq), (due_ms + 1, later)]
 
 
-def test_across_midnight() -> None:
-    """At ten to midnight in Berlin, for ten past; and for ten to three, in the night in which it is skipped."""
+def test_message_due_after_midnight_is_released_on_time() -> None:
+    """At 23:50 in Berlin for 00:10, and for 02:50 in the night in which that hour is skipped."""
     evening_ms = 1_711_839_000_000  # 2024-03-30T23:50 there
     world = World(CascadeRig(), wall_ms=evening_ms)
-    dues = [next_instant_ms(f"{text} Europe/Berlin", evening_ms, "UTC") for text in ("00:10:00", "02:50:00")]
+    dues = [next_timing_ms(f"{text} Europe/Berlin", evening_ms, "UTC") for text in ("00:10:00", "02:50:00")]
     assert [due - evening_ms for due in dues] == [20 * MINUTE_MS, 130 * MINUTE_MS]
     seqs = [admit(world, due_ms) for due_ms in dues]
     assert sleep_through(world) == list(zip(dues, seqs, strict=True))
@@ -272,10 +276,10 @@ def test_across_midnight() -> None:
     world.close()
 
 
-# -- what it costs ---------------------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------------------
 
 
-def test_memory_does_not_grow_with_what_waits(world: World) -> None:
+def test_memory_does_not_grow_with_pending_messages(world: World) -> None:
     for _ in range(10):
         world.admit((world.now_ms + np.arange(HOUR_MS, HOUR_MS + 5_000_000, 1_000)).tolist())
         world.advance(1_000)
@@ -285,13 +289,13 @@ def test_memory_does_not_grow_with_what_waits(world: World) -> None:
     assert cascade(world).statistics() == {"waiting_rows": 50_000}
 
 
-def test_where_they_are_is_counted(world: World) -> None:
+def test_statistics_count_messages_by_state(world: World) -> None:
     near, *far = world.admit([world.now_ms + ms for ms in (3_000, LONG_MS, LONG_MS, LONG_MS)])
 
     def counts() -> tuple[int, ...]:
-        found = world.strategy.statistics()
+        statistics = world.strategy.statistics()
         names = ("near_rows", "moving_rows", "moved_rows", "cancelled_rows")
-        return (cascade(world).statistics()["waiting_rows"], *(found[name] for name in names))
+        return (cascade(world).statistics()["waiting_rows"], *(statistics[name] for name in names))
 
     assert counts() == (3, 1, 0, 0, 0)
     world.cancel(far[:1])
@@ -304,14 +308,14 @@ def test_where_they_are_is_counted(world: World) -> None:
     assert counts() == (2, 0, 0, 2, 1)
 
 
-def test_a_state_with_another_lead_does_not_fit(world: World) -> None:
+def test_state_with_another_lead_time_is_refused(world: World) -> None:
     state = state_of(world)
     check(world.files, state, state.lead_ms)
     with pytest.raises(SetupError, match="--gather-ahead-ms"):
         check(world.files, state, state.lead_ms + 1)
 
 
-def test_nothing_is_left_of_what_has_been_kept(world: World) -> None:
+def test_queues_are_empty_after_all_messages_are_settled(world: World) -> None:
     world.admit([world.now_ms + ms for ms in range(0, 2 * LONG_MS, 100_000)])
     cancelled = world.admit([world.now_ms + LONG_MS] * 5)
     world.cancel(cancelled)
@@ -326,7 +330,7 @@ def test_nothing_is_left_of_what_has_been_kept(world: World) -> None:
     assert world.memory() == 0
 
 
-def test_a_scheduled_message_of_a_year_keeps_no_old_log(world: World) -> None:
+def test_message_due_in_a_year_needs_no_old_rows_of_the_log(world: World) -> None:
     admit(world, world.now_ms + 365 * DAY_MS)
     for _ in range(20):
         sleep_until_moving(world)

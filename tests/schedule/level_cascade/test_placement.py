@@ -1,4 +1,4 @@
-"""The arithmetic of hops: what `store` relies on when it opens queues by the ends of hops alone."""
+"""The arithmetic of hops: the bounds that allow the backlog to open queues by the ends of hops alone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from timeball.schedule.level_cascade.placement import (
     enter,
     first,
     first_due_ms,
-    following,
     is_last,
     lead_ms_of,
+    next_hops,
     plan,
     rest,
 )
@@ -48,7 +48,9 @@ def columns(scheduled_rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.
 
 
 @given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
-def test_where_a_scheduled_message_waits(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
+def test_message_is_placed_by_its_due_time_and_list(
+    scheduled_rows: list[tuple[int, int, int]], lead_ms: int
+) -> None:
     due, hops = columns(scheduled_rows)
     entered = enter(due, hops, NOW, lead_ms)
     for due_ms, queue, hop_end_ms in zip(
@@ -69,15 +71,15 @@ def test_where_a_scheduled_message_waits(scheduled_rows: list[tuple[int, int, in
 
 
 @given(scheduled_rows=st.lists(SCHEDULED_ROWS, min_size=1, max_size=20), lead_ms=LEADS)
-def test_a_list_that_fits_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
+def test_fitting_list_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
     due, hops = columns(scheduled_rows)
-    found = following(due, hops, NOW)
+    next_lists = next_hops(due, hops, NOW)
     level = first(hops)
     kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
-    assert np.array_equal(found[kept], hops[kept])
-    assert np.array_equal(found[~kept], plan(due - NOW)[~kept])
+    assert np.array_equal(next_lists[kept], hops[kept])
+    assert np.array_equal(next_lists[~kept], plan(due - NOW)[~kept])
     far = due - NOW > lead_ms
-    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], rest(found)[far])
+    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], rest(next_lists)[far])
 
 
 @given(
@@ -85,10 +87,10 @@ def test_a_list_that_fits_is_kept(scheduled_rows: list[tuple[int, int, int]], le
     late_ms=st.lists(st.integers(0, 400) | st.integers(0, HOUR_MS), min_size=1, max_size=12),
     lead_ms=LEADS,
 )
-def test_however_late_the_hops_are_the_last_is_opened_in_time(
+def test_last_hop_is_opened_in_time_however_late_the_hops_are(
     remaining_ms: int, late_ms: list[int], lead_ms: int
 ) -> None:
-    """Each hop begins as late as it likes; the last one must be near before the instant, or when the hop was over."""
+    """Each hop begins late by any time. The message must be near before its due time, or when the late hop is over."""
     now_ms, due_ms, turn = NOW, np.array([NOW + remaining_ms]), 0
     hops = plan(due_ms - now_ms)
     while True:
@@ -104,8 +106,8 @@ def test_however_late_the_hops_are_the_last_is_opened_in_time(
     assert turn <= 40
 
 
-def test_a_list_is_used_up_as_it_was_made_when_hops_are_a_little_late() -> None:
-    """2 h 59 min 59 s, each hop 100 ms late: 2h 50m 9m, and the seconds are near already."""
+def test_list_is_followed_when_hops_are_slightly_late() -> None:
+    """2 h 59 min 59 s, each hop 100 ms late: 2h 50m 9m, then the message is near."""
     now_ms, due_ms = NOW, np.array([NOW + 3 * HOUR_MS - SECOND_MS])
     hops, waited = plan(due_ms - now_ms), []
     while (entered := enter(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
@@ -116,8 +118,8 @@ def test_a_list_is_used_up_as_it_was_made_when_hops_are_a_little_late() -> None:
     assert waited == ["2h", "50m", "9m", "50s"]
 
 
-def test_after_a_long_stop_the_list_is_made_anew() -> None:
-    """An hour was left as 50m 9m 50s 9s; half of it went by while nobody looked."""
+def test_long_stop_replaces_the_list() -> None:
+    """An hour was left as 50m 9m 50s 9s. Half of it passed while no broker ran."""
     due_ms = np.array([NOW + 30 * MINUTE_MS])
     hops = plan(np.array([HOUR_MS - SECOND_MS]))
     entered = enter(due_ms, hops, NOW, 10_000)
@@ -125,7 +127,7 @@ def test_after_a_long_stop_the_list_is_made_anew() -> None:
 
 
 @pytest.mark.parametrize("ahead_ms", [1_000, 4_000, 10_000])
-def test_the_lead(ahead_ms: int) -> None:
+def test_lead_time_is_at_least_its_minimum(ahead_ms: int) -> None:
     assert lead_ms_of(ahead_ms) == max(ahead_ms, LEAD_MS_MIN)
 
 
@@ -148,7 +150,7 @@ def names(remaining_ms: int) -> list[str]:
     return [NAMES[level - 1] for level in unpacked(int(plan(np.array([remaining_ms]))[0]))]
 
 
-def test_a_number_means_what_it_means_to_rocketmq() -> None:
+def test_levels_1_to_18_equal_rocketmqs() -> None:
     table = LevelTable.parse(Settings().delay_levels)
     assert len(set(NAMES)) == len(NAMES) == 32
     assert DURATION_MS[1:19].tolist() == list(table.durations_ms)
@@ -177,12 +179,12 @@ def test_a_number_means_what_it_means_to_rocketmq() -> None:
         (DELAY_MS_MAX, ["20h"]),
     ],
 )
-def test_read_off_a_clock(remaining_ms: int, expected: list[str]) -> None:
+def test_plan_splits_times_into_the_expected_levels(remaining_ms: int, expected: list[str]) -> None:
     assert names(remaining_ms) == expected
 
 
 @given(st.lists(WITHIN, min_size=1, max_size=50))
-def test_the_sum_never_exceeds_what_remains_and_lacks_less_than_a_second(remaining: list[int]) -> None:
+def test_levels_sum_to_less_than_a_second_below_the_time(remaining: list[int]) -> None:
     lists = [unpacked(hops) for hops in plan(np.array(remaining)).tolist()]
     for remaining_ms, hops in zip(remaining, lists, strict=True):
         assert remaining_ms - SECOND_MS < sum(int(DURATION_MS[level]) for level in hops) <= remaining_ms
@@ -201,7 +203,7 @@ def test_the_longest_list_has_eight_levels() -> None:
 @pytest.mark.parametrize(
     ("unit", "unit_ms", "count"), [("h", HOUR_MS, 25), ("m", MINUTE_MS, 60), ("s", SECOND_MS, 60)]
 )
-def test_one_level_a_digit_or_two(unit: str, unit_ms: int, count: int) -> None:
+def test_each_digit_takes_one_or_two_levels(unit: str, unit_ms: int, count: int) -> None:
     for value in range(count):
         tens, ones = divmod(value, 10)
         expected = (tens > 0) + (0 if not ones else 2 if ones in TWO[unit] else 1)
@@ -209,14 +211,14 @@ def test_one_level_a_digit_or_two(unit: str, unit_ms: int, count: int) -> None:
 
 
 @given(WITHIN)
-def test_largest_first(remaining_ms: int) -> None:
+def test_levels_are_sorted_largest_first(remaining_ms: int) -> None:
     durations = [int(DURATION_MS[level]) for level in unpacked(int(plan(np.array([remaining_ms]))[0]))]
     assert durations == sorted(durations, reverse=True)
 
 
 @given(remaining_ms=st.integers(0, DELAY_MS_MAX))
-def test_list_after_list_comes_within_a_second_and_never_beyond(remaining_ms: int) -> None:
-    """What a cascade without any drift does; a year is 438 hops and then some."""
+def test_successive_lists_end_within_a_second_before_the_time(remaining_ms: int) -> None:
+    """A cascade without any delays. A year takes a little more than 438 hops."""
     left, hops = remaining_ms, 0
     while left >= SECOND_MS:
         for level in unpacked(int(plan(np.array([left]))[0])):
@@ -226,7 +228,7 @@ def test_list_after_list_comes_within_a_second_and_never_beyond(remaining_ms: in
 
 
 @given(WITHIN)
-def test_first_and_rest_are_the_list(remaining_ms: int) -> None:
+def test_first_and_rest_give_the_whole_list(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
     expected = unpacked(int(hops[0]))
     found = []

@@ -1,4 +1,4 @@
-"""A queue of hops: what is taken, what is let go, and that a restart finds each scheduled message once."""
+"""A queue of hops: opened, settled and superseded entries, and restarts that find each message once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def nothing(due: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
 
 
 def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np.ndarray:
-    """Scheduled messages due a second after the hop, with their own number as the list that is left."""
+    """Build records of messages due a second after their hop, with their own number as remaining list."""
     found = np.empty(len(seqs), RECORD)
     found["hop_end_ms"], found["due_ms"] = hop_end_ms, hop_end_ms + 1_000
     found["seq"], found["row_seq"], found["hops"] = seqs, at or seqs, seqs
@@ -37,7 +37,7 @@ def records(hop_end_ms: int, seqs: list[int], at: list[int] | None = None) -> np
 
 
 def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
-    """The queue as a start finds it after a checkpoint and a power cut."""
+    """Reopen the queue from a checkpoint after a power cut."""
     state = queue.state()
     for file in queue.log.files_to_sync():
         file.sync()
@@ -48,7 +48,7 @@ def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     return HopQueue(fresh, FOLDER, queue.number, state)
 
 
-def test_what_is_over_is_taken_in_order() -> None:
+def test_entries_whose_hops_are_over_are_taken_in_order() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 3)
     assert queue.head_ms is None
     for hop_end_ms, seqs in ((100, [1, 2]), (100, [3]), (250, [4, 5, 6])):
@@ -73,7 +73,7 @@ def test_thousands_are_taken_in_a_few_reads() -> None:
     assert len(queue.take_due(9, 1 << 20)) == 49_993
 
 
-def test_what_was_entered_by_another_clock_does_not_block() -> None:
+def test_entries_added_before_a_clock_step_do_not_block_others() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(9_000, [1, 2]))
     queue.append(records(500, [3]))
@@ -85,22 +85,22 @@ def test_what_was_entered_by_another_clock_does_not_block() -> None:
     assert [queue.take_due(9_999, 10).seq.tolist() for _ in range(2)] == [[1, 2], [5]]
 
 
-def test_what_lies_elsewhere_than_in_the_order_of_the_log_is_still_needed() -> None:
+def test_entries_out_of_log_order_keep_their_rows_needed() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [50, 60]))
     queue.append(records(100, [7, 8], at=[3, 4]))
     assert queue.first_row_seq == 3
-    queue.hold(queue.take_due(100, 10))
+    queue.keep_opened(queue.take_due(100, 10))
     assert queue.first_row_seq == 3
-    queue.hold(queue.take_due(100, 10))
+    queue.keep_opened(queue.take_due(100, 10))
     queue.advance(nothing, np.array([3, 4]))
     assert queue.first_row_seq == 50
 
 
-def test_low_waits_for_the_oldest() -> None:
+def test_low_stays_at_the_oldest_unsettled_entry() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
-    queue.hold(queue.take_due(100, 10))
+    queue.keep_opened(queue.take_due(100, 10))
     queue.advance(lambda due, seq: seq == 2, np.array([3]))
     assert (queue.low, rows_of(queue), queue.opened_rows, queue.state().gone) == (0, 2, 2, [(2, 1)])
     queue.advance(lambda due, seq: seq == 1, NONE)
@@ -110,7 +110,7 @@ def test_low_waits_for_the_oldest() -> None:
     assert (queue.low, rows_of(queue), state.low, state.end, state.cuts, state.gone) == (4, 0, 4, 4, [], [])
 
 
-def test_what_is_settled_before_its_turn_is_passed_over() -> None:
+def test_entries_settled_before_their_hop_ends_are_skipped() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3]))
     queue.append(records(250, [4]))
@@ -128,13 +128,13 @@ def test_what_is_settled_before_its_turn_is_passed_over() -> None:
     assert (many.low, many.head_ms) == (CHUNK + 9, 100)
 
 
-def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None:
+def test_restart_finds_opened_entries_but_no_superseded_ones() -> None:
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2, 3, 4]))
     queue.append(records(50, [5]))
-    queue.hold(queue.take_due(100, 10))
-    queue.hold(queue.take_due(100, 10))
+    queue.keep_opened(queue.take_due(100, 10))
+    queue.keep_opened(queue.take_due(100, 10))
     queue.advance(nothing, np.array([2, 3]))
     queue = save(files, queue)
     queue.append(records(100, [6]))
@@ -142,7 +142,7 @@ def test_a_restart_finds_what_was_opened_and_not_what_stands_elsewhere() -> None
     assert [queue.take_due(100, 10).seq.tolist() for _ in range(2)] == [[5, 6], [1, 4]]
 
 
-def test_what_was_not_saved_is_cut() -> None:
+def test_entries_after_the_saved_end_are_cut() -> None:
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1]))
@@ -153,14 +153,14 @@ def test_what_was_not_saved_is_cut() -> None:
     assert again.take_due(FAR, 10).seq.tolist() == [3]
 
 
-def test_old_places_are_found_once() -> None:
+def test_superseded_entries_are_found_once() -> None:
     queue = HopQueue(CrashFiles(), FOLDER, 1)
     queue.append(records(100, [1, 2, 3, 4]))
-    queue.hold(queue.take_due(100, 2))
+    queue.keep_opened(queue.take_due(100, 2))
     queue.advance(nothing, np.array([2]))
-    found, end = queue.find_entries(np.array([2, 3, 9]), queue.low)
-    assert (found.tolist(), end) == ([2], 4)
-    queue.forget(found)
+    indexes, end = queue.find_entries(np.array([2, 3, 9]), queue.low)
+    assert (indexes.tolist(), end) == ([2], 4)
+    queue.mark_superseded(indexes)
     assert queue.take_due(FAR, 10).seq.tolist() == [4]
 
 
@@ -192,8 +192,8 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_each_scheduled_message_is_taken_once_whatever_happens(steps: list[tuple[str, int, int]]) -> None:
-    """The model: who waits on disk, who is held, who is done; messages are moved by their places, 1000 + number."""
+def test_each_message_is_taken_once_in_random_steps(steps: list[tuple[str, int, int]]) -> None:
+    """The model tracks unopened, opened and done messages. A rewritten message gets the row 1000 + number."""
     files = CrashFiles()
     queue = HopQueue(files, FOLDER, 2)
     waiting: dict[int, int] = {}
@@ -218,7 +218,7 @@ def test_each_scheduled_message_is_taken_once_whatever_happens(steps: list[tuple
             assert all(waiting.pop(seq) <= first for seq in taken)
             if not taken:
                 assert min(waiting.values()) > first
-            queue.hold(entries.part(~is_settled(entries.due_ms, entries.seq)))
+            queue.keep_opened(entries.part(~is_settled(entries.due_ms, entries.seq)))
             held |= taken - settled
         elif what == "settle":
             settled |= held & set(range(first, first + count))
@@ -233,7 +233,7 @@ def test_each_scheduled_message_is_taken_once_whatever_happens(steps: list[tuple
             queue.advance(is_settled, NONE)
             queue = save(files, queue)
             files = queue.log._files  # type: ignore[assignment]
-            # What is settled may be found again: whoever takes it knows.
+            # Settled entries may be returned. The caller skips them.
             found = {seq for seq in range(1, made + 1) if seq in waiting or seq in held or seq in settled}
             ends = {seq: waiting.get(seq) for seq in found}
             waiting = {}
@@ -243,7 +243,7 @@ def test_each_scheduled_message_is_taken_once_whatever_happens(steps: list[tuple
                 taken = set(entries.seq.tolist())
                 assert len(taken) == len(entries) and taken <= found
                 found -= taken
-                queue.hold(entries.part(~is_settled(entries.due_ms, entries.seq)))
+                queue.keep_opened(entries.part(~is_settled(entries.due_ms, entries.seq)))
                 held |= taken - settled
             assert found <= settled, f"lost: {found - settled}"
             assert set(ends) >= held

@@ -1,4 +1,4 @@
-"""TIMING-LIST: the numbers that are left, once, and everything else in the properties as it was."""
+"""TIMING-LIST: the remaining levels occur once, and all other properties stay unchanged."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from timeball.schedule.level_cascade import timing_list
 from timeball.schedule.level_cascade.placement import NAMES, plan, rest
 from timeball.schedule.level_cascade.timing_list import (
     NAME,
+    encode_for_log,
     encode_rewrite,
-    encode_waiting,
     texts,
     with_list,
     without_list,
@@ -36,17 +36,17 @@ def text_of(entries: list[tuple[str, str]], *, ends: bool) -> str:
 
 
 def packed(text: str) -> int:
-    """Back from the text, as a tool would do it."""
+    """Parse the text into a packed list, as a tool would do it."""
     return sum(int(number) << (6 * place) for place, number in enumerate(text.split(","))) if text else 0
 
 
 @given(st.lists(HOPS, max_size=20))
-def test_texts_come_round(hops: list[int]) -> None:
-    found = texts(np.array(hops, dtype=np.int64)).to_pylist()
-    assert [packed(text) for text in found] == hops
+def test_texts_parse_to_the_same_lists(hops: list[int]) -> None:
+    list_texts = texts(np.array(hops, dtype=np.int64)).to_pylist()
+    assert [packed(text) for text in list_texts] == hops
 
 
-def test_a_list_reads_as_its_numbers() -> None:
+def test_text_of_a_list_is_its_level_numbers() -> None:
     (text,) = texts(plan(np.array([18 * HOUR_MS + 31 * 60_000 + 36_000]))).to_pylist()
     assert [NAMES[int(number) - 1] for number in text.split(",")] == [
         "10h", "7h", "1h", "30m", "1m", "30s", "5s", "1s",
@@ -54,7 +54,7 @@ def test_a_list_reads_as_its_numbers() -> None:
 
 
 @given(rows=st.lists(st.tuples(ENTRIES, st.booleans(), HOPS), min_size=1, max_size=5))
-def test_there_is_one_list_and_the_rest_is_as_it_was(
+def test_with_list_adds_one_list_and_keeps_other_properties(
     rows: list[tuple[list[tuple[str, str]], bool, int]],
 ) -> None:
     properties = pa.array([text_of(entries, ends=ends) for entries, ends, _ in rows], pa.string())
@@ -67,19 +67,19 @@ def test_there_is_one_list_and_the_rest_is_as_it_was(
         assert [packed(value) for name, value in found if name == NAME] == ([left] if left else [])
     bare = without_list(properties).to_pylist()
     for (entries, _, _), text in zip(rows, bare, strict=True):
-        kept = [(name, value) for name, value in entries if name != NAME]
-        assert text.removesuffix("\x02") == text_of(kept, ends=False)
+        other_properties = [(name, value) for name, value in entries if name != NAME]
+        assert text.removesuffix("\x02") == text_of(other_properties, ends=False)
 
 
 @pytest.mark.parametrize(
     "text", [None, "", "a\x01b", "a\x01b\x02", "TIMING-LISTS\x01TIMING-LIST\x02", "\x02\x02"]
 )
-def test_what_has_no_list_stays_to_the_byte(text: str | None) -> None:
+def test_properties_without_a_list_are_unchanged(text: str | None) -> None:
     assert without_list(pa.array([text], pa.string())).to_pylist() == [text]
     assert with_list(pa.array([text], pa.string()), np.array([0])).to_pylist() == [text]
 
 
-def test_a_text_that_is_full_already_goes_without() -> None:
+def test_list_is_omitted_if_the_properties_would_be_too_long() -> None:
     room = len(f"{NAME}\x0132,19\x02")
     full = [
         encode_properties({"k": "v" * (limits.PROPERTIES_BYTES_MAX - 3 - room + more)}) for more in (0, 1)
@@ -97,34 +97,34 @@ def rows_of(kinds: list[Kind], dues: list[int | None], properties: list[str | No
     )  # fmt: skip
 
 
-def test_scheduled_messages_are_dressed_and_messages_left_alone() -> None:
+def test_only_scheduled_messages_get_a_list() -> None:
     theirs = encode_properties({NAME: "1,1,1", "TIMING": "08:00:00"})
     rows = rows_of(
         [Kind.SCHEDULED, Kind.MESSAGE, Kind.SCHEDULED, Kind.CANCEL, Kind.SCHEDULED],
         [NOW + 61_000, None, NOW + 5_000, NOW + 61_000, NOW - 1],
         [theirs, theirs, theirs, theirs, None],
     )
-    dressed = encode_waiting(rows, NOW)
-    said = [decode_properties(text or "").get(NAME) for text in dressed["properties"].to_pylist()]
-    assert said == ["1", "1,1,1", None, "1,1,1", None]
+    dressed = encode_for_log(rows, NOW)
+    list_texts = [decode_properties(text or "").get(NAME) for text in dressed["properties"].to_pylist()]
+    assert list_texts == ["1", "1,1,1", None, "1,1,1", None]
     assert dressed.schema == rows.schema
     for name in (n for n in rows.schema.names if n != "properties"):
         assert dressed[name].equals(rows[name]), name
-    kept = decode_properties(dressed["properties"][2].as_py())
-    assert kept == {"TIMING": "08:00:00"}
+    kept_properties = decode_properties(dressed["properties"][2].as_py())
+    assert kept_properties == {"TIMING": "08:00:00"}
 
 
-def test_rows_with_numbers_are_dressed_too_and_nothing_is_nothing() -> None:
+def test_numbered_rows_get_a_list_and_immediate_messages_do_not() -> None:
     rows = rows_of([Kind.SCHEDULED], [NOW + 90_000], [None])
-    assert decode_properties(encode_waiting(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
+    assert decode_properties(encode_for_log(with_seq(rows, 7), NOW)["properties"][0].as_py()) == {NAME: "4"}
     messages = rows_of([Kind.MESSAGE], [None], [f"{NAME}\x01x\x02"])
-    assert encode_waiting(messages, NOW) is messages
+    assert encode_for_log(messages, NOW) is messages
 
 
 @given(st.integers(1_000, 2 * DAY_MS))
-def test_moving_on_takes_the_first_off(remaining_ms: int) -> None:
+def test_rewrite_removes_the_first_level_of_the_list(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
     rows = with_seq(rows_of([Kind.SCHEDULED], [NOW + remaining_ms], ["a\x01b"]), 1)
-    found = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
-    assert found.pop("a") == "b"
-    assert packed(found.get(timing_list.NAME, "")) == int(rest(hops)[0])
+    properties = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
+    assert properties.pop("a") == "b"
+    assert packed(properties.get(timing_list.NAME, "")) == int(rest(hops)[0])

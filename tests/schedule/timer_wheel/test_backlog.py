@@ -1,4 +1,4 @@
-"""`timer_wheel`: what is its own, besides the contract and the five questions."""
+"""Tests of `timer_wheel` beyond the contract and the random walk of questions.py."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def needed_by(world: World) -> int | None:
 def first_slot(world: World) -> int:
     first_ms = wheel_of(world).first_due_ms
     assert first_ms < FAR_MS
-    return MINUTE.of_instant(first_ms)
+    return MINUTE.slot_at(first_ms)
 
 
 # -- precision and reach
 
 
 @pytest.mark.parametrize("precision_ms", [1, 10, 100, 1_000])
-def test_the_precision_makes_nothing_early_or_late(precision_ms: int) -> None:
+def test_precision_makes_no_message_early_or_late(precision_ms: int) -> None:
     world = open_world(Slots.of(precision_ms, MINUTE_MS, AHEAD_MS))
     due_ms = world.now_ms + 20_000 - world.now_ms % 1_000
     dues = sorted({due_ms + ms for ms in (-1, 0, 1, 9, 10, 11, 99, 100, 101, 500, 998, 999, 1_000, 1_001)})
@@ -73,8 +73,8 @@ def test_the_precision_makes_nothing_early_or_late(precision_ms: int) -> None:
 
 
 @pytest.mark.parametrize("precision_ms", [1, 10, 100, 1_000])
-def test_the_reach_is_the_same_in_time(precision_ms: int) -> None:
-    """What is due within `timer_wheel_ms` is never rolled; what is due a little later is, whatever the slots."""
+def test_reach_in_time_does_not_depend_on_the_precision(precision_ms: int) -> None:
+    """A message due within `timer_wheel_ms` is never rolled. One due a little later always is. Slots do not matter."""
     wheel_ms = 10 * MINUTE_MS
     for beyond_ms, rolls in ((0, False), (AHEAD_MS + 2_000, True)):
         world = open_world(Slots.of(precision_ms, wheel_ms, AHEAD_MS))
@@ -85,7 +85,7 @@ def test_the_reach_is_the_same_in_time(precision_ms: int) -> None:
         world.close()
 
 
-def test_a_roll_is_made_long_before_it_is_due(minute: World) -> None:
+def test_roll_happens_long_before_the_due_time(minute: World) -> None:
     minute.drain()
     dues = [minute.now_ms + AHEAD_MS + ms for ms in range(61_000, 200_000, 500)]
     minute.admit(dues)
@@ -102,8 +102,8 @@ def test_a_roll_is_made_long_before_it_is_due(minute: World) -> None:
 # -- the latch
 
 
-def test_a_slot_is_passed_when_all_of_it_is_durable(world: World) -> None:
-    slot = DEFAULT.of_instant(world.now_ms) + 60
+def test_low_passes_a_slot_when_all_its_releases_are_durable(world: World) -> None:
+    slot = DEFAULT.slot_at(world.now_ms) + 60
     first, second = world.admit([DEFAULT.begin_ms(slot) + ms for ms in (10, 20)])
     world.advance(59_000)
     world.drain()
@@ -120,7 +120,7 @@ def test_a_slot_is_passed_when_all_of_it_is_durable(world: World) -> None:
     assert wheel._low > slot
 
 
-def test_a_slot_is_passed_when_what_was_rolled_is_durable(minute: World) -> None:
+def test_low_passes_a_slot_when_its_rolls_are_durable(minute: World) -> None:
     minute.drain()
     seqs = minute.admit([minute.now_ms + 40 * MINUTE_MS] * 3)
     wheel, slot = wheel_of(minute), first_slot(minute)
@@ -128,7 +128,7 @@ def test_a_slot_is_passed_when_what_was_rolled_is_durable(minute: World) -> None
     minute.take()
     minute.settle()
     minute.take()
-    assert minute.model.on_the_move == set(seqs)
+    assert minute.model.being_rewritten == set(seqs)
     minute.advance(AHEAD_MS)
     minute.take()
     minute.settle()
@@ -142,8 +142,8 @@ def test_a_slot_is_passed_when_what_was_rolled_is_durable(minute: World) -> None
     assert [seq for _, seq in to_the_end(minute)] == seqs
 
 
-def test_a_roll_that_comes_late_holds_its_slot_too(minute: World) -> None:
-    """Down until it is due: it is found in a slot that is not its own, and is near at once."""
+def test_late_roll_keeps_low_at_its_slot(minute: World) -> None:
+    """The broker was down until the due time: the message is in a slot that is not its own, and is near at once."""
     minute.drain()
     (seq,) = minute.admit([minute.now_ms + 10 * MINUTE_MS])
     minute.save()
@@ -164,8 +164,8 @@ def test_a_roll_that_comes_late_holds_its_slot_too(minute: World) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_heads_behind_the_checkpoint_are_forgotten(seed: int) -> None:
-    """Seed 0: the process died, the machine did not, and the kernel has written all of it."""
+def test_ring_entries_after_the_checkpoint_are_ignored_by_a_restart(seed: int) -> None:
+    """Seed 0: only the process died, so the kernel has written the whole ring."""
     world = open_world(arrivals_max=1)
     world.drain()
     now_ms = world.now_ms
@@ -181,8 +181,8 @@ def test_heads_behind_the_checkpoint_are_forgotten(seed: int) -> None:
 
 
 @pytest.mark.parametrize("turns", [1.5, 3, 500])
-def test_down_for_longer_than_the_ring(minute: World, turns: float) -> None:
-    """Nothing lost, only late; what is not due is in time."""
+def test_restart_after_longer_than_the_ring_releases_all_messages(minute: World, turns: float) -> None:
+    """Overdue messages are only late, and others are on time."""
     minute.drain()
     now_ms = minute.now_ms
     dues = [now_ms + round(ms) for ms in np.geomspace(20_000, 600 * MINUTE_MS, 60)]
@@ -196,7 +196,7 @@ def test_down_for_longer_than_the_ring(minute: World, turns: float) -> None:
     assert [seq for _, seq in to_the_end(minute)] == seqs[len(late) :]
 
 
-def test_a_backlog_is_opened_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_messages_are_opened_in_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backlog, "OPEN_ROWS", 50)
     monkeypatch.setattr(loaded, "OPENED_ROWS_MAX", 50)
     dues = [world.now_ms + 30_000 + 100 * n for n in range(2_000)]
@@ -214,7 +214,7 @@ def test_a_backlog_is_opened_in_steps(world: World, monkeypatch: pytest.MonkeyPa
     assert held <= 110, "one step has no bodies yet when the next one is opened"
 
 
-def test_what_it_cannot_read_stops_the_broker(world: World) -> None:
+def test_damaged_link_stops_the_broker(world: World) -> None:
     world.admit([world.now_ms + MINUTE_MS])
     world.save()
     (generation,) = (name for name in world.files.list_dir("timer_wheel") if name.isdigit())
@@ -237,11 +237,11 @@ def refused(world: World, dues: list[int]) -> bool:
     return False
 
 
-def test_a_slot_takes_so_many_and_no_more() -> None:
-    """A straight threshold, to the scheduled message; RocketMQ's curve is not to be had."""
+def test_slot_accepts_messages_up_to_its_limit() -> None:
+    """A hard threshold. RocketMQ's probabilistic curve is not supported."""
     world = open_world(congest_rows=100)
     world.drain()
-    begin_ms = DEFAULT.begin_ms(DEFAULT.of_instant(world.now_ms) + 60)
+    begin_ms = DEFAULT.begin_ms(DEFAULT.slot_at(world.now_ms) + 60)
     assert not refused(world, [begin_ms + n % 1_000 for n in range(100)])
     assert refused(world, [begin_ms + n % 1_000 for n in range(101)])
     for n in range(100):
@@ -258,10 +258,10 @@ def test_a_slot_takes_so_many_and_no_more() -> None:
     world.close()
 
 
-def test_what_is_refused_is_told_where_and_why() -> None:
+def test_refusal_names_the_slot_and_the_setting() -> None:
     world = open_world(congest_rows=2)
     world.drain()
-    slot = DEFAULT.of_instant(1_700_000_060_000)
+    slot = DEFAULT.slot_at(1_700_000_060_000)
     world.admit([1_700_000_060_123] * 2)
     with pytest.raises(OverLimit) as refusal:
         wheel_of(world).check_capacity(np.array([1_700_000_060_999]))
@@ -272,7 +272,7 @@ def test_what_is_refused_is_told_where_and_why() -> None:
     world.close()
 
 
-def test_what_is_late_or_out_of_reach_is_not_refused() -> None:
+def test_late_and_far_messages_are_not_refused() -> None:
     world = open_world(MINUTE, congest_rows=2)
     world.drain()
     world.admit([world.now_ms - 1] * 5 + [world.now_ms + DAY_MS] * 5)
@@ -280,7 +280,7 @@ def test_what_is_late_or_out_of_reach_is_not_refused() -> None:
     world.close()
 
 
-def test_without_a_number_nothing_is_refused(world: World) -> None:
+def test_without_a_limit_no_message_is_refused(world: World) -> None:
     world.admit([world.now_ms + MINUTE_MS] * 5_000)
     assert not refused(world, [world.now_ms + MINUTE_MS] * 5_000)
 
@@ -288,7 +288,7 @@ def test_without_a_number_nothing_is_refused(world: World) -> None:
 # -- memory, and what people see
 
 
-def test_memory_does_not_grow_with_what_waits(world: World) -> None:
+def test_memory_does_not_grow_with_pending_messages(world: World) -> None:
     world.drain()
     held = []
     for day in range(1, 6):
@@ -304,7 +304,7 @@ def test_memory_does_not_grow_with_what_waits(world: World) -> None:
     assert 0 < world.memory() < 1_000, "some seconds of it"
 
 
-def test_the_log_is_needed_as_long_as_something_waits_in_it(minute: World) -> None:
+def test_needed_seq_covers_rows_of_pending_messages(minute: World) -> None:
     assert needed_by(minute) is None
     seqs = minute.admit([minute.now_ms + 5_000, minute.now_ms + 10 * MINUTE_MS])
     assert needed_by(minute) == seqs[0]
@@ -320,7 +320,7 @@ def test_the_log_is_needed_as_long_as_something_waits_in_it(minute: World) -> No
     assert needed_by(minute) is None
 
 
-def test_it_counts(minute: World) -> None:
+def test_statistics_count_messages_and_slots(minute: World) -> None:
     minute.drain()
     now_ms = minute.now_ms
     seqs = minute.admit([now_ms + 1_000, now_ms + 30_000, now_ms + 30_500, now_ms + 10 * MINUTE_MS])
@@ -347,8 +347,8 @@ def test_arrivals_wait_in_memory_and_are_saved_with_the_next_checkpoint(world: W
     assert wheel_of(world).arrival_rows == 0, "that is a batch"
 
 
-def test_a_new_generation_removes_the_old_one_and_is_never_taken_for_it(world: World) -> None:
-    """After a start that could not use the state, its files are no state's any more."""
+def test_new_generation_removes_the_old_one_and_differs_from_it(world: World) -> None:
+    """After a start that could not use the state, its files belong to no state."""
     seqs = world.admit([world.now_ms + DAY_MS] * 20)
     world.save()
     old = world.checkpoints.pop()
@@ -359,7 +359,7 @@ def test_a_new_generation_removes_the_old_one_and_is_never_taken_for_it(world: W
     assert [seq for _, seq in to_the_end(world)] == seqs
 
 
-def test_a_state_of_another_shape_does_not_fit(world: World) -> None:
+def test_state_with_other_ring_dimensions_is_refused(world: World) -> None:
     state = wheel_of(world).state(0)
     assert isinstance(state, WheelState)
     check(world.files, DEFAULT, state)
@@ -368,8 +368,8 @@ def test_a_state_of_another_shape_does_not_fit(world: World) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_each_start_makes_the_ring(world: World, kept: bool) -> None:
-    """What the ring's file says is not believed, whether it is there or not."""
+def test_each_start_makes_an_empty_ring(world: World, kept: bool) -> None:
+    """The ring's file is ignored, whether it exists or not."""
     seqs = world.admit([world.now_ms + MINUTE_MS + 1_000 * n for n in range(20)])
     world.save()
     if not kept:
@@ -378,8 +378,8 @@ def test_each_start_makes_the_ring(world: World, kept: bool) -> None:
     assert [seq for _, seq in to_the_end(world)] == seqs
 
 
-def test_a_slot_lost_to_a_later_one_is_found_without_the_ring(minute: World) -> None:
-    """Opened, not settled, and its place in the ring taken by the slot of a revolution later."""
+def test_message_of_an_overwritten_slot_is_found_after_a_restart(minute: World) -> None:
+    """The slot is opened but not settled, and a slot of a later lap has its position in the ring."""
     minute.drain()
     (seq,) = minute.admit([minute.now_ms + 20_000])
     minute.save()
@@ -392,7 +392,7 @@ def test_a_slot_lost_to_a_later_one_is_found_without_the_ring(minute: World) -> 
     assert sorted(found for _, found in to_the_end(minute)) == sorted(later)
 
 
-def test_rows_stand_in_the_log_as_they_came(world: World) -> None:
+def test_rows_of_the_log_are_unchanged(world: World) -> None:
     world.admit([world.now_ms])
     rows = next(iter(world.reader.rows(1, 2)))
-    assert wheel_of(world).encode_waiting(rows, world.now_ms) is rows
+    assert wheel_of(world).encode_for_log(rows, world.now_ms) is rows

@@ -1,4 +1,4 @@
-"""Slots reach as far in time whatever the precision; the ring beside a dictionary, and a restart that makes it anew."""
+"""The reach of slots in time, and the ring compared with a dictionary, with restarts that rebuild it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ALL = 1 << 40
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks and scans of a few slots."""
+    """Use blocks and scans of a few slots."""
     monkeypatch.setattr(ring_module, "BLOCK", 8)
     monkeypatch.setattr(ring_module, "SCAN", 25)
 
@@ -44,7 +44,7 @@ def listed(heads: tuple[Int64Array, Int64Array]) -> list[tuple[int, int]]:
 
 
 class Machine(RuleBasedStateMachine):
-    """Slots are pushed and opened; the disk is cut at will, and what is durable is pushed again."""
+    """Random pushes, openings and power cuts. After a cut the durable links are pushed again."""
 
     @initialize()
     def begin(self) -> None:
@@ -114,13 +114,13 @@ class Machine(RuleBasedStateMachine):
         )
 
 
-def test_it_knows_the_end_of_every_chain() -> None:
+def test_random_steps_keep_the_newest_link_of_every_slot() -> None:
     machine = Machine.TestCase
     machine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
     machine().runTest()
 
 
-def test_one_revolution_is_not_taken_for_another() -> None:
+def test_slots_of_different_laps_are_distinguished() -> None:
     ring = open_ring(CrashFiles())
     push(ring, (START, 7, 2))
     later = START + SLOTS.count
@@ -131,17 +131,17 @@ def test_one_revolution_is_not_taken_for_another() -> None:
     assert ring.first_used() == later
 
 
-def test_a_slot_that_lost_its_place_stays_out() -> None:
+def test_slot_overwritten_by_a_later_lap_is_skipped() -> None:
     ring = open_ring(CrashFiles())
     ring.open(START + SLOTS.reach, ALL)
     later = START + SLOTS.count
     push(ring, (later, 9, 1))
     push(ring, (START, 10, 5), (START + 1, 11, 5))
     assert ring.heads(np.array([START, START + 1, later]))[0].tolist() == [-1, 11, 9]
-    assert (ring.used, ring.rows) == (1, 1), "what has been opened is not counted"
+    assert (ring.used, ring.rows) == (1, 1), "opened slots are not counted"
 
 
-def test_few_rows_at_a_time_and_a_slot_at_least() -> None:
+def test_open_passes_few_rows_but_at_least_one_slot() -> None:
     ring = open_ring(CrashFiles())
     push(ring, *((START + n, n, 10) for n in range(6)))
     assert listed(ring.open(START + 30, 25)) == [(START, 0), (START + 1, 1)]
@@ -153,7 +153,7 @@ def test_few_rows_at_a_time_and_a_slot_at_least() -> None:
     assert ring.bound == START + 30
 
 
-def test_nothing_in_use_is_passed_at_once() -> None:
+def test_unused_slots_are_passed_at_once() -> None:
     ring = open_ring(CrashFiles())
     push(ring, (START + 29, 1, 1))
     assert listed(ring.open(START + 29, ALL)) == []
@@ -165,7 +165,7 @@ def test_nothing_in_use_is_passed_at_once() -> None:
     assert ring.bound == START + 1_000_000, "never back"
 
 
-def test_what_a_ring_of_before_says_is_forgotten() -> None:
+def test_ring_of_an_earlier_run_is_replaced_by_an_empty_one() -> None:
     files = CrashFiles()
     ring = open_ring(files)
     push(ring, (START, 4, 2), (START + 3, 5, 2))
@@ -176,7 +176,7 @@ def test_what_a_ring_of_before_says_is_forgotten() -> None:
 
 
 class FullFile:
-    """A file on a disk without room."""
+    """A file on a full disk."""
 
     def __init__(self, file: File) -> None:
         self._file = file
@@ -189,13 +189,13 @@ class FullFile:
 
 
 class FullDisk(RealFiles):
-    """A disk without room."""
+    """A full disk."""
 
     def create(self, name: str) -> FullFile:  # type: ignore[override]
         return FullFile(super().create(name))
 
 
-def test_a_disk_without_room_is_said_with_what_to_do(tmp_path: Path) -> None:
+def test_full_disk_is_reported_with_a_remedy(tmp_path: Path) -> None:
     files = FullDisk(tmp_path)
     with pytest.raises(
         SetupError, match=rf"{SLOTS.count * 16} bytes, 41 slots of 1000 ms.*--timer-precision-ms"
@@ -204,7 +204,7 @@ def test_a_disk_without_room_is_said_with_what_to_do(tmp_path: Path) -> None:
     assert not files.exists("ring"), "half a ring would be taken for one at the next start"
 
 
-def test_its_blocks_are_reserved(tmp_path: Path) -> None:
+def test_blocks_of_the_ring_are_reserved(tmp_path: Path) -> None:
     open_ring(RealFiles(tmp_path)).close()
     assert (tmp_path / "ring").stat().st_size == SLOTS.count * RECORD.itemsize
     assert (tmp_path / "ring").stat().st_blocks * 512 >= SLOTS.count * RECORD.itemsize
@@ -228,12 +228,12 @@ def test_the_reach_is_a_length_of_time(precision_ms: int, wheel_ms: int) -> None
     bound=st.integers(0, 1 << 41),
     ahead=st.lists(st.one_of(st.integers(0, 1 << 36), st.integers(0, 200_000)), min_size=1, max_size=20),
 )
-def test_everything_has_a_place_within_reach(
+def test_each_message_gets_a_slot_within_reach(
     precision_ms: int, wheel_ms: int, bound: int, ahead: list[int]
 ) -> None:
     slots = Slots.of(precision_ms, wheel_ms, AHEAD_MS)
     wanted = bound + np.array(ahead)
-    placed = slots.place(wanted, bound)
+    placed = slots.choose_slots(wanted, bound)
     assert (placed >= bound).all() and (placed < bound + slots.reach).all()
     within = wanted < bound + slots.reach
     assert (placed[within] == wanted[within]).all()
@@ -248,7 +248,7 @@ def test_everything_has_a_place_within_reach(
     wheel_ms=st.integers(limits.MINUTE_MS, limits.DAY_MS),
     bound=st.integers(0, 1 << 41),
 )
-def test_no_two_slots_within_reach_share_a_place(precision_ms: int, wheel_ms: int, bound: int) -> None:
+def test_slots_within_reach_have_distinct_positions(precision_ms: int, wheel_ms: int, bound: int) -> None:
     slots = Slots.of(precision_ms, wheel_ms, AHEAD_MS)
     first, last = bound - slots.margin, bound + slots.reach - 1
     some = np.unique(np.linspace(first, last, 1_000).astype(np.int64))
@@ -257,16 +257,16 @@ def test_no_two_slots_within_reach_share_a_place(precision_ms: int, wheel_ms: in
 
 
 @pytest.mark.parametrize("precision_ms", PRECISIONS_MS)
-def test_an_instant_lies_in_its_slot(precision_ms: int) -> None:
+def test_due_time_is_within_its_slot(precision_ms: int) -> None:
     slots = Slots.of(precision_ms, limits.DAY_MS, AHEAD_MS)
     for ms in (0, 1, 999, 1_000, 1_700_000_000_123, limits.INSTANT_MS_MAX):
-        slot = slots.of_instant(ms)
+        slot = slots.slot_at(ms)
         assert slots.begin_ms(slot) <= ms < slots.begin_ms(slot + 1)
-        assert slots.of_instants(np.array([ms])).tolist() == [slot]
+        assert slots.slots_at(np.array([ms])).tolist() == [slot]
 
 
-def test_three_days_at_a_second_are_four_megabytes_and_at_a_millisecond_four_gigabytes() -> None:
-    """What ring.py and the settings say of the file."""
+def test_ring_of_three_days_takes_4_mb_at_1_s_and_4_gb_at_1_ms() -> None:
+    """The sizes that ring.py and the settings state."""
     sizes = {p: Slots.of(p, 3 * limits.DAY_MS, AHEAD_MS).count * 16 for p in (1_000, 1)}
     assert 4.1e6 < sizes[1_000] < 4.2e6
     assert 4.1e9 < sizes[1] < 4.2e9

@@ -1,4 +1,4 @@
-"""The timer log beside lists: chains walked from their ends, marks, spans given back, and links that are wrong."""
+"""The timer log, compared with lists: walks of chains, marks, dropped spans, and broken links."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REACH = 640  # a span ends after ten slots
 
 
 class Chained:
-    """A log, and the end of each slot's chain, as the ring keeps it."""
+    """A timer log, with the newest link of each slot as the ring stores it."""
 
     def __init__(self, files: CrashFiles | None = None) -> None:
         self.files = files or CrashFiles()
@@ -29,7 +29,7 @@ class Chained:
         self.next_seq = 1
 
     def append(self, slots: list[int], bound: int = 0) -> list[int]:
-        """A batch: an entry for each of these slots, due within it. Returns their numbers, in the order given."""
+        """Append a batch with one message due in each of these slots. Returns their numbers, in the given order."""
         order = np.argsort(np.array(slots), kind="stable")
         distinct, rows = np.unique(np.array(slots), return_counts=True)
         seq = self.next_seq + np.arange(len(slots))
@@ -57,23 +57,27 @@ def pairs(found: Entries) -> list[tuple[int, int]]:
     wanted=st.lists(st.integers(0, 9), unique=True),
     gone=st.sets(st.integers(1, 144)),
 )
-def test_a_walk_finds_what_waits_in_the_slots_and_nothing_else(
+def test_walk_finds_exactly_the_unmarked_entries_of_the_slots(
     batches: list[list[int]], wanted: list[int], gone: set[int]
 ) -> None:
     chained = Chained()
-    there = [(slot, seq) for batch in batches for slot, seq in zip(batch, chained.append(batch), strict=True)]
-    found = chained.walk(sorted(wanted))
-    assert pairs(found) == sorted((slot, seq) for slot, seq in there if slot in wanted)
+    entries = [
+        (slot, seq) for batch in batches for slot, seq in zip(batch, chained.append(batch), strict=True)
+    ]
+    walked = chained.walk(sorted(wanted))
+    assert pairs(walked) == sorted((slot, seq) for slot, seq in entries if slot in wanted)
     marked = np.array(
-        [index for index, seq in zip(found.index.tolist(), found.seq.tolist(), strict=True) if seq in gone]
+        [index for index, seq in zip(walked.index.tolist(), walked.seq.tolist(), strict=True) if seq in gone]
     )
-    chained.log.gone(marked.astype(np.int64))
-    expected = sorted((slot, seq) for slot, seq in there if slot in wanted and seq not in gone)
+    chained.log.mark_moved(marked.astype(np.int64))
+    expected = sorted((slot, seq) for slot, seq in entries if slot in wanted and seq not in gone)
     assert pairs(chained.walk(sorted(wanted))) == expected
     if wanted:
         low, high = min(wanted), max(wanted) + 1
         expected = sorted(
-            (slot, seq) for slot, seq in there if low <= slot < high and not (seq in gone and slot in wanted)
+            (slot, seq)
+            for slot, seq in entries
+            if low <= slot < high and not (seq in gone and slot in wanted)
         )
         links = [np.empty(0, LINKS.fields), *(links for _, links in chained.log.links.parts())]
         all_links = np.concatenate(links)
@@ -81,18 +85,18 @@ def test_a_walk_finds_what_waits_in_the_slots_and_nothing_else(
         assert pairs(chained.log.entries_of(all_links[chosen])) == expected
 
 
-def test_what_stands_elsewhere_is_found_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_log, "CHECKED", 7)
+def test_entries_are_marked_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_log, "CHECK_ROWS", 7)
     chained = Chained()
     seqs = [seq for _ in range(5) for seq in chained.append([3, 1, 3, 2])]
     moved = np.array([*seqs[::-3], 9_999])
-    assert chained.log.gone_by_seq(moved) == len(moved) - 1
+    assert chained.log.mark_moved_by_seq(moved) == len(moved) - 1
     left = {seq for _, seq in pairs(chained.walk([1, 2, 3]))}
     assert left == set(seqs) - set(moved.tolist())
-    assert chained.log.gone_by_seq(np.empty(0, np.int64)) == 0
+    assert chained.log.mark_moved_by_seq(np.empty(0, np.int64)) == 0
 
 
-def test_a_batch_is_a_link_for_each_of_its_slots() -> None:
+def test_batch_becomes_one_link_per_slot() -> None:
     chained = Chained()
     chained.append([5] * 1_000 + [6] * 10)
     chained.append([6])
@@ -101,7 +105,7 @@ def test_a_batch_is_a_link_for_each_of_its_slots() -> None:
     assert chained.log.links.read(0, 3)["prev"].tolist() == [-1, -1, 1]
 
 
-def test_spans_are_given_back_when_their_last_slot_is_behind() -> None:
+def test_spans_are_dropped_after_their_last_slot() -> None:
     chained = Chained()
     log = chained.log
     chained.append([5, 30])
@@ -120,7 +124,7 @@ def test_spans_are_given_back_when_their_last_slot_is_behind() -> None:
     assert (log.first_row_seq, log.links.begin) == (106, 5)
 
 
-def test_a_long_span_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_span_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timer_log, "SPAN_ENTRIES", 10)
     chained = Chained()
     for slot in range(5):
@@ -130,7 +134,7 @@ def test_a_long_span_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chained.log.entries.begin == 12
 
 
-def test_a_state_brings_back_what_there_was() -> None:
+def test_restored_log_equals_the_saved_one() -> None:
     chained = Chained()
     chained.append([1, 2, 2])
     chained.append([3], bound=50)
@@ -153,7 +157,7 @@ def test_a_state_brings_back_what_there_was() -> None:
 
 
 @pytest.mark.parametrize("part", ["links", "entries"])
-def test_a_missing_file_and_a_flipped_bit_are_named(part: str) -> None:
+def test_missing_file_and_flipped_bit_are_reported_with_the_file(part: str) -> None:
     chained = Chained()
     chained.append([1])
     state, name = chained.log.state(), f"{FOLDER}/{part}/00000000.log"
@@ -172,7 +176,7 @@ def test_a_missing_file_and_a_flipped_bit_are_named(part: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("slot", 8), ("prev", 1), ("prev", 7), ("rows", 0), ("rows", -1)]
 )
-def test_a_broken_chain_is_an_error_that_says_what_to_do(field: str, value: int) -> None:
+def test_broken_chain_is_an_error_with_a_remedy(field: str, value: int) -> None:
     chained = Chained()
     for _ in range(3):
         chained.append([7])
@@ -183,5 +187,5 @@ def test_a_broken_chain_is_an_error_that_says_what_to_do(field: str, value: int)
         chained.walk([7])
 
 
-def test_the_drawing_says_how_large_records_are() -> None:
+def test_record_sizes_equal_those_in_the_docstring() -> None:
     assert [records.checked.itemsize for records in (LINKS, ENTRIES)] == [40, 32]

@@ -19,11 +19,11 @@ from timeball.spark.dispatch.due_files import (
     POINTER_SCHEMA,
     DueFiles,
     Span,
-    count,
-    end_of,
-    pointers,
+    count_rows,
+    cut_into_tasks,
+    encode_pointers,
     read_rows,
-    tasks,
+    window_end,
 )
 
 DUES = st.lists(st.integers(0, 40), max_size=30).map(sorted)
@@ -40,18 +40,18 @@ def positions(found: Sequence[Span]) -> list[tuple[str, int, int]]:
 
 @example([[0, 1], [0, 0]], 2)  # a crowd at one instant, and somebody behind it
 @given(FILES, st.integers(1, 20))
-def test_tasks_hold_each_row_once_and_the_earliest_first(files: list[list[int]], rows: int) -> None:
-    planned = tasks(spans(files), rows)
+def test_tasks_have_each_row_once_in_order_of_due_time(files: list[list[int]], rows: int) -> None:
+    planned = cut_into_tasks(spans(files), rows)
     assert positions([span for task in planned for span in task]) == positions(spans(files))
     ends = [(min(int(s.due_ms[0]) for s in task), max(int(s.due_ms[-1]) for s in task)) for task in planned]
     for (_, last), (first, _) in itertools.pairwise(ends):
         assert last <= first
-    assert all(0 < count(task) <= max(1.5 * rows, rows) for task in planned)
+    assert all(0 < count_rows(task) <= max(1.5 * rows, rows) for task in planned)
 
 
-def test_an_instant_with_too_many_is_cut_by_rows() -> None:
-    planned = tasks(spans([[5] * 100, [5] * 30]), 40)
-    assert sorted(count(task) for task in planned) == [20, 30, 40, 40]
+def test_due_time_with_too_many_rows_is_cut_by_rows() -> None:
+    planned = cut_into_tasks(spans([[5] * 100, [5] * 30]), 40)
+    assert sorted(count_rows(task) for task in planned) == [20, 30, 40, 40]
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_one_file_is_cut_where_its_row_groups_begin(
 ) -> None:
     monkeypatch.setattr(due_files, "ROW_GROUP_ROWS", 100)
     span = Span("f", first_row, np.repeat(np.int64(5), 250))
-    planned = tasks([span], rows)
-    assert [count(task) for task in planned] == expected
+    planned = cut_into_tasks([span], rows)
+    assert [count_rows(task) for task in planned] == expected
     assert positions([part for task in planned for part in task]) == positions([span])
 
 
 @given(FILES, st.integers(1, 20))
-def test_a_batch_ends_where_it_would_be_too_many(files: list[list[int]], rows: int) -> None:
-    found, high_ms = spans(files), 41
-    end_ms = end_of(found, rows, high_ms)
+def test_window_ends_before_too_many_rows(files: list[list[int]], rows: int) -> None:
+    result, high_ms = spans(files), 41
+    end_ms = window_end(result, rows, high_ms)
     due = sorted(due for dues in files for due in dues)
     before = sum(1 for one in due if one < end_ms)
     assert end_ms <= high_ms
@@ -84,8 +84,8 @@ def test_a_batch_ends_where_it_would_be_too_many(files: list[list[int]], rows: i
     assert before <= rows or len(set(due[:before])) == 1, "but never cut within an instant"
 
 
-def test_pointers_say_where() -> None:
-    batch = pointers(spans([[1, 2], [], [3]]))
+def test_pointers_name_file_first_row_and_rows() -> None:
+    batch = encode_pointers(spans([[1, 2], [], [3]]))
     assert batch.schema == POINTER_SCHEMA
     assert batch.to_pylist() == [
         {"uri": "f0", "first_row": 0, "rows": 2},
@@ -117,20 +117,20 @@ def table(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("low_ms", "high_ms"), [(1_000, 1_001), (1_999, 2_500), (0, 1 << 40), (4_333, 4_334)]
 )
-def test_what_is_due_in_a_window_is_found(table: str, low_ms: int, high_ms: int) -> None:
+def test_rows_due_in_a_window_are_found(table: str, low_ms: int, high_ms: int) -> None:
     files = DueFiles(table)
     files.use_version(1)
     due = 1_000 + np.arange(10_000) // 3
-    wanted = np.flatnonzero((due >= low_ms) & (due < high_ms))
+    expected = np.flatnonzero((due >= low_ms) & (due < high_ms))
     (span,) = files.between(low_ms, high_ms)
-    assert span.first_row == wanted[0]
-    assert span.due_ms.tolist() == due[wanted].tolist()
+    assert span.first_row == expected[0]
+    assert span.due_ms.tolist() == due[expected].tolist()
     rows = read_rows(span.uri, span.first_row, len(span.due_ms), ["seq", "due_ms"])
-    assert rows.column("seq").to_pylist() == wanted.tolist()
-    assert rows.column("due_ms").to_pylist() == due[wanted].tolist()
+    assert rows.column("seq").to_pylist() == expected.tolist()
+    assert rows.column("due_ms").to_pylist() == due[expected].tolist()
 
 
-def test_nothing_is_due_between_the_files(table: str) -> None:
+def test_window_between_files_finds_no_rows(table: str) -> None:
     files = DueFiles(table)
     files.use_version(2)
     assert files.between(10_000, 40_000) == []
@@ -138,21 +138,21 @@ def test_nothing_is_due_between_the_files(table: str) -> None:
     assert len(files.between(0, 1 << 40)) == 2
 
 
-def test_a_newer_version_is_looked_at_when_it_is_named(table: str) -> None:
+def test_newer_version_is_used_after_use_version(table: str) -> None:
     files = DueFiles(table)
     files.use_version(1)
     assert files.between(50_000, 50_100) == []
     files.use_version(2)
-    assert count(files.between(50_000, 50_100)) == 300
+    assert count_rows(files.between(50_000, 50_100)) == 300
 
 
-def test_what_is_behind_is_forgotten(table: str) -> None:
+def test_columns_of_earlier_row_groups_are_dropped(table: str) -> None:
     files = DueFiles(table)
     files.use_version(2)
     files.between(1_000, 1_100)
-    (known,) = files._known.values()
+    (known,) = files._columns.values()
     assert known.due_ms
     files.between(2_000, 2_100)
     assert not [group for group in known.due_ms if known.high[group] < 2_000]
     files.between(10_000, 60_000)
-    assert len(files._known) == 1
+    assert len(files._columns) == 1

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.due_stream: the clock as an offset. Without Spark, but for its words."""
+"""Tests of timeball.spark.dispatch.due_stream: offsets are times. They start no Spark."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def stream(node: RunningNode) -> DueStream:
 
 
 def planned(stream: DueStream, start: dict[str, int], end: dict[str, int]) -> list[int]:
-    """Rows of each task."""
+    """Count the rows of each task."""
     batches = [list(stream.read(part)) for part in stream.partitions(start, end)]
     return [sum(batch.column("rows").to_pylist()) for (batch,) in batches]
 
 
-def test_a_quiet_clock_starts_no_epoch(stream: DueStream, broker: Endpoint) -> None:
+def test_without_rows_due_soon_no_epoch_starts(stream: DueStream, broker: Endpoint) -> None:
     start = stream.initialOffset()
     assert stream.latestOffset(start, ALL) == start
     attach(broker, [broker.status().now_ms + LEAD_MS + HOUR_MS], job_id="far")
@@ -43,9 +43,7 @@ def test_a_quiet_clock_starts_no_epoch(stream: DueStream, broker: Endpoint) -> N
     stream.stop()
 
 
-def test_an_epoch_holds_what_is_due_soon_and_the_next_one_what_comes(
-    stream: DueStream, broker: Endpoint
-) -> None:
+def test_epochs_cover_rows_due_soon_one_after_the_other(stream: DueStream, broker: Endpoint) -> None:
     start, now_ms = stream.initialOffset(), broker.status().now_ms
     attach(broker, [now_ms + 60_000 + i for i in range(100)], job_id="one")
     end = stream.latestOffset(start, ALL)
@@ -56,12 +54,12 @@ def test_an_epoch_holds_what_is_due_soon_and_the_next_one_what_comes(
     attach(broker, [end["due_ms"] + HOUR_MS, end["due_ms"] + 5, now_ms], job_id="two")
     assert stream.latestOffset(end, ALL)["due_ms"] >= end["due_ms"]
     stream.stop()
-    again = DueStream(stream.options)
-    assert planned(again, start, end) == planned(stream, start, end), "an offset names its version"
-    again.stop()
+    repeated = DueStream(stream.options)
+    assert planned(repeated, start, end) == planned(stream, start, end), "an offset names its version"
+    repeated.stop()
 
 
-def test_a_batch_is_bounded(node: RunningNode, broker: Endpoint) -> None:
+def test_batch_is_limited_by_max_rows(node: RunningNode, broker: Endpoint) -> None:
     stream = DueStream(DueOptions(endpoint=node.endpoint, lead_ms=LEAD_MS, max_rows_per_batch=30))
     start, now_ms = stream.initialOffset(), broker.status().now_ms
     attach(broker, [now_ms + 60_000 + i for i in range(100)])
@@ -73,7 +71,7 @@ def test_a_batch_is_bounded(node: RunningNode, broker: Endpoint) -> None:
     stream.stop()
 
 
-def test_what_was_due_long_ago_is_left_to_the_broker(node: RunningNode, broker: Endpoint) -> None:
+def test_rows_due_long_ago_are_left_to_the_broker(node: RunningNode, broker: Endpoint) -> None:
     attach(broker, [broker.status().now_ms + 60_000] * 3)
     stream = DueStream(DueOptions(endpoint=node.endpoint, lead_ms=LEAD_MS, behind_ms=0))
     old = {"due_ms": 0, "from_ms": 0, "version": 0}
@@ -94,7 +92,7 @@ def test_available_now_ends_with_what_is_due_now(stream: DueStream, broker: Endp
     stream.stop()
 
 
-def test_a_version_that_is_gone_is_planned_as_nothing(stream: DueStream, broker: Endpoint) -> None:
+def test_deleted_version_plans_no_rows(stream: DueStream, broker: Endpoint) -> None:
     attach(broker, [broker.status().now_ms + 60_000])
     start = stream.initialOffset()
     end = stream.latestOffset(start, ALL)
@@ -135,5 +133,5 @@ def test_options_are_described(tmp_path: Path) -> None:
 
 
 def test_the_sink_takes_pointers_only() -> None:
-    with pytest.raises(SetupError, match="nothing else"):
+    with pytest.raises(SetupError, match="only the columns of its own stream"):
         DueDataSource({}).streamWriter(StructType(), False)

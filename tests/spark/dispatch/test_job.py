@@ -27,7 +27,7 @@ BEHIND = {"behind_ms": str(HOUR_MS)}  # however slow the machine is
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
-    """A broker that would wait for ever for what is dispatched: what comes has been brought."""
+    """A broker that leaves dispatched rows to Spark for ever, so each release proves that Spark sent the row."""
     with running_node(
         tmp_path / "data", compact_self=False, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
     ) as running:
@@ -35,7 +35,7 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 def example() -> Callable[[SparkSession, str, str, threading.Event], None]:
-    """The one in the docs, with patience for a slow machine."""
+    """The example in the docs, with longer time limits for a slow machine."""
     (code,) = python_examples(page("docs/pipeline/dispatch.md"))
     scope: dict[str, Any] = {}
     exec(compile(code.replace('{"lead_ms": "500"}', repr(BEHIND)), "dispatch.md", "exec"), scope)
@@ -44,7 +44,7 @@ def example() -> Callable[[SparkSession, str, str, threading.Event], None]:
 
 
 @pytest.mark.spark
-def test_what_is_due_in_files_is_brought_by_spark(
+def test_spark_releases_due_rows_in_files(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     stop = threading.Event()
@@ -72,7 +72,7 @@ def test_what_is_due_in_files_is_brought_by_spark(
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_once_brings_what_is_due_now_and_ends(
+def test_once_releases_rows_due_now_and_ends(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     broker.lease_dispatcher(HOUR_MS)

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.release_writer: rows are brought when they are due, never before, each once."""
+"""Tests of timeball.spark.dispatch.release_writer: rows are sent when they are due, never before, each once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 from timeball.model.limits import HOUR_MS
 from timeball.spark.dispatch import release_writer
-from timeball.spark.dispatch.due_files import DueFiles, pointers
+from timeball.spark.dispatch.due_files import DueFiles, encode_pointers
 from timeball.spark.dispatch.due_stream import LEAD_MS
 from timeball.spark.dispatch.release_writer import (
     BrokerClock,
-    Brought,
+    ReleaseCounts,
     ReleaseWriter,
-    bring,
     due_batches,
     read_all,
+    release_when_due,
 )
 from timeball.spark.endpoint import Endpoint
 
@@ -32,7 +32,7 @@ PATIENCE_MS = 60_000
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
-    """A broker that has left everything to us, and would wait for ever."""
+    """A broker that leaves all due rows to the dispatcher for ever."""
     with running_node(
         tmp_path / "data", compact_self=False, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
     ) as running:
@@ -42,7 +42,7 @@ def node(tmp_path: Path) -> Iterator[RunningNode]:
 
 
 def near(node: RunningNode, broker: Endpoint, after_ms: list[int]) -> pa.RecordBatch:
-    """Rows that are due so long after two gathers from now, and left to us."""
+    """Attach rows due these times after two gathers from now. Waits until they are left to the dispatcher."""
     first_ms = broker.status().now_ms + 2 * AHEAD_MS
     attach(broker, [first_ms + ms for ms in after_ms])
     eventually(lambda: left(node) == len(after_ms), "they are left to us")
@@ -59,31 +59,31 @@ def pointed(broker: Endpoint) -> list[dict[str, object]]:
     table = broker.status().table
     files = DueFiles(table.uri)
     files.use_version(table.version)
-    return pointers(files.between(0, 1 << 62)).to_pylist()
+    return encode_pointers(files.between(0, 1 << 62)).to_pylist()
 
 
-def test_rows_are_brought_as_they_come_due(node: RunningNode, broker: Endpoint) -> None:
+def test_rows_are_released_as_they_become_due(node: RunningNode, broker: Endpoint) -> None:
     rows = near(node, broker, [0, 1, 500, 501, 900])
-    assert bring(rows, broker, PATIENCE_MS) == Brought(5, 0)
+    assert release_when_due(rows, broker, PATIENCE_MS) == ReleaseCounts(5, 0)
     all_out(node, 5)
     assert broker.status().now_ms >= rows.column("due_ms")[4].as_py()
     assert fetched(node) == 0
-    assert bring(rows, broker, PATIENCE_MS) == Brought(0, 5), "a repeated task"
+    assert release_when_due(rows, broker, PATIENCE_MS) == ReleaseCounts(0, 5), "a repeated task"
 
 
-def test_a_task_of_the_sink(node: RunningNode, broker: Endpoint) -> None:
+def test_sink_task_releases_the_rows_of_its_pointers(node: RunningNode, broker: Endpoint) -> None:
     near(node, broker, [0] * 100)
     writer = ReleaseWriter(node.endpoint, LEAD_MS)
     message = writer.write(iter([pa.RecordBatch.from_pylist(pointed(broker))]))
-    assert message == Brought(100, 0)
+    assert message == ReleaseCounts(100, 0)
     writer.commit([message, None], 0)
     writer.abort([None], 0)
-    assert writer.write(iter([])) == Brought()
+    assert writer.write(iter([])) == ReleaseCounts()
     all_out(node, 100)
 
 
 class Hasty(BrokerClock):
-    """A second ahead of the broker, until it is told to look again."""
+    """A clock that is one second ahead of the broker until it is read again."""
 
     ahead_ms = 1_000
 
@@ -95,17 +95,17 @@ class Hasty(BrokerClock):
         Hasty.ahead_ms -= 200
 
 
-def test_what_is_too_early_is_brought_again(
+def test_rows_refused_as_early_are_sent_again(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(release_writer, "BrokerClock", Hasty)
     rows = near(node, broker, [0] * 10)
-    assert bring(rows, broker, PATIENCE_MS) == Brought(10, 0)
+    assert release_when_due(rows, broker, PATIENCE_MS) == ReleaseCounts(10, 0)
     assert Hasty.ahead_ms < 800, "it was refused, and looked again"
     assert released(node) == 10
 
 
-def test_files_that_are_gone_are_left_to_the_broker(
+def test_rows_of_deleted_files_are_left_to_the_broker(
     node: RunningNode, broker: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     attach(broker, [broker.status().now_ms + HOUR_MS])
@@ -116,32 +116,32 @@ def test_files_that_are_gone_are_left_to_the_broker(
     assert both is not None and both.num_rows == 1
 
 
-def test_rows_of_several_files_are_brought_in_their_order(node: RunningNode, broker: Endpoint) -> None:
+def test_rows_of_several_files_are_released_in_order(node: RunningNode, broker: Endpoint) -> None:
     now_ms = broker.status().now_ms + HOUR_MS
     attach(broker, [now_ms + ms for ms in (1, 3, 5)], job_id="one")
     attach(broker, [now_ms + ms for ms in (2, 3, 4)], job_id="two")
     assert [ms - now_ms for ms in rows_of(broker).column("due_ms").to_pylist()] == [1, 2, 3, 3, 4, 5]
 
 
-def test_a_task_gives_up_when_time_has_gone_back(node: RunningNode, broker: Endpoint) -> None:
+def test_task_gives_up_when_the_clock_is_set_back(node: RunningNode, broker: Endpoint) -> None:
     attach(broker, [broker.status().now_ms + HOUR_MS])
-    assert bring(rows_of(broker), broker, 50) == Brought(0, 0)
+    assert release_when_due(rows_of(broker), broker, 50) == ReleaseCounts(0, 0)
 
 
-def test_a_broker_that_is_gone_is_told(node: RunningNode) -> None:
+def test_missing_broker_raises_unavailable(node: RunningNode) -> None:
     with Endpoint(node.endpoint, patience_s=0) as broker:
         attach(broker, [broker.status().now_ms - 1])
         rows = rows_of(broker)
         node.stop()
         try:
             with pytest.raises(Unavailable):
-                bring(rows, broker, PATIENCE_MS)
+                release_when_due(rows, broker, PATIENCE_MS)
         finally:
             node.start()
 
 
 class Watch:
-    """A broker's clock that stands where it is told to."""
+    """A broker's clock that shows the time that the test sets."""
 
     def __init__(self, now_ms: int) -> None:
         self.now = now_ms
@@ -153,7 +153,9 @@ class Watch:
 @pytest.mark.parametrize(
     ("now_ms", "expected"), [(99, []), (100, [1]), (150, [2, 2, 1]), (10_000, [2, 2, 1])]
 )
-def test_batches_hold_what_is_due(now_ms: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_contain_only_due_rows(
+    now_ms: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(release_writer, "BATCH_ROWS", 2)
     dues = [100, 101, 102, 150, 150]
     rows = pa.RecordBatch.from_pydict({"due_ms": pa.array(dues, pa.int64())})

@@ -40,14 +40,14 @@ def archived(broker: Endpoint) -> list[dict[str, object]]:
 
 
 def passed(broker: Endpoint) -> list[dict[str, object]]:
-    """What the log has of it."""
+    """Read the messages that passed from the log."""
     end = broker.status().log.durable_seq
     batches = broker.read_log(1, end, [Kind.MESSAGE, Kind.RELEASE])
     return [row for batch in batches for row in batch.to_pylist()]
 
 
 def traffic(node: RunningNode) -> None:
-    """Released, sent at once, cancelled, waiting: the first two pass."""
+    """Make released, immediate, cancelled and pending messages. The first two pass."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
     with Timeball(node.endpoint) as ball:
@@ -57,7 +57,7 @@ def traffic(node: RunningNode) -> None:
 
 
 @pytest.mark.spark
-def test_everything_that_passed_is_there_once_over_restarts(
+def test_archive_has_each_message_once_over_restarts(
     engine: OnSpark, node: RunningNode, broker: Endpoint
 ) -> None:
     traffic(node)
@@ -65,10 +65,10 @@ def test_everything_that_passed_is_there_once_over_restarts(
     drain(engine, node)  # nothing is left to do
     send_due_now(node.endpoint, 2, "late")
     drain(engine, node)
-    found, expected = archived(broker), passed(broker)
+    result, expected = archived(broker), passed(broker)
     assert len(expected) == 10
-    assert {row.pop("day") for row in found} <= {day(row["store_ms"]) for row in expected}
-    assert found == expected
+    assert {row.pop("day") for row in result} <= {day(row["store_ms"]) for row in expected}
+    assert result == expected
     assert archive.reach(opened(broker)) == archive.Reach(1, 0, broker.status().log.durable_seq)
 
 
@@ -78,21 +78,21 @@ def day(at_ms: object) -> datetime.date:
 
 
 @pytest.mark.spark
-def test_it_may_lie_elsewhere_and_spark_reads_it_with_its_own_reader(
+def test_archive_at_another_uri_is_readable_by_spark(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     traffic(node)
     drain(OnSpark(spark), node, uri=str(tmp_path / "elsewhere"))
     table = DeltaTable(str(tmp_path / "elsewhere"))
     rows = archive.read_archive(spark, table).orderBy("seq").collect()
-    found = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
-    assert [row.asDict() for row in rows] == found and len(found) == 8
+    result = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
+    assert [row.asDict() for row in rows] == result and len(result) == 8
     nothing = archive.read_archive(spark, table, [])
     assert (nothing.count(), nothing.columns) == (0, table.to_pyarrow_table().schema.names)
 
 
 @pytest.mark.spark
-def test_an_epoch_that_somebody_else_has_done_meanwhile_is_refused(
+def test_epoch_that_another_job_has_done_is_refused(
     engine: OnSpark, node: RunningNode, broker: Endpoint
 ) -> None:
     """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
@@ -116,7 +116,7 @@ def test_another_delta_table_is_not_taken_for_an_archive(tmp_path: Path) -> None
 
 
 @pytest.mark.spark
-def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
+def test_files_without_matching_rows_are_skipped(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     uri = sibling(broker.status().table.uri, "archive")
@@ -144,7 +144,7 @@ def test_files_that_cannot_hold_what_is_asked_for_are_left_out(
 
 
 @pytest.mark.spark
-def test_joined_files_hold_the_same_rows_and_the_old_ones_can_still_be_read(
+def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     uri = sibling(broker.status().table.uri, "archive")

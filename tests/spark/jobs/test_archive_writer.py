@@ -31,7 +31,7 @@ def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:
 
 
 @given(st.lists(st.sampled_from(["a", "%RETRY%g", "Z", "é", "aa"]), min_size=1, max_size=40))
-def test_rows_lie_by_topic_and_then_as_the_log_had_them(topics: list[str]) -> None:
+def test_archive_rows_are_sorted_by_topic_and_seq(topics: list[str]) -> None:
     ordered = archive_writer.by_topic(rows(topics, [1] * len(topics)))
     pairs = list(zip(ordered.column("topic").to_pylist(), ordered.column("seq").to_pylist(), strict=True))
     assert pairs == sorted(zip(topics, range(1, len(topics) + 1), strict=True))
@@ -48,17 +48,17 @@ def test_each_row_goes_to_its_own_day(store_ms: list[int]) -> None:
         )
 
 
-def test_statistics_say_what_a_file_can_hold() -> None:
-    told = json.loads(archive_writer.statistics(rows(["b", "a"], [7, 9], due_ms=[None, 5])))
-    assert told["numRecords"] == 2
-    assert told["minValues"] == {"seq": 1, "topic": "a", "store_ms": 7, "due_ms": 5}
-    assert told["maxValues"] == {"seq": 2, "topic": "b", "store_ms": 9, "due_ms": 5}
-    assert told["nullCount"]["due_ms"] == 1
+def test_statistics_contain_the_bounds_of_a_file() -> None:
+    reported = json.loads(archive_writer.statistics(rows(["b", "a"], [7, 9], due_ms=[None, 5])))
+    assert reported["numRecords"] == 2
+    assert reported["minValues"] == {"seq": 1, "topic": "a", "store_ms": 7, "due_ms": 5}
+    assert reported["maxValues"] == {"seq": 2, "topic": "b", "store_ms": 9, "due_ms": 5}
+    assert reported["nullCount"]["due_ms"] == 1
     nothing = json.loads(archive_writer.statistics(rows(["b"], [7])))
     assert "due_ms" not in nothing["minValues"] and nothing["nullCount"]["due_ms"] == 1
 
 
-def test_a_file_has_the_logs_columns_and_tells_where_a_topic_lies() -> None:
+def test_file_has_the_columns_of_the_log_and_topic_statistics() -> None:
     file = pq.ParquetFile(io.BytesIO(archive_writer.encode_file(rows(["a", "b"], [1, 2]))))
     assert file.schema_arrow.equals(FILE_SCHEMA)
     column = file.metadata.row_group(0).column(FILE_SCHEMA.get_field_index("topic"))
@@ -70,7 +70,7 @@ def test_a_file_has_the_logs_columns_and_tells_where_a_topic_lies() -> None:
 
 @pytest.fixture
 def uri(node: RunningNode, broker: Endpoint) -> str:
-    """An empty archive of a broker through which five messages have passed."""
+    """The URI of an empty archive for a broker with five messages that have passed."""
     send_due_now(node.endpoint, 5)
     place = sibling(broker.status().table.uri, "archive")
     archive.open_archive(place, broker)
@@ -97,7 +97,7 @@ def test_a_repeated_epoch_adds_nothing(node: RunningNode, broker: Endpoint, uri:
 
 
 @pytest.mark.parametrize("low", [2, 9])
-def test_an_epoch_that_does_not_fit_is_refused_and_leaves_nothing(
+def test_epoch_that_does_not_begin_at_the_mark_is_refused_without_files(
     node: RunningNode, broker: Endpoint, uri: str, low: int
 ) -> None:
     """Whether it would leave a hole or add rows twice."""
@@ -120,7 +120,7 @@ def test_of_two_commits_at_once_one_is_refused(node: RunningNode, broker: Endpoi
         archive_writer.add(other, [], 4)
 
 
-def test_an_epoch_in_which_nothing_passed_moves_the_mark(node: RunningNode, uri: str) -> None:
+def test_epoch_without_messages_moves_the_mark(node: RunningNode, uri: str) -> None:
     assert write_piece(node.endpoint, uri, (1, 1)) == []
     commit_epoch(uri, 1, 2, [])
     assert app_version(open_table(uri), archive_writer.APP_ID) == 2 and held(uri) == []

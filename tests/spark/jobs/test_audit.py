@@ -62,7 +62,7 @@ def judge(
 
 
 @pytest.mark.smoke
-def test_a_balance(spark: SparkSession) -> None:
+def test_audit_balances_after_all_kinds_of_events(spark: SparkSession) -> None:
     report = judge(spark, BALANCED, [("t", 0, 4), ("t", 0, 5), ("t", 1, 0)])
     assert report.ok
     assert (report.accepted, report.released, report.cancelled, report.pending) == (3, 1, 1, 1)
@@ -104,7 +104,7 @@ def test_each_breach_is_found_and_shown(
         ((1, "released", 400, 401, 450), True),  # another instant was promised
     ],
 )
-def test_a_duration_is_early_before_the_instant_to_which_the_clock_shifted_it(
+def test_release_before_the_shifted_due_time_is_early(
     spark: SparkSession, release: Event, is_early: bool
 ) -> None:
     report = judge(spark, [(1, "accepted", 500, 50), release], [])
@@ -125,7 +125,7 @@ def test_durations_balance_when_the_clock_is_set_back(spark: SparkSession, tmp_p
         report = audit.run(spark, node.endpoint)
         assert report.ok and report.released == 3 and counts(report) == (3, 0, 0, 0), report
         # The control: the same events, one of which names no instant that was promised.
-        scope, history = audit.gather_witnesses(spark, node.endpoint, None)
+        scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
         named = f.when(f.col("seq") > 2, f.col("from_due_ms"))
         assert history.where("from_due_ms is not null").count() == 3
         forged = audit.judge(history.withColumn("from_due_ms", named), scope.now_ms, 1000)
@@ -134,7 +134,7 @@ def test_durations_balance_when_the_clock_is_set_back(spark: SparkSession, tmp_p
 
 
 def send_levels(node: RunningNode, *levels: int) -> list[int]:
-    """Messages to `orders` with these delay levels; returns their sequence numbers."""
+    """Send messages to `orders` with these delay levels. Returns their sequence numbers."""
     rows = pa.record_batch(
         {
             "topic": ["orders"] * len(levels),
@@ -166,8 +166,8 @@ def test_scheduled_messages_of_delay_levels_balance(
     rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
     assert [rows[seq].topic for seq in (seqs[0], seqs[2], seqs[1])] == ["orders", "orders", SCHEDULE_TOPIC]
     # The control: a scheduled message of a level that nobody has any more is lost.
-    scope, history = audit.gather_witnesses(spark, node.endpoint, None)
-    forged = audit.waiting(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
+    scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
+    forged = audit.read_pending(spark, node.endpoint, scope).where(f"seq != {seqs[3]}")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     assert audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope).lost == 1
 
@@ -182,8 +182,8 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
     tail = node.run(node.broker.send(batch(2, delay_ms=[10**8] * 2))).first_seq
 
     def move(seqs: list[int], delay_ms: int) -> None:
-        told = node.run(node.broker.reschedule(seqs=seqs, delay_ms=delay_ms))
-        assert [verdict.verdict for verdict in told] == ["rescheduled"] * len(seqs)
+        reported = node.run(node.broker.reschedule(seqs=seqs, delay_ms=delay_ms))
+        assert [verdict.verdict for verdict in reported] == ["rescheduled"] * len(seqs)
 
     move([2, 3, tail, bulk_seq], 10**7)
     node.run(node.broker.compact())
@@ -202,7 +202,7 @@ def test_moved_scheduled_messages_balance(spark: SparkSession, node: RunningNode
     assert report.pending == sent - cancelled - came
 
 
-def test_halves_balance(spark: SparkSession, node: RunningNode) -> None:
+def test_half_messages_balance(spark: SparkSession, node: RunningNode) -> None:
     """A half message that is committed with a delay counts as accepted from the commit on, under its own number."""
     soon = [commit_half(node, **delay) for delay in ({"delay_ms": 1}, {"delay_level": 1})]
     later = [
@@ -211,8 +211,8 @@ def test_halves_balance(spark: SparkSession, node: RunningNode) -> None:
     node.run(node.broker.compact())
     later += [commit_half(node, delay_ms=10**7)]
     assert [v.verdict for v in node.run(node.broker.cancel(seqs=[later[0], later[3]]))] == ["cancelled"] * 2
-    told = node.run(node.broker.reschedule(seqs=[later[1], later[4]], delay_ms=10**6))
-    assert [v.verdict for v in told] == ["rescheduled"] * 2
+    reported = node.run(node.broker.reschedule(seqs=[later[1], later[4]], delay_ms=10**6))
+    assert [v.verdict for v in reported] == ["rescheduled"] * 2
     extend_ledger(spark, node)
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, "orders") == len(soon), "they are released")
@@ -222,7 +222,7 @@ def test_halves_balance(spark: SparkSession, node: RunningNode) -> None:
     assert {*soon, *later} <= rows.keys() and rows[soon[0]].released_ms is not None
 
 
-def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
+def test_receipt_leases_balance(spark: SparkSession, node: RunningNode) -> None:
     """A message that is handed out is a message: acknowledged, given other time, dead, or over and here again."""
     verbs = node.broker.consuming
 
@@ -244,8 +244,8 @@ def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
         eventually(lambda: visible(ball, "%RETRY%g_plain") == 3, "three are here again")
     extend_ledger(spark, node)
     node.run(node.broker.compact())
-    again = receive(1)
-    assert len(again) == 1 and all(node.run(verbs.acknowledge([*again, held[0]])))
+    repeated = receive(1)
+    assert len(repeated) == 1 and all(node.run(verbs.acknowledge([*repeated, held[0]])))
     report = audit.run(spark, node.endpoint)
     assert report.ok, report
     sent, handed_out, cancelled, came = 10, 12 + 1, 4 + 1 + 2, 3
@@ -255,7 +255,7 @@ def test_receipts_balance(spark: SparkSession, node: RunningNode) -> None:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[RunningNode]:
-    """A broker with small segments, so that there is something for retention to let go."""
+    """A broker with small segments, so that retention can remove some."""
     with running_node(tmp_path / "data", compact_self=False, segment_bytes=MIB) as running:
         yield running
 
@@ -270,7 +270,7 @@ def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
     return report.accepted, report.cancelled, report.pending, report.lost
 
 
-def test_scheduled_messages_written_again_are_accepted_once_and_wait_where_they_lie(
+def test_rewritten_messages_are_accepted_once_and_pending_once(
     spark: SparkSession, small: RunningNode
 ) -> None:
     send(small.endpoint, 10)
@@ -289,7 +289,7 @@ def test_scheduled_messages_written_again_are_accepted_once_and_wait_where_they_
     assert [row["seq"] for row in report.offenders["lost"]] == [11]
 
 
-def test_scheduled_messages_whose_own_rows_are_gone_balance(spark: SparkSession, small: RunningNode) -> None:
+def test_messages_whose_first_rows_are_removed_balance(spark: SparkSession, small: RunningNode) -> None:
     send(small.endpoint, 10)
     with Endpoint(small.endpoint) as broker:
         bulk(small, broker, 5, 10**9)
@@ -301,8 +301,8 @@ def test_scheduled_messages_whose_own_rows_are_gone_balance(spark: SparkSession,
     assert report.ok and counts(report) == (15, 0, 15, 0), report
     assert report.unknown == 0 and report.scope.first > 10
     # The control: the same log without the row that one of them was moved to.
-    scope, history = audit.gather_witnesses(spark, small.endpoint, None)
-    forged = audit.waiting(spark, small.endpoint, scope).where("seq != 7")
+    scope, history = audit.read_scope_and_events(spark, small.endpoint, None)
+    forged = audit.read_pending(spark, small.endpoint, scope).where("seq != 7")
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     report = audit.balance(judged, audit.queue_gaps(spark, small.endpoint, scope), scope)
     assert not report.ok and report.lost == 1
@@ -322,14 +322,14 @@ async def move_on(node: RunningNode, clock: ManualClock, seconds: int) -> None:
 
 
 def let_segments_go(node: RunningNode) -> int:
-    """Do what the maintenance does by the minute; the first row that is kept."""
+    """Run the retention of the maintenance. Returns the first kept row."""
     node.run(node.node.maintenance.checkpoint())
     node.run(node.node.maintenance.apply_retention())
     return node.broker.log.reader.first_seq
 
 
 @pytest.mark.parametrize("schedule", ["timer_wheel", "level_cascade"])
-def test_what_others_keep_balances_when_they_have_moved_it(
+def test_messages_moved_by_other_strategies_balance(
     spark: SparkSession, tmp_path: Path, schedule: str
 ) -> None:
     """A ring of a minute and a level of a minute are over, and what they held in the beginning is gone."""
@@ -363,14 +363,14 @@ def send_at(ball: Timeball, due_ms: list[int]) -> None:
 
 
 @pytest.mark.parametrize("looks", [1, 3])
-def test_what_retention_lets_go_while_the_audit_looks_is_not_taken_for_a_loss(
+def test_rows_removed_by_retention_during_the_audit_are_not_lost(
     spark: SparkSession, small: RunningNode, monkeypatch: pytest.MonkeyPatch, looks: int
 ) -> None:
     """Written again behind the end of the scope, and its older row let go; with one look it is missed."""
     send(small.endpoint, 1)
     fill_segment(small)
     extend_ledger(spark, small)
-    waiting = audit.waiting
+    waiting = audit.read_pending
 
     def meanwhile(spark: SparkSession, endpoint: str, scope: audit.Scope) -> DataFrame:
         if scope.first == 1:
@@ -378,8 +378,8 @@ def test_what_retention_lets_go_while_the_audit_looks_is_not_taken_for_a_loss(
             let_go(small)
         return waiting(spark, endpoint, scope)
 
-    monkeypatch.setattr(audit, "waiting", meanwhile)
-    monkeypatch.setattr(audit, "LOOKS_MAX", looks)
+    monkeypatch.setattr(audit, "read_pending", meanwhile)
+    monkeypatch.setattr(audit, "AUDITS_MAX", looks)
     report = audit.run(spark, small.endpoint)
     assert counts(report) == ((1, 0, 1, 0) if looks > 1 else (1, 0, 0, 1)), report
 
@@ -402,7 +402,7 @@ def test_an_audit_of_few_rows_has_few_tasks(spark: SparkSession, node: RunningNo
     assert len(tasks) >= 4 and max(tasks) < 10 and sum(tasks) <= 20
 
 
-def test_overdue_is_told_and_no_breach(spark: SparkSession) -> None:
+def test_overdue_messages_are_reported_and_are_no_breach(spark: SparkSession) -> None:
     report = judge(spark, [(1, "accepted", 500, 1), (1, "waiting", 500, 0)], [])
     assert report.ok
     assert report.overdue == 1
@@ -412,7 +412,7 @@ def test_overdue_is_told_and_no_breach(spark: SparkSession) -> None:
 @pytest.mark.parametrize(
     "positions", [[("t", 0, 1), ("t", 0, 3)], [("t", 0, 1), ("t", 0, 1)], [("t", 0, 1), ("t", 0, None)]]
 )
-def test_a_queue_with_a_gap_or_a_position_taken_twice(
+def test_queue_with_gap_or_repeated_position_is_reported(
     spark: SparkSession, positions: list[tuple[str, int, int | None]]
 ) -> None:
     report = judge(spark, BALANCED, positions)
@@ -448,7 +448,7 @@ def test_a_real_broker_balances_at_every_stage(
     assert (report.accepted, report.pending, report.scope.ledger_end) == (156, 150, 60)
 
 
-def test_a_file_taken_from_the_table_is_noticed(
+def test_file_removed_from_the_table_is_detected(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 100)
@@ -460,9 +460,9 @@ def test_a_file_taken_from_the_table_is_noticed(
     table = DeltaTable(broker.status().table.uri)
     before = table.version()
     table.delete("seq % 2 = 0")
-    scope, history = audit.gather_witnesses(spark, node.endpoint, None)
+    scope, history = audit.read_scope_and_events(spark, node.endpoint, None)
     assert scope.version == before  # the broker's own version: what others commit is not what it serves from
-    forged = audit.waiting(spark, node.endpoint, msgspec.structs.replace(scope, version=before + 1))
+    forged = audit.read_pending(spark, node.endpoint, msgspec.structs.replace(scope, version=before + 1))
     judged = audit.judge(history.unionByName(forged, allowMissingColumns=True), scope.now_ms, 1000)
     report = audit.balance(judged, audit.queue_gaps(spark, node.endpoint, scope), scope)
     assert not report.ok

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.bulk: any DataFrame, all of it or nothing, once."""
+"""Tests of timeball.spark.jobs.bulk: all rows of a DataFrame are scheduled once, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from timeball.model.errors import InvalidMessage
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import bulk, bulk_input
-from timeball.spark.jobs.bulk import Survey, plan_deal
+from timeball.spark.jobs.bulk import Survey, plan_tasks
 from timeball.spark.jobs.bulk_input import Columns
 from timeball.spark.jobs.campaign import Campaign
 
@@ -31,7 +31,7 @@ BAD = {0: "no topic", 500: "no instant"}  # of every thousand
 
 
 def people(spark: SparkSession, now_ms: int, rows: int = ROWS, bad: bool = True) -> DataFrame:
-    """Rows due within three days, two of every thousand of which cannot be scheduled messages."""
+    """Make rows due within three days, two of every thousand of which are invalid."""
     frame = spark.range(0, rows, numPartitions=3)
     due = f"{now_ms + HOUR_MS} + (id * 7919) % {3 * DAY_MS}"
     topic, at = "'mail'", f"timestamp_millis({due})"
@@ -55,9 +55,9 @@ def survey(rows: list[int], row_bytes: int = 10) -> Survey:
 
 
 @given(st.lists(st.integers(1, 5_000), max_size=60), st.integers(50, 2_000))
-def test_tasks_are_even_and_a_span_is_one_piece(rows: list[int], task_rows: int) -> None:
+def test_tasks_are_even_and_spans_are_contiguous(rows: list[int], task_rows: int) -> None:
     given_ = survey(rows)
-    deal = plan_deal(given_, task_rows, BYTES)
+    deal = plan_tasks(given_, task_rows, BYTES)
     assert list(deal.first) == [0, *np.cumsum(deal.tasks)[:-1]][: len(deal.first)]
     assert set(deal.minute) <= set(given_.minute) and list(deal.minute) == sorted(set(deal.minute))
     if rows:
@@ -69,28 +69,28 @@ def test_tasks_are_even_and_a_span_is_one_piece(rows: list[int], task_rows: int)
 
 
 def test_a_large_minute_has_tasks_of_its_own_and_large_bodies_count() -> None:
-    deal = plan_deal(survey([10, 1_000, 10, 10]), 100, BYTES)
+    deal = plan_tasks(survey([10, 1_000, 10, 10]), 100, BYTES)
     assert deal.minute.tolist() == [0, 3, 6] and deal.tasks.tolist() == [1, 10, 1]
-    assert plan_deal(survey([10] * 10, row_bytes=100), 1_000, 1_000).total == 10
-    assert plan_deal(survey([10] * 10), 1_000, BYTES).total == 1
+    assert plan_tasks(survey([10] * 10, row_bytes=100), 1_000, 1_000).total == 10
+    assert plan_tasks(survey([10] * 10), 1_000, BYTES).total == 1
 
 
 def test_there_is_a_bound_on_the_tasks() -> None:
-    assert plan_deal(survey([10_000] * 3_000), 10, BYTES).total <= 2 * bulk.TASKS_MAX
+    assert plan_tasks(survey([10_000] * 3_000), 10, BYTES).total <= 2 * bulk.TASKS_MAX
 
 
 # ---- with Spark -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.spark
-def test_a_dry_run_tells_all_and_writes_nothing(
+def test_dry_run_reports_all_counts_and_writes_nothing(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     before = broker.status()
     folder = Path(before.table.uri).parent
     report = run(spark, node, people(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
-    assert report.reasons == {bulk_input.NO_INSTANT: 1, rules.RULES[0].text: 1}
+    assert report.reasons == {bulk_input.NO_DUE_TIME: 1, rules.RULES[0].text: 1}
     assert report.load.total == 998 and report.load.width_s == 60
     assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
     assert broker.status().log.next_seq == before.log.next_seq
@@ -139,10 +139,10 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
     assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
         ("spring", rules.RULES[0].text, "k0"),
-        ("spring", bulk_input.NO_INSTANT, "k500"),
+        ("spring", bulk_input.NO_DUE_TIME, "k500"),
     }
-    again = run(spark, node, frame)
-    assert (again.repeated, again.rows, again.files) == (True, 998, report.files)
+    repeated = run(spark, node, frame)
+    assert (repeated.repeated, repeated.rows, repeated.files) == (True, 998, report.files)
     assert len(attached_seqs(broker)) == 998
     attached = Campaign(broker, "spring").decided()
     assert (attached.state, attached.rows) == ("running", 998) and len(attached.ranges) > 2
@@ -152,7 +152,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
 
 
 @pytest.mark.spark
-def test_what_died_before_its_answer_goes_on(
+def test_job_killed_before_its_answer_continues(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rejects and the messages were written, nobody had been told: after the next call all is there once."""
@@ -162,13 +162,13 @@ def test_what_died_before_its_answer_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(bulk, "deal_out", die)
+        patch.setattr(bulk, "partition_by_task", die)
         with pytest.raises(KeyboardInterrupt):
             run(spark, node, frame)
     assert attached_seqs(broker) == []
     with monkeypatch.context() as patch:
         patch.setattr(Campaign, "decided", die)
-        patch.setattr(Campaign, "find_decided", lambda _: None)
+        patch.setattr(Campaign, "find_state", lambda _: None)
         with pytest.raises(KeyboardInterrupt):
             run(spark, node, frame)
     report = run(spark, node, frame)
@@ -178,7 +178,7 @@ def test_what_died_before_its_answer_goes_on(
 
 
 @pytest.mark.spark
-def test_rejects_only_is_a_campaign_of_nothing(
+def test_input_of_rejects_only_gives_an_empty_campaign(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     frame = people(spark, broker.status().now_ms, rows=1)
@@ -189,7 +189,7 @@ def test_rejects_only_is_a_campaign_of_nothing(
 
 
 @pytest.mark.spark
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_unusable_input_is_refused_before_anything_is_written(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     frame = people(spark, broker.status().now_ms)

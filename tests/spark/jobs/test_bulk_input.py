@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.bulk_input: the rules as Spark expressions, and what an instant is."""
+"""Tests of timeball.spark.jobs.bulk_input: the rules as Spark expressions, and due times of all types."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ SAMPLE_ROWS = 400
 
 
 def edge_rows() -> pa.Table:
-    """Each edge by itself, and rows with a random one in every column: large ones are rare, for the memory."""
+    """Make rows with one edge value each, and rows with random edge values in all columns. Large values are rare."""
     rng = np.random.default_rng(1)
     names = list(EDGES)
     rows = [
@@ -104,21 +104,21 @@ COLUMNS = Columns(
 
 
 def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
-    """Return for each row the text of the rule that the sink would refuse it by."""
-    broken = scheduled_columns.first_broken(rows, scheduled_columns.normalise(rows, NOW_MS), NOW_MS)
+    """Find for each row the text of the rule by which the sink refuses it."""
+    broken = scheduled_columns.first_broken(rows, scheduled_columns.to_table_columns(rows, NOW_MS), NOW_MS)
     return [None if index < 0 else rules.RULES[index].text for index in broken]
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_the_expressions_find_what_the_sink_would(spark: SparkSession) -> None:
+def test_spark_expressions_and_sink_reject_the_same_rows(spark: SparkSession) -> None:
     """The same rows, by the same rule: else the sink would refuse what was promised to be fine, or less."""
     rows = edge_rows()
-    wanted = reasons_in_the_sink(rows)
-    found = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
-    assert found["reason"] == wanted
+    expected = reasons_in_the_sink(rows)
+    result = screen(spark.createDataFrame(rows), COLUMNS, NOW_MS).select("reason").toArrow().to_pydict()
+    assert result["reason"] == expected
     # Each rule but that of the queue, of a missing time and of maps; and no fault.
-    assert len(set(wanted)) == len(rules.RULES) - 3 + 1
+    assert len(set(expected)) == len(rules.RULES) - 3 + 1
 
 
 KEY_LISTS: list[list[str | None] | None] = [
@@ -136,12 +136,12 @@ def test_lists_of_keys_are_judged_as_in_the_sink(spark: SparkSession) -> None:
             "keys": pa.array(KEY_LISTS, pa.list_(pa.string())),
         }
     )  # fmt: skip
-    wanted = reasons_in_the_sink(rows)
-    assert [text is None for text in wanted] == [*[True] * 4, *[False] * 5, True, False, True, False]
-    found = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
-    assert found.select("reason").toArrow().to_pydict()["reason"] == wanted
+    expected = reasons_in_the_sink(rows)
+    assert [text is None for text in expected] == [*[True] * 4, *[False] * 5, True, False, True, False]
+    result = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
+    assert result.select("reason").toArrow().to_pydict()["reason"] == expected
     # And the sink is given them in a form that says how many they are.
-    written = bulk_input.with_lists_of_keys(found.where("reason is null")).select("keys").toArrow()
+    written = bulk_input.with_lists_of_keys(result.where("reason is null")).select("keys").toArrow()
     assert written.column("keys").to_pylist() == [
         None,
         None,
@@ -166,11 +166,11 @@ def test_maps_whose_pairs_cannot_be_properties_are_found_as_in_the_sink(spark: S
             "properties": pa.array(PAIRS, pa.map_(pa.string(), pa.string())),
         }
     )  # fmt: skip
-    wanted = reasons_in_the_sink(rows)
-    assert [text is None for text in wanted] == [True, True, True, True, False, False, False]
+    expected = reasons_in_the_sink(rows)
+    assert [text is None for text in expected] == [True, True, True, True, False, False, False]
     columns = Columns(due="due_ms", topic="topic", properties="properties")
     frame = spark.createDataFrame(rows)
-    assert screen(frame, columns, NOW_MS).select("reason").toArrow().to_pydict()["reason"] == wanted
+    assert screen(frame, columns, NOW_MS).select("reason").toArrow().to_pydict()["reason"] == expected
 
 
 @pytest.mark.spark
@@ -184,7 +184,7 @@ def test_a_column_that_is_there_twice_is_named(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
-def test_a_rule_that_differs_is_noticed(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_rule_is_detected(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     real = bulk_input.breaks
 
@@ -193,17 +193,17 @@ def test_a_rule_that_differs_is_noticed(spark: SparkSession, monkeypatch: pytest
 
     monkeypatch.setattr(bulk_input, "breaks", off_by_one)
     with pytest.raises(AssertionError):
-        test_the_expressions_find_what_the_sink_would(spark)
+        test_spark_expressions_and_sink_reject_the_same_rows(spark)
 
 
 def due_of(
     spark: SparkSession, values: list[str], zone: str | None = None
 ) -> list[tuple[int | None, str | None]]:
-    """(due_ms, reason) of rows whose instants are these SQL expressions, of one type."""
+    """Compute (due_ms, reason) of rows whose due times are these SQL expressions of one type."""
     stacked = ", ".join(f"({number}, {value})" for number, value in enumerate(values))
     frame = spark.sql(f"select number, due, 'b' as body from values {stacked} as v(number, due)")
-    found = screen(frame, Columns(topic_name="t", zone=zone), NOW_MS)
-    rows = found.select("row.number", "due_ms", "reason").collect()
+    result = screen(frame, Columns(topic_name="t", zone=zone), NOW_MS)
+    rows = result.select("row.number", "due_ms", "reason").collect()
     return [(row["due_ms"], row["reason"]) for row in sorted(rows, key=lambda row: row["number"])]
 
 
@@ -251,12 +251,14 @@ def ms(text: str) -> int:
         ),
     ],
 )
-def test_an_instant(spark: SparkSession, zone: str | None, instants: dict[str, int]) -> None:
+def test_due_time_of_each_column_type(
+    spark: SparkSession, zone: str | None, instants: dict[str, int]
+) -> None:
     assert due_of(spark, list(instants), zone) == [(due, None) for due in instants.values()]
 
 
 @pytest.mark.spark
-def test_the_sessions_own_zone_means_nothing(spark: SparkSession) -> None:
+def test_session_time_zone_has_no_effect(spark: SparkSession) -> None:
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     try:
@@ -269,23 +271,23 @@ def test_the_sessions_own_zone_means_nothing(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
-def test_no_instant(spark: SparkSession) -> None:
+def test_text_without_due_time_is_rejected(spark: SparkSession) -> None:
     wrong = {
-        "cast(null as string)": bulk_input.NO_INSTANT,
-        "'tomorrow'": bulk_input.NO_INSTANT,
-        "''": bulk_input.NO_INSTANT,
-        "'2027-02-30T09:00:00Z'": bulk_input.NO_INSTANT,
+        "cast(null as string)": bulk_input.NO_DUE_TIME,
+        "'tomorrow'": bulk_input.NO_DUE_TIME,
+        "''": bulk_input.NO_DUE_TIME,
+        "'2027-02-30T09:00:00Z'": bulk_input.NO_DUE_TIME,
         "'2027-03-01T09:00:00'": bulk_input.NO_ZONE,
         "'2027-03-01'": bulk_input.NO_ZONE,
         "'-5'": rules_text("1970"),
         "'1800000000'": rules_text("seconds"),
         "'20300131'": rules_text("a date such as"),
         "'2030'": rules_text("seconds"),
-        "'9999999999999999999999'": bulk_input.NO_INSTANT,
+        "'9999999999999999999999'": bulk_input.NO_DUE_TIME,
     }
     assert [why for _, why in due_of(spark, list(wrong))] == list(wrong.values())
     for kind in ("timestamp", "bigint"):
-        assert due_of(spark, [f"cast(null as {kind})"]) == [(None, bulk_input.NO_INSTANT)]
+        assert due_of(spark, [f"cast(null as {kind})"]) == [(None, bulk_input.NO_DUE_TIME)]
 
 
 @pytest.mark.spark
@@ -297,23 +299,23 @@ def test_a_text_that_is_not_fully_understood_is_rejected(spark: SparkSession) ->
         "2027-12-01T", "T09:00", "09:00", "2027-12-01 09:00 tomorrow", "2027-12-01Z", "1/12/2027", "2027-12-01 24:00",
         "now", "2027-12-01 09:00 AM", "+12027-12-01 09:00",
     ]  # fmt: skip
-    found = due_of(spark, [f"'{text}'" for text in texts], "Europe/Paris")
-    assert found == [(None, bulk_input.NO_INSTANT)] * len(texts)
+    result = due_of(spark, [f"'{text}'" for text in texts], "Europe/Paris")
+    assert result == [(None, bulk_input.NO_DUE_TIME)] * len(texts)
 
 
 @pytest.mark.spark
 @pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Paris", "Australia/Lord_Howe", "Factory", "ROC"])
-def test_a_local_time_is_the_instant_that_the_oracle_finds(spark: SparkSession, zone: str) -> None:
+def test_local_time_agrees_with_the_oracle(spark: SparkSession, zone: str) -> None:
     """Around each change of the coming years, as a time and as text; Java has other rules, or no such zone."""
     times = [local for at in changes(zone, 2026, 2029) for local in local_times_around(at, zone)]
     times += [dt.datetime.fromisoformat(text) for text in ("2026-12-01T08:00", "2027-07-01T08:00")]
-    wanted = [(-(-first_instant_us(local, zone) // 1_000), None) for local in times]
-    assert due_of(spark, [f"timestamp_ntz'{local}'" for local in times], zone) == wanted
-    assert due_of(spark, [f"'{local}'" for local in times], zone) == wanted
+    expected = [(-(-first_instant_us(local, zone) // 1_000), None) for local in times]
+    assert due_of(spark, [f"timestamp_ntz'{local}'" for local in times], zone) == expected
+    assert due_of(spark, [f"'{local}'" for local in times], zone) == expected
 
 
 @pytest.mark.spark
-def test_instants_that_few_types_have(spark: SparkSession) -> None:
+def test_due_times_of_rare_types(spark: SparkSession) -> None:
     """Before 1970, beyond the nanoseconds of 64 bits (2262), and at both ends of Spark's calendar."""
     wrong = {
         "timestamp_ntz'1969-12-31 23:59:59.999'": rules_text("1970"),
@@ -334,14 +336,14 @@ def test_instants_that_few_types_have(spark: SparkSession) -> None:
         "'9999-12-31T23:59:59.9999999'": rules_text("days ahead"),
         "'9223372036854775807'": rules_text("days ahead"),
         "'-9223372036854775808'": rules_text("1970"),
-        "'10000-01-01'": bulk_input.NO_INSTANT,
+        "'10000-01-01'": bulk_input.NO_DUE_TIME,
     }
     assert [why for _, why in due_of(spark, list(texts), "Europe/Paris")] == list(texts.values())
 
 
 def rules_text(part: str) -> str:
-    (found,) = [rule.text for rule in rules.RULES if rule.column == "due_ms" and part in rule.text]
-    return found
+    (result,) = [rule.text for rule in rules.RULES if rule.column == "due_ms" and part in rule.text]
+    return result
 
 
 @pytest.mark.spark
@@ -363,7 +365,7 @@ def schema(frame: DataFrame, **columns: str | None) -> None:
 
 
 @pytest.mark.spark
-def test_a_column_that_cannot_be_is_named(spark: SparkSession) -> None:
+def test_unusable_column_is_named_in_the_error(spark: SparkSession) -> None:
     frame = spark.sql(
         "select 1800000000000L as due, 'b' as body, timestamp_ntz'2027-01-01 00:00:00' as at, true as b"
     )

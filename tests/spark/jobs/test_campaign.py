@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.campaign: how far, and how it ends, on a real broker."""
+"""Tests of timeball.spark.jobs.campaign: progress and changes of a campaign on a real broker."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from timeball.model.config import MIB
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.model.limits import HOUR_MS
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs.campaign import Campaign, find_attach, held, is_in, ordered, table_rows
+from timeball.spark.jobs.campaign import Campaign, find_attach, held, is_in, sorted_distinct, table_rows
 
 ROWS = 60
 
 
 def counts(campaign: Campaign) -> tuple[str, int, int, int, int]:
-    """(state, released, cancelled, waiting, held), which make up all rows."""
-    found = campaign.progress()
-    assert found.rows == found.released + found.cancelled + found.waiting + found.held
-    return found.state, found.released, found.cancelled, found.waiting, found.held
+    """Read (state, released, cancelled, waiting, held), and check that the counts add up to all rows."""
+    result = campaign.progress()
+    assert result.rows == result.released + result.cancelled + result.waiting + result.held
+    return result.state, result.released, result.cancelled, result.waiting, result.held
 
 
-def test_progress_from_the_first_to_the_last(node: RunningNode, broker: Endpoint) -> None:
+def test_progress_counts_messages_until_all_are_released(node: RunningNode, broker: Endpoint) -> None:
     campaign = campaign_of(node)
     with pytest.raises(NotFound, match="no campaign 'spring'"):
         campaign.progress()
     attach(campaign, 30, after_ms=HOUR_MS)
-    found = campaign.progress()
-    assert (found.state, found.rows, found.waiting, found.percent, found.whole) == (
+    result = campaign.progress()
+    assert (result.state, result.rows, result.waiting, result.percent, result.whole) == (
         "running",
         30,
         30,
@@ -44,7 +44,7 @@ def test_progress_from_the_first_to_the_last(node: RunningNode, broker: Endpoint
         True,
     )
     due = sorted(waiting(broker).values())
-    assert (found.next_due_ms, found.last_due_ms) == (due[0], due[-1])
+    assert (result.next_due_ms, result.last_due_ms) == (due[0], due[-1])
     with Timeball(node.endpoint) as ball:
         ball.cancel(key="k0")
         assert campaign.progress().next_due_ms == due[1]
@@ -56,7 +56,7 @@ def test_progress_from_the_first_to_the_last(node: RunningNode, broker: Endpoint
     assert counts(campaign_of(node, "other")) == ("finished", 5, 0, 0, 0)
 
 
-def test_a_cancel_is_definite_and_may_be_repeated(node: RunningNode, broker: Endpoint) -> None:
+def test_cancel_is_final_and_repeatable(node: RunningNode, broker: Endpoint) -> None:
     campaign = campaign_of(node)
     attach(campaign, 100, after_ms=-20_500, step_ms=1_000)  # some twenty are due already
     eventually(lambda: sum(released(broker).values()) >= 20, "some are released")
@@ -65,17 +65,17 @@ def test_a_cancel_is_definite_and_may_be_repeated(node: RunningNode, broker: End
     assert done.cancelled + done.released == 100 and done.released >= 20
     assert waiting(broker) == {}
     assert sum(released(broker).values()) == done.released
-    again = campaign.cancel()
-    assert (again.newly, again.cancelled, again.released) == (0, done.cancelled, done.released)
+    repeated = campaign.cancel()
+    assert (repeated.newly, repeated.cancelled, repeated.released) == (0, done.cancelled, done.released)
     assert counts(campaign) == ("cancelled", done.released, done.cancelled, 0, 0)
     assert campaign.progress().percent == 100.0
 
 
-def test_a_campaign_that_never_came_to_its_attach(node: RunningNode) -> None:
+def test_campaign_without_attach_is_planned_with_no_messages(node: RunningNode) -> None:
     campaign = campaign_of(node)
     campaign.plan(10, 1_000)
-    found = campaign.progress()
-    assert (found.state, found.rows, found.waiting, found.percent) == ("planned", 10, 0, 0.0)
+    result = campaign.progress()
+    assert (result.state, result.rows, result.waiting, result.percent) == ("planned", 10, 0, 0.0)
     with pytest.raises(OutOfRange, match="nothing of it is attached yet"):
         campaign.pause()
     done = campaign.cancel()
@@ -87,7 +87,7 @@ def test_a_campaign_that_never_came_to_its_attach(node: RunningNode) -> None:
         attach(campaign, 10)
 
 
-def test_a_pause_holds_what_waits_and_a_resume_gives_it_back(node: RunningNode, broker: Endpoint) -> None:
+def test_pause_holds_pending_messages_and_resume_frees_them(node: RunningNode, broker: Endpoint) -> None:
     campaign = campaign_of(node)
     attach(campaign, ROWS)
     before = waiting(broker)
@@ -106,9 +106,7 @@ def test_a_pause_holds_what_waits_and_a_resume_gives_it_back(node: RunningNode, 
     assert campaign.resume().repeated and held(broker) == {}
 
 
-def test_what_fell_due_meanwhile_is_due_at_once_or_everything_is_moved(
-    node: RunningNode, broker: Endpoint
-) -> None:
+def test_resume_releases_overdue_messages_or_shifts_all(node: RunningNode, broker: Endpoint) -> None:
     for name, shift in (("at-once", False), ("moved", True)):
         campaign = campaign_of(node, name)
         attach(campaign, 40, after_ms=100, step_ms=0)  # all due in a moment
@@ -124,20 +122,20 @@ def test_what_fell_due_meanwhile_is_due_at_once_or_everything_is_moved(
     assert set(released(broker).values()) == {2}  # each key once a campaign
 
 
-def test_a_pause_amid_releases_loses_and_doubles_nothing(node: RunningNode, broker: Endpoint) -> None:
+def test_pause_during_releases_loses_and_repeats_no_message(node: RunningNode, broker: Endpoint) -> None:
     """The race itself: scheduled messages fall due every millisecond while the pause comes."""
     campaign = campaign_of(node)
     attach(campaign, 3_000, after_ms=-500, step_ms=1)
     paused = campaign.pause()
-    state, out, cancelled, left, held = counts(campaign)
-    assert (state, cancelled, left, held) == ("paused", 0, 0, paused.held)
+    state, out, cancelled, remaining, held = counts(campaign)
+    assert (state, cancelled, remaining, held) == ("paused", 0, 0, paused.held)
     assert out == sum(released(broker).values()) and out + held == 3_000
     campaign.resume()
     eventually(lambda: len(released(broker)) == 3_000, "the others follow")
     assert set(released(broker).values()) == {1}
 
 
-def test_whoever_keeps_the_scheduled_messages_of_the_log(tmp_path: Path) -> None:
+def test_pause_resume_and_cancel_work_with_the_timer_wheel(tmp_path: Path) -> None:
     """Those of a bulk write lie in the table, whatever the strategy is."""
     with running_node(tmp_path / "wheel", strategy="timer_wheel") as node:
         campaign = campaign_of(node)
@@ -147,7 +145,7 @@ def test_whoever_keeps_the_scheduled_messages_of_the_log(tmp_path: Path) -> None
         assert campaign.cancel().cancelled == ROWS
 
 
-def test_two_at_the_same_time_are_one(node: RunningNode, broker: Endpoint) -> None:
+def test_concurrent_changes_apply_once(node: RunningNode, broker: Endpoint) -> None:
     attach(campaign_of(node), ROWS)
     before = waiting(broker)
     for act in (Campaign.pause, Campaign.resume):
@@ -163,13 +161,13 @@ def test_two_at_the_same_time_are_one(node: RunningNode, broker: Endpoint) -> No
 def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endpoint) -> None:
     attach(campaign_of(node, "spring"), 3)
     attach(campaign_of(node, "spring-2"), 4)
-    found = find_attach(broker, "spring", 0)
-    assert found is not None and found.rows == 3
+    result = find_attach(broker, "spring", 0)
+    assert result is not None and result.rows == 3
     assert find_attach(broker, "spring", broker.status().log.durable_seq) is None
     assert find_attach(broker, "sprin", 0) is None
 
 
-def test_the_books_of_campaigns_whose_log_was_let_go(tmp_path: Path) -> None:
+def test_progress_is_right_after_retention_removed_log_rows(tmp_path: Path) -> None:
     """What was decided of all stays counted; what happened to one and is told nowhere counts as released."""
     with running_node(tmp_path / "data", segment_bytes=MIB, compact_self=False) as node:
         names = ("plain", "paused", "resumed", "cancelled")
@@ -203,9 +201,9 @@ NUMBERS = st.sets(st.integers(0, 60), max_size=40)
 
 
 @given(NUMBERS, st.lists(st.integers(0, 70), max_size=20))
-def test_numbers_are_put_in_order_and_found(numbers: set[int], asked: list[int]) -> None:
+def test_numbers_are_sorted_distinct_and_found(numbers: set[int], asked: list[int]) -> None:
     known = np.array(sorted(numbers), np.int64)
-    assert ordered([known[::2], known[::-1], known[:0]]).tolist() == known.tolist()
+    assert sorted_distinct([known[::2], known[::-1], known[:0]]).tolist() == known.tolist()
     seq = np.array(asked, np.int64)
     assert is_in(seq, known).tolist() == [n in numbers for n in asked]
 
@@ -218,10 +216,10 @@ def test_rows_of_the_table_by_number_and_by_instant(node: RunningNode, broker: E
     ranges = one.decided().ranges
 
     def rows(ranges: list[tuple[int, int]], due_from_ms: int = 0) -> list[dict[str, object]]:
-        found = table_rows(
+        result = table_rows(
             status.table.uri, status.table.version, ranges, ["seq", "due_ms", "keys"], due_from_ms
         )
-        return [row for batch in found for row in batch.to_pylist()]
+        return [row for batch in result for row in batch.to_pylist()]
 
     assert {row["keys"] for row in rows(ranges)} == {f"k{n}" for n in range(20)}
     due = sorted(row["due_ms"] for row in rows(ranges))

@@ -20,7 +20,7 @@ SPRING = "spring"
 
 
 def attach(node: RunningNode, rows: int) -> None:
-    """Attach a part, of rows that are due in an hour."""
+    """Attach a part of a campaign with rows that are due in an hour."""
     with Endpoint(node.endpoint, patience_s=5) as broker:
         status, first_seq = broker.status(), broker.reserve(rows)
         written = table_rows([status.now_ms + HOUR_MS] * rows, first_seq=first_seq)

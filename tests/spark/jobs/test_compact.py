@@ -24,16 +24,18 @@ def drain(engine: Engine, node: RunningNode, **options: str) -> None:
 
 def test_settled_scheduled_messages_are_left_out() -> None:
     batch = log_rows(Kind.SCHEDULED, 4, due_ms=[5, 9, 10, 11], store_ms=[1, 2, 3, 4])
-    rows = compact.waiting(batch, 10)
+    rows = compact.select_pending(batch, 10)
     assert rows.schema == TABLE_SCHEMA
     assert rows.column("due_ms").to_pylist() == [10, 11]
     assert rows.column("accepted_ms").to_pylist() == [3, 4]
-    assert compact.waiting(batch, 0).num_rows == 4
+    assert compact.select_pending(batch, 0).num_rows == 4
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_the_tail_moves_to_the_table(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
+def test_pending_messages_move_from_the_tail_to_the_table(
+    engine: OnSpark, node: RunningNode, broker: Endpoint
+) -> None:
     send(node.endpoint, 1000)
     version = broker.status().table.version
     drain(engine, node, max_rows_per_batch="400", rows_per_partition="150")
@@ -45,7 +47,7 @@ def test_the_tail_moves_to_the_table(engine: OnSpark, node: RunningNode, broker:
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 1100
 
 
-def test_another_compactor_may_be_faster(node: RunningNode, broker: Endpoint) -> None:
+def test_attach_is_refused_when_another_compactor_was_faster(node: RunningNode, broker: Endpoint) -> None:
     """The job goes on where the watermark stands then; also without Spark."""
     send(node.endpoint, 100)
     drain(InProcess(), node)
@@ -57,7 +59,7 @@ def test_another_compactor_may_be_faster(node: RunningNode, broker: Endpoint) ->
 
 
 class Overtaken(InProcess):
-    """Runs tasks; before their files are attached another compactor has come to row `to_seq`."""
+    """Runs tasks. Before their files are attached, another compactor moves the watermark to `to_seq`."""
 
     def __init__(self, node: RunningNode, uri: str, to_seq: int) -> None:
         self.node, self.uri, self.to_seq = node, uri, to_seq
@@ -70,7 +72,7 @@ class Overtaken(InProcess):
         return done
 
 
-def test_what_would_double_rows_is_refused(node: RunningNode, broker: Endpoint) -> None:
+def test_attach_that_would_repeat_rows_is_refused(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     uri, end = broker.status().table.uri, broker.status().log.durable_seq
     with pytest.raises(OutOfRange):
@@ -105,9 +107,9 @@ def test_a_failed_task_leaves_no_files(node: RunningNode, broker: Endpoint, tmp_
 
 
 @pytest.mark.parametrize("schedule", ["hour_log", "timer_wheel", "level_cascade"])
-def test_only_what_an_hour_log_keeps_is_compacted(tmp_path: Path, schedule: str) -> None:
+def test_only_messages_of_hour_log_are_compacted(tmp_path: Path, schedule: str) -> None:
     with running_node(tmp_path / "data", strategy=schedule) as node:
-        reason = compact.superfluous(node.endpoint)
+        reason = compact.no_work_reason(node.endpoint)
     assert reason is None if schedule == "hour_log" else schedule in str(reason)
 
 
@@ -118,7 +120,7 @@ def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
         needed = threading.Event()
         needed.set()
         with Endpoint(node.endpoint) as broker, compact.lease(node.endpoint, needed.is_set):
-            eventually(lambda: node.broker.mover.outside_compactor_until_ms > 0, "the lease is known")
+            eventually(lambda: node.broker.mover.external_compactor_until_ms > 0, "the lease is known")
             assert broker.status().watermark == 1
 
 

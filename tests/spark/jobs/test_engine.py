@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.engine. Both engines at the same tables: tests/spark/run/test_on_spark.py."""
+"""Tests of timeball.spark.jobs.engine. Both engines on the same tables: tests/spark/run/test_on_spark.py."""
 
 from __future__ import annotations
 

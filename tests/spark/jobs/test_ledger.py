@@ -45,15 +45,17 @@ def test_every_event_is_recorded_once_over_restarts(
         ball.cancel(doomed.id)
     drain(engine, node, max_rows_per_batch="10", rows_per_partition="4")
     drain(engine, node)  # nothing is left to do
-    found = recorded(broker)
-    assert sorted(e["event"] for e in found) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
-    assert len({(e["event"], e["first_seq"]) for e in found}) == 32
+    result = recorded(broker)
+    assert sorted(e["event"] for e in result) == ["accepted"] * 26 + ["cancelled"] + ["released"] * 5
+    assert len({(e["event"], e["first_seq"]) for e in result}) == 32
     table = DeltaTable(sibling(broker.status().table.uri, "ledger"))
     assert ledger.bounds(table) == (1, broker.status().log.durable_seq)
 
 
 @pytest.mark.smoke
-def test_one_row_a_scheduled_message(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_view_has_one_row_per_scheduled_message(
+    spark: SparkSession, node: RunningNode, broker: Endpoint
+) -> None:
     send_due_now(node.endpoint, 2)
     with Timeball(node.endpoint) as ball:
         kept, doomed = ball.send("orders", b"x", after="10d"), ball.send("orders", b"y", after="10d")
@@ -111,9 +113,7 @@ def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: Running
         ledger.extend(OnSpark(spark), node.endpoint, str(tmp_path / "ledger"), 5)
 
 
-def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_lateness_during_an_outage_has_the_cause_outage(spark: SparkSession, tmp_path: Path) -> None:
     with running_node(tmp_path / "data", compact_self=False) as first, Timeball(first.endpoint) as ball:
         late = ball.send("orders", b"x", after="3s")  # longer than a stop takes
         ball.send("orders", b"y", after="1d")
@@ -127,9 +127,9 @@ def test_what_fell_due_while_the_broker_was_down_was_late_for_that_reason(
             end = broker.status().log.durable_seq
         for to_seq in (end - 1, end, end):  # in steps, and once more
             ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)
-        found = DeltaTable(uri).to_pyarrow_table().to_pylist()
+        result = DeltaTable(uri).to_pyarrow_table().to_pylist()
         (row,) = ledger.scheduled_rows(spark, second.endpoint).where("lateness_ms > 0").collect()
         assert audit.run(spark, second.endpoint).ok
-    assert [event["rows"] for event in found if event["event"] == "started"] == [0]
+    assert [event["rows"] for event in result if event["event"] == "started"] == [0]
     assert row.seq == late.seq and row.cause == "outage"
     assert row.late_outage_ms + row.late_broker_ms == row.lateness_ms

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.marked. What a real sink makes of it: test_ledger.py, test_archive.py."""
+"""Tests of timeball.spark.jobs.marked. With real sinks: test_ledger.py, test_archive.py."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from timeball.model.wire import LogStatus
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import ledger
 from timeball.spark.jobs.engine import InProcess
-from timeball.spark.jobs.marked import Places, check_mark
-from timeball.spark.run.job_status import epoch_of
+from timeball.spark.jobs.marked import Sinks, check_mark
+from timeball.spark.run.job_status import parse_progress
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from timeball.spark.run.job_status import epoch_of
         ),
     ],
 )
-def test_a_table_that_does_not_fit_the_log_is_refused(mark: int, error: type[Exception], text: str) -> None:
+def test_table_whose_mark_is_outside_the_log_is_refused(mark: int, error: type[Exception], text: str) -> None:
     """Rows would be missing from it: of the second kind all of a new log, until it is as long as the old one."""
     with pytest.raises(error, match=text):
         check_mark("ledger", "file:///ledger", mark, LogStatus(10, 100, 100), 50)
@@ -49,13 +49,13 @@ def test_a_table_of_another_log_ends_the_loop(node: RunningNode, tmp_path: Path)
 
 
 class Failing(InProcess):
-    """Fails with an error of a library."""
+    """An engine that fails with an error of a library."""
 
     def run(self, *_: object) -> list[Any]:
         raise KeyError("of a library")
 
 
-def test_what_a_library_raises_is_told_and_may_be_tried_again(node: RunningNode) -> None:
+def test_exception_of_a_library_becomes_unavailable(node: RunningNode) -> None:
     send(node.endpoint, 1)
     loop = ledger.JOB.start(Failing(), node.endpoint)
     with pytest.raises(Unavailable, match="ledger failed: KeyError: 'of a library'"):
@@ -63,7 +63,7 @@ def test_what_a_library_raises_is_told_and_may_be_tried_again(node: RunningNode)
     assert not loop.isActive
 
 
-def test_a_loop_follows_the_log_and_says_where_it_is(node: RunningNode, broker: Endpoint) -> None:
+def test_loop_follows_the_log_and_reports_progress(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 25)
     job = dataclasses.replace(ledger.JOB, trigger_s=0.01)
     loop = job.start(InProcess(), node.endpoint, options={"max_rows_per_batch": "10"})
@@ -76,7 +76,7 @@ def test_a_loop_follows_the_log_and_says_where_it_is(node: RunningNode, broker: 
     finally:
         loop.stop()
     assert not loop.isActive and loop.exception() is None
-    epochs = [epoch_of(progress) for progress in loop.recentProgress]
+    epochs = [parse_progress(progress) for progress in loop.recentProgress]
     assert [(each.epoch, each.rows, each.unit) for each in epochs if each] == [
         (0, 10, "seq"),
         (1, 10, "seq"),
@@ -87,33 +87,33 @@ def test_a_loop_follows_the_log_and_says_where_it_is(node: RunningNode, broker: 
     assert epochs[0].lag == 16, "as it was when the epoch was planned"
 
 
-def test_each_group_is_brought_to_its_own_end(tmp_path: Path) -> None:
+def test_each_group_is_extended_to_its_own_end(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         groups.add()
         for number, node in enumerate((groups.one, groups.other), 1):
             send(node.endpoint, 10 * number)
         ledger.JOB.start(InProcess(), groups.endpoint, once=True).awaitTermination()
-        found = ledger.JOB.places(group_statuses(groups.endpoint), None)
-        rows = {name: DeltaTable(uri).to_pyarrow_table().num_rows for name, (_, uri) in found.items()}
+        result = ledger.JOB.sinks_by_group(group_statuses(groups.endpoint), None)
+        rows = {name: DeltaTable(uri).to_pyarrow_table().num_rows for name, (_, uri) in result.items()}
     assert rows == {"g1": 10, "g2": 20}
 
 
-def places(endpoint: str, uri: str | None) -> Places:
-    return ledger.JOB.places(group_statuses(endpoint), uri)
+def sinks(endpoint: str, uri: str | None) -> Sinks:
+    return ledger.JOB.sinks_by_group(group_statuses(endpoint), uri)
 
 
 def test_each_group_has_a_table_beside_its_pending_table(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
-        assert places(groups.endpoint, "/x/ledger") == {"g1": (groups.endpoint, "/x/ledger")}
+        assert sinks(groups.endpoint, "/x/ledger") == {"g1": (groups.endpoint, "/x/ledger")}
         groups.add()
-        found = places(groups.endpoint, None)
-        assert list(found) == ["g1", "g2"]
-        assert [uri.removeprefix("file://") for _, uri in found.values()] == [
+        result = sinks(groups.endpoint, None)
+        assert list(result) == ["g1", "g2"]
+        assert [uri.removeprefix("file://") for _, uri in result.values()] == [
             str(tmp_path / "g1" / "ledger"),
             str(tmp_path / "g2" / "ledger"),
         ]
-        assert places(groups.endpoint, "/x/{group}/ledger")["g2"][1] == "/x/g2/ledger"
+        assert sinks(groups.endpoint, "/x/{group}/ledger")["g2"][1] == "/x/g2/ledger"
         with pytest.raises(SetupError, match="--ledger=/x/ledger: each of the 2 groups"):
-            places(groups.endpoint, "/x/ledger")
+            sinks(groups.endpoint, "/x/ledger")
         groups.leave()
-        assert list(places(groups.endpoint, None)) == [None]
+        assert list(sinks(groups.endpoint, None)) == [None]

@@ -10,7 +10,7 @@ from tests.node_fixture import RunningNode
 
 from timeball.model.errors import SetupError
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs.bulk import check_table, reason_against
+from timeball.spark.jobs.bulk import check_table, find_table_problem
 
 
 def test_a_table_that_is_there_and_one_that_is_not(
@@ -18,15 +18,15 @@ def test_a_table_that_is_there_and_one_that_is_not(
 ) -> None:
     table = broker.status().table
     before = sorted(Path(table.uri.removeprefix("file://")).iterdir())
-    assert reason_against(table.uri, table.version) is None
+    assert find_table_problem(table.uri, table.version) is None
     assert sorted(Path(table.uri.removeprefix("file://")).iterdir()) == before
     # A folder of the same name on another machine, with a table of its own or none.
-    assert "of version 0 there, and of version 5" in str(reason_against(table.uri, 5))
-    assert "no Delta table" in str(reason_against(str(tmp_path / "elsewhere"), 0))
+    assert "of version 0 there, and of version 5" in str(find_table_problem(table.uri, 5))
+    assert "no Delta table" in str(find_table_problem(str(tmp_path / "elsewhere"), 0))
 
 
 @pytest.mark.spark
-def test_a_job_says_what_to_share_before_it_begins(
+def test_unshared_folder_is_reported_before_the_job_starts(
     spark: SparkSession, broker: Endpoint, tmp_path: Path
 ) -> None:
     table = broker.status().table

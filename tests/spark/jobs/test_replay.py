@@ -46,7 +46,7 @@ KNOWN = Sources(None, 0, 1, 9, 10_000, 9_000)
         ({"start_ms": -1}, "before 1970"),
     ],
 )
-def test_a_window_that_is_none(changes: dict[str, float], said: str) -> None:
+def test_invalid_window_is_refused(changes: dict[str, float], said: str) -> None:
     WINDOW.check()
     with pytest.raises(InvalidDelay, match=said):
         msgspec.structs.replace(WINDOW, **changes).check()
@@ -65,7 +65,7 @@ def test_a_window_that_is_none(changes: dict[str, float], said: str) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_another_argument_is_another_replay(changes: dict[str, object]) -> None:
+def test_other_arguments_give_another_job_id(changes: dict[str, object]) -> None:
     assert WINDOW.job_id == Window(from_ms=1_000, until_ms=2_000, start_ms=50_000).job_id
     assert msgspec.structs.replace(WINDOW, **changes).job_id != WINDOW.job_id
 
@@ -79,7 +79,7 @@ def test_another_argument_is_another_replay(changes: dict[str, object]) -> None:
         (msgspec.structs.replace(WINDOW, start_ms=limits.DELAY_MS_MAX + 9_001), {}, "days from now"),
     ],
 )
-def test_a_window_that_is_not_known_whole(window: Window, sources: dict[str, int], said: str) -> None:
+def test_window_with_unknown_messages_is_refused(window: Window, sources: dict[str, int], said: str) -> None:
     replay.check_covered(WINDOW, dataclasses.replace(KNOWN, since_ms=1_000, now_ms=2_000))
     with pytest.raises((OutOfRange, InvalidDelay), match=said):
         replay.check_covered(window, dataclasses.replace(KNOWN, **sources))
@@ -97,8 +97,8 @@ def test_a_span_is_shown_in_few_bars(span_ms: int) -> None:
 def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None) -> list[Row]:
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
-    found = replay.scheduled_rows(replay.within(log, window), window, count).collect()
-    return sorted(found, key=lambda row: (row.due_ms, row.topic))
+    result = replay.scheduled_rows(replay.within(log, window), window, count).collect()
+    return sorted(result, key=lambda row: (row.due_ms, row.topic))
 
 
 @pytest.mark.spark
@@ -119,7 +119,7 @@ def test_time_is_moved_and_stretched_and_never_early(spark: SparkSession) -> Non
 
 
 @pytest.mark.spark
-def test_by_due_instant_a_late_message_counts_when_it_was_due(spark: SparkSession) -> None:
+def test_window_by_due_time_selects_late_messages_by_due_time(spark: SparkSession) -> None:
     batch = log_rows(
         Kind.RELEASE,
         3,
@@ -149,7 +149,7 @@ def test_topics_are_chosen_and_renamed(spark: SparkSession) -> None:
 
 
 @pytest.mark.spark
-def test_what_a_message_keeps_and_what_it_names(spark: SparkSession) -> None:
+def test_replayed_message_keeps_its_fields_and_names_the_old_id(spark: SparkSession) -> None:
     """A full property text is left alone; an entry that was not closed is not run into."""
     full = encode_properties({"a": "x" * (limits.PROPERTIES_BYTES_MAX - 3)})
     batch = log_rows(
@@ -197,7 +197,7 @@ def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession
 
 @pytest.mark.spark
 @pytest.mark.parametrize("stretch", [1.0, 0.0])
-def test_what_passed_in_one_instant_passes_again_in_its_order(spark: SparkSession, stretch: float) -> None:
+def test_messages_of_one_time_are_replayed_in_order(spark: SparkSession, stretch: float) -> None:
     """However many tasks have read it: numbers are given in the order of the rows, task by task."""
     bodies = [b"%d" % i for i in range(90)]
     batch = log_rows(Kind.MESSAGE, 90, topic="t", store_ms=[1_000 + i // 30 for i in range(90)], body=bodies)
@@ -205,16 +205,16 @@ def test_what_passed_in_one_instant_passes_again_in_its_order(spark: SparkSessio
     log = spark.createDataFrame(rows[::-1], spark_schema(batch.schema)).repartition(4)
     window = msgspec.structs.replace(WINDOW, stretch=stretch)
     frame = replay.scheduled_rows(replay.within(log, window), window, 90)
-    found = frame.withColumn("task", f.spark_partition_id()).collect()
-    assert len({row.task for row in found}) == 1
-    assert [bytes(row.body) for row in found] == bodies
+    result = frame.withColumn("task", f.spark_partition_id()).collect()
+    assert len({row.task for row in result}) == 1
+    assert [bytes(row.body) for row in result] == bodies
 
 
 # ---- against a broker -------------------------------------------------------------------------------------
 
 
 def window_of(node: RunningNode, topic: str, **changes: object) -> Window:
-    """All that has passed until now, to begin again in a day."""
+    """Make a window of all messages that have passed until now, to be replayed in a day."""
     with Timeball(node.endpoint) as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "a moment later")
@@ -272,14 +272,14 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
 
 
 @pytest.mark.spark
-def test_a_replay_that_died_behind_its_attach_is_completed_and_one_that_was_cancelled_is_not_done_again(
+def test_replay_killed_after_its_attach_is_complete_and_cancelled_replay_is_refused(
     spark: SparkSession, node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send_due_now(node.endpoint, 3)
     window = window_of(node, "orders")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Campaign, "decided", interrupt)
-        patch.setattr(Campaign, "find_decided", lambda _: None)
+        patch.setattr(Campaign, "find_state", lambda _: None)
         replay.run(spark, node.endpoint, window)
     assert len(scheduled(broker)) == 3
     again = replay.run(spark, node.endpoint, window)
@@ -294,7 +294,7 @@ def interrupt(*_: object) -> None:
 
 
 @pytest.mark.spark
-def test_what_is_replayed_passes_again_and_says_what_it_was(
+def test_replayed_messages_become_visible_with_replay_of(
     spark: SparkSession, node: RunningNode, broker: Endpoint
 ) -> None:
     send_due_now(node.endpoint, 5)
@@ -326,7 +326,7 @@ def test_keys_that_stand_side_by_side_are_replayed(
 
 
 @pytest.mark.spark
-def test_a_window_in_which_nothing_passed(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
+def test_empty_window_schedules_nothing(spark: SparkSession, node: RunningNode, broker: Endpoint) -> None:
     window = window_of(node, "nothing")
     plan = replay.plan(spark, node.endpoint, window)
     assert (plan.rows, plan.curve, plan.first_due_ms) == (0, {}, None)

@@ -21,12 +21,12 @@ def report(rows: int, *, repeated: bool) -> ReplayReport:
 
 
 def test_a_plan_of_all_groups() -> None:
-    found = add_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
-    assert (found.rows, found.body_bytes, found.overdue, found.now_ms) == (12, 120, 12, 0)
-    assert (found.first_due_ms, found.last_due_ms) == (1_000, 2_000)
-    assert list(found.curve.items()) == [(1_000, 7), (2_000, 5)]
-    assert list(found.topics.items()) == [("a", 6), ("b", 6)]
-    assert found.groups and [each.rows for each in found.groups.values()] == [5, 7, 0]
+    result = add_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
+    assert (result.rows, result.body_bytes, result.overdue, result.now_ms) == (12, 120, 12, 0)
+    assert (result.first_due_ms, result.last_due_ms) == (1_000, 2_000)
+    assert list(result.curve.items()) == [(1_000, 7), (2_000, 5)]
+    assert list(result.topics.items()) == [("a", 6), ("b", 6)]
+    assert result.groups and [each.rows for each in result.groups.values()] == [5, 7, 0]
 
 
 def test_a_replay_is_repeated_when_no_group_schedules_a_row() -> None:

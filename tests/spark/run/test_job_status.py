@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.run.job_status: a line a micro-batch, and a file that tells whether a job lives."""
+"""Tests of timeball.spark.run.job_status: a log line for each epoch, and a file that shows whether a job runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from timeball.spark.run.job_status import (
     Board,
     Epoch,
     JobStatus,
-    epoch_of,
+    parse_progress,
     read_statuses,
 )
 
@@ -27,24 +27,24 @@ def progress(start: object, end: object, latest: object, took_ms: int = 500) -> 
 
 
 def line(job: str, *offsets: object) -> str | None:
-    epoch = epoch_of(progress(*offsets))
+    epoch = parse_progress(progress(*offsets))
     return None if epoch is None else epoch.line(job)
 
 
-def test_an_epoch_is_one_line() -> None:
-    found = line("compact", '{"seq": 100}', {"seq": 1100}, '{"seq": 1150}')
-    assert found == "epoch done job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
+def test_epoch_is_logged_as_one_line() -> None:
+    result = line("compact", '{"seq": 100}', {"seq": 1100}, '{"seq": 1150}')
+    assert result == "epoch done job=compact epoch=4 to_seq=1100 rows=1000 ms=500 rows_per_s=2000 lag_rows=50"
 
 
 def test_an_epoch_of_groups_counts_the_rows_of_all() -> None:
-    found = line("ledger", '{"g1": 100}', {"g1": 150, "g2": 20}, '{"g1": 160, "g2": 25}')
-    assert found == "epoch done job=ledger epoch=4 to_seq=170 rows=70 ms=500 rows_per_s=140 lag_rows=15"
+    result = line("ledger", '{"g1": 100}', {"g1": 150, "g2": 20}, '{"g1": 160, "g2": 25}')
+    assert result == "epoch done job=ledger epoch=4 to_seq=170 rows=70 ms=500 rows_per_s=140 lag_rows=15"
     assert line("ledger", '{"seq": 100}', {"g1": 150}, None) is not None, "the first one of a cluster"
 
 
 def test_an_epoch_of_the_clock_counts_no_rows() -> None:
-    found = line("dispatch", {"due_ms": 1_000}, {"due_ms": 3_000}, {"due_ms": 3_200})
-    assert found == "epoch done job=dispatch epoch=4 to_due_ms=3000 ms=500 lag_ms=200"
+    result = line("dispatch", {"due_ms": 1_000}, {"due_ms": 3_000}, {"due_ms": 3_200})
+    assert result == "epoch done job=dispatch epoch=4 to_due_ms=3000 ms=500 lag_ms=200"
 
 
 def test_an_epoch_without_a_start_or_without_rows() -> None:
@@ -63,7 +63,7 @@ def status(**changes: object) -> JobStatus:
     return msgspec.structs.replace(base, **changes)
 
 
-def test_what_is_left_can_be_read(tmp_path: Path) -> None:
+def test_written_status_files_are_read_back(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoints")
     board = Board(folder)
     assert list(read_statuses(folder)) == []
@@ -85,11 +85,11 @@ def test_a_folder_may_be_named_from_here(tmp_path: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_it_is_written_when_something_changed_and_now_and_then(tmp_path: Path) -> None:
+def test_status_file_is_written_on_changes_and_at_intervals(tmp_path: Path) -> None:
     board = Board(str(tmp_path))
 
     def written(now_ns: int, **changes: object) -> bool:
-        """Whether this status is the one that is there afterwards."""
+        """Write a status, and check whether the file contains it afterwards."""
         given = status(updated_ms=now_ns, **changes)
         board.write_status(given, now_ns)
         return list(read_statuses(str(tmp_path))) == [given]
@@ -102,14 +102,14 @@ def test_it_is_written_when_something_changed_and_now_and_then(tmp_path: Path) -
     assert written(ALIVE_EVERY_NS + CHANGED_EVERY_NS + 1, epochs=2, state="stopped")
 
 
-def test_silence_is_told_of_those_who_should_speak() -> None:
+def test_running_job_without_report_is_shown_as_silent() -> None:
     assert status().shown(1_000 + SILENT_MS) == "running"
     assert status().shown(1_001 + SILENT_MS) == "silent for 20 s"
     assert status(state="stopped").shown(10**9) == "stopped"
 
 
 @pytest.mark.parametrize("place", ["nowhere://x", "file"])
-def test_a_folder_that_cannot_be_written_is_told_once(
+def test_unwritable_folder_is_logged_once(
     tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("in the way")
@@ -120,14 +120,14 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     assert "status files not written" in caplog.text
 
 
-def test_what_is_no_status_is_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_status_file_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status/compact.json").write_text("{}")
     with pytest.raises(SetupError, match=r"--checkpoint .*: "):
         list(read_statuses(str(tmp_path)))
 
 
-def test_an_audit_lies_beside_the_statuses_and_is_none(tmp_path: Path) -> None:
+def test_audit_report_is_not_read_as_a_status(tmp_path: Path) -> None:
     board = Board(str(tmp_path))
     board.write_audit(b'{"ok": false}')
     board.write_audit(b'{"ok": true}')

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.run.on_spark, and that Spark and no Spark take turns at the same tables."""
+"""Tests of timeball.spark.run.on_spark: Spark and the engine without Spark alternate on the same tables."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def drain(engine: Engine, node: RunningNode) -> None:
 
 
 def rows(broker: Endpoint) -> dict[str, list[tuple[object, ...]]]:
-    """All rows of both tables, by what names them."""
+    """Read all rows of both tables, by their keys."""
     folder = Path(broker.status().table.uri).parent
-    found = {}
+    result = {}
     for name, keys in KEYS.items():
         table = DeltaTable(str(folder / name)).to_pyarrow_table(columns=list(keys))
-        found[name] = sorted(zip(*(table.column(key).to_pylist() for key in keys), strict=True))
-    return found
+        result[name] = sorted(zip(*(table.column(key).to_pylist() for key in keys), strict=True))
+    return result
 
 
 @pytest.mark.parametrize("spark_first", [True, False], ids=["to no Spark", "to Spark"])
-def test_another_engine_goes_on_where_the_first_one_stood(
+def test_another_engine_continues_at_the_mark(
     engine: OnSpark, node: RunningNode, broker: Endpoint, spark_first: bool
 ) -> None:
     """Nothing is missing and nothing is there twice, whichever was first, and if both find the same work."""
@@ -52,10 +52,10 @@ def test_another_engine_goes_on_where_the_first_one_stood(
     drain(second, node)
     assert rows(broker) == before
     assert [len(before[name]) for name in KEYS] == [3 * (20 + 3 + 3), 3 * 3]
-    assert all(len(set(found)) == len(found) for found in before.values())
+    assert all(len(set(result)) == len(result) for result in before.values())
 
 
-def test_a_table_is_the_same_whoever_wrote_it(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
+def test_all_engines_write_the_same_table(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
     """Columns, properties, partitions, statistics and marks; names of files and instants are each one's own."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 3)
@@ -80,8 +80,8 @@ def test_a_table_is_the_same_whoever_wrote_it(engine: OnSpark, node: RunningNode
 def adds(table: DeltaTable) -> list[dict[str, object]]:
     import pyarrow as pa
 
-    found: list[dict[str, object]] = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    return found
+    result: list[dict[str, object]] = pa.table(table.get_add_actions(flatten=True)).to_pylist()
+    return result
 
 
 def refuse(piece: Piece) -> None:
@@ -96,7 +96,7 @@ def double(piece: Piece) -> int:
     return 2 * piece[0]
 
 
-def test_tasks_answer_in_order_and_fail_as_ours(engine: OnSpark) -> None:
+def test_results_are_in_order_and_errors_are_those_of_timeball(engine: OnSpark) -> None:
     pieces = [(n, n + 1) for n in range(5)]
     assert engine.run("job", "numbers", double, pieces) == [0, 2, 4, 6, 8]
     assert engine.run("job", "numbers", double, []) == []

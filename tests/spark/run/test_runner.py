@@ -48,7 +48,7 @@ def failing(error: Exception) -> Job:
 
 
 class Refused:
-    """A query that has ended because the broker refused its work, as Spark shows one."""
+    """A query that has ended because the broker refused its work, with the failure that Spark reports."""
 
     isActive, lastProgress = False, None  # noqa: N815 - Spark's names
 
@@ -63,7 +63,7 @@ def refused(error: Exception) -> Job:
     return Job("compact", failing(error).start, query=Refused(error))  # type: ignore[arg-type]
 
 
-def test_what_passes_is_tried_again_with_growing_pauses() -> None:
+def test_transient_errors_are_retried_with_growing_pauses() -> None:
     job = failing(Unavailable("away"))
     pauses, now_ns = [], 0
     for _ in range(8):
@@ -80,7 +80,7 @@ def test_what_passes_is_tried_again_with_growing_pauses() -> None:
     "error",
     [StorageError("broken"), SetupError("another log"), RequestError("not here"), Unavailable("away")],
 )
-def test_every_failure_of_a_job_is_followed_by_another_start(error: TimeballError) -> None:
+def test_job_is_restarted_after_every_failure(error: TimeballError) -> None:
     """Or the ledger stops, and nobody notices. With `once` the command ends, and says why."""
     job = failing(error)
     job.tick(0, once=False)
@@ -98,7 +98,7 @@ def test_a_job_gives_up_when_spark_is_lost() -> None:
         job.tick(0, once=False)
 
 
-def test_what_a_job_says_of_itself() -> None:
+def test_status_of_a_job_in_each_state() -> None:
     job = failing(Unavailable("away"))
     assert job.state == "starting"
     job.tick(0, once=False)
@@ -107,27 +107,27 @@ def test_what_a_job_says_of_itself() -> None:
     assert job.status(7).state == "done"
 
 
-def test_the_job_that_failed_says_so_and_the_others_that_they_were_stopped(tmp_path: Path) -> None:
+def test_failed_job_reports_failed_and_others_stopped(tmp_path: Path) -> None:
     jobs = [failing(Unavailable("away")), failing(StorageError("broken"))]
     jobs[0].name = "ledger"
     with pytest.raises(StorageError):
-        runner._watch(jobs[:], threading.Event(), True, SystemClock(), Board(str(tmp_path)))
-    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
-    assert left == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
+        runner._run_until_done(jobs[:], threading.Event(), True, SystemClock(), Board(str(tmp_path)))
+    remaining = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    assert remaining == {"ledger": ("stopped", "away"), "compact": ("failed", "broken")}
 
 
-def test_when_spark_is_lost_every_job_says_so(tmp_path: Path) -> None:
+def test_lost_spark_fails_every_job(tmp_path: Path) -> None:
     jobs = [failing(Unavailable("o109.lastProgress")) for _ in range(2)]
     for name, job in zip(("ledger", "compact"), jobs, strict=True):
         job.name, job.spark_lives = name, lambda: False
     with pytest.raises(Unavailable, match="JVM has ended or was killed"):
-        runner._watch(jobs, threading.Event(), False, SystemClock(), Board(str(tmp_path)))
-    left = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
-    told = ("failed", "Spark's JVM has ended or was killed: it needs a new process")
-    assert left == {"ledger": told, "compact": told}
+        runner._run_until_done(jobs, threading.Event(), False, SystemClock(), Board(str(tmp_path)))
+    remaining = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
+    reported = ("failed", "Spark's JVM has ended or was killed: it needs a new process")
+    assert remaining == {"ledger": reported, "compact": reported}
 
 
-def test_once_gives_up_in_the_end() -> None:
+def test_once_gives_up_after_several_failures() -> None:
     job = failing(Unavailable("away"))
     with pytest.raises(Unavailable):
         for tries in range(100):
@@ -136,20 +136,20 @@ def test_once_gives_up_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("once", [False, True])
-def test_a_job_that_has_nothing_to_do_ends_and_says_why(once: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_job_without_work_ends_with_the_reason(once: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Before it starts; nothing is tried again."""
     job = failing(AssertionError("it was started"))
-    job.superfluous = lambda: "nothing to compact"
+    job.no_work_reason = lambda: "nothing to compact"
     job.tick(0, once=once)
     assert job.done and not job.running
     assert caplog.messages == ["job ended job=compact reason=nothing to compact"]
 
 
 @pytest.mark.parametrize("error", [RequestError("not here"), InvalidMessage("a row")])
-def test_a_refusal_ends_a_job_only_where_it_has_nothing_to_do(error: RequestError) -> None:
+def test_refused_job_ends_only_without_work(error: RequestError) -> None:
     """The broker may have another schedule since the query was started."""
     job = refused(error)
-    job.superfluous = lambda: "nothing to compact"
+    job.no_work_reason = lambda: "nothing to compact"
     job.tick(0, once=False)
     assert job.done and not job.running
     with pytest.raises(type(error), match=str(error)):
@@ -161,7 +161,7 @@ def test_a_broker_that_cannot_be_asked_does_not_end_a_job_that_was_refused() -> 
         raise Unavailable("away")
 
     job = refused(RequestError("not here"))
-    job.superfluous = ask
+    job.no_work_reason = ask
     job.tick(0, once=False)
     assert (job.state, job.error) == ("waiting", "not here")
 
@@ -193,7 +193,7 @@ def test_a_job_without_work_ends_when_spark_is_lost() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_once_does_what_there_is(
+def test_once_processes_all_present_rows(
     spark: SparkSession, node: RunningNode, broker: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     send(node.endpoint, 200)
@@ -244,7 +244,7 @@ def test_a_broker_restart_is_survived(
 
 
 @pytest.mark.spark
-def test_where_nothing_is_compacted_the_other_jobs_work(
+def test_other_jobs_run_when_nothing_is_compacted(
     spark: SparkSession, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with running_node(tmp_path / "data", strategy="timer_wheel") as node, Endpoint(node.endpoint) as broker:

@@ -30,7 +30,7 @@ def test_a_session_of_continuous_jobs_gives_its_heap_back() -> None:
     assert continuous("local[2]", {option: "-Dmine=1"})[option] == "-Dmine=1"
 
 
-def test_the_caller_has_the_last_word() -> None:
+def test_conf_of_the_caller_overrides_settings() -> None:
     chosen = settings("local[2]", {"spark.driver.memory": "3g", "spark.driver.extraJavaOptions": "-Dmine=1"})
     assert chosen["spark.driver.memory"] == "3g"
     assert "-Dmine=1" in chosen["spark.driver.extraJavaOptions"]
@@ -43,7 +43,7 @@ def test_without_a_master_it_is_local() -> None:
 
 
 @pytest.mark.spark
-def test_java_home_is_given_back(spark: SparkSession) -> None:
+def test_java_home_is_restored(spark: SparkSession) -> None:
     assert "timeball" not in os.environ.get("JAVA_HOME", "")
     assert spark.range(3).count() == 3
 
@@ -85,15 +85,15 @@ def test_version_is_read_from_what_java_prints(text: str, version: int | None) -
 def test_java_home_wins_over_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chosen, other = fake_java(tmp_path / "chosen", "21.0.1"), fake_java(tmp_path / "other", "17.0.1")
-    found = module.java_home({"JAVA_HOME": str(chosen), "PATH": str(other / "bin")})
-    assert str(chosen) in (found / "bin/java").read_text()
+    result = module.java_home({"JAVA_HOME": str(chosen), "PATH": str(other / "bin")})
+    assert str(chosen) in (result / "bin/java").read_text()
 
 
 def test_an_old_java_home_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     old, new = fake_java(tmp_path / "old", "1.8.0_402"), fake_java(tmp_path / "new", "17.0.1")
-    found = module.java_home({"JAVA_HOME": str(old), "PATH": f"{new / 'bin'}"})
-    assert str(new) in (found / "bin/java").read_text()
+    result = module.java_home({"JAVA_HOME": str(old), "PATH": f"{new / 'bin'}"})
+    assert str(new) in (result / "bin/java").read_text()
 
 
 def test_without_any_java_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_without_any_java_the_error_says_what_to_do(tmp_path: Path, monkeypatch:
         module.java_home({"JAVA_HOME": str(old), "PATH": ""})
 
 
-def test_a_package_that_is_not_there_is_no_java() -> None:
+def test_missing_package_gives_no_java_home() -> None:
     def missing(_: str) -> object:
         raise ImportError
 
@@ -112,27 +112,27 @@ def test_a_package_that_is_not_there_is_no_java() -> None:
 
 def test_the_wrapper_drops_one_flag_and_nothing_else(tmp_path: Path) -> None:
     home = fake_java(tmp_path / "real java", "25.0.1")
-    wrapper = module.wrapped_home(home, cache=tmp_path / "cache")
+    wrapper = module.wrap_java_home(home, cache=tmp_path / "cache")
     given = ["-cp", "a b", module.DROPPED_FLAG, "--add-modules=jdk.other", "Main", ""]
     shown = subprocess.run([wrapper / "bin/java", *given], capture_output=True, text=True, check=True)
     assert shown.stdout.split("\n")[:-1] == ["-cp", "a b", "--add-modules=jdk.other", "Main", ""]
 
 
-def test_the_wrapper_is_written_once_and_mended(tmp_path: Path) -> None:
+def test_wrapper_is_written_once_and_repaired(tmp_path: Path) -> None:
     home = fake_java(tmp_path / "real", "25.0.1")
-    script = module.wrapped_home(home, cache=tmp_path / "cache") / "bin/java"
+    script = module.wrap_java_home(home, cache=tmp_path / "cache") / "bin/java"
     before = script.stat().st_ino
-    assert module.wrapped_home(home, cache=tmp_path / "cache") / "bin/java" == script
+    assert module.wrap_java_home(home, cache=tmp_path / "cache") / "bin/java" == script
     assert script.stat().st_ino == before
     good = script.read_text()
     script.write_text("damaged")
-    module.wrapped_home(home, cache=tmp_path / "cache")
+    module.wrap_java_home(home, cache=tmp_path / "cache")
     assert script.read_text() == good
     assert os.access(script, os.X_OK)
     assert script.stat().st_mode & 0o077 == 0
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path) -> None:
+def test_unwritable_cache_falls_back_to_a_temporary_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file where a folder should be")
     file = module.cached_file("x/y", "text", cache=tmp_path / "cache")
     assert file.read_text() == "text"

@@ -13,13 +13,13 @@ from timeball.spark.run.on_spark import OnSpark
 
 
 def look(piece: Piece) -> tuple[int, bool]:
-    """Return the process that forked this worker, and whether it had imported what tasks need."""
+    """Get the process that forked this worker, and whether it had imported the modules of tasks."""
     return os.getppid(), "timeball.spark.jobs.archive" in sys.modules
 
 
 @pytest.mark.spark
 def test_all_workers_come_from_one_process_that_has_imported_for_them(engine: OnSpark) -> None:
-    found = set(engine.run("job", "a look", look, [(n, n + 1) for n in range(4)]))
-    [(daemon, has_imported)] = found
+    result = set(engine.run("job", "a look", look, [(n, n + 1) for n in range(4)]))
+    [(daemon, has_imported)] = result
     assert has_imported
     assert "timeball.spark.run.worker_daemon" in psutil.Process(daemon).cmdline()

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.data_source: what Spark sees of log, topics and tables."""
+"""Tests of timeball.spark.source.data_source: log, topics and tables as Spark reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import ledger
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.run.on_spark import OnSpark
-from timeball.spark.source.data_source import TimeballDataSource, in_one_group
+from timeball.spark.source.data_source import TimeballDataSource, pin_to_one_group
 from timeball.spark.source.log_reader import LogReader
 from timeball.spark.source.options import DEFAULT_ENDPOINT, write_options
 from timeball.spark.spark_errors import spark_errors
@@ -75,7 +75,7 @@ def test_ranges(spark: SparkSession, node: RunningNode) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_a_topic_as_its_consumers_see_it(spark: SparkSession, node: RunningNode) -> None:
+def test_topic_is_read_in_queue_order(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 30)
     frame = read(spark, node, read="queue", topic="orders")
@@ -89,7 +89,7 @@ def test_a_topic_as_its_consumers_see_it(spark: SparkSession, node: RunningNode)
 
 
 @pytest.mark.spark
-def test_what_is_not_there_is_refused(spark: SparkSession, node: RunningNode) -> None:
+def test_missing_rows_and_topics_are_refused(spark: SparkSession, node: RunningNode) -> None:
     send(node.endpoint, 10)
     with pytest.raises(OutOfRange, match="the log ends at"), spark_errors():
         read(spark, node, to_seq=10**6).count()
@@ -201,7 +201,7 @@ def test_a_write_stays_in_one_group(tmp_path: Path) -> None:
         one, g2 = groups.one.settings.port, f"grpc://127.0.0.1:{groups.other.settings.port}#g2"
 
         def endpoint(**options: str) -> str:
-            return in_one_group(write_options({"endpoint": groups.endpoint, **options})).endpoint
+            return pin_to_one_group(write_options({"endpoint": groups.endpoint, **options})).endpoint
 
         assert endpoint() == groups.endpoint, "of one group as it was named"
         groups.add()

@@ -48,7 +48,7 @@ def test_each_version_is_added_once(spark: SparkSession, uri: str) -> None:
 
 
 @pytest.mark.spark
-def test_rows_that_begin_where_the_table_does_not_end_are_refused(spark: SparkSession, uri: str) -> None:
+def test_rows_that_do_not_begin_at_the_end_of_the_table_are_refused(spark: SparkSession, uri: str) -> None:
     """As of a writer that has looked before another one wrote: half of its rows are there already."""
     frame = spark.range(0, 100, numPartitions=2).selectExpr("id as a", "cast(id as string) as b")
     append(frame, uri, 5, since=0)
@@ -61,7 +61,7 @@ def test_rows_that_begin_where_the_table_does_not_end_are_refused(spark: SparkSe
 
 
 @pytest.mark.spark
-def test_no_rows_still_move_the_version(spark: SparkSession, uri: str) -> None:
+def test_append_without_rows_moves_the_version(spark: SparkSession, uri: str) -> None:
     append(spark.range(0).selectExpr("id as a", "cast(id as string) as b"), uri, 9)
     assert rows(uri) == []
     assert app_version(DeltaTable(uri), "test") == 9

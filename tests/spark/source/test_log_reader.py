@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.log_reader: what a read and a stream see, also when the broker restarts."""
+"""Tests of timeball.spark.source.log_reader: batch and stream reads, also across restarts of the broker."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.errors import OutOfRange, SetupError, Unavailable
 from timeball.model.message import READ_SCHEMA, Kind
-from timeball.spark.endpoint import READ_TRIES, Endpoint, behind_last_seq, behind_rows, retrying_read
+from timeball.spark.endpoint import READ_TRIES, Endpoint, after_last_seq, after_rows, retrying_read
 from timeball.spark.source.log_reader import (
     LogPart,
     LogReader,
     LogStream,
+    columns_to_fetch,
     log_parts,
-    needed,
     read_part,
     shape,
 )
 from timeball.spark.source.options import read_options
-from timeball.spark.source.pushdown import Wanted, wanted
+from timeball.spark.source.pushdown import RowFilter, row_filter
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ from timeball.spark.source.pushdown import Wanted, wanted
         ({"min_partitions": "5000"}, 1000),
     ],
 )
-def test_as_many_pieces_as_asked_for(options: dict[str, str], parts: int) -> None:
+def test_read_is_cut_into_the_requested_number_of_pieces(options: dict[str, str], parts: int) -> None:
     assert len(log_parts(1, 1001, read_options(options))) == parts
 
 
@@ -52,25 +52,29 @@ def test_bodies_of_other_kinds_are_left_out() -> None:
     assert shape(batch, read_options({"columns": "body,seq"})).schema.names == ["body", "seq"]
 
 
-def test_only_columns_that_somebody_looks_at_travel() -> None:
-    by_topic = wanted((), "orders", [])
-    assert needed(read_options({}), by_topic) is None
-    assert needed(read_options({"columns": "body,seq"}), Wanted()) == ["seq", "body"]
-    assert needed(read_options({"columns": "seq"}), by_topic) == ["seq", "topic"]
+def test_only_needed_columns_are_fetched() -> None:
+    by_topic = row_filter((), "orders", [])
+    assert columns_to_fetch(read_options({}), by_topic) is None
+    assert columns_to_fetch(read_options({"columns": "body,seq"}), RowFilter()) == ["seq", "body"]
+    assert columns_to_fetch(read_options({"columns": "seq"}), by_topic) == ["seq", "topic"]
     with_bodies = read_options({"columns": "body", "body_kinds": "table"})
-    assert needed(with_bodies, Wanted()) == ["seq", "kind", "body"]  # by seq a read goes on after a break
-    assert needed(read_options({"columns": "seq", "body_kinds": "table"}), Wanted()) == ["seq"]
+    assert columns_to_fetch(with_bodies, RowFilter()) == [
+        "seq",
+        "kind",
+        "body",
+    ]  # by seq a read goes on after a break
+    assert columns_to_fetch(read_options({"columns": "seq", "body_kinds": "table"}), RowFilter()) == ["seq"]
 
 
 def rows_of(node: RunningNode, filters: list[Filter], **options: str) -> pa.Table:
-    """What the tasks of a batch read hand to Spark, which would apply the filters again."""
+    """Read the rows that the tasks of a batch read pass to Spark, which would apply the filters again."""
     reader = LogReader(read_options({"endpoint": node.endpoint, **options}))
     assert list(reader.pushFilters(filters)) == filters
     batches = [batch for part in reader.partitions() for batch in reader.read(part)]
     return pa.Table.from_batches(batches, batches[0].schema if batches else READ_SCHEMA)
 
 
-def test_topics_and_instants_are_left_out_before_the_jvm(node: RunningNode) -> None:
+def test_topics_and_due_times_are_filtered_before_the_jvm(node: RunningNode) -> None:
     send(node.endpoint, 40, topic="orders")
     send(node.endpoint, 10, topic="cards")
     everything = rows_of(node, [])
@@ -83,9 +87,9 @@ def test_topics_and_instants_are_left_out_before_the_jvm(node: RunningNode) -> N
     assert rows_of(node, [EqualTo(("seq",), 3)], columns="seq").to_pydict() == {"seq": [3]}
 
 
-def test_ranges_are_pointers_whatever_the_rows(node: RunningNode) -> None:
+def test_read_of_ranges_yields_only_bounds(node: RunningNode) -> None:
     options = read_options({"endpoint": node.endpoint, "read": "ranges", "columns": "to_seq"})
-    (batch,) = read_part(options, LogPart(3, 9), Wanted())
+    (batch,) = read_part(options, LogPart(3, 9), RowFilter())
     assert batch.to_pydict() == {"to_seq": [9]}
 
 
@@ -94,7 +98,7 @@ def restart(node: RunningNode) -> None:
     node.start()
 
 
-def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
+def test_interrupted_log_read_resumes_at_the_last_row(node: RunningNode, broker: Endpoint) -> None:
     with Timeball(node.endpoint) as ball:
         # More than the connection takes in ahead of the reader.
         ball.send_many([{"body": bytes(65_536), "after": "86400s"}] * 400, topic="orders", batch_rows=20)
@@ -105,7 +109,7 @@ def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker:
         begun.append(begin)
         return broker.read_log(begin, end, coalesce_rows=20)
 
-    rows = retrying_read(broker, read, 1, behind_last_seq)
+    rows = retrying_read(broker, read, 1, after_last_seq)
     seqs = next(rows).column("seq").to_pylist()
     restart(node)
     seqs += [seq for batch in rows for seq in batch.column("seq").to_pylist()]
@@ -113,7 +117,7 @@ def test_a_read_of_the_log_goes_on_where_it_broke_off(node: RunningNode, broker:
     assert len(begun) == 2 and begun[1] > 1  # it did break off, and did not begin again
 
 
-def test_a_read_of_a_queue_goes_on_where_it_broke_off(node: RunningNode, broker: Endpoint) -> None:
+def test_interrupted_queue_read_resumes_at_the_last_row(node: RunningNode, broker: Endpoint) -> None:
     send_due_now(node.endpoint, 40)
     queue, (first, end) = next(iter(broker.queues("orders").items()))
 
@@ -121,14 +125,14 @@ def test_a_read_of_a_queue_goes_on_where_it_broke_off(node: RunningNode, broker:
         for offset in range(begin, end):
             yield from broker.read_queue("orders", queue, offset, offset + 1)
 
-    rows = retrying_read(broker, read, first, behind_rows)
+    rows = retrying_read(broker, read, first, after_rows)
     offsets = next(rows).column("queue_offset").to_pylist()
     restart(node)
     offsets += [offset for batch in rows for offset in batch.column("queue_offset").to_pylist()]
     assert offsets == list(range(first, end))
 
 
-def test_a_broker_that_is_there_but_breaks_off_for_ever_is_a_failure(broker: Endpoint) -> None:
+def test_repeated_interruptions_without_progress_raise_unavailable(broker: Endpoint) -> None:
     tries: list[int] = []
 
     def read(begin: int) -> Iterator[pa.RecordBatch]:
@@ -137,19 +141,19 @@ def test_a_broker_that_is_there_but_breaks_off_for_ever_is_a_failure(broker: End
         yield
 
     with pytest.raises(Unavailable, match="broke off"):
-        list(retrying_read(broker, read, 7, behind_rows))
+        list(retrying_read(broker, read, 7, after_rows))
     assert tries == [7] * (READ_TRIES + 1)
 
 
-def test_other_errors_are_not_tried_again(broker: Endpoint) -> None:
+def test_other_errors_are_not_retried(broker: Endpoint) -> None:
     with pytest.raises(OutOfRange):
-        list(retrying_read(broker, lambda begin: broker.read_log(begin, 1), 0, behind_last_seq))
+        list(retrying_read(broker, lambda begin: broker.read_log(begin, 1), 0, after_last_seq))
 
 
 def test_a_broker_that_stays_away_is_unavailable(node: RunningNode) -> None:
     send(node.endpoint, 10)
     with Endpoint(node.endpoint, patience_s=0) as hasty:
-        rows = retrying_read(hasty, lambda begin: hasty.read_log(begin, 11), 1, behind_last_seq)
+        rows = retrying_read(hasty, lambda begin: hasty.read_log(begin, 11), 1, after_last_seq)
         node.stop()
         with pytest.raises(Unavailable):
             list(rows)
@@ -161,14 +165,14 @@ def stream(node: RunningNode, clock: ManualClock | None = None, **options: objec
     return LogStream(read_options({"endpoint": node.endpoint, **given}), clock)
 
 
-def test_an_idle_log_gives_the_start_back(node: RunningNode) -> None:
+def test_idle_log_returns_the_start_offset(node: RunningNode) -> None:
     source = stream(node)
     start = source.initialOffset()
     assert source.latestOffset(start, source.getDefaultReadLimit()) is start
     source.stop()
 
 
-def test_a_batch_is_bounded_unless_everything_is_asked_for(node: RunningNode) -> None:
+def test_batch_is_limited_unless_everything_is_requested(node: RunningNode) -> None:
     source = stream(node, max_rows_per_batch=40)
     send(node.endpoint, 100)
     start = source.initialOffset()
@@ -275,18 +279,18 @@ def test_a_query_sees_every_row_once_over_a_restart(
     assert len(drain()) >= 4
     send(node.endpoint, 50)
     drain()
-    found = [row.seq for row in spark.read.parquet(str(tmp_path / "out")).collect()]
-    assert len(found) == len(set(found)) == 150
+    result = [row.seq for row in spark.read.parquet(str(tmp_path / "out")).collect()]
+    assert len(result) == len(set(result)) == 150
 
 
 def groups_of_rows(parts: list[LogPart], reader: LogReader | LogStream) -> dict[str | None, int]:
-    """How many rows each group gives; the column is the tasks' own."""
-    found: dict[str | None, int] = {}
+    """Count the rows of each group by the column `group` that the tasks fill."""
+    result: dict[str | None, int] = {}
     for part in parts:
         for batch in reader.read(part):
             for name in batch.column("group").to_pylist():
-                found[name] = found.get(name, 0) + 1
-    return found
+                result[name] = result.get(name, 0) + 1
+    return result
 
 
 def test_all_groups_are_read_and_one_by_its_name(tmp_path: Path) -> None:
@@ -342,7 +346,7 @@ def test_a_stream_goes_on_when_a_group_is_added(tmp_path: Path) -> None:
         source.stop()
 
 
-def test_what_was_there_at_the_start_of_a_run_that_ends(tmp_path: Path) -> None:
+def test_available_now_reads_the_groups_of_its_start(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         send(groups.one.endpoint, 5)
         source = LogStream(read_options({"endpoint": groups.endpoint}))

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.option_values: a text becomes a value, or a sentence."""
+"""Tests of timeball.spark.source.option_values: a text becomes a value, or an error of one sentence."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_a_text_becomes_its_value(parse: Any, text: str, value: object) -> None:
         (values.text, "", "may not be empty"),
     ],
 )
-def test_another_text_is_told_what_is_wanted(parse: Any, text: str, said: str) -> None:
+def test_bad_text_raises_an_error_with_the_allowed_values(parse: Any, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse(text)

@@ -6,10 +6,10 @@ import pytest
 
 from timeball.model.errors import SetupError
 from timeball.spark.source.options import (
-    FITS,
-    ONLY_BATCH,
-    ONLY_STREAM,
+    APPLIES_TO_READS,
+    BATCH_ONLY,
     SCHEMAS,
+    STREAM_ONLY,
     ReadOptions,
     WriteOptions,
     check_batch,
@@ -39,7 +39,7 @@ def test_values_are_parsed() -> None:
     assert read_options({"from_seq": "Watermark"}).from_seq == "watermark"
 
 
-def test_names_of_kafka_and_of_delta_are_ours() -> None:
+def test_kafka_and_delta_names_are_aliases_of_options() -> None:
     kafka = {"subscribe": "orders", "startingOffsets": '{"orders": {"0": 23, "1": -2}}'}
     parsed = read_options({**kafka, "endingOffsets": '{"orders": {"0": 30, "1": -1}}', "minPartitions": "4"})
     assert (parsed.read, parsed.topic, parsed.min_partitions) == ("queue", "orders", 4)
@@ -98,7 +98,7 @@ def test_a_bad_option_is_named(options: dict[str, str], said: str) -> None:
         read_options(options)
 
 
-def test_write_options_know_what_spark_adds() -> None:
+def test_write_options_ignore_options_that_spark_adds() -> None:
     assert write_options({"checkpointLocation": "/c", "queryName": "q"}) == WriteOptions()
     with pytest.raises(SetupError, match="option on_invalid='ignore': one of fail, drop"):
         write_options({"on_invalid": "ignore"})
@@ -118,9 +118,9 @@ def test_options_of_batches_and_of_streams() -> None:
 
 
 def test_every_option_that_is_not_for_all_reads_says_for_which() -> None:
-    assert set(FITS) <= set(ReadOptions.__struct_fields__)
-    assert {name for fits in FITS.values() for name in fits} <= set(SCHEMAS)
-    assert {*ONLY_BATCH, *ONLY_STREAM} <= set(FITS)
+    assert set(APPLIES_TO_READS) <= set(ReadOptions.__struct_fields__)
+    assert {name for fits in APPLIES_TO_READS.values() for name in fits} <= set(SCHEMAS)
+    assert {*BATCH_ONLY, *STREAM_ONLY} <= set(APPLIES_TO_READS)
 
 
 def test_every_option_is_described() -> None:

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.pacing: when an epoch is worth while, its pieces, and each group's share."""
+"""Tests of timeball.spark.source.pacing: when an epoch starts, its pieces, and the share of each group."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from hypothesis import strategies as st
 
 from timeball.io.clock import ManualClock
 from timeball.spark.source.options import read_options
-from timeball.spark.source.pacing import Pace, share, split_range
+from timeball.spark.source.pacing import Pace, divide_rows, split_range
 
 
 def test_a_few_rows_wait_for_their_time_and_many_do_not() -> None:
     clock = ManualClock()
     options = {"min_rows_per_batch": "100", "max_trigger_delay_ms": "1000", "few_rows": "10"}
     pace = Pace(read_options(options), clock)
-    assert pace.worth(100) and not pace.worth(99)
+    assert pace.is_worth_a_batch(100) and not pace.is_worth_a_batch(99)
     clock.advance(1_000)
-    assert pace.worth(10) and not pace.worth(9)
+    assert pace.is_worth_a_batch(10) and not pace.is_worth_a_batch(9)
     pace.begin_batch()
-    assert not pace.worth(10)
+    assert not pace.is_worth_a_batch(10)
 
 
 @given(st.integers(0, 1000), st.integers(-5, 1000), st.integers(1, 300))
@@ -31,11 +31,11 @@ def test_pieces_cover_the_range_once(begin: int, span: int, rows: int) -> None:
 
 @given(st.dictionaries(st.integers(0, 9), st.integers(0, 10**6)), st.integers(0, 10**6))
 def test_shares_use_the_limit_and_no_part_gives_more_than_it_has(lag: dict[int, int], rows: int) -> None:
-    taken = share(lag, rows)
+    taken = divide_rows(lag, rows)
     assert sum(taken.values()) == min(rows, sum(lag.values()))
     assert all(0 <= taken[queue] <= lag[queue] for queue in lag)
 
 
 def test_shares_are_fair() -> None:
-    assert share({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
-    assert share({("g1", 0): 10, ("g2", 0): 30}, 4) == {("g1", 0): 1, ("g2", 0): 3}
+    assert divide_rows({0: 900, 1: 100, 2: 0}, 100) == {0: 90, 1: 10, 2: 0}
+    assert divide_rows({("g1", 0): 10, ("g2", 0): 30}, 4) == {("g1", 0): 1, ("g2", 0): 3}

@@ -19,7 +19,7 @@ from pyspark.sql.datasource import (
     Not,
 )
 
-from timeball.spark.source.pushdown import Bounds, Wanted, bounds, kinds, topics, wanted
+from timeball.spark.source.pushdown import Bounds, RowFilter, bounds, kinds, row_filter, topics
 
 SEQ = ("seq",)
 COMPARE = {
@@ -99,17 +99,17 @@ def test_rows_are_kept_exactly_if_all_filters_hold(
             "topic": pa.array([name for _, name in rows], pa.string()),
         }
     )
-    found = wanted(("due_ms", "seq"), topic, filters).keep(batch)
+    result = row_filter(("due_ms", "seq"), topic, filters).apply(batch)
     kept = [
         (due, name)
         for due, name in rows
         if (not chosen or (due is not None and all(COMPARE[kind](due, limit) for kind, limit in chosen)))
         and topic in (None, name)
     ]
-    assert [(row["due_ms"], row["topic"]) for row in found.to_pylist()] == kept
+    assert [(row["due_ms"], row["topic"]) for row in result.to_pylist()] == kept
 
 
 def test_only_columns_with_a_bound_are_looked_at() -> None:
-    assert wanted(("due_ms", "seq"), None, []).columns == []
-    assert wanted(("due_ms", "seq"), "t", [EqualTo(SEQ, 5)]).columns == ["seq", "topic"]
-    assert Wanted().range("seq") == Bounds()
+    assert row_filter(("due_ms", "seq"), None, []).columns == []
+    assert row_filter(("due_ms", "seq"), "t", [EqualTo(SEQ, 5)]).columns == ["seq", "topic"]
+    assert RowFilter().range("seq") == Bounds()

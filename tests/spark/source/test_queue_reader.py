@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.queue_reader: a topic at once and as a stream, by offsets of its queues."""
+"""Tests of timeball.spark.source.queue_reader: a topic as a batch and as a stream, by offsets of its queues."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from timeball.spark.source.queue_reader import (
     to_json,
 )
 
-ALONE = Group("", "grpc://a:1")
+SINGLE_GROUP_KEY = Group("", "grpc://a:1")
 KEPT = {0: (5, 20), 1: (0, 8)}
 
 
@@ -61,13 +61,13 @@ def test_each_queue_is_cut_into_pieces_of_its_own() -> None:
     options = read_options({"read": "queue", "topic": "t", "rows_per_partition": "10"})
     parts = [
         (p.queue_id, p.from_offset, p.to_offset)
-        for p in queue_parts({("", 0): 5}, {("", 0): 20, ("", 1): 8, ("", 2): 0}, options, [ALONE])
+        for p in queue_parts({("", 0): 5}, {("", 0): 20, ("", 1): 8, ("", 2): 0}, options, [SINGLE_GROUP_KEY])
     ]
     assert parts == [(0, 5, 12), (0, 12, 20), (1, 0, 8)]
 
 
 def rows_of(node: RunningNode, filters: list[Filter], **options: str) -> list[tuple[int, int]]:
-    """(queue, offset) of what the tasks of a batch read hand to Spark."""
+    """Read (queue, offset) of the rows that the tasks of a batch read pass to Spark."""
     given = {
         "endpoint": node.endpoint,
         "read": "queue",
@@ -105,10 +105,10 @@ def test_a_queue_that_is_not_there(node: RunningNode) -> None:
 
 def test_equal_offsets_are_equal_texts() -> None:
     assert list(to_json({("", 10): 1, ("", 2): 5})) == ["2", "10"]
-    assert from_json(to_json({("", 10): 1, ("", 2): 5}), [ALONE]) == {("", 2): 5, ("", 10): 1}
+    assert from_json(to_json({("", 10): 1, ("", 2): 5}), [SINGLE_GROUP_KEY]) == {("", 2): 5, ("", 10): 1}
 
 
-def test_an_offset_of_groups_and_one_of_a_time_without_them() -> None:
+def test_offsets_with_and_without_groups_are_decoded() -> None:
     groups = [Group("g1", "grpc://a:1"), Group("g2", "grpc://b:1")]
     offsets = {("g1", 0): 5, ("g2", 0): 7, ("g2", 3): 1}
     assert to_json(offsets) == {"g1": {"0": 5}, "g2": {"0": 7, "3": 1}}
@@ -186,7 +186,7 @@ def test_one_queue_and_named_starts(node: RunningNode) -> None:
     assert stream(node, queue_id=1).latestOffset({"1": 0}, ReadAllAvailable()) == {"1": ends["1"]}
 
 
-def test_what_a_checkpoint_of_another_topic_says_is_refused(node: RunningNode) -> None:
+def test_checkpoint_of_another_topic_is_refused(node: RunningNode) -> None:
     send_due_now(node.endpoint, 10)
     source = stream(node)
     with pytest.raises(SetupError, match=r"stands at offset 10000 of queue 0 .* remove the checkpoint"):

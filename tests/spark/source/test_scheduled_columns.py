@@ -54,12 +54,12 @@ def schema(ddl: str) -> StructType:
 
 def first_broken(*, as_stored: bool = False, **columns: object) -> str | None:
     given = table(**columns)
-    rows = scheduled_columns.normalise(given, NOW_MS)
+    rows = scheduled_columns.to_table_columns(given, NOW_MS)
     index = scheduled_columns.first_broken(given, rows, NOW_MS, as_stored=as_stored)[0]
     return None if index < 0 else rules.RULES[index].text
 
 
-def test_columns_that_can_be_scheduled_messages() -> None:
+def test_allowed_columns_are_accepted() -> None:
     scheduled_columns.check_columns(
         schema("topic string,body binary,due timestamp,properties map,keys string")
     )
@@ -82,8 +82,8 @@ def test_a_bad_column_is_named(ddl: str, said: str) -> None:
         scheduled_columns.check_columns(schema(ddl))
 
 
-def test_rows_take_the_shape_of_the_table() -> None:
-    rows = scheduled_columns.normalise(table(2, queue_id=[3, None]), NOW_MS)
+def test_normalised_rows_have_the_schema_of_the_table() -> None:
+    rows = scheduled_columns.to_table_columns(table(2, queue_id=[3, None]), NOW_MS)
     assert rows.schema == TABLE_SCHEMA
     assert rows.column("due_ms").to_pylist() == [NOW_MS, NOW_MS]
     assert rows.column("queue_id").to_pylist() == [3, -1]
@@ -91,15 +91,21 @@ def test_rows_take_the_shape_of_the_table() -> None:
 
 
 @given(st.integers(0, limits.INSTANT_MS_MAX * 1000))
-def test_a_timestamp_is_never_rounded_down(due_us: int) -> None:
-    rows = scheduled_columns.normalise(table(due=pa.array([due_us], pa.timestamp("us", "UTC"))), NOW_MS)
+def test_timestamps_are_rounded_up(due_us: int) -> None:
+    rows = scheduled_columns.to_table_columns(
+        table(due=pa.array([due_us], pa.timestamp("us", "UTC"))), NOW_MS
+    )
     due_ms = rows.column("due_ms")[0].as_py()
     assert 0 <= due_ms * 1000 - due_us < 1000
 
 
-def test_properties_from_a_map() -> None:
+def test_map_becomes_properties_text() -> None:
     column = pa.array([[("a", "1"), ("b", None)], [], None], pa.map_(pa.string(), pa.string()))
-    texts = scheduled_columns.normalise(table(3, properties=column), NOW_MS).column("properties").to_pylist()
+    texts = (
+        scheduled_columns.to_table_columns(table(3, properties=column), NOW_MS)
+        .column("properties")
+        .to_pylist()
+    )
     assert decode_properties(texts[0]) == {"a": "1", "b": ""}
     assert texts[1:] == ["", None]
 
@@ -145,8 +151,8 @@ def test_rules(columns: dict[str, object], rule: str | None) -> None:
     assert (broken is None) if rule is None else (broken is not None and broken.startswith(rule))
 
 
-def test_rows_without_a_key_are_given_one() -> None:
-    rows = scheduled_columns.normalise(table(4, unique_key=["mine", None, "", None]), NOW_MS)
+def test_rows_without_unique_key_get_a_random_one() -> None:
+    rows = scheduled_columns.to_table_columns(table(4, unique_key=["mine", None, "", None]), NOW_MS)
     keys = scheduled_columns.with_unique_keys(rows).column("unique_key").to_pylist()
     assert keys[0] == "mine"
     assert all(re.fullmatch("[0-9a-f]{32}", key) for key in keys[1:])
@@ -156,18 +162,18 @@ def test_rows_without_a_key_are_given_one() -> None:
 def test_flags_stay_what_the_client_set() -> None:
     """A client that packs bodies says so in sys_flag: without it nobody could unpack them."""
     given = table(2, flag=pa.array([7, None], pa.int32()), sys_flag=pa.array([None, 1], pa.int32()))
-    rows = scheduled_columns.normalise(given, NOW_MS)
+    rows = scheduled_columns.to_table_columns(given, NOW_MS)
     assert (rows.column("flag").to_pylist(), rows.column("sys_flag").to_pylist()) == ([7, 0], [0, 1])
-    assert scheduled_columns.normalise(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
+    assert scheduled_columns.to_table_columns(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
 
 
-def test_rows_with_keys_are_left_alone() -> None:
-    rows = scheduled_columns.normalise(table(1, unique_key=["mine"]), NOW_MS)
+def test_rows_with_unique_keys_keep_them() -> None:
+    rows = scheduled_columns.to_table_columns(table(1, unique_key=["mine"]), NOW_MS)
     assert scheduled_columns.with_unique_keys(rows) is rows
 
 
-def test_order_is_by_due_and_stable_and_numbers_follow_it() -> None:
-    rows = scheduled_columns.normalise(table(4, due_ms=[9, 3, 9, 3], tag=["a", "b", "c", "d"]), NOW_MS)
+def test_order_is_stable_by_due_time_and_numbers_follow_it() -> None:
+    rows = scheduled_columns.to_table_columns(table(4, due_ms=[9, 3, 9, 3], tag=["a", "b", "c", "d"]), NOW_MS)
     order = scheduled_columns.due_order(rows)
     assert order.tolist() == [1, 3, 0, 2]
     numbered = scheduled_columns.numbered(rows.take(pa.array(order)), 100)
@@ -181,10 +187,10 @@ def test_order_is_by_due_and_stable_and_numbers_follow_it() -> None:
 
 def summed(**columns: object) -> int:
     count = max(len(column) for column in columns.values())  # type: ignore[arg-type]
-    return scheduled_columns.checksum(scheduled_columns.normalise(table(count, **columns), NOW_MS))
+    return scheduled_columns.checksum(scheduled_columns.to_table_columns(table(count, **columns), NOW_MS))
 
 
-def test_a_checksum_stands_for_the_rows_and_not_for_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksum_depends_on_the_rows_and_not_on_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = summed(body=["a", "b", "c"], tag=["t", None, ""])
     assert whole == summed(body=["c", "b", "a"], tag=["", None, "t"])
     assert whole == summed(body=["a"], tag=["t"]) + summed(body=["b", "c"], tag=[None, ""])
@@ -194,7 +200,7 @@ def test_a_checksum_stands_for_the_rows_and_not_for_their_order(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["topic", "tag", "keys", "unique_key", "properties", "body"])
-def test_each_column_counts(name: str) -> None:
+def test_checksum_depends_on_each_column(name: str) -> None:
     one = {name: ["a", "b"]}
     assert summed(**one) != summed(**{name: ["a", "c"]})
     assert summed(**one) != summed(**{name: ["a", None]})
@@ -202,7 +208,7 @@ def test_each_column_counts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["queue_id", "flag", "sys_flag"])
-def test_each_number_counts(name: str) -> None:
+def test_checksum_depends_on_each_number(name: str) -> None:
     numbers = [pa.array(values, pa.int32()) for values in ([1, 2], [1, 3])]
     assert summed(**{name: numbers[0]}) != summed(**{name: numbers[1]})
 
@@ -231,11 +237,11 @@ def property_map(*pairs: tuple[str, str | None]) -> pa.Array:
         [("", "nameless")],
     ],
 )
-def test_a_pair_that_would_be_other_properties_is_refused(pairs: list[tuple[str, str | None]]) -> None:
+def test_pair_with_separators_is_refused(pairs: list[tuple[str, str | None]]) -> None:
     assert "U+0001" in (first_broken(properties=property_map(*pairs)) or "")
 
 
-def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
+def test_only_rows_with_bad_pairs_are_refused_also_in_slices() -> None:
     good, bad = [("a", "1"), ("b", None)], [("a", "\x01")]
     column = pa.array([good, bad, None, [], bad, good], pa.map_(pa.string(), pa.string()))
     for start in range(6):
@@ -259,7 +265,7 @@ def test_only_the_rows_with_such_pairs_are_refused_in_slices_too() -> None:
         ({"keys": ["a b"], "queue_id": pa.array([-9], pa.int32())}, "keys: a key has no blanks"),  # the first
     ],
 )
-def test_a_text_that_would_be_other_values_is_refused(columns: dict[str, object], text: str) -> None:
+def test_text_with_separators_is_refused(columns: dict[str, object], text: str) -> None:
     assert (first_broken(**columns) or "").startswith(text)
 
 
@@ -273,16 +279,16 @@ def test_keys_are_one_text_or_a_list_of_them() -> None:
     ):
         assert first_broken(keys=keys) is None
     lists = pa.array([["x y"], ["a", "b"], None, []], pa.list_(pa.string()))
-    rows = scheduled_columns.normalise(table(4, keys=lists), NOW_MS)
+    rows = scheduled_columns.to_table_columns(table(4, keys=lists), NOW_MS)
     assert rows.column("keys").to_pylist() == ["x y", "a b", None, ""]
     never_null = pa.array([["a", "b"]], pa.list_(pa.field("element", pa.string(), nullable=False)))
-    rows = scheduled_columns.normalise(table(1, keys=never_null), NOW_MS)
+    rows = scheduled_columns.to_table_columns(table(1, keys=never_null), NOW_MS)
     assert rows.column("keys").to_pylist() == ["a b"]
     for start in range(4):
         assert rules.key_faults(lists.slice(start)).tolist() == [True, False, False, False][start:]
 
 
-def test_texts_as_they_are_stored_are_taken_when_the_caller_says_so() -> None:
+def test_stored_texts_are_accepted_with_as_stored() -> None:
     stored = {"keys": ["a b"], "tag": [" red"], "unique_key": ["a "]}
     assert first_broken(**stored) is not None and first_broken(as_stored=True, **stored) is None
     # A list and a map are no stored form.
@@ -291,13 +297,13 @@ def test_texts_as_they_are_stored_are_taken_when_the_caller_says_so() -> None:
 
 
 @pytest.mark.parametrize("number", [-3, 1024, 2**31, 2**32, -(2**40), 2**63 - 1])
-def test_a_queue_out_of_range_is_refused_and_not_wrapped(number: int) -> None:
+def test_queue_out_of_range_is_refused_without_overflow(number: int) -> None:
     assert "queue_id: not between" in (first_broken(queue_id=pa.array([number], pa.int64())) or "")
 
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])
 def test_a_queue_of_any_integer_type_is_kept(kind: pa.DataType) -> None:
-    rows = scheduled_columns.normalise(table(queue_id=pa.array([7], kind)), NOW_MS)
+    rows = scheduled_columns.to_table_columns(table(queue_id=pa.array([7], kind)), NOW_MS)
     assert rows.column("queue_id").to_pylist() == [7]
 
 

@@ -51,7 +51,7 @@ def test_a_task_writes_sorted_numbered_rows_and_attaches_nothing(node: RunningNo
     assert attached_seqs(broker) == list(range(first, first + count))
 
 
-def test_the_same_job_twice_is_one(node: RunningNode, broker: Endpoint) -> None:
+def test_repeated_job_schedules_its_rows_once(node: RunningNode, broker: Endpoint) -> None:
     options = write_options({"endpoint": node.endpoint})
     rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
     first = task(node, rows)
@@ -68,11 +68,11 @@ def test_other_rows_under_a_known_name_are_refused(node: RunningNode, broker: En
     due, options = later(broker), write_options({"endpoint": node.endpoint})
     rows = {"topic": ["t"] * 4, "body": ["a", "b", "c", "d"], "due_ms": [due] * 4}
     sink.attach_all([task(node, rows)], options, "job", 3)
-    again = [
+    repeated = [
         task(node, {"topic": ["t"] * 2, "body": bodies, "due_ms": [due + 5] * 2})
         for bodies in (["d", "b"], ["c", "a"])
     ]
-    sink.attach_all(again, options, "job", 3)
+    sink.attach_all(repeated, options, "job", 3)
     for bodies in (["a", "b", "c", "x"], ["a", "b", "c"], ["a", "a", "c", "d"]):
         other = task(node, {"topic": ["t"] * len(bodies), "body": bodies, "due_ms": [due] * len(bodies)})
         with pytest.raises(RequestError, match="job, epoch 3 was written before, with other rows"):
@@ -84,7 +84,7 @@ def test_other_rows_under_a_known_name_are_refused(node: RunningNode, broker: En
     assert len(attached_seqs(broker)) == 4
 
 
-def test_a_repeat_is_known_after_many_others_and_a_restart(
+def test_repeat_is_recognised_after_many_jobs_and_a_restart(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "JOBS_UNNAMED_MAX", 2)
@@ -92,7 +92,7 @@ def test_a_repeat_is_known_after_many_others_and_a_restart(
     rows = {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]}
     sink.attach_all([task(node, rows)], options, "stream-1", 0)
     for number in range(4):
-        sink.attach_all([task(node, rows)], options, f"once{number}", 0, summed=False)
+        sink.attach_all([task(node, rows)], options, f"once{number}", 0, with_checksum=False)
     node.stop()  # with a checkpoint, which is all that a start reads here
     node.start()
     sink.attach_all([task(node, rows)], options, "stream-1", 0)
@@ -110,7 +110,7 @@ def test_invalid_rows_fail_the_task_with_number_and_reason(node: RunningNode, br
     assert (done.rows, done.dropped) == (1, 2)
 
 
-def test_keys_of_a_text_are_one_and_the_error_repeats_it(node: RunningNode, broker: Endpoint) -> None:
+def test_text_is_one_key_and_the_error_quotes_it(node: RunningNode, broker: Endpoint) -> None:
     rows = {
         "topic": ["t"] * 2,
         "body": ["b"] * 2,
@@ -125,7 +125,7 @@ def test_keys_of_a_text_are_one_and_the_error_repeats_it(node: RunningNode, brok
     assert task(node, rows, as_stored="true").dropped == 0
 
 
-def test_a_failed_task_takes_its_own_files_back(
+def test_failed_task_removes_its_files(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_store, "CHUNK_ROWS", 1)
@@ -148,7 +148,7 @@ def test_too_many_files_are_refused_and_removed(
     assert data_files(broker) == []
 
 
-def test_after_a_failed_task_the_others_files_go(node: RunningNode, broker: Endpoint) -> None:
+def test_files_of_other_tasks_are_removed_after_a_failed_task(node: RunningNode, broker: Endpoint) -> None:
     options = write_options({"endpoint": node.endpoint})
     done = task(node, {"topic": ["t"], "body": ["b"], "due_ms": [later(broker)]})
     sink.remove_written([done], options)  # all tasks came through: a commit was tried
@@ -157,7 +157,7 @@ def test_after_a_failed_task_the_others_files_go(node: RunningNode, broker: Endp
     assert data_files(broker) == []
 
 
-def test_the_sink_fits_the_stream() -> None:
+def test_sink_refuses_epoch_overwrite_and_missing_query_id() -> None:
     messages = spark_schema(pa.schema([("topic", pa.string()), ("body", pa.binary())]))
     with pytest.raises(SetupError, match="option epoch: not for a stream"):
         sink.ScheduledStreamWriter(messages, write_options({"job_id": "import", "epoch": "1"}))
@@ -197,7 +197,7 @@ def test_a_dataframe_becomes_scheduled_messages_in_one_attach(
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode) -> None:
+def test_due_rows_are_released_with_all_their_fields(spark: SparkSession, node: RunningNode) -> None:
     now = dt.datetime.now(dt.UTC)
     frame = spark.createDataFrame(
         [
@@ -209,10 +209,10 @@ def test_due_rows_reach_their_queue_whole(spark: SparkSession, node: RunningNode
     save(frame, node)
     with Timeball(node.endpoint) as ball:
         eventually(lambda: visible(ball, "t") == 2, "both rows released")
-        found = {m.body: m for m in ball.browse("t", max_messages=10, wait="5s")}
-    assert set(found) == {b"at once", b"past"}
-    assert found[b"at once"].properties["colour"] == "red"
-    assert found[b"past"].lateness_ms is not None and found[b"past"].lateness_ms >= 0
+        result = {m.body: m for m in ball.browse("t", max_messages=10, wait="5s")}
+    assert set(result) == {b"at once", b"past"}
+    assert result[b"at once"].properties["colour"] == "red"
+    assert result[b"past"].lateness_ms is not None and result[b"past"].lateness_ms >= 0
 
 
 @pytest.mark.spark
@@ -251,14 +251,14 @@ def test_one_bad_row_fails_the_whole_write(spark: SparkSession, node: RunningNod
 
 
 @pytest.mark.spark
-def test_a_bad_column_is_the_first_thing_said(spark: SparkSession, node: RunningNode) -> None:
+def test_bad_column_is_reported_before_anything_is_written(spark: SparkSession, node: RunningNode) -> None:
     with pytest.raises(InvalidMessage, match=r"^column colour: unknown"):
         save(spark.range(1).selectExpr("'t' as topic", "'b' as body", "id as colour"), node)
 
 
 @pytest.mark.smoke
 @pytest.mark.spark
-def test_a_stream_of_messages_over_a_restart(
+def test_stream_schedules_each_message_once_over_a_restart(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     due = later(broker)
@@ -281,7 +281,7 @@ def test_a_stream_of_messages_over_a_restart(
 
 
 @pytest.mark.spark
-def test_a_new_checkpoint_begins_anew_under_an_old_job_id(
+def test_new_checkpoint_is_a_new_stream_under_an_old_job_id(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     """Its batch ids begin at 0 again; they were taken for repeated once, and their rows dropped in silence."""
@@ -315,7 +315,7 @@ def test_a_new_checkpoint_begins_anew_under_an_old_job_id(
 
 
 @pytest.mark.spark
-def test_a_failed_epoch_leaves_nothing_behind_and_is_written_once_in_the_end(
+def test_failed_epoch_leaves_no_files_and_is_written_once_when_repeated(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     due = later(broker)

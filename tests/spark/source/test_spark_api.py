@@ -1,4 +1,4 @@
-"""Tests of spark_api.py: what PySpark 4.0 and 4.1 lack is stood in for, and streams are refused."""
+"""Tests of spark_api.py: placeholders replace classes that PySpark 4.0 and 4.1 do not have, and streams are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.spark.source import spark_api
 from timeball.spark.source.options import RANGE_SCHEMA, arrow_schema, read_options
 from timeball.spark.source.spark_api import (
     PARTITION_ROWS,
-    PARTITIONS,
+    SHUFFLE_PARTITIONS,
     described,
     shuffled_by_size,
     spark_schema,
@@ -23,7 +23,7 @@ from timeball.spark.source.spark_api import (
 
 
 def lacking(monkeypatch: pytest.MonkeyPatch, *names: str) -> ModuleType:
-    """The module as it is where PySpark's modules of these names are missing."""
+    """Load the module as if PySpark's modules of these names were missing."""
 
     def load(name: str) -> ModuleType:
         if name in names:
@@ -39,7 +39,7 @@ def lacking(monkeypatch: pytest.MonkeyPatch, *names: str) -> ModuleType:
     return module
 
 
-def test_what_is_there_is_pysparks_own() -> None:
+def test_existing_classes_are_those_of_pyspark() -> None:
     spark_api.check_streams()
     assert spark_api.EqualTo is datasource.EqualTo
     assert spark_api.DataSourceStreamArrowWriter is datasource.DataSourceStreamArrowWriter
@@ -53,7 +53,7 @@ def test_streams_are_refused_before_4_2(monkeypatch: pytest.MonkeyPatch) -> None
     assert module.EqualTo is datasource.EqualTo
 
 
-def test_a_stand_in_is_the_type_of_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placeholder_class_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
     module = lacking(monkeypatch, "pyspark.sql.datasource", "pyspark.sql.streaming.datasource")
     assert not isinstance(datasource.EqualTo(("topic",), "a"), module.EqualTo)
     assert type("Sink", (module.DataSourceStreamArrowWriter,), {})()
@@ -66,7 +66,7 @@ def test_every_column_has_a_spark_type_and_may_be_null() -> None:
         assert all(field.nullable for field in fields)
 
 
-def test_types_are_the_ones_arrow_sends() -> None:
+def test_spark_types_accept_the_types_that_arrow_sends() -> None:
     types = {field.name: field.dataType.simpleString() for field in spark_schema(READ_SCHEMA).fields}
     assert (types["kind"], types["queue_id"], types["seq"]) == ("tinyint", "int", "bigint")
     assert (types["topic"], types["body"]) == ("string", "binary")
@@ -79,30 +79,30 @@ def test_options_choose_schema_and_columns() -> None:
 
 
 @pytest.mark.spark
-def test_a_block_is_described_and_shuffled_by_its_size(spark: SparkSession) -> None:
+def test_block_sets_description_and_shuffle_partitions_by_size(spark: SparkSession) -> None:
     def newest() -> tuple[str | None, int]:
         job = spark.sparkContext._jsc.sc().statusStore().jobsList(None).apply(0)
         text = job.description()
         return text.get() if text.isDefined() else None, int(job.numTasks())
 
-    before = spark.conf.get(PARTITIONS) or ""
-    spark.conf.set(PARTITIONS, "7")
+    before = spark.conf.get(SHUFFLE_PARTITIONS) or ""
+    spark.conf.set(SHUFFLE_PARTITIONS, "7")
     rows = spark.range(100, numPartitions=1).selectExpr("id % 50 as key")
     try:
         rows.collect()
         outside = newest()[0]  # another test of this session may have left one
         with described(spark, "the outer block"):
             with described(spark, "a sum"), shuffled_by_size(spark, 2 * PARTITION_ROWS):
-                assert spark.conf.get(PARTITIONS) == "2"
+                assert spark.conf.get(SHUFFLE_PARTITIONS) == "2"
                 rows.collect()
             assert newest()[0] == "a sum"
             rows.collect()
             assert newest() == ("the outer block", 1)
         with shuffled_by_size(spark, 10**9):
-            assert spark.conf.get(PARTITIONS) == "7", "no more than is set"
+            assert spark.conf.get(SHUFFLE_PARTITIONS) == "7", "no more than is set"
         with shuffled_by_size(spark, 0):
-            assert spark.conf.get(PARTITIONS) == "1"
+            assert spark.conf.get(SHUFFLE_PARTITIONS) == "1"
         rows.collect()
-        assert newest()[0] == outside and spark.conf.get(PARTITIONS) == "7"
+        assert newest()[0] == outside and spark.conf.get(SHUFFLE_PARTITIONS) == "7"
     finally:
-        spark.conf.set(PARTITIONS, before)
+        spark.conf.set(SHUFFLE_PARTITIONS, before)

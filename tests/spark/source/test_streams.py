@@ -11,22 +11,22 @@ from tests.spark.two_groups import two_groups
 from timeball.model.errors import SetupError, Unavailable
 from timeball.spark.source.log_reader import LogStream
 from timeball.spark.source.options import read_options
-from timeball.spark.source.streams import check_known
+from timeball.spark.source.streams import check_groups_exist
 
 
-def test_a_group_that_an_offset_names_must_be_there() -> None:
-    check_known({"g1": 5}, ["g1", "g2"])
+def test_offset_of_a_missing_group_is_refused() -> None:
+    check_groups_exist({"g1": 5}, ["g1", "g2"])
     with pytest.raises(SetupError, match="'g3', which is not there"):
-        check_known({"g1": 5, "g3": 1}, ["g1", "g2"])
+        check_groups_exist({"g1": 5, "g3": 1}, ["g1", "g2"])
 
 
-def test_each_look_has_the_groups_there_are(tmp_path: Path) -> None:
+def test_each_query_reads_the_current_groups(tmp_path: Path) -> None:
     with two_groups(tmp_path) as groups:
         stream = LogStream(read_options({"endpoint": groups.endpoint}))
         assert [group for group, _ in stream.statuses()] == [("g1", groups.endpoint)], "as it was named"
         groups.add()
-        found = stream.statuses()
-        assert [(group.name, status.group) for group, status in found] == [("g1", "g1"), ("g2", "g2")]
+        result = stream.statuses()
+        assert [(group.name, status.group) for group, status in result] == [("g1", "g1"), ("g2", "g2")]
         assert [group.name for group in stream.groups()] == ["g1", "g2"]
         addresses = [f"127.0.0.1:{groups.one.settings.port}", "127.0.0.1:1"]
         groups.tell(groups.one, [{"group": "g1", "addresses": addresses}])

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.table_reader: which files, row groups and rows of a table are read."""
+"""Tests of timeball.spark.source.table_reader: selection of files, row groups and rows of a table."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from timeball.model.errors import NotFound, SetupError
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.source.options import read_options
-from timeball.spark.source.pushdown import Bounds, Wanted
+from timeball.spark.source.pushdown import Bounds, RowFilter
 from timeball.spark.source.table_reader import (
     Slice,
     TablePart,
     TableReader,
-    cut,
-    deal,
+    cut_file,
+    divide_among_tasks,
     fit,
-    groups_of,
     may_hold,
     read_slice,
+    row_groups_of,
 )
-from timeball.spark.table_store import as_of, open_table
+from timeball.spark.table_store import load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 
 SCHEMA = pa.schema([("due_ms", pa.int64()), ("topic", pa.string())])
 
 
 @given(st.lists(st.integers(0, 5 * ROW_GROUP_ROWS), max_size=30), st.integers(1, 6 * ROW_GROUP_ROWS))
-def test_every_row_group_of_every_file_is_dealt_out_once(rows: list[int], rows_per_part: int) -> None:
+def test_each_row_group_is_assigned_to_one_task(rows: list[int], rows_per_part: int) -> None:
     files = [(f"file{i}", count) for i, count in enumerate(rows)]
-    parts = deal(files, rows_per_part)
+    parts = divide_among_tasks(files, rows_per_part)
     assert all(part.slices for part in parts)
     dealt = [piece for part in parts for piece in part.slices]
     for uri, count in files:
@@ -50,16 +50,16 @@ def test_every_row_group_of_every_file_is_dealt_out_once(rows: list[int], rows_p
 
 def test_large_files_are_cut_and_small_ones_joined() -> None:
     large, small = ("large", 10 * ROW_GROUP_ROWS), [(f"small{i}", 10) for i in range(20)]
-    assert len(deal([large], 2 * ROW_GROUP_ROWS)) == 5
-    assert len(deal([large], 1)) == 10  # no finer than row groups
-    assert len(deal(small, 100)) == 2
-    assert deal([], 100) == []
-    assert cut("f", 10, 100) == [Slice("f", 0, None, 10)]
+    assert len(divide_among_tasks([large], 2 * ROW_GROUP_ROWS)) == 5
+    assert len(divide_among_tasks([large], 1)) == 10  # no finer than row groups
+    assert len(divide_among_tasks(small, 100)) == 2
+    assert divide_among_tasks([], 100) == []
+    assert cut_file("f", 10, 100) == [Slice("f", 0, None, 10)]
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:
-    """Four row groups of ten rows, due 0 to 39; a topic for the even and one for the odd ones."""
+    """A file with four row groups of ten rows, due 0 to 39, with one topic for even rows and another for odd ones."""
     rows = pa.table({"due_ms": range(40), "topic": ["even", "odd"] * 20}, schema=SCHEMA)
     pq.write_table(rows, tmp_path / "file.parquet", row_group_size=10, write_statistics=["due_ms"])
     return str(tmp_path / "file.parquet")
@@ -67,25 +67,25 @@ def file(tmp_path: Path) -> str:
 
 def test_row_groups_are_read_where_they_begin(file: str) -> None:
     footer = pq.read_metadata(file)
-    assert groups_of(footer, Slice(file, 0, 15, 15)) == [0, 1]
-    assert groups_of(footer, Slice(file, 15, None, 25)) == [2, 3]
+    assert row_groups_of(footer, Slice(file, 0, 15, 15)) == [0, 1]
+    assert row_groups_of(footer, Slice(file, 15, None, 25)) == [2, 3]
 
 
-def test_row_groups_that_cannot_match_stay_closed(file: str) -> None:
+def test_row_groups_without_matching_rows_are_skipped(file: str) -> None:
     footer = pq.read_metadata(file)
-    late = Wanted((("due_ms", Bounds(low=25)),))
+    late = RowFilter((("due_ms", Bounds(low=25)),))
     assert [may_hold(footer, group, late) for group in range(4)] == [False, False, True, True]
-    assert all(may_hold(footer, group, Wanted((), frozenset(["even"]))) for group in range(4))
+    assert all(may_hold(footer, group, RowFilter((), frozenset(["even"]))) for group in range(4))
 
 
-def test_rows_are_left_out_and_columns_put_in_place(file: str) -> None:
+def test_slice_filters_rows_and_completes_columns(file: str) -> None:
     schema = pa.schema([("queue", pa.int32()), ("topic", pa.string())])
-    rows = Wanted((("due_ms", Bounds(low=25)),), frozenset(["even"]))
+    rows = RowFilter((("due_ms", Bounds(low=25)),), frozenset(["even"]))
     (batch, *more) = read_slice(Slice(file, 0, None, 40), schema, rows)
-    found = pa.Table.from_batches([batch, *more])
-    assert found.schema == schema
-    assert found.to_pydict() == {"queue": [None] * 7, "topic": ["even"] * 7}
-    assert list(read_slice(Slice(file, 0, None, 40), schema, Wanted((("due_ms", Bounds(low=99)),)))) == []
+    result = pa.Table.from_batches([batch, *more])
+    assert result.schema == schema
+    assert result.to_pydict() == {"queue": [None] * 7, "topic": ["even"] * 7}
+    assert list(read_slice(Slice(file, 0, None, 40), schema, RowFilter((("due_ms", Bounds(low=99)),)))) == []
 
 
 def test_types_are_those_declared() -> None:
@@ -94,9 +94,9 @@ def test_types_are_those_declared() -> None:
 
 
 def reader(node: RunningNode, filters: list[Filter], **options: str) -> TableReader:
-    found = TableReader(read_options({"endpoint": node.endpoint, "read": "pending", **options}))
-    assert list(found.pushFilters(filters)) == filters
-    return found
+    result = TableReader(read_options({"endpoint": node.endpoint, "read": "pending", **options}))
+    assert list(result.pushFilters(filters)) == filters
+    return result
 
 
 def rows_of(chosen: TableReader) -> pa.Table:
@@ -119,16 +119,16 @@ def test_files_rows_and_topics_of_the_pending_table(node: RunningNode, broker: E
     assert rows_of(reader(node, [GreaterThanOrEqual(("seq",), 302)], topic="orders")).num_rows == 0
 
 
-def test_an_instant_before_the_table_and_a_file_that_is_gone(node: RunningNode, broker: Endpoint) -> None:
+def test_time_before_the_table_and_deleted_file_raise_not_found(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 10)
     node.run(node.broker.compact())
     uri = broker.status().table.uri
     with pytest.raises(NotFound, match=r"has no version so old: the first is of 20"):
-        as_of(open_table(uri), 1_000_000_000_000)
-    assert as_of(open_table(uri), 4_000_000_000_000).version() == broker.status().table.version
-    gone = TablePart([Slice(f"{uri}/bucket=2020-01/no.parquet", 0, None, 1)])
+        load_version_at(open_table(uri), 1_000_000_000_000)
+    assert load_version_at(open_table(uri), 4_000_000_000_000).version() == broker.status().table.version
+    deleted = TablePart([Slice(f"{uri}/bucket=2020-01/no.parquet", 0, None, 1)])
     with pytest.raises(NotFound, match=r"no\.parquet is gone: this version of the table has been swept"):
-        list(reader(node, []).read(gone))
+        list(reader(node, []).read(deleted))
 
 
 def test_a_column_of_the_ledger_is_checked_once_it_is_known() -> None:

@@ -1,4 +1,4 @@
-"""What is late when: tests of consumer_model.py, held against consumers that take one row at a time."""
+"""Tests of timeball.spark.views.consumer_model against consumers that take one row at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RATES = st.sampled_from([0.5, 1.0, 3.0, 10.0, 200.0])
 
 
 def one_by_one(due_ms: list[int], rate: float) -> list[float]:
-    """Lateness in seconds of each row, taken in order by a consumer that needs 1/rate seconds for it."""
+    """Compute the lateness in seconds of each row for a consumer that needs 1/rate seconds per row."""
     free_s, late_s = 0.0, []
     for due in sorted(due_ms):
         free_s = max(free_s, due / 1_000) + 1 / rate
@@ -51,7 +51,7 @@ def test_more_consumers_are_never_later(due_ms: list[int], rate: float) -> None:
     assert slow.lateness_p50_ms <= slow.lateness_p99_ms <= slow.lateness_max_ms
 
 
-def test_a_million_at_nine() -> None:
+def test_million_rows_due_at_once_need_rows_divided_by_rate() -> None:
     """At 5,000 a second: 200 s for the last of them, half of them within 100 s, all gone 200 s after nine."""
     nine_ms = 9 * 3_600_000
     outcome = queue(spread(1_000_000, nine_ms), 5_000).outcome()
@@ -74,13 +74,13 @@ def test_the_largest_backlog_ends_when_nothing_is_left_of_it() -> None:
     assert (outcome.backlog_max, outcome.backlog_max_at_ms, outcome.caught_up_ms) == (10, 0, 6_000)
 
 
-def test_nothing_is_never_late() -> None:
+def test_empty_load_has_no_lateness() -> None:
     assert queue(Load(), 5).outcome() == Outcome(5, 0, 0, None, 0, 0, 0, None)
     assert serve(Load(), {OTHER_TOPICS: 5}).lateness_max_ms == 0
     assert queue(Load(), 5).backlog()[0].tolist() == []
 
 
-def test_a_backlog_comes_first() -> None:
+def test_initial_backlog_is_processed_first() -> None:
     load = from_due_ms(np.array([10_000]))
     assert queue(load, 1, backlog=20, from_s=0).outcome().lateness_max_ms == 20_000
     assert queue(load, 1, backlog=20, from_s=0).outcome().caught_up_ms == 21_000
@@ -107,27 +107,27 @@ def by_topic() -> Load:
 
 
 def test_a_topic_with_consumers_of_its_own_leaves_the_others_alone() -> None:
-    found = serve(by_topic(), {"a": 1, OTHER_TOPICS: 2})
-    assert found.queues["a"].lateness_max_ms == 6_000
-    assert (found.queues[OTHER_TOPICS].rows, found.queues[OTHER_TOPICS].lateness_max_ms) == (6, 2_000)
-    assert (found.lateness_max_ms, found.unserved) == (6_000, {})
+    result = serve(by_topic(), {"a": 1, OTHER_TOPICS: 2})
+    assert result.queues["a"].lateness_max_ms == 6_000
+    assert (result.queues[OTHER_TOPICS].rows, result.queues[OTHER_TOPICS].lateness_max_ms) == (6, 2_000)
+    assert (result.lateness_max_ms, result.unserved) == (6_000, {})
     # In the first second of lateness end 5 rows (of a, b, c: 1, 2, 2), then 3 a second: the sixth of twelve at 4/3.
-    assert found.lateness_p50_ms == 1_333
+    assert result.lateness_p50_ms == 1_333
 
 
 def test_topics_that_nobody_consumes_are_named() -> None:
-    found = serve(by_topic(), {"a": 10, "nobody sent": 3})
-    assert found.unserved == {"b": 4, "c": 2}
-    assert found.queues["nobody sent"].rows == 0
+    result = serve(by_topic(), {"a": 10, "nobody sent": 3})
+    assert result.unserved == {"b": 4, "c": 2}
+    assert result.queues["nobody sent"].rows == 0
 
 
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
-def test_a_rate_that_is_none(rate: float) -> None:
+def test_rate_that_is_not_positive_is_refused(rate: float) -> None:
     with pytest.raises(RequestError, match="topic a: it must be above 0"):
         serve(by_topic(), {"a": rate})
 
 
-def test_a_backlog_that_nobody_owns() -> None:
+def test_backlog_without_a_single_queue_is_refused() -> None:
     with pytest.raises(RequestError, match="a backlog belongs to one queue"):
         serve(by_topic(), {"a": 1, "b": 1}, backlog=3)
     assert serve(by_topic(), {"a": 1, OTHER_TOPICS: 1}, backlog=3).queues["a"].rows == 6

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.views.duckdb_session: several groups side by side in one session."""
+"""Tests of timeball.spark.views.duckdb_session with several groups in one session."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.spark.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.model.errors import NotFound, RequestError, SetupError
-from timeball.spark.views.duckdb_session import SqlSession, united
+from timeball.spark.views.duckdb_session import SqlSession, union_of_groups
 from timeball.spark.views.view_sql import VIEWS
 
 
-def test_rows_of_all_groups_stand_under_each_other() -> None:
-    assert united({"g1": "select 1", "g2": "select 2"}) == (
+def test_union_has_the_rows_of_all_groups() -> None:
+    assert union_of_groups({"g1": "select 1", "g2": "select 2"}) == (
         "select *, 'g1' as \"group\" from (select 1) union all by name "
         "select *, 'g2' as \"group\" from (select 2)"
     )

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.views.duckdb_session: one version, our views, and nothing else."""
+"""Tests of timeball.spark.views.duckdb_session: one version, and only the views of Timeball."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from timeball.spark.views.duckdb_session import SqlSession
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """Ten in the table (one cancelled), three released, one in the tail, one there cancelled."""
+    """Ten messages in the table (one cancelled), three released, one in the tail, one cancelled in the tail."""
     with running_node(tmp_path_factory.mktemp("sql") / "data", compact_self=False) as node:
         send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
@@ -99,9 +99,9 @@ def test_one_version_for_all_questions_of_a_session(story: RunningNode) -> None:
         seq = story.run(
             story.broker.send(pa.record_batch({"topic": ["x"], "body": [b"x"], "delay_ms": [10**9]}))
         ).first_seq
-        again = session.run("select count(*) as n from scheduled where state = 'waiting'")
-        assert again.rows.read_all().to_pylist() == [{"n": 10}]
-        assert again.version == session.version
+        repeated = session.run("select count(*) as n from scheduled where state = 'waiting'")
+        assert repeated.rows.read_all().to_pylist() == [{"n": 10}]
+        assert repeated.version == session.version
         assert session.run(count).rows.read_all().to_pylist() == before
     assert ask(story, count) == [(11,)]  # the control: another session, another version
     story.run(story.broker.cancel(seqs=[seq]))
@@ -129,13 +129,13 @@ def test_an_older_version(story: RunningNode) -> None:
         ("select * from pending where due = 'tuesday'", "invalid timestamp"),
     ],
 )
-def test_what_cannot_be_answered_is_said_in_a_sentence(story: RunningNode, text: str, said: str) -> None:
+def test_bad_query_raises_an_error_of_one_sentence(story: RunningNode, text: str, said: str) -> None:
     with pytest.raises(RequestError, match=said) as caught:
         ask(story, text)
     assert "\n" not in str(caught.value)
 
 
-def test_without_an_archive_who_makes_one_is_named(story: RunningNode) -> None:
+def test_missing_archive_names_the_job_that_makes_it(story: RunningNode) -> None:
     with pytest.raises(NotFound, match="timeball pipeline run archive"):
         ask(story, "select * from archive")
 
@@ -152,7 +152,7 @@ def test_a_load_of_too_many_seconds_is_counted_coarser(
     assert coarse.width_s > 1 and coarse.total == 10 and coarse.topics == fine.topics
 
 
-def test_hours_are_those_of_utc_wherever_it_runs(story: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hours_are_in_utc_in_every_time_zone(story: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
     """DuckDB truncates in the session's zone: in New York the hour of 05:30 UTC would be 06:00 UTC, after it."""
     monkeypatch.setenv("TZ", "America/New_York")
     passes_s = [1_793_511_000, 1_793_514_600]  # 01:30 before and after clocks go back

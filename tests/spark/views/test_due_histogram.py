@@ -1,4 +1,4 @@
-"""How much falls due when: tests of timeball.spark.views.due_histogram."""
+"""Tests of timeball.spark.views.due_histogram."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from timeball.spark.views import due_histogram
 from timeball.spark.views.due_histogram import (
-    Counting,
     Load,
+    LoadSum,
     Peak,
     Unit,
     bar_name,
     from_due_ms,
     merge,
-    unlike,
+    share_of_difference,
 )
 
 DUE = st.lists(st.tuples(st.integers(0, 400_000), st.sampled_from("abc")), max_size=60)
@@ -45,7 +45,7 @@ def test_each_row_is_counted_in_its_second_and_topic(rows: list[tuple[int, str]]
 
 @given(DUE, st.integers(1, 9))
 def test_counted_in_parts_or_at_once_is_the_same(rows: list[tuple[int, str]], step: int) -> None:
-    counting = Counting()
+    counting = LoadSum()
     for begin in range(0, len(rows), step):
         counting.add(load_of(rows[begin : begin + step]))
     assert cells_of(counting.result()) == cells_of(load_of(rows))
@@ -58,9 +58,9 @@ def test_counted_in_parts_or_at_once_is_the_same(rows: list[tuple[int, str]], st
 def test_a_curve_of_any_width_holds_every_row(rows: list[tuple[int, str]], unit: Unit) -> None:
     curve = load_of(rows).curve(unit)
     width_ms = due_histogram.UNIT_S[unit] * 1_000
-    wanted = Counter(due // width_ms * width_ms // 1_000 for due, _ in rows)
-    assert dict(zip(curve.start_s.tolist(), curve.rows.tolist(), strict=True)) == wanted
-    assert curve.start_s.tolist() == sorted(wanted)
+    expected = Counter(due // width_ms * width_ms // 1_000 for due, _ in rows)
+    assert dict(zip(curve.start_s.tolist(), curve.rows.tolist(), strict=True)) == expected
+    assert curve.start_s.tolist() == sorted(expected)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def test_peaks_are_the_fullest_seconds_of_different_minutes(rows: list[tuple[int
         held = best.get(second // 60)
         if held is None or seconds[second] > seconds[held]:
             best[second // 60] = second
-    wanted = sorted(best.values(), key=lambda second: (-seconds[second], second))[:count]
+    expected = sorted(best.values(), key=lambda second: (-seconds[second], second))[:count]
     assert load_of(rows).peaks(count) == [
-        Peak(second * 1_000, seconds[second], minutes[second // 60]) for second in wanted
+        Peak(second * 1_000, seconds[second], minutes[second // 60]) for second in expected
     ]
 
 
@@ -125,7 +125,7 @@ def test_a_part_of_the_time_begins_with_its_first_second_and_ends_before_its_las
 
 def test_too_many_seconds_become_minutes_and_no_row_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(due_histogram, "CELLS_MAX", 100)
-    counting = Counting()
+    counting = LoadSum()
     for begin in range(0, 5_000, 50):
         counting.add(from_due_ms(np.arange(begin, begin + 50) * 1_000))
     load = counting.result()
@@ -136,9 +136,9 @@ def test_too_many_seconds_become_minutes_and_no_row_is_lost(monkeypatch: pytest.
 
 def test_a_forecast_is_held_against_what_came() -> None:
     said = from_due_ms(np.array([0, 1_000, 1_000, 60_000]))
-    assert unlike(said, said, Unit.SECOND) == 0
+    assert share_of_difference(said, said, Unit.SECOND) == 0
     came = from_due_ms(np.array([0, 1_000, 2_000, 61_000]))
-    assert unlike(said, came, Unit.SECOND) == 0.5
-    assert unlike(said, came, Unit.MINUTE) == 0
-    assert unlike(said, Load(), Unit.DAY) == 1
-    assert unlike(Load(), Load(), Unit.DAY) == 0
+    assert share_of_difference(said, came, Unit.SECOND) == 0.5
+    assert share_of_difference(said, came, Unit.MINUTE) == 0
+    assert share_of_difference(said, Load(), Unit.DAY) == 1
+    assert share_of_difference(Load(), Load(), Unit.DAY) == 0

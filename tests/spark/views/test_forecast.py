@@ -21,9 +21,9 @@ from timeball.model.errors import InvalidMessage, NotFound, OutOfRange, RequestE
 from timeball.model.limits import DAY_MS, HOUR_MS, SECOND_MS
 from timeball.model.message import Int64Array
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.table_store import ALWAYS, Due
+from timeball.spark.table_store import ANY_DUE_TIME, Due
 from timeball.spark.views.duckdb_session import SqlSession
-from timeball.spark.views.due_histogram import Load, Peak, Unit, from_due_ms, unlike
+from timeball.spark.views.due_histogram import Load, Peak, Unit, from_due_ms, share_of_difference
 from timeball.spark.views.forecast import (
     Bar,
     check,
@@ -38,7 +38,7 @@ NINE_MS = 1_896_080_400_000  # 2030-01-31T09:00:00Z
 
 
 def forecast(
-    broker: Endpoint, *, by_topic: bool = False, version: int | None = None, due: Due = ALWAYS
+    broker: Endpoint, *, by_topic: bool = False, version: int | None = None, due: Due = ANY_DUE_TIME
 ) -> Load:
     with SqlSession(broker.uri, upcoming=True, version=version, bodies=False, due=due) as session:
         return session.due_load(by_topic=by_topic)
@@ -48,7 +48,7 @@ def totals(load: Load) -> dict[str, int]:
     return {name: part.total for name, part in load.by_topic().items()}
 
 
-def test_all_that_waits_is_counted_wherever_it_lies(node: RunningNode, broker: Endpoint) -> None:
+def test_forecast_counts_each_pending_message(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 20)
     node.run(node.broker.compact())
     send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)
@@ -59,7 +59,7 @@ def test_all_that_waits_is_counted_wherever_it_lies(node: RunningNode, broker: E
     assert forecast(broker, due=(None, now_ms + 2 * DAY_MS)).total == 5
 
 
-def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endpoint) -> None:
+def test_older_version_gives_its_old_forecast(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 20)
     node.run(node.broker.compact())
     version = broker.status().table.version
@@ -68,7 +68,7 @@ def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endp
     send(node.endpoint, 3)
     node.run(node.broker.compact())
     assert (forecast(broker).total, forecast(broker, version=version).total) == (13, 20)
-    assert unlike(then, forecast(broker, version=version), Unit.SECOND) == 0
+    assert share_of_difference(then, forecast(broker, version=version), Unit.SECOND) == 0
     uri = broker.status().table.uri
     assert version_at(uri, broker.status().now_ms + HOUR_MS) == broker.status().table.version
     with pytest.raises(NotFound, match="no version so old: the first is of"):
@@ -78,7 +78,7 @@ def test_an_older_version_says_what_it_said_then(node: RunningNode, broker: Endp
 
 
 def replay(clock: ManualClock, node: RunningNode, due_ms: Int64Array) -> None:
-    """Live through the instants, one after the other."""
+    """Advance the time through these due times, one after the other."""
     for instant in np.unique(due_ms).tolist():
         clock.advance(instant - clock.wall)
         node.run(all_sent(node, instant))
@@ -91,7 +91,7 @@ async def all_sent(node: RunningNode, instant_ms: int) -> None:
             await asyncio.sleep(0.005)
 
 
-def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
+def test_forecast_equals_the_releases(tmp_path: Path) -> None:
     """A load of bursts and gaps, lived through on a clock of its own; and the controls: a cancel, a late message."""
     clock = ManualClock(wall=NINE_MS)
     rng = np.random.default_rng(7)
@@ -107,16 +107,16 @@ def test_what_was_foretold_is_what_comes(tmp_path: Path) -> None:
             assert report(said).peaks[0].rows == int(np.unique(due_ms, return_counts=True)[1].max())
         replay(clock, node, due_ms)
         came = gathered_since(broker, version=0)
-        assert (came.total, unlike(said, came, Unit.SECOND)) == (len(due_ms), 0)
-        assert unlike(said, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
-        assert unlike(said, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
+        assert (came.total, share_of_difference(said, came, Unit.SECOND)) == (len(due_ms), 0)
+        assert share_of_difference(said, from_due_ms(due_ms[1:]), Unit.SECOND) > 0
+        assert share_of_difference(said, from_due_ms(due_ms + SECOND_MS), Unit.SECOND) > 0.1
 
 
 def gathered_since(broker: Endpoint, version: int) -> Load:
     return released_since(broker, Snapshot.pin(broker, version=version))[0]
 
 
-def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> None:
+def test_forecast_is_checked_until_now(tmp_path: Path) -> None:
     """Ten a minute for an hour were foretold; after half an hour one of them was cancelled, and three came besides."""
     clock = ManualClock(wall=NINE_MS)
     due_ms = NINE_MS + 6_000 * np.arange(1, 601)
@@ -131,15 +131,15 @@ def test_a_forecast_is_checked_as_far_as_its_time_has_come(tmp_path: Path) -> No
         said = forecast(broker, version=1)
         came, now_ms = released_since(broker, snapshot, by_topic=True)
         assert (said.total, totals(came)) == (600, {"t": 299, "mail": 3})
-        found = check(said, came, (None, None), now_ms + 1_000)
-        assert (found.until_ms, found.said, found.came) == (now_ms + 1_000, 300, 302)
+        result = check(said, came, (None, None), now_ms + 1_000)
+        assert (result.until_ms, result.said, result.came) == (now_ms + 1_000, 300, 302)
         # The clock went on in two steps, so what was spread over half an hour came in two seconds.
-        assert found.same_second < found.same_minute < found.same_hour == pytest.approx(1 - 2 / 602)
+        assert result.same_second < result.same_minute < result.same_hour == pytest.approx(1 - 2 / 602)
         early = check(said, came, (None, NINE_MS + 60_000), now_ms)
         assert (early.until_ms, early.said, early.came) == (NINE_MS + 60_000, 9, 0)
 
 
-def test_what_retention_has_removed_is_not_taken_for_a_wrong_forecast(tmp_path: Path) -> None:
+def test_check_is_refused_after_retention_removed_rows(tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         snapshot = Snapshot.pin(broker, version=0)
         fill_segment(node)
@@ -151,14 +151,14 @@ def test_what_retention_has_removed_is_not_taken_for_a_wrong_forecast(tmp_path: 
 def test_a_report_has_bars_and_peaks_of_all_and_of_each_topic() -> None:
     due_ms = np.array([NINE_MS, NINE_MS + 1, NINE_MS + HOUR_MS, NINE_MS + HOUR_MS])
     load = from_due_ms(due_ms, pa.array(["a", "b", "b", "b"]))
-    found = report(load, Unit.HOUR, peaks=1, by_topic=True)
-    assert (found.rows, found.by, found.resolution_ms) == (4, "hour", 1_000)
-    assert found.curve == [Bar(NINE_MS, 2), Bar(NINE_MS + HOUR_MS, 2)]
-    assert found.peaks == [Peak(NINE_MS, 2, 2)]
-    assert list(found.topics) == ["b", "a"]
-    assert found.topics["b"].curve == [Bar(NINE_MS, 1), Bar(NINE_MS + HOUR_MS, 2)]
-    assert (found.topics["b"].first_ms, found.topics["b"].last_ms) == (NINE_MS, NINE_MS + HOUR_MS)
-    assert found.topics["b"].peak == Peak(NINE_MS + HOUR_MS, 2, 2)
+    result = report(load, Unit.HOUR, peaks=1, by_topic=True)
+    assert (result.rows, result.by, result.resolution_ms) == (4, "hour", 1_000)
+    assert result.curve == [Bar(NINE_MS, 2), Bar(NINE_MS + HOUR_MS, 2)]
+    assert result.peaks == [Peak(NINE_MS, 2, 2)]
+    assert list(result.topics) == ["b", "a"]
+    assert result.topics["b"].curve == [Bar(NINE_MS, 1), Bar(NINE_MS + HOUR_MS, 2)]
+    assert (result.topics["b"].first_ms, result.topics["b"].last_ms) == (NINE_MS, NINE_MS + HOUR_MS)
+    assert result.topics["b"].peak == Peak(NINE_MS + HOUR_MS, 2, 2)
     assert report(load).topics == {}
     assert report(Load(), by_topic=True).curve == []
 
@@ -166,7 +166,7 @@ def test_a_report_has_bars_and_peaks_of_all_and_of_each_topic() -> None:
 CSV = "due,topic\n2030-01-31T09:00:00Z,a\n2030-01-31T10:00:00.250+01:00,b\n"
 
 
-def test_a_csv_file_that_somebody_thinks_of_sending(tmp_path: Path) -> None:
+def test_load_of_a_csv_file(tmp_path: Path) -> None:
     file = tmp_path / "extra.csv"
     file.write_text(CSV)
     load = load_of_file(file)
@@ -183,7 +183,7 @@ def test_a_csv_file_that_somebody_thinks_of_sending(tmp_path: Path) -> None:
         pa.array([NINE_MS, NINE_MS], pa.timestamp("ms", "America/New_York")),
     ],
 )
-def test_a_parquet_file_in_any_unit_of_time(tmp_path: Path, column: pa.Array) -> None:
+def test_load_of_a_parquet_file_in_each_time_unit(tmp_path: Path, column: pa.Array) -> None:
     """Up to the next millisecond, as a write would have it."""
     pq.write_table(pa.table({"when": column}), tmp_path / "extra.parquet")
     load = load_of_file(tmp_path / "extra.parquet", column="when")
@@ -201,7 +201,9 @@ def test_a_parquet_file_in_any_unit_of_time(tmp_path: Path, column: pa.Array) ->
         ({"due_ms": [1, None], "row": [1, 2]}, "1 rows have no instant"),
     ],
 )
-def test_a_file_without_instants(tmp_path: Path, table: dict[str, list[object]], sentence: str) -> None:
+def test_file_without_due_times_is_refused(
+    tmp_path: Path, table: dict[str, list[object]], sentence: str
+) -> None:
     csv.write_csv(pa.table(table), tmp_path / "extra.csv")
     with pytest.raises(InvalidMessage, match=r"extra\.csv: .*" + sentence):
         load_of_file(tmp_path / "extra.csv")

@@ -1,4 +1,4 @@
-"""One row a scheduled message, and why it was late: the two engines and a plain program agree."""
+"""The view with one row per scheduled message and its lateness: both engines agree with a plain program."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def started(before_ms: int, at_ms: int) -> Event:
 
 
 def fold(events: list[Event], waiting: list[dict[str, Any]] = []) -> dict[int, dict[str, Any]]:  # noqa: B006
-    """What DuckDB makes of these events, by number."""
+    """Run the view in DuckDB on these events. Returns its rows by number."""
     with duckdb.connect() as db:
         db.register("events", pa.Table.from_pylist(events, EVENT_SCHEMA))
         db.register("waiting", pa.Table.from_pylist(waiting, WAITING))
-        found = db.sql(scheduled_sql("duckdb", events="events", waiting="waiting")).to_arrow_table()
-    assert tuple(found.column_names) == COLUMNS
-    return {row["seq"]: row for row in found.to_pylist()}
+        result = db.sql(scheduled_sql("duckdb", events="events", waiting="waiting")).to_arrow_table()
+    assert tuple(result.column_names) == COLUMNS
+    return {row["seq"]: row for row in result.to_pylist()}
 
 
 def why(row: dict[str, Any]) -> tuple[str | None, list[int | None]]:
@@ -93,7 +93,7 @@ def why(row: dict[str, Any]) -> tuple[str | None, list[int | None]]:
         ),
     ],
 )  # fmt: skip
-def test_what_made_it_late(events: list[Event], cause: str | None, stages: list[int | None]) -> None:
+def test_cause_of_lateness_is_named(events: list[Event], cause: str | None, stages: list[int | None]) -> None:
     assert why(fold(events)[1]) == (cause, stages)
 
 
@@ -103,7 +103,7 @@ def test_what_was_due_before_it_was_accepted_is_not_late() -> None:
     assert (row["past_ms"], row["lateness_ms"], row["cause"]) == (60, 0, None)
 
 
-def test_a_row_has_what_its_events_say() -> None:
+def test_row_combines_its_events() -> None:
     rows = fold(
         [
             accepted(10, 50, rows=3),
@@ -138,7 +138,7 @@ def lives_as_events(lives: list[tuple[int, int, int, bool]], stops: list[tuple[i
 
 @settings(max_examples=40, deadline=None)
 @given(lives, st.lists(st.tuples(instants, instants), max_size=3))
-def test_the_stages_add_up_and_none_is_negative(
+def test_stages_of_lateness_add_up_and_are_not_negative(
     lives: list[tuple[int, int, int, bool]], stops: list[tuple[int, int]]
 ) -> None:
     rows = fold(lives_as_events(lives, stops))
@@ -156,7 +156,7 @@ def test_the_stages_add_up_and_none_is_negative(
 
 
 @pytest.mark.spark
-def test_spark_says_the_same(spark: SparkSession) -> None:
+def test_spark_and_duckdb_agree(spark: SparkSession) -> None:
     stops = [(90, 190), (400, 420)]
     many = [((7 * i) % 500, (13 * i) % 600, (5 * i) % 90, i % 3 > 0) for i in range(200)]
     events = [*lives_as_events(many, stops), accepted(1_000, 300, rows=50), released(1_007, 250, 320)]
@@ -165,6 +165,6 @@ def test_spark_says_the_same(spark: SparkSession) -> None:
         spark.createDataFrame(pa.Table.from_pylist(rows, schema), spark_schema(schema))
         for rows, schema in ((events, EVENT_SCHEMA), (waiting, WAITING))
     )
-    found = {row.seq: row.asDict() for row in ledger.one_row_each(spark, *frames).collect()}
-    assert found == fold(events, waiting)
-    assert {row["cause"] for row in found.values()} == {None, "outage", "burst", "broker"}
+    result = {row.seq: row.asDict() for row in ledger.one_row_each(spark, *frames).collect()}
+    assert result == fold(events, waiting)
+    assert {row["cause"] for row in result.values()} == {None, "outage", "burst", "broker"}

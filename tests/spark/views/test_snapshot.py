@@ -1,4 +1,4 @@
-"""What waits: the contract that DuckDB and Spark both keep, on a real broker, wherever a scheduled message lies."""
+"""Tests of snapshots of pending messages on a real broker, with DuckDB and Spark, wherever a message is stored."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.source import scheduled_columns
-from timeball.spark.table_store import ALWAYS, Due, Store, TableFile, open_version, read_files, sibling
+from timeball.spark.table_store import ANY_DUE_TIME, Due, Store, TableFile, open_version, read_files, sibling
 from timeball.spark.views.duckdb_session import SqlSession
-from timeball.spark.views.snapshot import Snapshot, attach_mark, settled_status, status_of_version
+from timeball.spark.views.snapshot import (
+    Snapshot,
+    status_of_version,
+    status_with_all_attaches,
+    table_row_of_version,
+)
 from timeball.spark.views.view_sql import PENDING_COLUMNS
 from timeball.table.attachment import Attachment
 
@@ -38,25 +43,25 @@ Row = dict[str, Any]
 
 
 class Engine:
-    """What waits as of a snapshot, as one of the two engines has it."""
+    """Reads the pending messages of a snapshot with one of the two engines."""
 
     def __init__(self, rows: Callable[[str, Snapshot, Due], list[Row]]) -> None:
         self.rows_at = rows
 
-    def rows(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[Row]:
-        found = self.rows_at(broker.uri, shot or Snapshot.pin(broker), due)
-        assert len(found) == len({row["seq"] for row in found}), "a scheduled message is there once"
-        return sorted(found, key=lambda row: row["seq"])
+    def rows(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ANY_DUE_TIME) -> list[Row]:
+        result = self.rows_at(broker.uri, shot or Snapshot.pin(broker), due)
+        assert len(result) == len({row["seq"] for row in result}), "a scheduled message is there once"
+        return sorted(result, key=lambda row: row["seq"])
 
-    def seqs(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ALWAYS) -> list[int]:
+    def seqs(self, broker: Endpoint, shot: Snapshot | None = None, due: Due = ANY_DUE_TIME) -> list[int]:
         return [row["seq"] for row in self.rows(broker, shot, due)]
 
 
 def by_duckdb(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
     with SqlSession(endpoint, snapshot=shot, due=due) as session:
         columns = ", ".join([*PENDING_COLUMNS, "place"])
-        found: list[Row] = session.run(f"select {columns} from pending").rows.read_all().to_pylist()
-    return found
+        result: list[Row] = session.run(f"select {columns} from pending").rows.read_all().to_pylist()
+    return result
 
 
 @pytest.fixture(params=["duckdb", pytest.param("spark", marks=[pytest.mark.spark, pytest.mark.timeout(600)])])
@@ -68,8 +73,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     spark = request.getfixturevalue("spark")
 
     def by_spark(endpoint: str, shot: Snapshot, due: Due) -> list[Row]:
-        found = spark_views.waiting_at(spark, endpoint, shot, due=due).collect()
-        return [{**row.asDict(), "body": bytes(row.body)} for row in found]
+        result = spark_views.pending_in_snapshot(spark, endpoint, shot, due=due).collect()
+        return [{**row.asDict(), "body": bytes(row.body)} for row in result]
 
     return Engine(by_spark)
 
@@ -82,9 +87,7 @@ def send_level(node: RunningNode, level: int) -> int:
     return node.run(node.broker.send(pa.record_batch(row))).first_seq
 
 
-def test_everything_that_waits_is_there_once_wherever_it_lies(
-    engine: Engine, node: RunningNode, broker: Endpoint
-) -> None:
+def test_snapshot_has_each_pending_message_once(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
     assert engine.seqs(broker) == []
     send(node.endpoint, 10)  # 2..11, behind the topic
     node.run(node.broker.compact())
@@ -92,16 +95,16 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
     kept = send_level(node, 18)
     with Timeball(node.endpoint) as ball:
         sent = ball.send("mail", b"tail", after="1d", tag="blue")
-        gone = ball.send("orders", b"tail", after="1d")
-        assert [each.verdict for each in ball.cancel(ids=[gone.id])] == ["cancelled"]
+        deleted = ball.send("orders", b"tail", after="1d")
+        assert [each.verdict for each in ball.cancel(ids=[deleted.id])] == ["cancelled"]
         node.run(node.broker.cancel(seqs=[4]))
     rows = engine.rows(broker)
     assert [row["seq"] for row in rows] == [2, 3, 5, 6, 7, 8, 9, 10, 11, kept, sent.seq]
     assert Counter(row["place"] for row in rows) == {"tail": 1, "table": 9, "level": 1}
-    found = {row["seq"]: row for row in rows}
+    result = {row["seq"]: row for row in rows}
     # One of a level stands in the log under the topic and queue it waits in, not the ones it is for.
-    assert (found[kept]["topic"], found[kept]["queue_id"]) == ("orders", -1)
-    assert (found[sent.seq]["topic"], found[sent.seq]["tag"], found[sent.seq]["body"]) == (
+    assert (result[kept]["topic"], result[kept]["queue_id"]) == ("orders", -1)
+    assert (result[sent.seq]["topic"], result[sent.seq]["tag"], result[sent.seq]["body"]) == (
         "mail",
         "blue",
         b"tail",
@@ -111,16 +114,16 @@ def test_everything_that_waits_is_there_once_wherever_it_lies(
     assert engine.seqs(broker, Snapshot.pin(broker, upcoming=True)) == [row["seq"] for row in rows]
 
 
-def test_a_half_that_was_committed_with_a_delay_waits_under_its_own_number(
+def test_half_message_committed_with_a_delay_is_pending_under_its_number(
     engine: Engine, node: RunningNode, broker: Endpoint
 ) -> None:
     filed = [commit_half(node, delay_ms=HOUR_MS) for _ in range(2)]
     node.run(node.broker.compact())
     tail = commit_half(node, delay_ms=HOUR_MS)
-    level, moved, gone = (commit_half(node, delay_level=18) for _ in range(3))
+    level, moved, deleted = (commit_half(node, delay_level=18) for _ in range(3))
     for seq in (filed[1], moved):
         assert node.run(node.broker.reschedule(seqs=[seq], delay_ms=DAY_MS))[0].verdict == "rescheduled"
-    assert node.run(node.broker.cancel(seqs=[gone]))[0].verdict == "cancelled"
+    assert node.run(node.broker.cancel(seqs=[deleted]))[0].verdict == "cancelled"
     rows = engine.rows(broker)
     assert [(row["seq"], row["place"]) for row in rows] == [
         (filed[0], "table"), (filed[1], "tail"), (tail, "tail"), (level, "level"), (moved, "tail"),
@@ -130,7 +133,7 @@ def test_a_half_that_was_committed_with_a_delay_waits_under_its_own_number(
     assert engine.seqs(broker) == [row["seq"] for row in rows]
 
 
-def test_bounds_of_the_instant(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
+def test_due_bounds_select_pending_messages(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 100)
     node.run(node.broker.compact())
     send(node.endpoint, 20)
@@ -141,14 +144,12 @@ def test_bounds_of_the_instant(engine: Engine, node: RunningNode, broker: Endpoi
     assert engine.seqs(broker, due=(None, 0)) == []
 
 
-def test_a_scheduled_message_written_again_waits_once_also_when_its_rows_have_gone(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_rewritten_message_is_pending_once_after_its_rows_are_removed(engine: Engine, tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         with Timeball(node.endpoint) as ball:
             ball.send_many([{"topic": "t", "body": b"x", "delay_ms": DAY_MS} for _ in range(10)])
-        again = write_again(node, 2, 3, 4)
-        write_again(node, again[2])
+        repeated = write_again(node, 2, 3, 4)
+        write_again(node, repeated[2])
         assert engine.seqs(broker) == list(range(2, 12))
         fill_segment(node)
         write_again(node, 2, 4, 5, 6)
@@ -160,7 +161,7 @@ def test_a_scheduled_message_written_again_waits_once_also_when_its_rows_have_go
         assert min(row["accepted_ms"] for row in rows) > 0
 
 
-def test_an_older_version_is_what_waited_when_it_was_made(
+def test_older_version_has_the_messages_pending_at_its_time(
     engine: Engine, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 5)  # 2..6
@@ -184,18 +185,20 @@ def test_an_older_version_is_what_waited_when_it_was_made(
 
 
 def attach(broker: Endpoint, rows: int) -> int:
-    """A bulk attach, as Spark's writer makes it; the first number."""
+    """Make a bulk attach as Spark's writer does. Returns the first number."""
     status = broker.status()
     due = [status.now_ms + 30 * DAY_MS] * rows
     given = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
     first = broker.reserve(rows)
-    table = scheduled_columns.numbered(scheduled_columns.normalise(given, status.now_ms), first)
+    table = scheduled_columns.numbered(scheduled_columns.to_table_columns(given, status.now_ms), first)
     files = list(Store(status.table.uri).put_rows(table, status.now_ms))
     broker.attach(Attachment(job="bulk", job_id=f"job-{first}", epoch=0, files=files, ranges=[(first, rows)]))
     return first
 
 
-def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode, broker: Endpoint) -> None:
+def test_older_version_has_the_log_tail_of_its_time(
+    engine: Engine, node: RunningNode, broker: Endpoint
+) -> None:
     """A bulk attach makes a version while other scheduled messages are in the log only."""
     send(node.endpoint, 2)  # 2, 3
     first = attach(broker, 3)
@@ -209,9 +212,7 @@ def test_an_older_version_has_the_tail_of_then(engine: Engine, node: RunningNode
     assert len(engine.seqs(broker)) == 6
 
 
-def test_a_clock_that_stands_still_releases_nothing_and_a_late_scheduled_message_waits(
-    engine: Engine, tmp_path: Path
-) -> None:
+def test_overdue_message_stays_pending_while_the_clock_stands_still(engine: Engine, tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
         send(node.endpoint, 10, after_ms=HOUR_MS)
@@ -224,7 +225,7 @@ def test_a_clock_that_stands_still_releases_nothing_and_a_late_scheduled_message
         assert len(engine.seqs(broker, Snapshot.pin(broker, upcoming=True))) == 4
 
 
-def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
+def test_version_number_gives_the_same_snapshot_before_and_after_newer_versions(
     engine: Engine, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 5)
@@ -237,9 +238,7 @@ def test_a_named_version_means_the_same_as_long_as_it_is_the_newest_and_after(
     assert len(engine.seqs(broker)) == 7
 
 
-def test_while_scheduled_messages_move_none_is_hidden_or_there_twice(
-    node: RunningNode, broker: Endpoint
-) -> None:
+def test_snapshot_during_moves_hides_and_repeats_no_message(node: RunningNode, broker: Endpoint) -> None:
     stop, sent = threading.Event(), [0]
 
     def work() -> None:
@@ -259,14 +258,14 @@ def test_while_scheduled_messages_move_none_is_hidden_or_there_twice(
         stop.set()
         mover.join()
     # The control: the watermark of one moment and the table of another hide what was moved in between.
-    status = settled_status(broker)
+    status = status_with_all_attaches(broker)
     torn = msgspec.structs.replace(
         status, table=msgspec.structs.replace(status.table, version=status.table.version - 1)
     )
     assert len(DUCKDB.seqs(broker, Snapshot.of(torn, status.table.uri, 0))) == sent[0] - 100
 
 
-def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine, tmp_path: Path) -> None:
+def test_cancel_removed_by_retention_is_read_from_the_ledger(engine: Engine, tmp_path: Path) -> None:
     with running_node(tmp_path / "d", segment_bytes=MIB) as node, Endpoint(node.endpoint) as broker:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
@@ -293,23 +292,23 @@ def test_a_cancel_that_retention_let_go_is_known_from_the_ledger(engine: Engine,
 # ---- which version, and which files -------------------------------------------------------------------------
 
 
-def test_the_table_has_caught_up_with_the_log(node: RunningNode, broker: Endpoint) -> None:
+def test_status_with_all_attaches_waits_for_the_table(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 3)
     node.run(node.broker.compact())
     reserved = broker.reserve(5)  # no attach, so no version of the table is waited for
-    status = settled_status(broker)
+    status = status_with_all_attaches(broker)
     assert (status.table.version, status.watermark) == (1, 5)
     attached = [batch.num_rows for batch in broker.read_log(1, status.log.durable_seq, [Kind.TABLE])]
     assert sum(attached) == 2
-    assert attach_mark(status.table.uri, 1) == reserved - 2
-    assert attach_mark(status.table.uri, 0) == 0
+    assert table_row_of_version(status.table.uri, 1) == reserved - 2
+    assert table_row_of_version(status.table.uri, 0) == 0
 
 
-def test_a_status_of_then_ends_where_its_version_was_made(node: RunningNode, broker: Endpoint) -> None:
+def test_status_of_a_version_ends_at_its_table_row(node: RunningNode, broker: Endpoint) -> None:
     for _ in range(2):
         send(node.endpoint, 3)
         node.run(node.broker.compact())
-    now = settled_status(broker)
+    now = status_with_all_attaches(broker)
     then, is_whole = status_of_version(broker, now, now.table.uri, 1)
     assert is_whole and (then.table.version, then.watermark, then.log.durable_seq) == (1, 5, 6)
     empty, _ = status_of_version(broker, now, now.table.uri, 0)
@@ -326,7 +325,7 @@ def test_statistics_rule_files_out() -> None:
     assert TableFile("p", 1, 1, None, None).may_hold((1, 2))
 
 
-def test_a_table_out_of_reach_is_another_matter_than_a_version_or_a_file_that_is_not(
+def test_unreachable_table_missing_version_and_deleted_file_raise_different_errors(
     node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     send(node.endpoint, 3)
@@ -347,6 +346,6 @@ def test_a_table_out_of_reach_is_another_matter_than_a_version_or_a_file_that_is
 
 
 @pytest.mark.parametrize("module", ["duckdb_session", "forecast"])
-def test_no_spark_is_needed(module: str) -> None:
+def test_snapshot_does_not_import_spark(module: str) -> None:
     code = f"import sys, timeball.spark.views.{module}; assert 'pyspark' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.views.spark_views: Spark and DuckDB give the same answers to the same questions."""
+"""Tests of timeball.spark.views.spark_views: Spark and DuckDB give the same answers to the same queries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import Due, sibling
 from timeball.spark.views import due_histogram, spark_views
 from timeball.spark.views.duckdb_session import SqlSession, view_columns
-from timeball.spark.views.due_histogram import Load, Unit, unlike
+from timeball.spark.views.due_histogram import Load, Unit, share_of_difference
 from timeball.spark.views.snapshot import Snapshot
 
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(600)]
@@ -53,7 +53,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    """Messages in every place and of every fate: compacted, bulk, tail, level, released, cancelled, written again."""
+    """Messages in all places and states: compacted, bulk, tail, level, released, cancelled, written again."""
     data = tmp_path_factory.mktemp("views") / "data"
     with running_node(data, compact_self=False, segment_bytes=MIB) as node:
         send(node.endpoint, 10)  # 2..11
@@ -76,15 +76,15 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
 
 def by_duckdb(node: RunningNode, questions: list[str]) -> list[list[tuple[Any, ...]]]:
     with SqlSession(node.endpoint) as session:
-        found = [session.run(text).rows.read_all() for text in questions]
+        result = [session.run(text).rows.read_all() for text in questions]
     return [
         list(zip(*[column.to_pylist() for column in rows.columns], strict=True)) if rows.num_rows else []
-        for rows in found
+        for rows in result
     ]
 
 
 def same(value: Any) -> Any:
-    """What the two engines write in different types."""
+    """Convert values that the two engines return in different types."""
     if isinstance(value, bytearray):
         return bytes(value)
     if isinstance(value, Decimal):
@@ -97,13 +97,13 @@ def test_the_same_questions_have_the_same_answers(spark: SparkSession, story: Ru
     with SqlSession(story.endpoint) as session:
         assert msgspec.structs.replace(shown, now_ms=0) == msgspec.structs.replace(session.version, now_ms=0)
     for text, expected in zip(QUESTIONS, by_duckdb(story, QUESTIONS), strict=True):
-        found = [tuple(same(value) for value in row) for row in spark.sql(text).collect()]
-        assert found == [tuple(same(value) for value in row) for row in expected], text
-        assert found, f"a question without an answer says nothing: {text}"
+        result = [tuple(same(value) for value in row) for row in spark.sql(text).collect()]
+        assert result == [tuple(same(value) for value in row) for row in expected], text
+        assert result, f"a question without an answer says nothing: {text}"
     spark.catalog.clearCache()
 
 
-def test_an_older_version_under_names_of_its_own(spark: SparkSession, story: RunningNode) -> None:
+def test_older_version_is_registered_under_a_prefix(spark: SparkSession, story: RunningNode) -> None:
     spark_views.register(spark, story.endpoint)
     then = spark_views.register(spark, story.endpoint, version=1, prefix="then_")
     assert then.table == 1
@@ -124,7 +124,7 @@ def answers(spark: SparkSession, questions: list[str]) -> list[list[tuple[Any, .
 
 
 @pytest.mark.slow
-def test_with_a_ledger_that_is_behind_nothing_is_missing_or_twice_and_an_archive_is_one_more_view(
+def test_views_with_lagging_ledger_have_each_row_once_and_the_archive(
     spark: SparkSession, story: RunningNode
 ) -> None:
     happened = [text for text in QUESTIONS if "from ledger" in text or "select * from scheduled" in text]
@@ -158,7 +158,7 @@ def cells(load: Load) -> Counter[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("by_topic", [False, True])
-def test_spark_counts_what_duckdb_counts(
+def test_spark_and_duckdb_count_the_same_load(
     spark: SparkSession, node: RunningNode, broker: Endpoint, by_topic: bool
 ) -> None:
     """In the table, in the tail, cancelled in either, written again, and within bounds."""
@@ -183,7 +183,7 @@ def test_spark_counts_what_duckdb_counts(
     # The control: with one more gone, the two differ.
     node.run(node.broker.cancel(seqs=[100]))
     after = spark_views.due_load(spark, node.endpoint, Snapshot.pin(broker, upcoming=True))
-    assert unlike(whole, after, Unit.SECOND) > 0
+    assert share_of_difference(whole, after, Unit.SECOND) > 0
 
 
 @pytest.mark.smoke
@@ -192,8 +192,8 @@ def test_too_many_seconds_are_counted_by_the_minute(
 ) -> None:
     monkeypatch.setattr(due_histogram, "CELLS_MAX", 20)
     load = spark_views.count_on_spark(spark.range(600).selectExpr("id * 1000 + 5 as due_ms"))
-    found = load.width_s, load.second.tolist(), load.rows.tolist()
-    assert found == (60, list(range(0, 600, 60)), [60] * 10)
+    result = load.width_s, load.second.tolist(), load.rows.tolist()
+    assert result == (60, list(range(0, 600, 60)), [60] * 10)
     rows = spark.range(15).selectExpr("id * 1000 as due_ms", "'t' as topic")
     fine = spark_views.count_on_spark(rows, by_topic=True)
     assert (fine.width_s, fine.topics, fine.total) == (1, ("t",), 15)

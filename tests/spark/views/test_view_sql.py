@@ -1,4 +1,4 @@
-"""The texts of the views without a broker: which views a query names, which relations they need."""
+"""Tests of the SQL texts of the views without a broker: views that a query names, relations that they need."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from timeball.spark.views import view_sql
     ],
 )
 def test_views_that_a_query_names(text: str, views: list[str]) -> None:
-    assert view_sql.named(text) == views
+    assert view_sql.views_in_query(text) == views
 
 
-def test_bases_are_each_needed_once() -> None:
-    assert view_sql.needed_bases(["pending", "scheduled"]) == ["waiting_rows", "ledger_events"]
-    assert view_sql.needed_bases([]) == []
+def test_base_relations_are_listed_once() -> None:
+    assert view_sql.base_relations_of(["pending", "scheduled"]) == ["waiting_rows", "ledger_events"]
+    assert view_sql.base_relations_of([]) == []
 
 
-def test_milliseconds_have_a_twin_unless_there_is_a_column_of_that_name() -> None:
-    found = view_sql.definitions(
+def test_millisecond_columns_get_a_timestamp_unless_the_name_is_used() -> None:
+    result = view_sql.definitions(
         "spark", {"table_rows": ["seq", "due_ms", "born_ms", "born", "late_outage_ms"]}
     )
-    assert found == {"pending_table": "select *, timestamp_millis(due_ms) as due from table_rows"}
+    assert result == {"pending_table": "select *, timestamp_millis(due_ms) as due from table_rows"}
 
 
 def test_scheduled_messages_need_both_of_their_bases() -> None:

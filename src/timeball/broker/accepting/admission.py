@@ -1,9 +1,9 @@
 """Admission: validate a batch from outside, complete its rows, and classify each row as immediate or scheduled.
 
-A refusal raises an error that names the field and the first bad row. Refused are all values that a stock RocketMQ
-broker refuses, and due times that are negative, not a number or too far away. A message with such a due time is never
-delivered immediately instead (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py
-decides which topics the caller may use.
+A refusal raises an error that names the field and the first bad row. The admission refuses all values that a stock
+RocketMQ broker refuses, and due times that are negative, not a number or too far away. It never delivers a message
+with a bad due time at once (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py decides
+which topics the caller may use.
 
 A due time in the past is allowed, and the message is due at once: the caller's clock may be slow, and a replay is
 legitimate.
@@ -38,34 +38,36 @@ from timeball.schedule.delay_levels.levels import LevelTable, disguised_properti
 
 
 def as_columns(sends: Sends) -> pa.RecordBatch:
-    """Convert sends to columns. Raises the errors of `batch_of`."""
+    """Convert sends to a batch of SEND_COLUMNS. Raises the errors of `batch_of`."""
     batch = as_batch(sends)
     return batch_of(batch) if isinstance(batch, list) else batch
 
 
 def batch_of(rows: Sequence[SendRow]) -> pa.RecordBatch:
-    """Convert one or more rows to columns, and omit columns that are all null.
+    """Convert at least one row to a batch of SEND_COLUMNS, without the columns that are all null.
 
     Raises pa.ArrowInvalid for values out of range.
     """
-    filled = {}
+    columns = {}
     for name, values in zip(SEND_NAMES, zip(*rows, strict=True), strict=True):
-        kind, first = SEND_COLUMNS[name], values[0]
-        # Two thirds of the columns usually hold one value. Counting is several times cheaper than converting.
+        column_type, first = SEND_COLUMNS[name], values[0]
+        # In two thirds of the columns all rows usually have the same value. Counting equal values is several times
+        # cheaper than converting them.
         if values.count(first) < len(values) or (len(values) == 1 and first is not None):
-            filled[name] = pa.array(values, kind)
+            columns[name] = pa.array(values, column_type)
         elif first is not None:
-            filled[name] = repeated(first, kind, len(values))
-    return pa.RecordBatch.from_arrays(list(filled.values()), names=list(filled))
+            columns[name] = repeated(first, column_type, len(values))
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
 
 def admit(
     batch: pa.RecordBatch, *, now_ms: int, delay_ms_max: int, host: str, table: LevelTable
 ) -> tuple[pa.RecordBatch, Int64Array | None]:
-    """Build LOG_SCHEMA rows from a batch of SEND_COLUMNS, and list the delay level of each row (0: none).
+    """Check a batch of SEND_COLUMNS and build its LOG_SCHEMA rows. Also list the delay level of each row (0: none).
 
-    The second result is None if no row has a delay level. MESSAGE rows are visible at once, SCHEDULED rows are due
-    later. Rows with a delay level still have their own topic and queue (see `into_level_queues`).
+    MESSAGE rows are visible at once, SCHEDULED rows are due later. Rows with a delay level still have their own topic
+    and queue: call `into_level_queues` next. The list of levels is None if no row has a delay level.
+    Raises InvalidMessage, InvalidDelay and OverLimit.
     """
     # Check counts and sizes first: all later checks have a cost per row.
     count = batch.num_rows
@@ -73,42 +75,42 @@ def admit(
         raise OverLimit(f"{count} rows in one request; between 1 and {limits.ROWS_PER_REQUEST_MAX}: split it")
     if batch.get_total_buffer_size() > limits.REQUEST_BYTES_MAX:
         _check_size(batch.nbytes)  # the buffers may belong to a larger batch of which this is a slice
-    columns, cast = _columns(batch)
-    if cast:
+    columns, was_cast = _cast_columns(batch)
+    if was_cast:
         # Check the size again after the casts: a dictionary with one body and a thousand references to it is now
         # expanded. The log would also refuse the frame, but only after its rows had received queue offsets.
         _check_size(sum(column.nbytes for column in columns.values()))
     # After the casts and the size check: the rules assume the types and read every byte of the texts.
-    due = _due(columns, count, now_ms, delay_ms_max)
+    due = _due_times(columns, count, now_ms, delay_ms_max)
     delay = columns.get("delay_ms")
     rules.check_columns(columns)
     # After the due times: a row with both a due time and a delay level is an error.
-    level = _levels(columns, due, table)
+    level = _delay_levels(columns, due, table)
     kind: npt.NDArray[np.int8] | int = int(Kind.MESSAGE)
     if level is not None or due.null_count < count:
         kind = np.where(np.asarray(due.is_valid()), np.int8(Kind.SCHEDULED), np.int8(Kind.MESSAGE))
         if level is not None:
             # Also for levels of 0 ms: these messages pass through their level's queue like all others.
             kind[level > 0] = Kind.SCHEDULED
-            at = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
-            due = pc.coalesce(due, pa.array(at, mask=level == 0))
+            level_due_ms = np.where(level > 0, table.delay_ms(np.maximum(level, 1)) + now_ms, 0)
+            due = pc.coalesce(due, pa.array(level_due_ms, mask=level == 0))
     rows = build_rows(
         count,
         kind=kind,
         topic=columns["topic"],
-        queue_id=_filled(columns, "queue_id", -1),
+        queue_id=_column_or_default(columns, "queue_id", -1),
         tag=columns.get("tag"),
         keys=columns.get("keys"),
         unique_key=columns.get("unique_key"),
         body=columns["body"],
         properties=columns.get("properties"),
-        born_ms=_filled(columns, "born_ms", now_ms),
-        born_host=_filled(columns, "born_host", host),
+        born_ms=_column_or_default(columns, "born_ms", now_ms),
+        born_host=_column_or_default(columns, "born_host", host),
         store_ms=now_ms,
         store_host=host,
-        flag=_filled(columns, "flag", 0),
-        sys_flag=_filled(columns, "sys_flag", 0),
-        reconsume_times=_filled(columns, "reconsume_times", 0),
+        flag=_column_or_default(columns, "flag", 0),
+        sys_flag=_column_or_default(columns, "sys_flag", 0),
+        reconsume_times=_column_or_default(columns, "reconsume_times", 0),
         due_ms=due,
         # Marks the row as due after a duration (durations.py).
         accepted_ms=None
@@ -120,44 +122,45 @@ def admit(
 
 def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch:
     """Move admitted rows with a delay level to the schedule topic, into the queue of their level."""
-    waits = level > 0
+    has_level = level > 0
     topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
-    mask = pa.array(waits)
+    level_mask = pa.array(has_level)
     # This may refuse properties that become too long, so it runs before any offset is assigned.
     disguised = disguised_properties(
-        properties.filter(mask), level[waits], topic.filter(mask), queue_id.filter(mask)
+        properties.filter(level_mask), level[has_level], topic.filter(level_mask), queue_id.filter(level_mask)
     )
     changed = {
-        "topic": pc.if_else(mask, SCHEDULE_TOPIC, topic),
-        "queue_id": pa.array(np.where(waits, level - 1, queue_id.to_numpy()).astype(np.int32)),
-        "queue_offset": pa.array(
-            np.zeros(len(level), np.int64), mask=~waits
-        ),  # the offset is set when the row is appended
-        "properties": pc.replace_with_mask(properties, mask, disguised),
+        "topic": pc.if_else(level_mask, SCHEDULE_TOPIC, topic),
+        "queue_id": pa.array(np.where(has_level, level - 1, queue_id.to_numpy()).astype(np.int32)),
+        # The offset is set when the row is appended. Until then, 0 marks the row as one of a delay level.
+        "queue_offset": pa.array(np.zeros(len(level), np.int64), mask=~has_level),
+        "properties": pc.replace_with_mask(properties, level_mask, disguised),
     }
     columns = [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)
 
 
-def kept_by(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
-    """Change the scheduled messages among admitted rows to the form that the backlog stores.
+def encode_for_backlog(backlog: Backlog, rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
+    """Let the backlog add its own properties to the scheduled messages among admitted rows.
 
-    Raises OverLimit if the backlog is full.
+    Only for backlogs other than the hour log, which stores rows unchanged. Raises OverLimit if the backlog is full.
     """
-    mine = rows.column("kind").to_numpy() == Kind.SCHEDULED
+    is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
     # Rows of delay levels are stored by `DelayLevels` instead.
-    mine &= np.asarray(rows.column("queue_offset").is_null())
-    if not mine.any():
+    is_scheduled &= np.asarray(rows.column("queue_offset").is_null())
+    if not is_scheduled.any():
         return rows
-    scheduled_rows = rows if mine.all() else rows.filter(pa.array(mine))
+    scheduled_rows = rows if is_scheduled.all() else rows.filter(pa.array(is_scheduled))
     # This is the last check that may refuse. From here on nothing may fail until the rows are appended.
     backlog.check_capacity(int64(scheduled_rows.column("due_ms")))
-    dressed = backlog.encode_waiting(scheduled_rows, now_ms)
-    if dressed is scheduled_rows or mine.all():
-        return rows if dressed is scheduled_rows else dressed
-    properties = pc.replace_with_mask(rows.column("properties"), pa.array(mine), dressed.column("properties"))
-    at = LOG_SCHEMA.get_field_index("properties")
-    return rows.set_column(at, LOG_SCHEMA.field(at), properties)
+    encoded = backlog.encode_for_log(scheduled_rows, now_ms)
+    if encoded is scheduled_rows or is_scheduled.all():
+        return rows if encoded is scheduled_rows else encoded
+    properties = pc.replace_with_mask(
+        rows.column("properties"), pa.array(is_scheduled), encoded.column("properties")
+    )
+    properties_index = LOG_SCHEMA.get_field_index("properties")
+    return rows.set_column(properties_index, LOG_SCHEMA.field(properties_index), properties)
 
 
 def _check_size(size_bytes: int) -> None:
@@ -165,65 +168,68 @@ def _check_size(size_bytes: int) -> None:
         raise OverLimit(f"{size_bytes} bytes in one request; at most {limits.REQUEST_BYTES_MAX}: split it")
 
 
-def _columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
-    """Map column names to columns in the stored types, without all-null columns.
+def _cast_columns(batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], bool]:
+    """Cast the columns of a batch to their stored types. Columns that are all null are left out.
 
-    The second result is True after any cast.
+    Returns the columns by name, and whether any column was cast. Raises InvalidMessage.
     """
-    found, was_cast = {}, False
+    columns, was_cast = {}, False
     for name in batch.schema.names:
-        kept = SEND_COLUMNS.get(name)
-        if kept is None:
+        stored_type = SEND_COLUMNS.get(name)
+        if stored_type is None:
             raise InvalidMessage(f"column {name!r} is not one of {', '.join(SEND_COLUMNS)}")
         column = batch.column(name)
-        if column.type != kept:
-            column, was_cast = _cast(name, column, kept), True
+        if column.type != stored_type:
+            column, was_cast = _cast(name, column, stored_type), True
         if column.null_count < len(column) or name in ("topic", "body"):
-            found[name] = column
+            columns[name] = column
     for name in ("topic", "body"):
-        if name not in found:
+        if name not in columns:
             raise InvalidMessage(f"column {name!r} is missing")
-        if found[name].null_count:
-            raise InvalidMessage(f"column {name!r} has no value in row {_first(found[name].is_null())}")
-    return found, was_cast
+        if columns[name].null_count:
+            raise InvalidMessage(
+                f"column {name!r} has no value in row {_first_true(columns[name].is_null())}"
+            )
+    return columns, was_cast
 
 
-def _cast(name: str, column: pa.Array, kept: pa.DataType) -> pa.Array:
+def _cast(name: str, column: pa.Array, stored_type: pa.DataType) -> pa.Array:
     if pa.types.is_temporal(column.type):
         # A cast could read seconds as milliseconds, and deliver at once a message that is due next year.
-        raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {kept}")
+        raise InvalidMessage(f"column {name!r} has type {column.type}: give milliseconds as {stored_type}")
     try:
-        return column.cast(kept)
+        return column.cast(stored_type)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidMessage(
-            f"column {name!r} has type {column.type}, which is no {kept}: {error}"
+            f"column {name!r} has type {column.type}, which is no {stored_type}: {error}"
         ) from error
 
 
-def _due(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
-    """Compute the due time of each row (ms since 1970). Null for rows that are visible at once.
+def _due_times(columns: dict[str, pa.Array], count: int, now_ms: int, delay_ms_max: int) -> pa.Array:
+    """Compute the due time of each row (ms since 1970). It is null for rows that are visible at once.
 
-    Relative delays become absolute here, once, on the broker's clock.
+    This is the only place where a relative delay becomes an absolute time, by the broker's clock.
+    Raises InvalidDelay.
     """
     due, delay = columns.get("due_ms"), columns.get("delay_ms")
     if due is not None and delay is not None:
-        both = pc.and_(due.is_valid(), delay.is_valid())
-        if pc.any(both).as_py():
-            raise InvalidDelay(f"row {_first(both)} has both due_ms and delay_ms; give one")
+        has_both = pc.and_(due.is_valid(), delay.is_valid())
+        if pc.any(has_both).as_py():
+            raise InvalidDelay(f"row {_first_true(has_both)} has both due_ms and delay_ms; give one")
     if delay is not None:
         values = delay.fill_null(0).to_numpy()
         # Check before adding: the sum of two int64 values may overflow into the past.
-        rules.check_instants("delay_ms", values, 0, delay_ms_max)
+        rules.check_time_range("delay_ms", values, 0, delay_ms_max)
         absolute = pa.array(values + now_ms, mask=np.asarray(delay.is_null()))
         due = absolute if due is None else pc.coalesce(due, absolute)
     if due is None:
         return pa.nulls(count, pa.int64())
-    rules.check_instants("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
+    rules.check_time_range("due_ms", due.fill_null(now_ms).to_numpy(), 0, now_ms + delay_ms_max)
     return due
 
 
-def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> Int64Array | None:
-    """Read the delay level of each row, 0 for none. The result is None if no row has one."""
+def _delay_levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> Int64Array | None:
+    """Read the delay level of each row, 0 for none. None if no row has a level. Raises InvalidDelay."""
     if "delay_level" not in columns:
         return None
     level = columns["delay_level"].fill_null(0).to_numpy().astype(np.int64)
@@ -231,13 +237,14 @@ def _levels(columns: dict[str, pa.Array], due: pa.Array, table: LevelTable) -> I
         return None
     if (level < 0).any():
         raise InvalidDelay(f"delay_level {level.min()} of row {int(np.argmin(level))} is negative")
-    both = (level > 0) & np.asarray(due.is_valid())
-    if both.any():
-        raise InvalidDelay(f"row {int(np.argmax(both))} has both a delay_level and an instant; give one")
+    has_both = (level > 0) & np.asarray(due.is_valid())
+    if has_both.any():
+        raise InvalidDelay(f"row {int(np.argmax(has_both))} has both a delay_level and a due time; give one")
     return table.clamp(level)
 
 
-def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
+def _column_or_default(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.Array | int | str:
+    """Find a column, with `default` for its nulls. A missing column gives the default itself."""
     column = columns.get(name)
     if column is None:
         return default
@@ -245,5 +252,6 @@ def _filled(columns: dict[str, pa.Array], name: str, default: int | str) -> pa.A
     return column.fill_null(default) if column.null_count else column
 
 
-def _first(mask: pa.Array) -> int:
+def _first_true(mask: pa.Array) -> int:
+    """Find the index of the first true value."""
     return int(pc.index(mask, True).as_py())

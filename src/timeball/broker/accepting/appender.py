@@ -1,9 +1,10 @@
-"""Append batches to the log: admission and policy, queue offsets, and updates of the caches when rows are durable.
+"""Append batches to the log: check them, assign queue offsets, and update the caches when the rows are durable.
 
-A batch that passed all checks takes two steps, because the caller may have to make a decision between them. `prepare`
-makes all refusals: a topic that may not be created, or a full backlog. `append` assigns the offsets and writes the
-rows. It refuses only a frame that is too large or a log that has stopped. The caller calls it without an await after
-the decision, so a scheduled message is never settled (released or cancelled) for a row that is not written.
+After the checks an append has two steps, because some callers decide something between them: for example, whether a
+scheduled message is still pending. `prepare` runs every check that may refuse the rows (a topic that may not be
+created, a full backlog). `append` assigns the offsets and writes the rows. It fails only for a frame that is too large
+or a log that has stopped. The caller makes its decision and calls `append` without an await in between. So a scheduled
+message is never settled (released or cancelled) for a row that is not written.
 
 A batch may hold rows of several kinds. Then all of them are in the log or none is. An example is a CANCEL row with the
 row that replaces the cancelled message.
@@ -27,7 +28,7 @@ from timeball.broker.accepting.small_batch import SendRuns, Sends
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.meta import Change
-from timeball.broker.registry.queue_offsets import FewPlaces
+from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import TIMER_TOPIC, Rates
 from timeball.broker.registry.topics import Placement, Topics
 from timeball.io.clock import SchedulerClock
@@ -61,7 +62,7 @@ from timeball.model.message import (
 )
 from timeball.schedule.scheduler import Scheduling
 
-# Looked up once, because every append replaces these two columns.
+# Column positions, looked up once because every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
 _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
     LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties", "store_ms")
@@ -69,12 +70,12 @@ _KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
 BoolArray = npt.NDArray[np.bool_]
 _TOPIC_OF = itemgetter(SEND_NAMES.index("topic"))
 _VISIBLE = [int(Kind.MESSAGE), int(Kind.RELEASE)]
-# Arguments: the number of the send's first row, and its store time in ms. Result: other changes in the same frame.
+# Builds additional META rows for the frame of a send, from the number of its first row and its store time in ms.
 MakeChange = Callable[[int, int], Change]
 
 
 class Appended(NamedTuple):
-    """Rows in their stored form (LOG_SCHEMA).
+    """The rows that an append has written (LOG_SCHEMA), with their queue offsets.
 
     `first_seq` is the number of the first row. `durable` is done when all of them are durable.
     """
@@ -85,7 +86,7 @@ class Appended(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The result of a repeated send: `outcome` as in answers.SendAck, and the current states of its messages."""
+    """The result of a repeated send: its outcome (as in answers.SendAck), and the current states of its messages."""
 
     outcome: str
     states: list[SentState]
@@ -94,8 +95,8 @@ class Sent(NamedTuple):
 class Accepted(msgspec.Struct, frozen=True):
     """A batch that is in the log. Its rows have the numbers first_seq, first_seq + 1, and so on.
 
-    Visible rows have their queue and offset. `sent` is set if an earlier send had already written the batch. Then
-    `written` is empty.
+    Visible rows have their queue and offset. For a repeated send, `sent` is set and `written` is empty, because the
+    first send has written the rows.
     """
 
     first_seq: int
@@ -110,18 +111,18 @@ class Accepted(msgspec.Struct, frozen=True):
         return as_batch(self.written)
 
     def places(self) -> tuple[list[int], list[int | None]]:
-        """List the queue and the offset of each row. Messages that wait for a due time have no offset yet."""
+        """List the queue and the queue offset of each row. The offset of a scheduled message is None."""
         if isinstance(self.written, EncodedRows):
             return self.written.queue_ids, self.written.queue_offsets
         columns = self.written.columns
         offsets = columns[_QUEUE_OFFSET]
         # `to_numpy` takes a third of the time, but does not represent nulls.
-        given = offsets.to_pylist() if offsets.null_count else offsets.to_numpy().tolist()
-        return columns[_QUEUE_ID].to_numpy().tolist(), given
+        queue_offsets = offsets.to_pylist() if offsets.null_count else offsets.to_numpy().tolist()
+        return columns[_QUEUE_ID].to_numpy().tolist(), queue_offsets
 
 
 class TailCount:
-    """The approximate number of scheduled messages in the log since the watermark. Decides when to compact."""
+    """Counts the scheduled messages in the log since the watermark, approximately, to decide when to compact."""
 
     STEP = 4_096  # upper bound of the error of `rows`
 
@@ -136,7 +137,7 @@ class TailCount:
         return self._total - self._marks[0][1]
 
     def add(self, next_seq: int, rows: int) -> None:
-        """Count `rows` more scheduled messages. The last one is before `next_seq`."""
+        """Count `rows` more scheduled messages, all before `next_seq`."""
         self._total += rows
         self._end = next_seq
         # One mark per STEP messages. After a move of the watermark the count is wrong by less than that.
@@ -144,13 +145,13 @@ class TailCount:
             self._marks.append((next_seq, self._total))
 
     def drop_below(self, watermark: int) -> None:
-        """Restart the count from a new watermark."""
+        """Count only the scheduled messages since a new watermark."""
         if watermark >= self._end:
             self._marks = [(watermark, self._total)]
         else:
             # the last mark at or before the watermark
-            at = bisect_right(self._marks, (watermark, 1 << 62)) - 1
-            self._marks = self._marks[max(0, at) :]
+            last_mark = bisect_right(self._marks, (watermark, 1 << 62)) - 1
+            self._marks = self._marks[max(0, last_mark) :]
 
 
 class Appender:
@@ -172,7 +173,7 @@ class Appender:
         scheduling: Scheduling,
         rates: Rates,
     ) -> None:
-        # True for the hour log. It stores scheduled messages as they are, so they may take the fast paths.
+        # True for the hour log. It stores scheduled messages unchanged, so they may take the fast paths.
         self._compacts, self._host = scheduling.compacts, settings.host
         self._build = builder_of(settings.codec)
         self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
@@ -181,7 +182,10 @@ class Appender:
         self._rates = rates
 
     def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
-        """Accept a batch as a whole or not at all. The order of calls is the order in the log."""
+        """Accept a batch as a whole or not at all. The future is done when its rows are durable.
+
+        The order of the calls is the order in the log. Raises the errors of admission and policy.
+        """
         if isinstance(sends, list | pa.RecordBatch):
             batch: SendBatch = sends
         else:
@@ -189,84 +193,101 @@ class Appender:
             if accepted is not None:
                 return accepted
             batch = sends.batch()
-        accepted = self._send_few(batch, caller)
+        accepted = self._send_small_batch(batch, caller)
         if accepted is not None:
             return accepted
         rows, level, now_ms = self.admit(batch)
         self._policy.admit(codes_of(rows.column("topic"))[1], caller)
-        return self._accept(rows, level, now_ms)
+        return self._prepare_and_append(rows, level, now_ms)
 
     def _send_runs(self, runs: SendRuns, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """`send` for sends that their edge can encode.
+        """Append sends that their edge can encode itself.
 
-        The result is None if the batch must take another path, as rows or columns. Those paths also raise the refusals.
+        None if they must take one of the other paths (rows or columns), which also raise the errors.
         """
         # The edge has checked texts and bodies. Topics, the writer's capacity and due times are still to be checked.
         topics = self._policy.destinations(runs.topics, caller)
         if topics is None:  # a first message creates its topic on the path for columns
             return None
         now_ms = self._clock.now_ms()
-        self._writer.check_room()
-        # Backlogs other than the hour log may refuse or change scheduled messages. These then take the path for
-        # columns.
+        self._writer.check_admission()
+        # Backlogs other than the hour log may refuse or change scheduled messages, which then take the path for
+        # columns. With a `last_ms` of -1, `log_rows` refuses every scheduled message.
         last_ms = now_ms + self._settings.delay_ms_max if self._compacts else -1
         sends = runs.log_rows(topics, now_ms, last_ms, self._host)
-        return None if sends is None else self._append_few(sends, now_ms)
+        return None if sends is None else self._append_small_batch(sends, now_ms)
 
-    def _send_few(self, batch: SendBatch, caller: Caller) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """`send` for a few plain rows.
+    def _send_small_batch(
+        self, batch: SendBatch, caller: Caller
+    ) -> tuple[Accepted, asyncio.Future[int]] | None:
+        """Append a small batch of plain rows (small_batch.py).
 
-        The result is None if the batch must take the path for columns, which also raises the refusals.
+        None if the batch must take the path for columns, which also raises the errors.
         """
-        few = small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
+        small_rows = small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
         now_ms = self._clock.now_ms()
-        delay_ms_max, may_wait = self._settings.delay_ms_max, self._compacts
-        if few is None or not small_batch.are_plain(few, now_ms, delay_ms_max, may_wait=may_wait):
+        delay_ms_max, may_schedule = self._settings.delay_ms_max, self._compacts
+        if small_rows is None or not small_batch.are_plain(
+            small_rows, now_ms, delay_ms_max, may_schedule=may_schedule
+        ):
             return None
-        self._writer.check_room()
-        topics = self._policy.destinations(set(map(_TOPIC_OF, few)), caller)
+        self._writer.check_admission()
+        topics = self._policy.destinations(set(map(_TOPIC_OF, small_rows)), caller)
         if topics is None:  # as in `_send_runs`
             return None
-        return self._append_few(small_batch.log_rows(few, topics, now_ms, self._host, self._build), now_ms)
+        return self._append_small_batch(
+            small_batch.log_rows(small_rows, topics, now_ms, self._host, self._build), now_ms
+        )
 
-    def _append_few(self, sends: small_batch.SmallBatch, now_ms: int) -> tuple[Accepted, asyncio.Future[int]]:
-        """Append rows with chosen queue offsets. The commit begins at once."""
-        rows, places, scheduled, scheduled_bytes = sends
+    def _append_small_batch(
+        self, sends: small_batch.SmallBatch, now_ms: int
+    ) -> tuple[Accepted, asyncio.Future[int]]:
+        """Append a small batch whose queue offsets are chosen. The commit begins at once."""
+        rows, queue_offsets, scheduled, scheduled_bytes = sends
         # No await between this line and the append: no other append may come between them.
         first_seq = self._writer.next_seq
 
         def on_durable() -> None:
-            if places is not None:
-                places.index(first_seq)
-                self._visible(places)
+            if queue_offsets is not None:
+                queue_offsets.index(first_seq)
+                self._announce(queue_offsets)
             if scheduled:
-                waiting = numbered(rows, [first_seq + at for at in scheduled], scheduled)
-                # Searching the bytes of all rows costs less than decoding one row. Hardly any message has a timer.
+                pending_rows = numbered(rows, [first_seq + at for at in scheduled], scheduled)
+                # Hardly any message has a RocketMQ timer, and searching the encoded bytes costs less than decoding one
+                # row.
                 message = rows.message if isinstance(rows.message, bytes) else rows.message.to_pybytes()
-                lasting = durations.is_duration_small(waiting) if durations.TIMER_PREFIX in message else None
-                self._wait(
-                    waiting, pairs_of(waiting), now_ms, scheduled_bytes, first_seq + rows.num_rows, lasting
+                duration_mask = (
+                    durations.is_duration_small(pending_rows) if durations.TIMER_PREFIX in message else None
+                )
+                self._add_pending(
+                    pending_rows,
+                    pairs_of(pending_rows),
+                    now_ms,
+                    scheduled_bytes,
+                    first_seq + rows.num_rows,
+                    duration_mask,
                 )
 
         _, durable = self._writer.append(rows, on_durable=on_durable)
-        # After the append, because it may refuse. Without an await, so that no other row gets these offsets.
-        if places is not None:
-            places.give_out()
+        # After the append, which may fail. Without an await, so that no other row gets these offsets.
+        if queue_offsets is not None:
+            queue_offsets.reserve_offsets()
         self._writer.commit()  # waiting for the end of the loop's turn costs as much as placing ten rows
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def send_again(self, batch: pa.RecordBatch) -> asyncio.Future[int]:
-        """Append copies of accepted messages that return to a consumer group. No client has chosen their topics."""
+        """Append copies of accepted messages that return to a consumer group, and create their missing topics."""
         rows, level, now_ms = self.admit(batch)
         self.make_topics(rows)
-        return self._accept(rows, level, now_ms)[1]
+        return self._prepare_and_append(rows, level, now_ms)[1]
 
     def send_with(
         self, batch: SendBatch, change: MakeChange, caller: Caller | None = None
     ) -> tuple[Accepted, asyncio.Future[int]]:
-        """`send` with additional rows of a change in the same frame.
+        """Append a batch, and the rows of a change in the same frame.
 
-        `change` is called when nothing else can refuse. Without a caller, no client has chosen the topics.
+        `change` builds the change after all checks. Without a caller, the broker itself has chosen the topics: they are
+        created without a check. Raises the errors of `send`.
         """
         rows, level, now_ms = self.admit(batch)
         if caller is None:
@@ -281,13 +302,13 @@ class Appender:
         return Accepted(first_seq, rows.num_rows, now_ms, written.slice(0, rows.num_rows)), durable
 
     def admit(self, batch: SendBatch) -> tuple[pa.RecordBatch, Int64Array | None, int]:
-        """Admit a batch. Returns the rows and levels of `admission.admit`, and the store time in ms.
+        """Check a batch and build its rows (`admission.admit`). Returns rows, delay levels, and the store time in ms.
 
-        Raises the errors of `admission.admit`.
+        Raises the errors of `admission.admit`, and OverLimit if the log accepts no new messages now.
         """
         # The clock is read once: all rows of a batch share their store time, and delays count from it.
         now_ms = self._clock.now_ms()
-        self._writer.check_room()
+        self._writer.check_admission()
         rows, level = admission.admit(
             admission.as_columns(batch),
             now_ms=now_ms,
@@ -298,16 +319,18 @@ class Appender:
         return rows, level, now_ms
 
     def prepare(self, rows: pa.RecordBatch, now_ms: int, level: Int64Array | None = None) -> pa.RecordBatch:
-        """Bring LOG_SCHEMA rows to the form that the log stores, still without queue offsets.
+        """Convert admitted rows to the form that the log stores, still without queue offsets.
 
         `level` is the second result of `admission.admit`. The topics of scheduled messages must exist (see
         `make_topics`). Raises OverLimit if a backlog is full.
         """
-        # The schedule topic is created at the first use of a level, so other brokers do not have it.
+        # Created at the first use of a delay level, so that a broker without levels does not show the topic.
         if level is not None:
             self._topics.ensure(SCHEDULE_TOPIC, self._scheduling.levels.table.queues)
             rows = admission.into_level_queues(rows, level)
-        return rows if self._compacts else admission.kept_by(self._scheduling.backlog, rows, now_ms)
+        return (
+            rows if self._compacts else admission.encode_for_backlog(self._scheduling.backlog, rows, now_ms)
+        )
 
     def make_topics(self, rows: pa.RecordBatch) -> None:
         """Create the missing topics of these rows. For topics that no client has chosen. Raises OverLimit.
@@ -317,7 +340,7 @@ class Appender:
         for name in codes_of(rows.column("topic"))[1]:
             self._topics.ensure(name)
 
-    def _accept(
+    def _prepare_and_append(
         self, rows: pa.RecordBatch, level: Int64Array | None, now_ms: int
     ) -> tuple[Accepted, asyncio.Future[int]]:
         first_seq, rows, durable = self.append(self.prepare(rows, now_ms, level))
@@ -326,27 +349,27 @@ class Appender:
     def append(
         self, rows: pa.RecordBatch, then: Callable[[], None] | None = None, *, is_duration: bool = False
     ) -> Appended:
-        """Append rows that `prepare` returned, or some of them.
+        """Assign queue offsets to prepared rows (all or some of the rows of `prepare`), and append them.
 
         `then` is called in log order when the rows are durable and the caches are up to date. `is_duration` marks all
-        scheduled messages among them as due after a duration, though their rows do not state it.
+        scheduled messages among them as due after a duration, although their rows do not show it.
         """
         kinds = rows.column("kind").to_numpy()
         offsets = rows.column("queue_offset")
-        # Visible rows get an offset, and so do rows of a delay level. `into_level_queues` has set the offset of the
-        # latter to 0.
-        gets_place = np.isin(kinds, _VISIBLE)
+        # Visible rows get an offset, and so do rows of a delay level. `into_level_queues` has marked those with offset
+        # 0.
+        gets_offset = np.isin(kinds, _VISIBLE)
         if offsets.null_count < len(offsets):
-            gets_place |= np.asarray(offsets.is_valid())
-        has_place = np.flatnonzero(gets_place)
+            gets_offset |= np.asarray(offsets.is_valid())
+        with_offset = np.flatnonzero(gets_offset)
         placement = None
-        if len(has_place):
-            rows, placement = self._place(rows, has_place)
+        if len(with_offset):
+            rows, placement = self._assign_offsets(rows, with_offset)
         # No await between this line and the append: no other append may come between them.
         first_seq = self._writer.next_seq
 
         def on_durable() -> None:
-            self._landed(rows, first_seq, has_place, placement, is_duration=is_duration)
+            self._index_and_schedule(rows, first_seq, with_offset, placement, is_duration=is_duration)
             if then is not None:
                 then()
 
@@ -354,10 +377,7 @@ class Appender:
         return Appended(first_seq, rows, durable)
 
     def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
-        """`append` for a few rows given as values.
-
-        None may need an offset: scheduled messages with a due time, or cancels.
-        """
+        """Append a few rows, given as values, that need no queue offset: leases (scheduled messages) and cancels."""
         rows, writer = self._build(values), self._writer
         first_seq = writer.next_seq
         scheduled = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
@@ -369,22 +389,24 @@ class Appender:
         def on_durable() -> None:
             if scheduled:
                 now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
-                waiting = numbered(rows, [first_seq + at for at in scheduled], scheduled)
-                # All of them are leases, which are durations. Sends do not pass here.
-                lasting = np.ones(len(scheduled), np.bool_)
-                self._wait(waiting, pairs_of(waiting), now_ms, stored_bytes, next_seq, lasting)
+                pending_rows = numbered(rows, [first_seq + at for at in scheduled], scheduled)
+                # All scheduled messages here are leases, which last a duration. Sends do not use this method.
+                duration_mask = np.ones(len(scheduled), np.bool_)
+                self._add_pending(
+                    pending_rows, pairs_of(pending_rows), now_ms, stored_bytes, next_seq, duration_mask
+                )
             if then is not None:
                 then()
 
         _, durable = writer.append(rows, on_durable=on_durable)
         return durable
 
-    def _place(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
-        """Assign queue and offset to the rows at the positions `visible`: visible rows, and rows of a delay level."""
+    def _assign_offsets(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
+        """Assign queues and offsets to the rows at the positions `visible`: visible rows, and rows of a delay level."""
         # Usually all rows get an offset. Then two columns are replaced, and no row is copied.
         if len(visible) == rows.num_rows:
             placement = self._topics.place(rows)
-            return _with_places(
+            return _with_offsets(
                 rows, pa.array(placement.queue_id.astype(np.int32)), pa.array(placement.queue_offset)
             ), placement
         # Only these rows: scheduled messages must not use up offsets of their topic.
@@ -396,75 +418,75 @@ class Appender:
         queue_id[visible], queue_offset[visible], hidden[visible] = (
             placement.queue_id, placement.queue_offset, False,
         )  # fmt: skip
-        return _with_places(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
+        return _with_offsets(rows, pa.array(queue_id), pa.array(queue_offset, mask=hidden)), placement
 
-    def _landed(
+    def _index_and_schedule(
         self,
         rows: pa.RecordBatch,
         first_seq: int,
-        has_place: Int64Array,
+        with_offset: Int64Array,
         placement: Placement | None,
         *,
         is_duration: bool,
     ) -> None:
         """Index the visible rows of a durable batch, and add its scheduled messages to the schedule."""
         if placement is not None:
-            placement.index(first_seq, first_seq + has_place)
-            self._visible(placement)
+            placement.index(first_seq, first_seq + with_offset)
+            self._announce(placement)
         kinds = rows.column("kind").to_numpy()
         scheduled = (kinds == Kind.SCHEDULED) | (kinds == Kind.MOVED)
         if scheduled.any():
-            self._scheduled(rows, first_seq, scheduled, is_duration=is_duration)
+            self._add_scheduled(rows, first_seq, scheduled, is_duration=is_duration)
 
-    def _visible(self, places: Placement | FewPlaces) -> None:
-        """Count rows that are in the queue indexes, and wake the consumers, which must find the rows there."""
-        places.count(self._rates)
-        self._waiters.wake_queues(places.queues())
+    def _announce(self, placement: Placement | QueueOffsets) -> None:
+        """Count rows that became visible, and wake their consumers. Called after the rows are in the queue indexes."""
+        placement.count(self._rates)
+        self._waiters.wake_queues(placement.queues())
 
-    def _scheduled(
+    def _add_scheduled(
         self, rows: pa.RecordBatch, first_seq: int, scheduled: BoolArray, *, is_duration: bool
     ) -> None:
         """Add the scheduled messages of a durable batch to the schedule."""
         scheduled_rows = with_seq(rows, first_seq)
         now_ms = rows.column("store_ms")[-1].as_py()
-        # A scheduled message with a queue offset waits for a delay level, and only in `levels`.
+        # A scheduled message with a queue offset has a delay level. Only `levels` schedules it.
         in_level = scheduled & np.asarray(rows.column("queue_offset").is_valid())
         if in_level.any():
-            of_level = scheduled_rows.filter(pa.array(in_level))
-            self._scheduling.scheduler.add(self._scheduling.levels, of_level, pairs_of(of_level), now_ms)
+            level_rows = scheduled_rows.filter(pa.array(in_level))
+            self._scheduling.scheduler.add(self._scheduling.levels, level_rows, pairs_of(level_rows), now_ms)
             scheduled = scheduled & ~in_level
         if scheduled.any():
-            of_instant = scheduled_rows if scheduled.all() else scheduled_rows.filter(pa.array(scheduled))
-            stored_bytes = int(stored_sizes(of_instant).sum())
-            lasting = durations.is_duration(of_instant)
+            due_rows = scheduled_rows if scheduled.all() else scheduled_rows.filter(pa.array(scheduled))
+            stored_bytes = int(stored_sizes(due_rows).sum())
+            duration_mask = durations.is_duration(due_rows)
             if is_duration:
-                lasting = np.ones(of_instant.num_rows, np.bool_)
-            self._wait(
-                of_instant, pairs_of(of_instant), now_ms, stored_bytes, first_seq + rows.num_rows, lasting
+                duration_mask = np.ones(due_rows.num_rows, np.bool_)
+            self._add_pending(
+                due_rows, pairs_of(due_rows), now_ms, stored_bytes, first_seq + rows.num_rows, duration_mask
             )
 
-    def _wait(
+    def _add_pending(
         self,
         scheduled_rows: ReadRows,
         pairs: Pairs,
         now_ms: int,
         stored_bytes: int,
         next_seq: int,
-        lasting: BoolArray | None,
+        duration_mask: BoolArray | None,
     ) -> None:
         """Add durable messages with a due time to the schedule.
 
-        They were stored at `now_ms`, the last one before `next_seq`. `lasting` marks those that are due after a
-        duration. None means that there are none.
+        They were stored at `now_ms`, in rows before `next_seq`. `duration_mask` marks the messages that are due
+        after a duration. It is None if there are none.
         """
         # RocketMQ counts messages with a due time under its timer's topic, and its tools look for them there.
         self._rates.put(TIMER_TOPIC, scheduled_rows.num_rows, stored_bytes)
-        self._scheduling.scheduler.add(self._scheduling.backlog, scheduled_rows, pairs, now_ms, lasting)
+        self._scheduling.scheduler.add(self._scheduling.backlog, scheduled_rows, pairs, now_ms, duration_mask)
         if self._compacts:
             self._tail_count.add(next_seq, scheduled_rows.num_rows)
 
 
-def _with_places(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
+def _with_offsets(rows: pa.RecordBatch, queue_id: pa.Array, queue_offset: pa.Array) -> pa.RecordBatch:
     columns = rows.columns
     columns[_QUEUE_ID], columns[_QUEUE_OFFSET] = queue_id, queue_offset
     return pa.RecordBatch.from_arrays(columns, schema=LOG_SCHEMA)

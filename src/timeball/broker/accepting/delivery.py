@@ -1,8 +1,8 @@
-"""Delivery: when a scheduled message is due, append a release record, which is the visible message, exactly once.
+"""Delivery: when a scheduled message is due, append its release record, which is the visible message.
 
-There is no second write that could be lost or doubled. The release record names its scheduled message, so a restart
-that finds the record knows that the scheduled message is settled (released or cancelled). A check that no message is
-early is made here once more, independently of the schedule (G2).
+The release is exactly once, because it is a single write: no second write can be lost or doubled. The release record
+names its scheduled message, so a restart that finds the record knows that the scheduled message is settled (released
+or cancelled). This module checks once more, independently of the schedule, that no message is early (G2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.registry.lease_counts import LeaseCounts
-from timeball.broker.registry.queue_offsets import FewPlaces
+from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.io.clock import SchedulerClock
@@ -54,14 +54,14 @@ _BODY, _PROPERTIES, _DUE_MS, _STORE_MS = map(
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """The result of a batch: the number of rows that it released durably, and the number of rows that it left."""
+    """The result of a dispatcher's batch: how many rows were released durably, and how many were not pending."""
 
     released: int
     left: int
 
 
 class Delivery:
-    """Appends release records of due messages. Also rewrites messages whose row must move while they stay pending."""
+    """Appends the release records of due messages. Also writes rows of pending messages again (`rewrite`)."""
 
     def __init__(
         self,
@@ -77,7 +77,10 @@ class Delivery:
         rates: Rates,
         traces: Tracing | None,
     ) -> None:
-        """Create the delivery. `on_visible` receives the queues that have new messages: topic and queue number."""
+        """Create the delivery.
+
+        It calls `on_visible` with the queues that have new messages, as (topic, queue number).
+        """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._lease_counts, self._scheduler = lease_counts, scheduler
         self._rates = rates
@@ -85,35 +88,37 @@ class Delivery:
         self._build = builder_of(settings.codec)
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
-        """Append release records for handed-out messages. The ticker calls this.
+        """Append release records for due messages. The ticker calls this.
 
         The future is done when all are durable.
         """
-        few = few_values(scheduled_rows)
-        if few is not None:
-            return self._release_few(scheduled_rows, few, now_ms)
-        for part in in_frames(read_batch(scheduled_rows)):
-            durable = self._release_frame(part, now_ms)
+        values = values_if_few(scheduled_rows)
+        if values is not None:
+            return self._release_few(scheduled_rows, values, now_ms)
+        for frame_rows in split_into_frames(read_batch(scheduled_rows)):
+            durable = self._release_frame(frame_rows, now_ms)
         return durable
 
     def _release_few(
         self, scheduled_rows: ReadRows, values: Sequence[ReadRow], now_ms: int
     ) -> asyncio.Future[int]:
+        """Append the releases of a few messages, row by row. `values` are their rows as values."""
         pairs = pairs_of(scheduled_rows)
-        few, places = few_release_rows(values, self._topics, now_ms, self._build)
+        releases, queue_offsets = build_few_releases(values, self._topics, now_ms, self._build)
         first_seq = self._writer.next_seq
         # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
         # that due time.
         begin_ms = np.array([max(row[_DUE_MS], row[_STORE_MS]) for row in values], dtype=np.int64)
         durable = self._writer.append(
-            few, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, places)
+            releases,
+            on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, queue_offsets),
         )[1]
-        places.give_out()  # without an await after the append, so that no other row gets these offsets
+        queue_offsets.reserve_offsets()  # without an await after the append, so that no other row gets these offsets
         return durable
 
     def _release_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> asyncio.Future[int]:
-        # First, because the index and the rates count the properties that a consumer gets.
-        scheduled_rows = without_lists(scheduled_rows)
+        # First, because the index and the rates count the bytes of the properties that a consumer gets.
+        scheduled_rows = without_timing_lists(scheduled_rows)
         # There is no await between the assignment of offsets and the append, so offsets grow in the order of the log.
         placement = self._topics.place(scheduled_rows)
         rows = release_rows(
@@ -122,31 +127,31 @@ class Delivery:
         first_seq, pairs = self._writer.next_seq, pairs_of(scheduled_rows)
         begin_ms = np.maximum(pairs[0], int64(scheduled_rows.column("store_ms")))  # as in `_release_few`
         return self._writer.append(
-            rows, on_durable=lambda: self._released(scheduled_rows, pairs, begin_ms, first_seq, placement)
+            rows, on_durable=lambda: self._on_durable(scheduled_rows, pairs, begin_ms, first_seq, placement)
         )[1]
 
     def rewrite(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
-        """Append again messages whose rows must be rewritten while they stay pending. The ticker calls this."""
-        for part in in_frames(scheduled_rows):
-            self._move_frame(part, now_ms)
+        """Append the rows of pending messages again, because the schedule needs newer rows. The ticker calls this."""
+        for frame_rows in split_into_frames(scheduled_rows):
+            self._rewrite_frame(frame_rows, now_ms)
 
-    def _move_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
+    def _rewrite_frame(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         first_seq, rows = self._writer.next_seq, scheduled_rows.num_rows
 
         def on_durable() -> None:
             row_seq = np.arange(first_seq, first_seq + rows)
-            # Only when durable: until then the message counts as pending in its old row, where a restart would find it.
+            # Only when durable: until then the message is pending in its old row, where a restart would find it.
             self._scheduler.rewritten(int64(scheduled_rows.column("seq")), row_seq, self._clock.now_ms())
 
         self._writer.append(moved_rows(scheduled_rows, now_ms=now_ms), on_durable=on_durable)
 
-    def _released(
+    def _on_durable(
         self,
         scheduled_rows: ReadRows,
         pairs: Pairs,
         begin_ms: Int64Array,
         first_seq: int,
-        placement: Placement | FewPlaces,
+        placement: Placement | QueueOffsets,
     ) -> None:
         seq = pairs[1]
         placement.index(first_seq)
@@ -163,20 +168,18 @@ class Delivery:
         if self._traces is not None:
             self._traces.released(read_batch(scheduled_rows), now_ms)
 
-    # -- releases by a dispatcher outside: it reads due scheduled messages in the table's files and hands them in
-    # ----------
+    # -- releases by an external dispatcher, which reads due messages from the files of the pending table --------------
 
     def lease_to_dispatcher(self, lease_ms: int) -> None:
         """Leave the messages in data files to a dispatcher for `lease_ms`, at most one hour. 0 ends the lease now."""
         self._scheduler.lease(self._clock.now_ms(), lease_ms)
 
-    async def release_brought(self, rows: pa.RecordBatch) -> Brought:
-        """Release those of these rows that are pending. They are durable on return.
+    async def release_dispatched(self, rows: pa.RecordBatch) -> Brought:
+        """Release the rows of a dispatcher (TABLE_SCHEMA) that are still pending. Durable on return.
 
-        `rows` are valid rows in TABLE_SCHEMA. The dispatcher decides nothing: messages that were cancelled, brought
-        before, or already loaded because they were late are left. So any call may be repeated. The bodies are trusted,
-        as those of attached files are. Raises OutOfRange if a row of the batch is not due yet. The dispatcher may bring
-        it again later.
+        Rows that were cancelled, brought before, or already loaded by the broker because they were late are not
+        released again. So a dispatcher may repeat any call. The bodies are trusted, like the bodies of attached files.
+        Raises OutOfRange if a row is not due yet: the dispatcher may bring it again later.
         """
         # Ordinary releases have the same limit: neither path may fill the memory faster than the disk writes.
         while self._scheduler.in_flight_rows >= limits.RELEASE_ROWS_IN_FLIGHT_MAX:
@@ -190,7 +193,7 @@ class Delivery:
             if self._topics.find_topic(name) is None:
                 check_topic(name)  # raises for an invalid name, so before any row is in flight
         # No await from here on: rows in flight must be in the log in the same order.
-        scheduled_rows = self._scheduler.take_brought(as_scheduled(pa.Table.from_batches([rows])))
+        scheduled_rows = self._scheduler.hand_out_dispatched(as_scheduled(pa.Table.from_batches([rows])))
         if scheduled_rows is None:
             return Brought(0, rows.num_rows)
         # Shielded: the rows are in flight. If the dispatcher disconnects, the commit of others must not be cancelled.
@@ -198,8 +201,8 @@ class Delivery:
         return Brought(scheduled_rows.num_rows, rows.num_rows - scheduled_rows.num_rows)
 
 
-def in_frames(scheduled_rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Yield the rows in parts that fit into a frame each. A thousand large bodies may be due in one millisecond."""
+def split_into_frames(scheduled_rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """Yield the rows in slices that each fit into a frame: a thousand large bodies may be due in one millisecond."""
     # Not `nbytes`, which reads each column and takes as long as releasing a row.
     if (
         scheduled_rows.num_rows == 1
@@ -207,32 +210,32 @@ def in_frames(scheduled_rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     ):
         yield scheduled_rows
         return
-    # Split in halves by rows, which may have different sizes. A single row always fits (limits.BODY_BYTES_MAX).
+    # Halve by rows, and again while a half is too large. A single row always fits (limits.BODY_BYTES_MAX).
     half = scheduled_rows.num_rows // 2
-    yield from in_frames(scheduled_rows.slice(0, half))
-    yield from in_frames(scheduled_rows.slice(half))
+    yield from split_into_frames(scheduled_rows.slice(0, half))
+    yield from split_into_frames(scheduled_rows.slice(half))
 
 
 def names(scheduled_rows: pa.RecordBatch) -> tuple[pa.Array, pa.Array]:
-    """Compute `source_seq` and `version_seq`, by which other rows name these scheduled messages.
+    """Compute the columns `source_seq` and `version_seq` of rows that refer to these scheduled messages.
 
-    They are the numbers of the scheduled messages and, for moved ones, their versions.
+    `source_seq` is the number of the scheduled message. `version_seq` is its newest row if it was moved, else null.
     """
-    moved = scheduled_rows.column("kind").to_numpy() == Kind.MOVED
-    # Almost always none was moved, and the columns are passed on as they are.
-    if not moved.any():
+    is_moved = scheduled_rows.column("kind").to_numpy() == Kind.MOVED
+    # Almost always no message was moved, so the columns are used as they are.
+    if not is_moved.any():
         return scheduled_rows.column("seq"), scheduled_rows.column("version_seq")  # all values are null
-    mask, seq = pa.array(moved), scheduled_rows.column("seq")
+    mask, seq = pa.array(is_moved), scheduled_rows.column("seq")
     return pc.if_else(mask, scheduled_rows.column("source_seq"), seq), pc.if_else(
         mask, seq, pa.scalar(None, pa.int64())
     )
 
 
-def without_lists(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Remove the levels that a level cascade has stored in the properties.
+def without_timing_lists(scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Remove the timing list, a property in which a level cascade stores its levels.
 
-    This happens here and not in a backlog, because a message may have gone to another strategy or into a file with its
-    list.
+    The delivery does this and not the backlog, because another strategy or a data file may have taken over a message
+    together with its list.
     """
     properties = scheduled_rows.column("properties")
     if not pc.any(pc.match_substring(properties, TIMING_LIST)).as_py():  # usually no row has a list
@@ -247,7 +250,7 @@ def release_rows(
     due_ms = int64(scheduled_rows.column("due_ms"))
     # Guarantee G2 is checked once more here, because everything before this line is a cache.
     assert len(due_ms) and int(due_ms.max()) <= now_ms, (
-        "a scheduled message must never be kept before its instant"
+        "a scheduled message must never be released before its due time"
     )
     number, version = names(scheduled_rows)
     changed = {
@@ -264,11 +267,10 @@ def release_rows(
     )
 
 
-def few_values(scheduled_rows: ReadRows) -> list[ReadRow] | None:
-    """Convert READ_SCHEMA scheduled messages to values if they can be released row by row.
+def values_if_few(scheduled_rows: ReadRows) -> list[ReadRow] | None:
+    """Convert scheduled messages (READ_SCHEMA) to values, so that they can be released row by row.
 
-    None if they must be released as columns. They can if they are few and of the usual sizes, and none has a list of a
-    level cascade.
+    None if they must be released as columns: many rows, many bytes, or a row with the timing list of a level cascade.
     """
     if scheduled_rows.num_rows > FEW_ROWS:
         return None
@@ -280,8 +282,8 @@ def few_values(scheduled_rows: ReadRows) -> list[ReadRow] | None:
         values = list(zip(*(column.to_pylist() for column in scheduled_rows.columns), strict=True))
     size_bytes = 0
     for row in values:
-        # The length in characters is enough: UTF-8 needs at most four times as many bytes, and FEW_BYTES is far below a
-        # frame's limit.
+        # The length in characters is exact enough: UTF-8 needs at most four times as many bytes, and FEW_BYTES is far
+        # below the limit of a frame.
         body, properties = row[_BODY], row[_PROPERTIES]
         size_bytes += len(body or b"")
         if properties:
@@ -291,29 +293,29 @@ def few_values(scheduled_rows: ReadRows) -> list[ReadRow] | None:
     return values if size_bytes < FEW_BYTES else None
 
 
-def few_release_rows(
+def build_few_releases(
     scheduled_rows: Sequence[ReadRow], topics: Topics, now_ms: int, build: Build
-) -> tuple[EncodedRows, FewPlaces]:
-    """Do the work of `Topics.place` and `release_rows` for a few scheduled messages.
+) -> tuple[EncodedRows, QueueOffsets]:
+    """Choose queue offsets and build release records for a few scheduled messages, row by row.
 
-    The caller still has to give out the offsets. A tick of a steady load hands out one or a few scheduled messages. As
-    columns, one scheduled message costs 0.5 ms, as much as many do (decision 0037). `tests/broker/test_few_releases.py`
-    checks that both ways give the same rows.
+    The caller must call `QueueOffsets.reserve_offsets` after the append. With a steady load, a tick releases one or a
+    few messages. As columns (`Topics.place` and `release_rows`), one message costs 0.5 ms, as much as many do (decision
+    0037). `tests/broker/test_few_releases.py` checks that both ways give the same rows.
     """
-    places = FewPlaces()
+    queue_offsets = QueueOffsets()
     built: list[LogRow] = []
-    for at, row in enumerate(scheduled_rows):
+    for index, row in enumerate(scheduled_rows):
         (
             seq, kind, topic, queue_id, _, tag, keys, unique_key, body, properties, born_ms, born_host, store_ms,
             store_host, flag, sys_flag, reconsume_times, due_ms, _, source_seq, version_seq, from_due_ms,
         ) = row  # fmt: skip
         # Guarantee G2, as in `release_rows`.
-        assert due_ms <= now_ms, "a scheduled message must never be kept before its instant"
+        assert due_ms <= now_ms, "a scheduled message must never be released before its due time"
         # The same rule as in `names`.
         number, version = (source_seq, seq) if kind == Kind.MOVED else (seq, version_seq)
-        queue_id, offset = places.choose(
+        queue_id, offset = queue_offsets.choose(
             topics.find_topic(topic) or topics.ensure(topic),
-            at, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag, properties,
+            index, -1 if queue_id is None else queue_id, stored_size(topic, body, properties), tag, properties,
         )  # fmt: skip
         built.append(
             release_row(
@@ -323,11 +325,11 @@ def few_release_rows(
                 accepted_ms=store_ms, source_seq=number, version_seq=version, from_due_ms=from_due_ms,
             )
         )  # fmt: skip
-    return build(built), places
+    return build(built), queue_offsets
 
 
 def moved_rows(scheduled_rows: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows that replace the rows of READ_SCHEMA scheduled messages, in the same order."""
+    """Build MOVED rows (LOG_SCHEMA) that replace the rows of scheduled messages (READ_SCHEMA), in the same order."""
     count, (number, version) = scheduled_rows.num_rows, names(scheduled_rows)
     changed = {
         "kind": pa.array(np.full(count, Kind.MOVED, dtype=np.int8)),
@@ -341,8 +343,8 @@ def moved_rows(scheduled_rows: pa.RecordBatch, *, now_ms: int) -> pa.RecordBatch
     )
 
 
-def as_moves(scheduled_rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert new LOG_SCHEMA scheduled messages to moves of the READ_SCHEMA scheduled messages `before`."""
+def as_moved_rows(scheduled_rows: pa.RecordBatch, before: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert new scheduled rows (LOG_SCHEMA) to MOVED rows of the scheduled messages `before` (READ_SCHEMA)."""
     number, version = names(before)
     changed = {
         "kind": pa.array(np.full(scheduled_rows.num_rows, Kind.MOVED, dtype=np.int8)),
@@ -382,11 +384,12 @@ class Lateness:
         self.max_ms = max(self.max_ms, int(late_ms.max()))
 
     def summary(self) -> dict[str, int | dict[str, int]]:
-        """Summarize the histogram for `status`.
-
-        A bucket counts the lateness above the previous bound and up to its own.
-        """
-        buckets = {f"<={bound}ms": int(n) for bound, n in zip(self.BOUNDS, self.counts, strict=False) if n}
+        """Summarize the histogram for `status`. A bucket counts from above the previous bound up to its own bound."""
+        buckets = {
+            f"<={bound}ms": int(count)
+            for bound, count in zip(self.BOUNDS, self.counts, strict=False)
+            if count
+        }
         if self.counts[-1]:
             buckets[f">{self.BOUNDS[-1]}ms"] = int(self.counts[-1])
         return {"released": self.released, "max_ms": self.max_ms, "buckets": buckets}

@@ -1,4 +1,4 @@
-"""A gate that keeps cancels and reschedules apart from a campaign's resume."""
+"""A shared and exclusive lock: cancels and reschedules share it, the resume of a campaign excludes them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Keeps requests that cancel or move scheduled messages apart from a resume. Belongs to the event loop.
+    """A lock that requests share (`passing`) and a resume holds exclusively (`alone`). Belongs to the event loop.
 
-    Such a request finds a message, waits for the disk, and then decides by the due time and number that it found. A
-    resume changes due times, so no request may be between these steps at that moment. Passing the gate does not give up
-    the loop, unless a resume is inside alone or waits for it.
+    A request that cancels or moves scheduled messages finds a message, waits for the disk, and then decides by the due
+    time and number that it found. A resume changes due times, so no request may be between these steps at that moment.
+    `passing` does not yield to the event loop, unless a resume holds the lock or waits for it.
     """
 
     def __init__(self) -> None:
-        self._alone = asyncio.Lock()
-        self._inside = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._exclusive = asyncio.Lock()
+        self._holders = 0
+        self._no_holders = asyncio.Event()
+        self._no_holders.set()
 
     @asynccontextmanager
     async def passing(self) -> AsyncIterator[None]:
-        """Be inside together with others."""
-        async with self._alone:
-            # Inside the lock: while a caller of `alone` waits, no other can enter, so its wait ends.
-            self._inside += 1
-            self._empty.clear()
+        """Hold the lock together with other requests."""
+        async with self._exclusive:
+            # Under `_exclusive`: while a caller of `alone` waits, no request can enter, so its wait ends.
+            self._holders += 1
+            self._no_holders.clear()
         try:
             yield
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+            self._holders -= 1
+            if not self._holders:
+                self._no_holders.set()
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Be inside alone. Waits until the others have left, and keeps new ones out until the end."""
-        async with self._alone:
-            await self._empty.wait()
+        """Hold the lock exclusively. Waits until all requests have released it, and keeps new ones waiting."""
+        async with self._exclusive:
+            await self._no_holders.wait()
             yield

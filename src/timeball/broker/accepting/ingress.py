@@ -1,4 +1,4 @@
-"""The batcher: requests that arrive during a commit share the next commit.
+"""Group commit: requests that arrive during a commit share the next commit.
 
 Reading the log, admitting rows and appending them costs almost the same for one row as for a hundred. So requests are
 collected until the previous commit is durable, and then form one batch. There is no timer. A lone request is sent at
@@ -6,13 +6,13 @@ the end of the loop's turn, and a thousand requests that arrive meanwhile share 
 
     put -> (the previous commit is durable, or a batch is full) -> begin -> durable -> answer, or refuse
 
-Three rules apply to all edges and to the ends of transactions:
+Three rules apply to the sends of all edges and to the commits of transactions:
 
-    bytes      there is one limit for the bytes of all requests that wait or are being written; beyond it: OverLimit
-    one batch  has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX; a full batch does not wait for the previous commit.
-               A batch with ENOUGH_ROWS gains little by growing: it begins within the turn if the disk has no other
-               batch ready after the current one, so the disk works while the rest is read
-    refused    if a whole batch is refused, its requests begin again one by one, so only the bad one is refused
+    bytes      HELD_BYTES_MAX limits the bytes of all requests that wait or are being written; beyond it: OverLimit
+    batches    a batch has at most BATCH_BYTES_MAX and BATCH_ROWS_MAX. A full batch does not wait for the previous
+               commit. A batch with ENOUGH_ROWS gains little by growing. It begins within the turn if no other batch
+               is ready after the current one, so the disk works while the loop reads more requests
+    refusals   if a whole batch is refused, its requests begin again one by one, so only the bad request is refused
 
 Invariant: each request that was put is answered or refused exactly once, even if the log or the broker fails.
 """
@@ -40,17 +40,17 @@ logger = logging.getLogger(__name__)
 BATCH_BYTES_MAX = 32 * 1024 * 1024
 BATCH_ROWS_MAX = limits.ROWS_PER_REQUEST_MAX // 2
 ENOUGH_ROWS = 1_024  # with this many rows, the fixed cost of a batch is a tenth of the cost of its rows
-AHEAD_MAX = 2  # batches under way: one that the disk writes, and one that is ready for it
+AHEAD_MAX = 2  # batches under way: the one that the disk writes, and the next one
 # Limit for all edges together: the bytes that clients can make the broker hold.
 HELD_BYTES_MAX = 4 * BATCH_BYTES_MAX
-# A larger batch of columns gains nothing by sharing: copying it beside others would cost more.
+# A larger batch of columns does not share a commit: copying it together with others would cost more.
 SMALL_ROWS, SMALL_BYTES = 256, 256 * 1024
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-# The argument of `answer`, and a future that is done when it is durable.
-Begun = tuple[Any, "asyncio.Future[Any]"]
+# The result of `begin`, which `answer` receives, and a future that is done when the batch is durable.
+BegunBatch = tuple[Any, "asyncio.Future[Any]"]
 Accept = Callable[[Sends, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
@@ -66,16 +66,16 @@ class _Batch(Generic[T]):
 
 
 class Batcher(Generic[T]):
-    """Collects requests for one function `begin`. Belongs to the event loop.
+    """Collects requests into batches for one function, `begin`. Belongs to the event loop.
 
-    Neighbouring requests with the same key share a batch. A request without a key (None) is a batch alone, and waits
-    for no commit. `is_pipelined` allows a full batch to begin while another is under way. `apart` splits a request into
-    the requests that can be refused separately.
+    Consecutive requests with the same key share a batch. A request without a key (None) is a batch of its own, and does
+    not wait for a commit. With `is_pipelined`, a full batch may begin while another is under way. `apart` splits a
+    request into requests that can be refused separately.
     """
 
     def __init__(
         self,
-        begin: Callable[[list[T]], Begun],
+        begin: Callable[[list[T]], BegunBatch],
         answer: Callable[[list[T], Any], None],
         refuse: Callable[[list[T], BaseException], None],
         *,
@@ -83,7 +83,7 @@ class Batcher(Generic[T]):
         is_pipelined: bool = True,
         apart: Callable[[T], Sequence[T]] = lambda request: (request,),
     ) -> None:
-        self._start, self._answer, self._refuse, self._apart = begin, answer, refuse, apart
+        self._begin_batch, self._answer, self._refuse, self._apart = begin, answer, refuse, apart
         self._rows_max, self._is_pipelined = rows_max, is_pipelined
         self._loop = asyncio.get_running_loop()
         self._full: deque[_Batch[T]] = deque()  # batches that accept no more requests, in order
@@ -93,7 +93,10 @@ class Batcher(Generic[T]):
         self._is_scheduled = False
 
     def put(self, request: T, rows: int = 1, size_bytes: int = 0, key: Hashable = True) -> None:
-        """Add a request. `answer` or `refuse` is called for it later. Raises OverLimit if too many bytes wait."""
+        """Add a request of `rows` rows. `answer` or `refuse` is called for it later.
+
+        Raises OverLimit if too many bytes wait.
+        """
         held_bytes, batch = self.held_bytes + size_bytes, self._open
         # A lone request of any size is accepted, because its edge has limited its size.
         if held_bytes > HELD_BYTES_MAX and self.held_bytes:
@@ -120,8 +123,7 @@ class Batcher(Generic[T]):
             self._drain()
         elif not (self._is_scheduled or self._under_way):
             self._is_scheduled = True
-            # Begin at the end of this turn of the loop, so that requests that other connections sent meanwhile share
-            # the batch.
+            # Begin at the end of this turn of the loop, so that requests of other connections share the batch.
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
@@ -139,41 +141,43 @@ class Batcher(Generic[T]):
 
     def _begin(self, requests: list[T], size_bytes: int) -> None:
         try:
-            begun, durable = self._start(requests)
+            result, durable = self._begin_batch(requests)
         except Exception as error:  # any error: refuse these requests, and continue with the next ones
-            self._failed(requests, size_bytes, error)
+            self._retry_singly_or_refuse(requests, size_bytes, error)
         else:
-            # Count only batches that have begun: a refused batch is over and must not delay others.
+            # Count only batches that have begun: a refused batch must not delay others.
             self._under_way += 1
-            durable.add_done_callback(partial(self._ended, requests, size_bytes, begun))
+            durable.add_done_callback(partial(self._on_batch_end, requests, size_bytes, result))
 
-    def _ended(self, requests: list[T], size_bytes: int, begun: Any, durable: asyncio.Future[Any]) -> None:
+    def _on_batch_end(
+        self, requests: list[T], size_bytes: int, result: Any, durable: asyncio.Future[Any]
+    ) -> None:
         self._under_way -= 1
         failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
         if failure is not None:
-            self._failed(requests, size_bytes, failure)
+            self._retry_singly_or_refuse(requests, size_bytes, failure)
         else:
             self.held_bytes -= size_bytes
             try:
-                self._answer(requests, begun)
-            except Exception as error:  # nothing was written to the clients yet, and none may wait for ever
+                self._answer(requests, result)
+            except Exception as error:  # no client has an answer yet, and none may wait for ever
                 logger.exception("requests not answered requests=%d reason=%s", len(requests), error)
                 self._refuse(requests, error)
         if self._is_pipelined and self._open.rows >= ENOUGH_ROWS and self._under_way < AHEAD_MAX:
             self._drain()
         elif (self._open.requests or self._full) and not (self._under_way or self._is_scheduled):
-            # Not at once: first read the requests that arrived during this work, so that they share the batch. The loop
-            # is the bottleneck, not the disk, and a batch costs the loop the same for one row as for fifty.
+            # Not at once: first read the requests that arrived during this work, so that they share the batch. The
+            # bottleneck is the loop and not the disk, and a batch costs the loop the same for one row as for fifty.
             self._is_scheduled = True
             self._loop.call_soon(self._loop.call_soon, self._drain)
 
-    def _failed(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
-        # Begin again one by one, so that one bad request does not refuse the others. If the log has stopped, all are
-        # refused at once.
+    def _retry_singly_or_refuse(self, requests: list[T], size_bytes: int, error: BaseException) -> None:
+        # Begin the requests again one by one, so that a bad request does not refuse the others. If the log has stopped
+        # (another error), all are refused at once.
         if isinstance(error, RequestError | OverLimit):
-            alone = [part for request in requests for part in self._apart(request)]
-            if len(alone) > 1:
-                for request in alone:
+            single_requests = [single for request in requests for single in self._apart(request)]
+            if len(single_requests) > 1:
+                for request in single_requests:
                     self._begin([request], size_bytes)
                     size_bytes = 0  # all bytes stay counted until the first request has ended
                 return
@@ -182,7 +186,7 @@ class Batcher(Generic[T]):
 
 
 class AsyncBatcher(Generic[T, R]):
-    """A batcher for a coroutine. `handle` returns a result for each request, or an error for that request alone."""
+    """A batcher for a coroutine, one batch at a time. `handle` returns a result or an error for each request."""
 
     def __init__(
         self, handle: Callable[[list[T]], Awaitable[Sequence[R | TimeballError]]], rows_max: int
@@ -194,15 +198,18 @@ class AsyncBatcher(Generic[T, R]):
         )
 
     def put(self, request: T, rows: int = 1) -> asyncio.Future[R]:
-        """Add a request. The future has its result when its batch has ended. `rows` is its share of `rows_max`."""
+        """Add a request that counts as `rows` of `rows_max`.
+
+        The future receives its result when its batch has ended.
+        """
         future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self._batcher.put((request, future), rows)
         return future
 
-    def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> Begun:
-        handled = self._handle([request for request, _ in requests])
+    def _begin(self, requests: list[tuple[T, asyncio.Future[R]]]) -> BegunBatch:
+        work = self._handle([request for request, _ in requests])
         # The loop holds only weak references to tasks.
-        self._tasks.add(task := asyncio.ensure_future(handled))
+        self._tasks.add(task := asyncio.ensure_future(work))
         task.add_done_callback(self._tasks.discard)
         return task, task
 
@@ -220,7 +227,7 @@ def _set_error(requests: list[tuple[T, asyncio.Future[R]]], error: BaseException
 
 
 def settle(future: asyncio.Future[R], result: R | BaseException) -> None:
-    """Set a future's result or error. Ignores a future that is done, because its caller has gone away."""
+    """Set a future's result or error, unless its caller has cancelled it."""
     if future.done():
         return
     if isinstance(result, BaseException):
@@ -233,10 +240,10 @@ def settle(future: asyncio.Future[R], result: R | BaseException) -> None:
 
 
 class Edge(Protocol):
-    """The edge that has put pieces, and that answers their clients."""
+    """The side of a protocol edge that answers the clients whose messages it has put."""
 
     def answer(self, pieces: list[Any], accepted: Accepted) -> None:
-        """Answer the clients. The rows of each piece begin at number `accepted.first_seq + piece.first_row`."""
+        """Answer the clients. The first row of a piece has the number `accepted.first_seq + piece.first_row`."""
 
     def refuse(self, pieces: list[Any], error: BaseException) -> None:
         """Report the error to the clients of these pieces."""
@@ -245,8 +252,8 @@ class Edge(Protocol):
 class Piece(msgspec.Struct, gc=False):
     """The messages of one request. They stay together in one batch, so all of them are in the log or none is.
 
-    `rows` is a list of SendRows or a batch of SEND_COLUMNS. The policy checks their topics for `caller`. None means
-    that it has checked them already.
+    `rows` is a list of SendRows or a batch of SEND_COLUMNS. The policy checks the topics for `caller`. A `caller` of
+    None means that the edge has made this check already.
     """
 
     edge: Edge
@@ -266,7 +273,7 @@ class Piece(msgspec.Struct, gc=False):
 
 
 class Ingress:
-    """Collects the sends of all edges for one function, `accept`. Belongs to the event loop."""
+    """Collects the sends of all edges into batches for one function, `accept`. Belongs to the event loop."""
 
     def __init__(self, accept: Accept) -> None:
         self.accept = accept
@@ -282,24 +289,24 @@ class Ingress:
     def put(self, piece: Piece) -> None:
         """Add a piece. Its edge receives the outcome later. Raises OverLimit."""
         caller = piece.caller
-        # Requests of one caller share one policy check. They do not share it with requests that were checked already,
-        # since a refused topic would also refuse those. Only columns of one schema can be joined.
+        # Requests of one caller share a batch and its policy check. Requests that were checked already are kept apart,
+        # because a refused topic would refuse them too. Columns can be joined only if they have the same schema.
         key: Hashable = True if caller is None else (caller,)
         if isinstance(piece.rows, pa.RecordBatch):
             is_small = piece.count <= SMALL_ROWS and piece.size_bytes <= SMALL_BYTES
             key = (piece.rows.schema, caller) if is_small else None
         self._batcher.put(piece, piece.count, piece.size_bytes, key)
 
-    def _begin(self, pieces: list[Piece]) -> Begun:
+    def _begin(self, pieces: list[Piece]) -> BegunBatch:
         return self.accept(joined(pieces), pieces[0].caller or ANONYMOUS)
 
 
 def joined(pieces: list[Piece]) -> Sends:
-    """Concatenate the rows of pieces, and set `first_row` of each, by which its edge finds its rows."""
-    at, first = 0, pieces[0]
+    """Concatenate the rows of pieces, and set the `first_row` of each piece, by which its edge finds its rows."""
+    first_row, first = 0, pieces[0]
     for piece in pieces:
-        piece.first_row = at
-        at += piece.count
+        piece.first_row = first_row
+        first_row += piece.count
     if isinstance(first.rows, pa.RecordBatch):
         return first.rows if len(pieces) == 1 else pa.concat_batches([piece.rows for piece in pieces])
     return first.join(pieces)
@@ -307,25 +314,25 @@ def joined(pieces: list[Piece]) -> Sends:
 
 def answer(pieces: list[Piece], accepted: Accepted) -> None:
     """Let the edges of these pieces answer their clients."""
-    for edge, mine in _by_edge(pieces):
+    for edge, edge_pieces in _group_by_edge(pieces):
         try:
-            edge.answer(mine, accepted)
+            edge.answer(edge_pieces, accepted)
         except Exception as error:  # an error of one edge must not affect the others
-            logger.exception("sends not answered sends=%d reason=%s", len(mine), error)
-            edge.refuse(mine, error)
+            logger.exception("sends not answered sends=%d reason=%s", len(edge_pieces), error)
+            edge.refuse(edge_pieces, error)
 
 
 def refuse(pieces: list[Piece], error: BaseException) -> None:
     """Let the edges of these pieces report the error to their clients."""
-    for edge, mine in _by_edge(pieces):
-        edge.refuse(mine, error)
+    for edge, edge_pieces in _group_by_edge(pieces):
+        edge.refuse(edge_pieces, error)
 
 
-def _by_edge(pieces: list[Piece]) -> list[tuple[Edge, list[Piece]]]:
+def _group_by_edge(pieces: list[Piece]) -> list[tuple[Edge, list[Piece]]]:
     first = pieces[0].edge
     if all(piece.edge is first for piece in pieces):
         return [(first, pieces)]
-    found: dict[int, tuple[Edge, list[Piece]]] = {}
+    by_edge: dict[int, tuple[Edge, list[Piece]]] = {}
     for piece in pieces:
-        found.setdefault(id(piece.edge), (piece.edge, []))[1].append(piece)
-    return list(found.values())
+        by_edge.setdefault(id(piece.edge), (piece.edge, []))[1].append(piece)
+    return list(by_edge.values())

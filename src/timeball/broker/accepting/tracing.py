@@ -1,4 +1,4 @@
-"""The interface of tracing to the broker, and the tracing of sends."""
+"""The interface through which the broker records traces, and the wrapper that traces sends."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class Tracing(Protocol):
         """Record that a group received READ_SCHEMA rows."""
 
     def now_ns(self) -> int:
-        """Read the time in ns, for `begin_ns` of `settled`."""
+        """Read the clock in ns, for the argument `begin_ns` of `settled`."""
 
     def settled(
         self, operation: str, receipts: Sequence[tuple[object, ...]], valid: Sequence[bool], begin_ns: int
     ) -> None:
-        """Record the ends of leases, given by their receipts."""
+        """Record the ends of leases (`operation`: ack or dead_letter). `valid` states which receipts were valid."""
 
     async def close(self) -> None:
-        """Export the remaining spans, if that is possible soon."""
+        """Export the remaining spans, within a short time limit."""
 
 
 def traced(
     accept: Callable[Concatenate[Sends, P], Accepting[R]], traces: Tracing | None
 ) -> Callable[Concatenate[Sends, P], Accepting[R]]:
-    """Wrap a function that accepts messages, so that it traces them. If tracing is off, return it unchanged."""
+    """Wrap `accept` so that it traces the messages. Without tracing, return it unchanged."""
     if traces is None:
         return accept
 

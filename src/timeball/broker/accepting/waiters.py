@@ -3,9 +3,10 @@
 A consumer that finds no message waits for its topic. The commit that makes a message visible wakes it, so a consumer
 gets a released message without a polling interval. The waiting time and the number of waiting consumers are limited.
 
-Consumers that wait for the same messages form a line: the first one watches, and then passes the turn on. A thousand
-consumers of a group may wait for one topic. If each message woke all of them, it would cost a thousand reads to serve
-one consumer. With a line it costs two reads: by the consumer that gets it, and by the next one.
+Consumers that wait for the same messages form a queue (`WaitQueue`). Only the first consumer watches the topic. When
+it leaves the queue, the next consumer becomes the first. A thousand consumers of a group may wait for one topic. If
+each message woke all of them, serving one consumer would cost a thousand reads. With the queue it costs two reads: by
+the consumer that gets the message, and by the next consumer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from timeball.model.errors import OverLimit
 
 
 class Waiters:
-    """Waiting consumers by topic, and optionally by queue.
+    """The waiting consumers by topic, and optionally by queue of the topic.
 
     A RocketMQ consumer waits once for each queue that it reads. So a topic may have hundreds of waiting pulls, and a
     message concerns only one of them. Each waiting consumer has its own future, so a cancelled one removes only itself.
@@ -31,39 +32,40 @@ class Waiters:
         self._count = 0
 
     async def wait(self, topic: str, timeout_s: float, queue: int | None = None) -> bool:
-        """Wait for a change in `topic`, or in one of its queues. False if the time is up. Raises OverLimit."""
+        """Wait for a change in a topic, or only in one of its queues. False if the time is up. Raises OverLimit."""
         return await self._wait([(topic, queue)], timeout_s)
 
     async def wait_any(self, topics: Collection[str], timeout_s: float) -> bool:
         """Wait for a change in one of `topics`. False if the time is up. Raises OverLimit."""
         return await self._wait([(topic, None) for topic in topics], timeout_s)
 
-    async def _wait(self, places: list[tuple[str, int | None]], timeout_s: float) -> bool:
+    async def _wait(self, watched: list[tuple[str, int | None]], timeout_s: float) -> bool:
+        """Wait for a change in one of these (topic, queue). The queue None stands for any queue."""
         # Limit the number of futures, because a client may open any number of long polls.
         if self._count >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self._count} consumers wait already; pull without waiting, or try again")
         # One future for all topics: when one of them wakes the consumer, it reads all of them again.
         loop = asyncio.get_running_loop()
         future: asyncio.Future[bool] = loop.create_future()
-        for topic, queue in places:
+        for topic, queue in watched:
             self._by_topic.setdefault(topic, {}).setdefault(queue, set()).add(future)
         self._count += 1
         # Not `asyncio.timeout`, which cancels a task and costs three times as much.
-        over = loop.call_later(timeout_s, _finish, [future], False)
+        timer = loop.call_later(timeout_s, _set_results, [future], False)
         try:
             return await future
         finally:
-            over.cancel()
+            timer.cancel()
             self._count -= 1
-            for topic, queue in places:
-                self._forget(topic, queue, future)
+            for topic, queue in watched:
+                self._unregister(topic, queue, future)
 
-    def _forget(self, topic: str, queue: int | None, future: asyncio.Future[bool]) -> None:
+    def _unregister(self, topic: str, queue: int | None, future: asyncio.Future[bool]) -> None:
         queues = self._by_topic.get(topic)
-        waiting = queues.get(queue) if queues is not None else None
-        if queues is not None and waiting is not None:
-            waiting.discard(future)
-            if not waiting:
+        futures = queues.get(queue) if queues is not None else None
+        if queues is not None and futures is not None:
+            futures.discard(future)
+            if not futures:
                 del queues[queue]
             if not queues:
                 del self._by_topic[topic]
@@ -72,24 +74,24 @@ class Waiters:
         """Wake all consumers that wait for one of these topics, because the topic has changed."""
         # Usually no consumer waits. Then a commit pays only for this comparison.
         for topic in topics if self._count else ():
-            # Remove all waiters at once: consumers that find nothing register again.
-            for waiting in self._by_topic.pop(topic, {}).values():
-                _finish(waiting)
+            # Remove all waiters at once: consumers that find no message register again.
+            for futures in self._by_topic.pop(topic, {}).values():
+                _set_results(futures)
 
-    def wake_queues(self, places: Iterable[tuple[str, int]]) -> None:
+    def wake_queues(self, changed_queues: Iterable[tuple[str, int]]) -> None:
         """Wake consumers that wait for one of these queues, because rows have become visible in it."""
-        for topic, queue in places if self._count else ():
+        for topic, queue in changed_queues if self._count else ():
             queues = self._by_topic.get(topic)
             if queues is not None:
-                _finish(queues.pop(queue, ()))
+                _set_results(queues.pop(queue, ()))
                 # Also wake consumers that wait for any queue of the topic.
-                _finish(queues.pop(None, ()))
+                _set_results(queues.pop(None, ()))
                 if not queues:
                     del self._by_topic[topic]
 
 
-def _finish(waiting: Iterable[asyncio.Future[bool]], is_woken: bool = True) -> None:
-    for future in waiting:
+def _set_results(futures: Iterable[asyncio.Future[bool]], is_woken: bool = True) -> None:
+    for future in futures:
         if not future.done():
             future.set_result(is_woken)
 
@@ -101,7 +103,7 @@ class _Line:
 
 
 class WaitQueue:
-    """One line of consumers per key. Belongs to the event loop."""
+    """Queues of waiting consumers, one per key. Belongs to the event loop."""
 
     def __init__(self) -> None:
         self._lines: dict[Hashable, _Line] = {}
@@ -109,8 +111,11 @@ class WaitQueue:
 
     @asynccontextmanager
     async def turn(self, key: Hashable, until_s: float) -> AsyncIterator[bool]:
-        """Wait for the turn until `until_s` on the loop's clock. Yields False if the time is up. Raises OverLimit."""
-        # The limit covers all lines, because each waiting consumer holds a task and a connection.
+        """Wait to be the first in the queue of `key`, until `until_s` on the loop's clock.
+
+        Yields False if the time is up. The caller is the first until it leaves the context. Raises OverLimit.
+        """
+        # The limit covers all queues, because each waiting consumer holds a task and a connection.
         if self.length >= limits.PULLS_WAITING_MAX:
             raise OverLimit(f"{self.length} consumers wait already; ask without waiting, or try again")
         line = self._lines.setdefault(key, _Line())
@@ -119,10 +124,9 @@ class WaitQueue:
         has_turn = False
         try:
             if line.length == 1:
-                has_turn = await line.turn.acquire()  # never blocks: the line was empty
+                has_turn = await line.turn.acquire()  # never blocks: the queue was empty
             else:
-                # The wait for the turn counts as waiting time: a consumer is answered in time even if its turn never
-                # comes.
+                # The wait counts as waiting time: a consumer gets its answer in time even if its turn never comes.
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(until_s):
                         has_turn = await line.turn.acquire()
@@ -133,5 +137,5 @@ class WaitQueue:
             line.length -= 1
             self.length -= 1
             if not line.length:
-                # Keys contain names that clients choose, so remove a line when no consumer waits in it.
+                # Keys contain names that clients choose, so remove a queue when no consumer waits in it.
                 del self._lines[key]

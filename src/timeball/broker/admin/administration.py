@@ -83,8 +83,8 @@ class Administration:
         refused later, the topics before it stay changed. Raises InvalidName, Forbidden, OverLimit, OutOfRange,
         RequestError.
         """
-        # Check all before changing the first: an invalid request must change nothing.
-        configs = [self._config(change, caller) for change in changes]
+        # Check all changes before the first one is made: an invalid request must change nothing.
+        configs = [self._check_change(change, caller) for change in changes]
         # The limit of new topics also applies to administrators: a script can create as many as a client.
         self._policy.admit_managed([change.name for change in changes], caller)
         try:
@@ -96,7 +96,8 @@ class Administration:
             # Also after a refusal, because the topics before it stay changed.
             await self._writer.flushed()
 
-    def _config(self, change: TopicChange, caller: Caller) -> TopicConfig:
+    def _check_change(self, change: TopicChange, caller: Caller) -> TopicConfig:
+        """Check a change of a topic, and build the new configuration. Raises as `configure_topics`."""
         self._policy.check_managed(change.name, caller)
         known = self._tables.topics.find_topic(change.name)
         attributes = altered_attributes(known.config.attributes if known else {}, change.attributes)
@@ -115,45 +116,45 @@ class Administration:
     async def delete_topic(self, name: str, caller: Caller) -> TopicRemoved | None:
         """Delete a topic, its messages and the offsets in it. Returns counts, or None if the topic does not exist."""
         self._policy.check_managed(name, caller)
-        # Check first, because the count below is expensive.
+        # Check before the count, which is expensive.
         if self._tables.topics.find_topic(name) is None:
             return None
         pending = await self._count_pending(name)
         topic = self._tables.topics.find_topic(name)
         if topic is None:  # another request deleted it during the count
             return None
-        # `lost` are the messages that count as expired: unread ones and dead letters.
-        lost, letters = self._unread(topic), 0
+        # Messages that now count as expired: unread messages and dead letters.
+        expiries, dead_letters = self._count_unread(topic), 0
         if name.startswith(DLQ_PREFIX):
             group = name.removeprefix(DLQ_PREFIX)
-            letters = self._dead_letters.count(group)
-            lost += [Expiry(group, name, letters, {})] if letters else []
-        # `lost` includes the dead letters, which are not unread messages.
-        removed = TopicRemoved(sum(one.rows for one in lost) - letters, letters, pending)
+            dead_letters = self._dead_letters.count(group)
+            expiries += [Expiry(group, name, dead_letters, {})] if dead_letters else []
+        # `expiries` includes the dead letters, which are not unread messages.
+        removed = TopicRemoved(sum(expiry.rows for expiry in expiries) - dead_letters, dead_letters, pending)
         # A topic of the same name may be created again. Rows from this number on belong to the new one.
         self._tables.topics.delete(name, self._writer.next_seq)
         self._tables.offsets.forget_topic(name)
-        if lost:
-            self._tables.expired.add(lost, self._clock.now_ms())
+        if expiries:
+            self._tables.expired.add(expiries, self._clock.now_ms())
         if name.startswith(DLQ_PREFIX):
             self._tables.resolved_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
             self._tables.repeated_dead_letters.forget(name.removeprefix(DLQ_PREFIX))
-        self._waiters.wake([name])  # waiting consumers then learn that the topic is gone
+        self._waiters.wake([name])  # so that waiting consumers learn that the topic was deleted
         await self._writer.flushed()
-        if lost or pending:
+        if expiries or pending:
             logger.warning(
                 "topic deleted topic=%s unread=%d dead_letters=%d pending=%s",
-                name, removed.unread, letters, "unknown" if pending is None else pending,
+                name, removed.unread, dead_letters, "unknown" if pending is None else pending,
             )  # fmt: skip
         return removed
 
-    def _unread(self, topic: Topic) -> list[Expiry]:
-        """Count the messages of a topic that each group has not read."""
-        table, found = self._tables.offsets.table, list[Expiry]()
+    def _count_unread(self, topic: Topic) -> list[Expiry]:
+        """Count the messages of a topic that each group with offsets has not read."""
+        offset_table, expiries = self._tables.offsets.table, list[Expiry]()
         for group in self._tables.offsets.groups_of(topic.name):
-            if rows := unread(topic, table[group][topic.name]):
-                found.append(Expiry(group, topic.name, rows, {}))
-        return found
+            if rows := unread(topic, offset_table[group][topic.name]):
+                expiries.append(Expiry(group, topic.name, rows, {}))
+        return expiries
 
     # -- groups ------------------------------------------------------------------------------------------------
 
@@ -176,6 +177,6 @@ class Administration:
         self._tables.groups.remove(name)
         if with_offsets:
             self._tables.offsets.forget_group(name)
-        # Offsets that stay do not make retention keep messages while the group is deleted.
+        # Retention ignores the offsets that stay, until the group is created again.
         self._tables.expired.note_deleted(name, keeps_offsets=bool(self._tables.offsets.topics_of(name)))
         await self._writer.flushed()

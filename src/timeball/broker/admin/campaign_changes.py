@@ -1,10 +1,10 @@
 """Plan, pause, resume and cancel campaigns. One row of the log decides each change.
 
-    pause     a META row; from this moment the schedule loads no messages of the campaign's ranges
-    resume    the data files with the campaign's rows are rewritten: its rows are due later by the shift, and none
-              before now; one frame has the TABLE row that exchanges the files and the META row that ends the hold
-    cancel    a META row, after which no more files of the campaign can be attached and all its messages are held; then
-              a CANCEL row for all pending messages; then a META row that ends the hold
+    pause     append a META row. From then on all messages of the campaign are held: the schedule does not load them
+    resume    rewrite the data files with the campaign's messages: they are due later by the shift, and not before now.
+              One frame contains the TABLE row that replaces the files and the META row that ends the hold
+    cancel    append a META row: no more files of the campaign can be attached, and its messages are held. Then append
+              CANCEL rows for all pending messages, and a META row that ends the hold
 
 Numbers, ids and recall handles stay the same through pause and resume. If a command stops between its steps, the
 campaign stays as it was. It is paused until the frame of the resume is in the log, and cancelled as soon as the first
@@ -55,32 +55,32 @@ class CampaignChanges:
         self._clock, self._writer, self._campaigns = clock, writer, campaigns
         self._attach_state, self._scheduler = attach_state, scheduler
         self._outcomes = outcomes
-        # One change at a time: a resume writes files for seconds, and a concurrent cancel would miss their rows.
+        # One change at a time: a resume writes files for seconds, and a concurrent cancel would miss their messages.
         self._lock = asyncio.Lock()
-        # Campaigns whose cancel is retried only by a command, not by `finish_cancels`.
-        self._damaged: set[str] = set()
+        # Campaigns with a damaged file: only a command retries their cancel, not `finish_cancels`.
+        self._not_retried: set[str] = set()
 
     def get(self, campaign: str) -> Campaign:
-        """Return the state of a campaign. Raises InvalidMessage, NotFound."""
-        return self._shown(campaign, self._campaigns.get(campaign))
+        """Describe a campaign. Raises InvalidMessage, NotFound."""
+        return self._describe(campaign, self._campaigns.get(campaign))
 
     def all(self) -> list[Campaign]:
         """List all campaigns without their ranges, the newest last."""
-        found = self._campaigns.all().items()
-        return [self._shown(name, msgspec.structs.replace(facts, ranges=[])) for name, facts in found]
+        campaigns = self._campaigns.all().items()
+        return [self._describe(name, msgspec.structs.replace(facts, ranges=[])) for name, facts in campaigns]
 
     async def plan(
         self, campaign: str, rows: int, at_ms: int | None = None, groups: Sequence[str] = ()
     ) -> Campaign:
-        """Create a campaign for this number of rows. The next attach under its id brings the rows.
+        """Create a campaign for this number of rows, unless it exists. The next attach with its id contains the rows.
 
-        The campaign may exist already. `at_ms` is the time at which its rows were validated. `groups` are the groups of
-        the cluster that each have a part of it. Raises OutOfRange if rows were attached under this id before, and the
-        id is no campaign any more.
+        `at_ms` is the time at which the rows were validated. `groups` are the groups of the cluster that each have a
+        part of the campaign. Raises OutOfRange if rows were attached under this id before, but the campaign was
+        forgotten.
         """
-        self._writer.check_room()
-        # The attach would be answered as a repeated one. The campaign would stay planned for ever, and its rows would
-        # be lost.
+        self._writer.check_admission()
+        # The attach would count as repeated and be skipped. The campaign would stay planned for ever, and its rows
+        # would be lost.
         if not self._campaigns.is_known(campaign) and self._attach_state.has_attached(campaign):
             raise OutOfRange(
                 f"rows were attached as {campaign} before, and no campaign is left of it: use another id"
@@ -94,15 +94,14 @@ class CampaignChanges:
 
     async def pause(self, campaign: str) -> Campaign:
         """Hold all pending messages of a campaign."""
-        async with self._lock, self._mover.lock:  # under this lock no attach is half done
+        async with self._lock, self._mover.lock:  # while the lock is held, no attach is half done
             facts = self._campaigns.get_attached(campaign)
             if facts.state == "paused":
-                return self._shown(campaign, facts, repeated=True)
-            self._writer.check_room()
-            # No await between the hold and the row: releases that were handed out before the hold precede the row in
-            # the log.
+                return self._describe(campaign, facts, repeated=True)
+            self._writer.check_admission()
+            # No await between the hold and the row: releases that began before the hold precede the row in the log.
             held_from_ms = self._scheduler.hold(campaign, facts.ranges)
-            self._campaigns.put(campaign, self._as(facts, "paused", held_from_ms=held_from_ms))
+            self._campaigns.put(campaign, self._with_state(facts, "paused", held_from_ms=held_from_ms))
             await self._writer.flushed()
             return self.get(campaign)
 
@@ -111,70 +110,75 @@ class CampaignChanges:
         async with self._lock:
             facts = self._campaigns.get_attached(campaign)
             if facts.state != "paused":
-                return self._shown(campaign, facts, repeated=True)
+                return self._describe(campaign, facts, repeated=True)
             # Never negative: after the clock was set back, a resume would release messages before their due times.
             shift_ms = max(0, self._clock.now_ms() - facts.since_ms) if shift else 0
             rows = await self._mover.resume(campaign, facts, shift_ms)
             return msgspec.structs.replace(self.get(campaign), count=rows, shift_ms=shift_ms)
 
     async def cancel(self, campaign: str) -> Campaign:
-        """Cancel all pending and held messages of a campaign. Final on return. May be repeated."""
+        """Cancel all pending and held messages of a campaign. The cancel is final on return, and may be repeated."""
         counted = RangesCancelled(0, 0, 0, 0)
         async with self._lock:
             async with self._mover.lock:
                 facts = self._campaigns.get(campaign)
                 repeated = facts.state == "cancelled"
                 if not repeated:
-                    self._writer.check_room()
+                    self._writer.check_admission()
                     held_from_ms = facts.held_from_ms
                     if facts.ranges and held_from_ms is None:
                         held_from_ms = self._scheduler.hold(campaign, facts.ranges)
-                    # Before the CANCEL rows: from now on no files of the campaign can be attached after them. A start
-                    # that finds only this row releases nothing that was still to be cancelled.
-                    first = msgspec.structs.replace(facts, state="cancelled", held_from_ms=held_from_ms)
-                    self._campaigns.put(campaign, first)
+                    # This row precedes the CANCEL rows, so no files of the campaign can be attached after them. If the
+                    # broker stops now, its next start holds the messages and finishes the cancel.
+                    cancelled_facts = msgspec.structs.replace(
+                        facts, state="cancelled", held_from_ms=held_from_ms
+                    )
+                    self._campaigns.put(campaign, cancelled_facts)
             if facts.ranges:
                 reason = f"campaign {campaign}"
                 counted = await self._cancel_ranges(facts.ranges, reason)
-            # After the last CANCEL row: until then held messages must not count as settled (released or cancelled).
-            # `already_cancelled` is not added: these messages were cancelled or moved one by one. If this call finishes
-            # an interrupted cancel, that cancel has ended them, so they do count.
-            ended = facts.cancelled + counted.cancelled
+            # End the hold only after the last CANCEL row: until then held messages must not count as settled (released
+            # or cancelled). Messages in `already_cancelled` were cancelled or moved one by one, so they are not added.
+            # If this call finishes an interrupted cancel, that cancel has cancelled them, so they are added.
+            cancelled_rows = facts.cancelled + counted.cancelled
             if repeated and facts.held_from_ms is not None:
-                ended += counted.already_cancelled
-            if not repeated or (ended, None) != (facts.cancelled, facts.held_from_ms):
+                cancelled_rows += counted.already_cancelled
+            if not repeated or (cancelled_rows, None) != (facts.cancelled, facts.held_from_ms):
                 self._campaigns.put(
-                    campaign, msgspec.structs.replace(self._as(facts, "cancelled"), cancelled=ended)
+                    campaign,
+                    msgspec.structs.replace(self._with_state(facts, "cancelled"), cancelled=cancelled_rows),
                 )
                 self._outcomes.holds.remove(campaign)
             await self._writer.flushed()
         return msgspec.structs.replace(self.get(campaign), count=counted.cancelled, repeated=repeated)
 
     async def finish_cancels(self) -> None:
-        """Continue cancels that a crash or a full disk interrupted. A periodic duty of maintenance.py."""
+        """Continue cancels that a crash or a full disk interrupted. maintenance.py calls this periodically."""
         for campaign, facts in self._campaigns.all().items():
             if self._lock.locked():
                 return  # a command is running, perhaps on this campaign
-            is_cut_short = facts.state == "cancelled" and facts.held_from_ms is not None
-            if is_cut_short and campaign not in self._damaged:
+            was_interrupted = facts.state == "cancelled" and facts.held_from_ms is not None
+            if was_interrupted and campaign not in self._not_retried:
                 try:
                     await self.cancel(campaign)
                 except Corrupt as error:
-                    # The rest of the campaign stays held, and the broker serves everything else. Do not retry
-                    # automatically: each try reads the files before the damaged one, and readers would wait behind it
-                    # for ever.
-                    self._damaged.add(campaign)
+                    # A file is damaged. The rest of the campaign stays held. Do not retry automatically: each attempt
+                    # reads all files before the damaged one, which would delay other readers again and again.
+                    self._not_retried.add(campaign)
                     logger.error(
                         "cancel not finished: restore the file, then cancel again campaign=%s reason=%s",
                         campaign,
                         error,
                     )
 
-    def _as(self, facts: CampaignFacts, state: State, held_from_ms: int | None = None) -> CampaignFacts:
+    def _with_state(
+        self, facts: CampaignFacts, state: State, held_from_ms: int | None = None
+    ) -> CampaignFacts:
         now_ms = self._clock.now_ms()
         return msgspec.structs.replace(facts, state=state, since_ms=now_ms, held_from_ms=held_from_ms)
 
-    def _shown(self, campaign: str, facts: CampaignFacts, *, repeated: bool = False) -> Campaign:
+    def _describe(self, campaign: str, facts: CampaignFacts, *, repeated: bool = False) -> Campaign:
+        """Build the description of a campaign for users."""
         # Derived and never written: a campaign ends with the last of its due times, without an event.
         is_finished = facts.is_finished(self._scheduler.settled_before_ms)
         return Campaign(

@@ -26,40 +26,40 @@ QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets con
 
 
 def lags(groups: Iterable[str], *, topics: Topics, offsets: Offsets) -> Counts:
-    """Count the messages after the stored offsets of each of these groups, by group and topic."""
-    found: Counts = {}
-    table, bounds_of = offsets.table, dict[str, list[tuple[int, int]]]()
+    """Compute the lag of these groups by group and topic: the messages after their stored offsets."""
+    lag_counts: Counts = {}
+    offset_table, bounds_of = offsets.table, dict[str, list[tuple[int, int]]]()
     for group in groups:
-        for name, stored in table.get(group, {}).items():
+        for name, stored_offsets in offset_table.get(group, {}).items():
             # Read once per topic: thousands of groups may share a few topics.
             if (bounds := bounds_of.get(name)) is None:
                 topic = topics.find_topic(name)
                 indexes = [] if topic is None else [queue.index for queue in topic.queues]
                 bounds_of[name] = bounds = [(index.min_offset, index.max_offset) for index in indexes]
-            if bounds:  # otherwise the topic was deleted; its offsets go at the next save
+            if bounds:  # otherwise the topic was deleted, and its offsets are removed at the next save
                 # Offsets of queues that the topic no longer has are ignored. Messages that have expired are no lag.
-                found[group, name] = sum(
+                lag_counts[group, name] = sum(
                     max(0, bounds[queue][1] - max(offset, bounds[queue][0]))
-                    for queue, offset in stored.items()
+                    for queue, offset in stored_offsets.items()
                     if queue < len(bounds)
                 )
-    return found
+    return lag_counts
 
 
-def add_in_flight(found: Counts, queues: Iterable[QueueLeases]) -> None:
-    """Add the number of messages that members hold from these queues: delivered, not answered, not given back."""
+def add_in_flight(counts: Counts, queues: Iterable[QueueLeases]) -> None:
+    """Add to `counts` the messages of these queues that members hold: delivered, neither acknowledged nor nacked."""
     for queue in queues:
-        if held := queue.held_rows:
+        if held_rows := queue.held_rows:
             # Messages from a group's retry topic count for their original topic.
             key = queue.group, topic_of(queue.group, queue.topic)
-            found[key] = found.get(key, 0) + held
+            counts[key] = counts.get(key, 0) + held_rows
 
 
 class GroupStates:
     """Queries for the states of groups. Belongs to the event loop.
 
-    Queries over many groups run in shares, between which the loop does other work. So each figure is from one moment,
-    but two figures may be from different moments.
+    Queries over many groups run in shares, between which the loop does other work. So two figures of one result may be
+    from different times.
     """
 
     def __init__(
@@ -81,36 +81,36 @@ class GroupStates:
         self._subscriptions = subscriptions
 
     async def lags(self) -> Counts:
-        """Count the lag of all groups, by group and topic."""
-        found: Counts = {}
+        """Compute the lag of all groups, by group and topic."""
+        lag_counts: Counts = {}
         async for groups in shares(self._offsets.table):
-            found |= lags(groups, topics=self._topics, offsets=self._offsets)
-        return found
+            lag_counts |= lags(groups, topics=self._topics, offsets=self._offsets)
+        return lag_counts
 
     async def in_flight(self) -> Counts:
         """Count the messages that the members of all groups hold, by group and topic."""
-        found = self._lease_counts.held()
-        # Shares are counted in queues, because a group may have many: those of all its topics.
+        counts = self._lease_counts.held()
+        # Shares consist of queues, because one group may have many queues, those of all its topics.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
-            add_in_flight(found, queues)
-        return found
+            add_in_flight(counts, queues)
+        return counts
 
     def expired(self) -> tuple[Counts, dict[tuple[str], int]]:
         """Count the messages that expired unread, by group and topic, and the expired dead letters, by group."""
-        unread, letters = Counts(), dict[tuple[str], int]()
+        unread, dead_letters = Counts(), dict[tuple[str], int]()
         for group, facts in self._expired.groups().items():
-            for topic, one in facts.topics.items():
+            for topic, expired_topic in facts.topics.items():
                 if topic == dead_letter_topic(group):
-                    letters[(group,)] = one.rows
+                    dead_letters[(group,)] = expired_topic.rows
                 else:
-                    unread[group, topic] = one.rows
-        return unread, letters
+                    unread[group, topic] = expired_topic.rows
+        return unread, dead_letters
 
     async def one(self, group: str, caller: Caller) -> GroupState:
-        """Return the state of a group. Raises Forbidden, GroupNotFound."""
+        """Find the state of one group. Raises Forbidden, GroupNotFound."""
         self._policy.allow(caller, Verb.LOOK)
         if self._policy.allows(caller, Verb.RECEIVE, group=group):
-            for state in await self._states([group], await self.in_flight()):
+            for state in await self._build_group_states([group], await self.in_flight()):
                 return state
         # The same answer as for a missing group, so that it does not reveal groups of other accounts.
         raise GroupNotFound(f"consumer group {group!r} does not exist, or is not yours to look at")
@@ -123,48 +123,55 @@ class GroupStates:
         self._policy.allow(caller, Verb.LOOK)
         if not 1 <= rows <= limits.LISTED_ROWS_MAX:
             raise OutOfRange(f"{rows} groups in a page: 1 to {limits.LISTED_ROWS_MAX}")
-        # First, because a deleted group that still holds messages is also listed.
-        held, names = await self.in_flight(), list[str]()
+        # Read first: a deleted group whose members still hold messages is also listed.
+        in_flight, names = await self.in_flight(), list[str]()
         # Groups that were configured, have stored offsets, hold messages, or have lost messages.
-        known = self._groups.names() | self._offsets.table.keys() | {name for name, _ in held}
+        known = self._groups.names() | self._offsets.table.keys() | {name for name, _ in in_flight}
         known |= self._expired.groups().keys()
-        async for some in shares(known if after is None else (name for name in known if name > after)):
-            names += [name for name in some if self._policy.allows(caller, Verb.RECEIVE, group=name)]
-        # One more than the page shows, to see whether there is a next page. Sorting all names would take too long in
-        # one turn of the loop.
-        shown = heapq.nsmallest(rows + 1, names)
-        next_page = shown[rows - 1] if len(shown) > rows else None
-        return GroupPage(await self._states(shown[:rows], held), next_page)
+        async for share in shares(known if after is None else (name for name in known if name > after)):
+            names += [name for name in share if self._policy.allows(caller, Verb.RECEIVE, group=name)]
+        # One name more than the page has, to see whether there is a next page. A sort of all names would block the
+        # loop too long.
+        page_names = heapq.nsmallest(rows + 1, names)
+        next_page = page_names[rows - 1] if len(page_names) > rows else None
+        return GroupPage(await self._build_group_states(page_names[:rows], in_flight), next_page)
 
-    async def _states(self, names: Sequence[str], held: Counts) -> list[GroupState]:
-        """Build the states of these groups, without groups that have no data left."""
-        wanted, topics_of = set(names), defaultdict[str, set[str]](set)
-        for name, topic in held:
-            if name in wanted:
+    async def _build_group_states(self, names: Sequence[str], in_flight: Counts) -> list[GroupState]:
+        """Build the states of these groups. Groups without any data are left out."""
+        requested, topics_of = set(names), defaultdict[str, set[str]](set)
+        for name, topic in in_flight:
+            if name in requested:
                 topics_of[name].add(topic)
-        found = list[GroupState]()
-        async for some in shares(names):
-            behind = lags(some, topics=self._topics, offsets=self._offsets)
-            for name, topic in behind:
+        group_states = list[GroupState]()
+        async for share in shares(names):
+            lag_counts = lags(share, topics=self._topics, offsets=self._offsets)
+            for name, topic in lag_counts:
                 topics_of[name].add(topic)
-            for name in some:
+            for name in share:
                 expired = self._expired.topics(name)
-                rows = {topic: one.rows for topic, one in expired.items() if topic != dead_letter_topic(name)}
+                expired_rows = {
+                    topic: expired_topic.rows
+                    for topic, expired_topic in expired.items()
+                    if topic != dead_letter_topic(name)
+                }
                 states = [
                     TopicState(
-                        topic, behind.get((name, topic), 0), held.get((name, topic), 0), rows.get(topic, 0)
+                        topic,
+                        lag_counts.get((name, topic), 0),
+                        in_flight.get((name, topic), 0),
+                        expired_rows.get(topic, 0),
                     )
-                    for topic in sorted(topics_of[name] | rows.keys())
+                    for topic in sorted(topics_of[name] | expired_rows.keys())
                 ]
                 if states or expired or self._groups.find_group(name) is not None:
-                    found.append(self._state(name, states))
-        return found
+                    group_states.append(self._build_group_state(name, states))
+        return group_states
 
-    def _state(self, name: str, topics: list[TopicState]) -> GroupState:
+    def _build_group_state(self, name: str, topics: list[TopicState]) -> GroupState:
         # None if the group was deleted but its offsets were kept.
         config = self._groups.find_group(name)
         # Dead letters do not count as messages of a topic that the group consumes.
-        letters = self._expired.topics(name).get(dead_letter_topic(name))
+        expired_dead_letters = self._expired.topics(name).get(dead_letter_topic(name))
         return GroupState(
             name,
             sum(topic.lag for topic in topics),
@@ -175,6 +182,6 @@ class GroupStates:
             config is None or config.consume_enable,
             topics,
             sum(topic.expired for topic in topics),
-            0 if letters is None else letters.rows,
+            0 if expired_dead_letters is None else expired_dead_letters.rows,
             self._subscriptions.conflicts(name),
         )

@@ -1,4 +1,4 @@
-"""Read the status files of the pipeline's jobs and the result of the last audit.
+"""Read the status files of the Spark jobs and the result of the last audit.
 
     pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
     pipeline/audit.json           written by `timeball audit`
@@ -35,7 +35,7 @@ Report = dict[str, object]
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """The latest micro-batch of a job. `position` is its end: a row of the log (seq) or a due time in ms (due_ms)."""
+    """The latest micro-batch of a job. `position` is its end: a sequence number (seq) or a due time in ms (due_ms)."""
 
     unit: Literal["seq", "due_ms"]
     position: int
@@ -43,7 +43,7 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class JobFigures(msgspec.Struct, frozen=True):
-    """The figures of a job's report that metrics need."""
+    """The fields of a job's report that metrics need."""
 
     # The lengths are limited, because any program may have written the file.
     job: Annotated[str, Meta(max_length=100)]
@@ -56,7 +56,10 @@ class JobFigures(msgspec.Struct, frozen=True):
 
 
 class JobState(NamedTuple):
-    """A job's figures, and its lag behind the broker now. A lag is None if the job's position does not determine it."""
+    """A job's figures, and its lag behind the broker now.
+
+    A lag is None if the job's kind of position has no such lag.
+    """
 
     figures: JobFigures
     lag_rows: int | None
@@ -87,39 +90,39 @@ class JobReports:
         return await in_thread(self._reader_thread, self._read_all)
 
     async def states(self) -> list[JobState]:
-        """Read the states of the jobs for metrics, sorted by name. Omits reports without the necessary figures."""
+        """Read the states of the jobs for metrics, sorted by name. Invalid reports are left out."""
         return await in_thread(self._reader_thread, self._states, self._reader.next_seq, self._clock.now_ms())
 
     async def compaction_lag_ms(self) -> int:
         """Compute the age in ms of the oldest row that compaction has not read. 0 if there is none."""
         return await in_thread(
             self._reader_thread,
-            self._age_ms,
+            self._age_of_row_ms,
             self._attach_state.watermark,
             self._reader.next_seq,
             self._clock.now_ms(),
         )
 
     def _states(self, next_seq: int, now_ms: int) -> list[JobState]:
-        found = []
+        states = []
         for report in self._read_all()[0]:
             try:
                 figures = msgspec.convert(report, JobFigures)
             except msgspec.ValidationError as error:
                 logger.warning("report of a job not understood reason=%s", error)
                 continue
-            last = figures.last
-            if last is None:
-                found.append(JobState(figures, None, None))
-            elif last.unit == "due_ms":
-                found.append(JobState(figures, None, max(0, now_ms - last.position)))
+            last_batch = figures.last
+            if last_batch is None:
+                states.append(JobState(figures, None, None))
+            elif last_batch.unit == "due_ms":
+                states.append(JobState(figures, None, max(0, now_ms - last_batch.position)))
             else:
-                # Measured from the current end of the log, so the lag of a dead job grows.
-                lag_ms = self._age_ms(last.position, next_seq, now_ms)
-                found.append(JobState(figures, max(0, next_seq - last.position), lag_ms))
-        return found
+                # Relative to the current end of the log, so the lag of a dead job grows.
+                lag_ms = self._age_of_row_ms(last_batch.position, next_seq, now_ms)
+                states.append(JobState(figures, max(0, next_seq - last_batch.position), lag_ms))
+        return states
 
-    def _age_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
+    def _age_of_row_ms(self, seq: int, next_seq: int, now_ms: int) -> int:
         """Compute the age in ms of the first row at or after `seq`. 0 if there is none."""
         reader = self._reader
         first = max(seq, reader.first_seq)
@@ -137,8 +140,8 @@ class JobReports:
             if files.exists(STATUS)
             else []
         )
-        found = [self._read(f"{STATUS}/{name}") for name in sorted(names)[:FILES_MAX]]
-        return [each for each in found if each is not None], self._read(AUDIT)
+        reports = [self._read(f"{STATUS}/{name}") for name in sorted(names)[:FILES_MAX]]
+        return [report for report in reports if report is not None], self._read(AUDIT)
 
     def _read(self, name: str) -> Report | None:
         files = self._files

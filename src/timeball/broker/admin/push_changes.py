@@ -52,7 +52,7 @@ class PushChanges:
     ) -> None:
         self._policy = policy
         self._clock, self._writer = clock, writer
-        self._kept, self._allowed = push_subscriptions, Allowed.parse(settings.push_allow)
+        self._subscriptions, self._allowed_urls = push_subscriptions, Allowed.parse(settings.push_allow)
         self._watcher: Callable[[str], None] | None = None
 
     def watch(self, changed: Callable[[str], None]) -> None:
@@ -60,18 +60,22 @@ class PushChanges:
         self._watcher = changed
 
     def all(self, caller: Caller) -> dict[str, PushSubscription]:
-        """List the subscriptions that the caller may look at."""
+        """List the subscriptions whose topic and group the caller may look at, by name."""
         self._policy.allow(caller, Verb.LOOK)
-        return {name: each for name, each in self._kept.all().items() if self._may_look(each, caller)}
+        return {
+            name: subscription
+            for name, subscription in self._subscriptions.all().items()
+            if self._may_look(subscription, caller)
+        }
 
     def get(self, name: str, caller: Caller) -> PushSubscription:
-        """Return a subscription. Raises NotFound, also if the caller may not look at it."""
+        """Find a subscription. Raises NotFound, also if the caller may not look at it."""
         self._policy.allow(caller, Verb.LOOK)
-        found = self._kept.get(name)
-        if not self._may_look(found, caller):
+        subscription = self._subscriptions.get(name)
+        if not self._may_look(subscription, caller):
             # The same error in both cases, so it does not reveal names.
             raise NotFound(f"no subscription {name!r}")
-        return found
+        return subscription
 
     async def put(
         self, name: str, wanted: PushSubscription, caller: Caller, *, rotates: bool = False
@@ -81,62 +85,63 @@ class PushChanges:
         `rotates` creates a new secret. Raises InvalidMessage, InvalidFilter, OutOfRange, OverLimit, RequestError.
         """
         self._policy.allow(caller, Verb.ADMIN)
-        self._allowed.check_url(wanted.url)
+        self._allowed_urls.check_url(wanted.url)
         # Refuse an invalid filter before any change.
         compile_filter(wanted.filter, EXPRESSION_TYPES[wanted.filter_type])
         self._check_same_filter(name, wanted)
-        known = self._kept.find(name)
+        known = self._subscriptions.find(name)
         if known is not None:
-            # Otherwise a change of the URL would resume a subscription that an administrator has paused.
+            # A change of the URL must not resume a subscription that an administrator has paused.
             wanted = msgspec.structs.replace(wanted, paused=known.paused, paused_by=known.paused_by)
-        # the new secret, or None
-        made = self._kept.put(name, wanted, self._clock.now_ms(), rotates=rotates)
-        await self._changed(name)
-        return PushPut(wanted, known is None, None if made is None else secret_text(made))
+        new_secret = self._subscriptions.put(name, wanted, self._clock.now_ms(), rotates=rotates)
+        await self._notify_and_flush(name)
+        return PushPut(wanted, known is None, None if new_secret is None else secret_text(new_secret))
 
     async def delete(self, name: str, caller: Caller) -> None:
         """Delete a subscription. Its consumer group and the group's offsets stay. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
-        self._kept.remove(name)
-        await self._changed(name)
+        self._subscriptions.remove(name)
+        await self._notify_and_flush(name)
 
     async def pause(
         self, name: str, caller: Caller, by: Literal["operator", "receiver"] = "operator"
     ) -> PushSubscription:
         """Stop sending messages for a subscription. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
-        return await self._set(name, paused=True, paused_by=by)
+        return await self._set_paused(name, paused=True, paused_by=by)
 
     async def resume(self, name: str, caller: Caller) -> PushSubscription:
-        """Resume sending, without waiting for a receiver that failed before. Raises NotFound."""
+        """Resume sending at once, even if the receiver has just failed. Raises NotFound."""
         self._policy.allow(caller, Verb.ADMIN)
-        return await self._set(name, paused=False, paused_by="operator")
+        return await self._set_paused(name, paused=False, paused_by="operator")
 
-    async def _set(
+    async def _set_paused(
         self, name: str, *, paused: bool, paused_by: Literal["operator", "receiver"]
     ) -> PushSubscription:
-        changed = msgspec.structs.replace(self._kept.get(name), paused=paused, paused_by=paused_by)
-        self._kept.put(name, changed, self._clock.now_ms())
-        await self._changed(name)
+        changed = msgspec.structs.replace(self._subscriptions.get(name), paused=paused, paused_by=paused_by)
+        self._subscriptions.put(name, changed, self._clock.now_ms())
+        await self._notify_and_flush(name)
         return changed
 
-    async def _changed(self, name: str) -> None:
+    async def _notify_and_flush(self, name: str) -> None:
+        """Notify the watcher of a changed subscription, and wait until the change is durable."""
         if self._watcher is not None:
-            # The watcher reads the change from memory at once; the caller waits until it is durable.
+            # The watcher reads the change from memory at once. The caller waits until it is durable.
             self._watcher(name)
         await self._writer.flushed()
 
     def _check_same_filter(self, name: str, wanted: PushSubscription) -> None:
         """Raise RequestError if another subscription of this group and topic has a different filter."""
-        for other, each in self._kept.all().items():
-            is_shared = other != name and (each.group, each.topic) == (wanted.group, wanted.topic)
-            # Each subscription would skip, for the whole group, messages that only the other one selects.
-            if is_shared and (each.filter, each.filter_type) != (wanted.filter, wanted.filter_type):
+        for other, known in self._subscriptions.all().items():
+            is_shared = other != name and (known.group, known.topic) == (wanted.group, wanted.topic)
+            # Both share the group's offsets, so each would skip messages that only the other one selects.
+            if is_shared and (known.filter, known.filter_type) != (wanted.filter, wanted.filter_type):
                 raise RequestError(
-                    f"subscription {other!r} of the same group has the filter {each.filter[:200]!r} "
-                    f"({each.filter_type}): give both the same, or this one another group"
+                    f"subscription {other!r} of the same group has the filter {known.filter[:200]!r} "
+                    f"({known.filter_type}): give both the same, or this one another group"
                 )
 
     def _may_look(self, subscription: PushSubscription, caller: Caller) -> bool:
+        """Check whether the caller may look at the topic and the group of a subscription."""
         topic, group = subscription.topic, subscription.group
         return self._policy.allows(caller, Verb.LOOK, topic=topic, group=group)

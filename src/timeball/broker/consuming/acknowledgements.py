@@ -1,7 +1,8 @@
-"""Acknowledgements of leases kept in the log: their messages are cancelled, with one append for the requests of a turn.
+"""Acknowledge leases kept in the log: cancel their scheduled messages, with one append for many requests.
 
-Nearly all are finished within the turn that begins them: they are decided, their rows are appended, and the commit
-answers. If a scheduled message was already settled or moved, a task decides again once the row that did it is durable.
+Nearly all requests are decided and their rows appended within the turn of the loop that begins them, and the commit
+answers them. If a scheduled message was already settled or moved, a task decides again once the row of that change is
+durable.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.ingress import Batcher, Begun, settle
+from timeball.broker.accepting.ingress import Batcher, BegunBatch, settle
 from timeball.broker.consuming.lease_rows import (
     Versions,
     cancel_rows,
@@ -39,7 +40,7 @@ ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
 CALLS_PER_TURN = 4_096  # requests of one turn: the others wait for the next turn
 ROWS_PER_APPEND = 65_536  # far below the limit of a frame
 
-_Asked = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
+_Request = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
 
 
 class Acknowledgements:
@@ -58,25 +59,27 @@ class Acknowledgements:
         self._appender = appender
         self._clock, self._writer, self._lease_counts = clock, writer, lease_counts
         self._scheduler, self._outcomes = scheduler, outcomes
-        self._batcher: Batcher[_Asked] = Batcher(
+        self._batcher: Batcher[_Request] = Batcher(
             self._begin, _answer, _refuse, rows_max=CALLS_PER_TURN, is_pipelined=False
         )
         self._tasks: set[asyncio.Future[BoolArray]] = set()
 
     def put(self, receipts: Sequence[Receipt]) -> asyncio.Future[list[bool]]:
-        """End these leases. The future has one bool for each receipt, whether it was valid, when all is durable."""
+        """End these leases. When all rows are durable, the future states for each receipt whether it was valid."""
         future: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
         self._batcher.put((receipts, future))
         return future
 
-    def _begin(self, asked: list[_Asked]) -> Begun:
-        receipts = asked[0][0] if len(asked) == 1 else [receipt for some, _ in asked for receipt in some]
+    def _begin(self, requests: list[_Request]) -> BegunBatch:
+        receipts = (
+            requests[0][0] if len(requests) == 1 else [receipt for some, _ in requests for receipt in some]
+        )
         versions = newest_versions(receipts, outcomes=self._outcomes)
         valid, durable = self._end(receipts, versions)
         # The usual case needs no task, and no turn of the loop beyond the commit.
         if durable is not None and valid.all():
             return valid, durable
-        task = asyncio.ensure_future(self._look_again(receipts, versions, valid, durable))
+        task = asyncio.ensure_future(self._decide_again(receipts, versions, valid, durable))
         self._tasks.add(task)  # the loop itself keeps no task alive
         task.add_done_callback(self._tasks.discard)
         return task, task
@@ -84,46 +87,57 @@ class Acknowledgements:
     def _end(
         self, receipts: Sequence[Receipt], versions: Versions
     ) -> tuple[BoolArray, asyncio.Future[int] | None]:
-        """Cancel the messages of these. Return which were pending, and a future for the commit of their rows."""
+        """Cancel the scheduled messages of these receipts.
+
+        Returns which were pending, and a future that is done when their rows are durable (None without rows).
+        """
         valid, durable = np.zeros(len(receipts), dtype=np.bool_), None
         for begin in range(0, len(receipts), ROWS_PER_APPEND):
-            part = receipts[begin : begin + ROWS_PER_APPEND]
-            due_ms, version = (column[begin : begin + len(part)] for column in versions)
+            chunk = receipts[begin : begin + ROWS_PER_APPEND]
+            due_ms, version = (column[begin : begin + len(chunk)] for column in versions)
             # Decided by the newest version, between two awaits: a later release finds the scheduled message cancelled.
             now_ms = self._clock.now_ms()
-            won = valid[begin : begin + len(part)] = settle_leases(due_ms, version, scheduler=self._scheduler)
-            count_ended(part, won, lease_counts=self._lease_counts)
-            if won.any():
+            was_pending = valid[begin : begin + len(chunk)] = settle_leases(
+                due_ms, version, scheduler=self._scheduler
+            )
+            count_ended(chunk, was_pending, lease_counts=self._lease_counts)
+            if was_pending.any():
                 # No await since the decision: the CANCEL rows stand in the log before any later release.
-                durable = self._append(part, (due_ms, version), won, now_ms)
+                durable = self._append(chunk, (due_ms, version), was_pending, now_ms)
         return valid, durable
 
     def _append(
-        self, receipts: Sequence[Receipt], versions: Versions, won: BoolArray, now_ms: int
+        self, receipts: Sequence[Receipt], versions: Versions, was_pending: BoolArray, now_ms: int
     ) -> asyncio.Future[int]:
         if len(receipts) <= FEW_ROWS:
             values = few_cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
-            return self._appender.append_few([values[at] for at in np.flatnonzero(won).tolist()])
+            return self._appender.append_few(
+                [values[index] for index in np.flatnonzero(was_pending).tolist()]
+            )
         rows = cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
-        return self._appender.append(rows if won.all() else rows.filter(pa.array(won))).durable
+        return self._appender.append(
+            rows if was_pending.all() else rows.filter(pa.array(was_pending))
+        ).durable
 
-    async def _look_again(
+    async def _decide_again(
         self,
         receipts: Sequence[Receipt],
         versions: Versions,
         valid: BoolArray,
         durable: asyncio.Future[int] | None,
     ) -> BoolArray:
-        """End the leases that another request moved meanwhile, and return which receipts were valid in all."""
+        """End the leases that another request has moved meanwhile. Returns which receipts were valid in the end."""
         if durable is not None:
             await durable  # the receipts that were valid are answered only when their rows are durable
         # The newest version is known only when the row that moved the scheduled message is durable.
         await self._writer.flushed()
-        left = np.flatnonzero(~valid & (newest_versions(receipts, outcomes=self._outcomes)[1] != versions[1]))
-        if len(left):
+        undecided = np.flatnonzero(
+            ~valid & (newest_versions(receipts, outcomes=self._outcomes)[1] != versions[1])
+        )
+        if len(undecided):
             try:
-                valid[left] = await decide(
-                    [receipts[at] for at in left.tolist()],
+                valid[undecided] = await decide(
+                    [receipts[index] for index in undecided.tolist()],
                     self._attempt,
                     writer=self._writer,
                     outcomes=self._outcomes,
@@ -141,14 +155,14 @@ class Acknowledgements:
         return valid
 
 
-def _answer(asked: list[_Asked], begun: Any) -> None:
-    verdicts = (begun.result() if isinstance(begun, asyncio.Future) else begun).tolist()
+def _answer(requests: list[_Request], begun: Any) -> None:
+    results = (begun.result() if isinstance(begun, asyncio.Future) else begun).tolist()
     begin = 0
-    for receipts, future in asked:
-        settle(future, verdicts[begin : begin + len(receipts)])
+    for receipts, future in requests:
+        settle(future, results[begin : begin + len(receipts)])
         begin += len(receipts)
 
 
-def _refuse(asked: list[_Asked], error: BaseException) -> None:
-    for _, future in asked:
+def _refuse(requests: list[_Request], error: BaseException) -> None:
+    for _, future in requests:
         settle(future, error)

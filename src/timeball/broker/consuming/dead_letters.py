@@ -6,12 +6,15 @@ the open ones: a resend or a delete records in the log that a position is resolv
     resend    appends a copy for this group alone, with the full number of attempts, in one frame with the row that
               marks the position as resolved
     delete    appends only that row: the message stays in the queue until retention removes it
-    repeat    before retention removes the row of an open dead letter, a MOVED row without a due time repeats it at the
-              end of the log, in one frame with the META row that names it (decision 0079); its handle stays the same
+    repeat    before retention removes the row of an open dead letter, a copy is appended at the end of the log: a MOVED
+              row without a due time, in one frame with the META row that records its location (decision 0079); the
+              handle of the dead letter stays the same
 
-The copy goes to the retry topic, from which the group receives its other attempts. No other group reads that topic. A
-group that consumes in order reads no retry topic. Then the copy goes to the end of the original topic, where other
-groups also see it.
+A resend appends its copy to the retry topic, from which the group receives its other attempts. No other group reads
+that topic. A group that consumes in order reads no retry topic. Then the copy goes to the end of the original topic,
+where other groups also see it.
+
+A *position* is the queue and the offset of a dead letter in its topic.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from timeball.broker.consuming.redelivery_rows import (
 )
 from timeball.broker.consuming.retention import log_expired
 from timeball.broker.policy import Policy
-from timeball.broker.registry.dead_letters import Position, Run, joined, left_of
+from timeball.broker.registry.dead_letters import Position, Run, joined, subtract_spans
 from timeball.broker.registry.expired import Expiry
 from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.rates import shares
@@ -66,7 +69,7 @@ from timeball.model.message import (
 
 RESENT_AT_ONCE = 1_000  # rows that share a frame
 
-# A copy is a first attempt, so no property of the earlier attempts may have an effect.
+# A copy begins with its first attempt, so it loses the properties of the earlier attempts.
 _DROPPED = retry.SPENT | {POP_CK, FIRST_POP_TIME, NACK_TIME, NACK_REASON}
 _COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
@@ -92,106 +95,121 @@ class DeadLetters:
     def count(self, group: str) -> int:
         """Count the open dead letters of a group."""
         topic = self._topic(group)
-        return 0 if topic is None else sum(end - begin for _, begin, end in self._open(group, topic))
+        return 0 if topic is None else sum(end - begin for _, begin, end in self._open_spans(group, topic))
 
     async def page(self, group: str, rows: int, after: str | None, caller: Caller) -> DeadLetterPage:
-        """List up to `rows` open dead letters after a handle. Raises Forbidden, GroupNotFound, InvalidMessage."""
+        """List up to `rows` open dead letters, from the first or after a handle.
+
+        Raises Forbidden, GroupNotFound, InvalidMessage.
+        """
         # The same permission as for receiving the messages, because the page shows bodies.
         self._policy.allow(caller, Verb.RECEIVE, group=group)
         topic = self._topic(group)
         if topic is None:
             self._check_known(group)
             return DeadLetterPage([])
-        begin = (0, 0) if after is None else _next(position_of(after))
-        # One more than the page shows, to see whether there is a next page.
+        begin = (0, 0) if after is None else _next_position(position_of(after))
+        # One position more than the page shows, to see whether there is a next page.
         positions = list(islice(self._positions(group, topic, begin), rows + 1))
         shown = positions[:rows]
-        found = await self._read(topic, shown)
-        letters = [_letter(at, row) for at, row in zip(shown, found.to_pylist(), strict=True)]
+        rows_read = await self._read(topic, shown)
+        letters = [
+            _answer_row(position, row) for position, row in zip(shown, rows_read.to_pylist(), strict=True)
+        ]
         return DeadLetterPage(letters, handle_of(shown[-1]) if len(positions) > rows else None)
 
     async def resend(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
-        """Send these or all open dead letters to the group again. Durable on return.
+        """Send open dead letters to the group again: all, or those of these handles. Durable on return.
 
-        Raises Forbidden, InvalidMessage.
+        Raises Forbidden, GroupNotFound, InvalidMessage.
         """
         return await self._resolve(group, handles, caller, is_resend=True)
 
     async def delete(self, group: str, handles: Sequence[str] | None, caller: Caller) -> Resolved:
-        """Mark these or all open dead letters as resolved. Durable on return. Raises Forbidden, InvalidMessage."""
+        """Mark open dead letters as resolved: all, or those of these handles. Durable on return.
+
+        Raises Forbidden, GroupNotFound, InvalidMessage.
+        """
         return await self._resolve(group, handles, caller, is_resend=False)
 
     async def _resolve(
         self, group: str, handles: Sequence[str] | None, caller: Caller, *, is_resend: bool
     ) -> Resolved:
         self._policy.allow(caller, Verb.ADMIN)
-        # A handle may be listed twice. Its dead letter is sent once.
-        named = None if handles is None else dict.fromkeys(map(position_of, handles))
-        topic, count, done = self._topic(group), 0, set[Position]()
+        # A handle may be listed twice, but its dead letter is sent once.
+        requested = None if handles is None else dict.fromkeys(map(position_of, handles))
+        topic, count, resolved_positions = self._topic(group), 0, set[Position]()
         if topic is None:
             self._check_known(group)
         else:
-            # Positions are read lazily while the first ones are resolved, so dead letters that arrive meanwhile in the
-            # current queue are included.
-            wanted = self._positions(group, topic, (0, 0)) if named is None else iter(named)
-            while some := list(islice(wanted, RESENT_AT_ONCE)):
-                resolved = await self._resolve_some(group, topic, some, is_resend=is_resend)
+            # The generator finds positions while the first ones are resolved already, so it includes dead letters that
+            # arrive meanwhile in the current queue.
+            pending = self._positions(group, topic, (0, 0)) if requested is None else iter(requested)
+            while positions := list(islice(pending, RESENT_AT_ONCE)):
+                resolved = await self._resolve_positions(group, topic, positions, is_resend=is_resend)
                 count += len(resolved)
-                if named is not None:
-                    done.update(resolved)
-        return Resolved(count, [] if handles is None else [position_of(each) in done for each in handles])
+                if requested is not None:
+                    resolved_positions.update(resolved)
+        return Resolved(
+            count,
+            [] if handles is None else [position_of(handle) in resolved_positions for handle in handles],
+        )
 
-    async def _resolve_some(
-        self, group: str, topic: Topic, some: list[Position], *, is_resend: bool
+    async def _resolve_positions(
+        self, group: str, topic: Topic, positions: list[Position], *, is_resend: bool
     ) -> list[Position]:
-        some = [position for position in some if self._is_open(group, topic, position)]
-        rows = await self._read(topic, some) if is_resend else None
-        # Another request may have resolved some during the read. From here on there is no await before the append.
-        still = [self._is_open(group, topic, position) for position in some]
-        some = [position for position, is_open in zip(some, still, strict=True) if is_open]
-        if not some:
+        positions = [position for position in positions if self._is_open(group, topic, position)]
+        rows = await self._read(topic, positions) if is_resend else None
+        # Another request may have resolved some during the read. From here to the append there is no await.
+        are_open = [self._is_open(group, topic, position) for position in positions]
+        positions = [position for position, is_open in zip(positions, are_open, strict=True) if is_open]
+        if not positions:
             return []
         # A delete needs no copies.
         if rows is None:
-            change = self._resolved(group, topic, some)
+            change = self._resolution(group, topic, positions)
             self._log.writer.append(change.rows)
             change.keep()  # after the append, because it may refuse
             await self._log.writer.flushed()
         else:
-            copies = self._copies(group, rows.filter(pa.array(still)))
-            _, durable = self._appender.send_with(copies, lambda *_: self._resolved(group, topic, some))
+            copies = self._copies(group, rows.filter(pa.array(are_open)))
+            _, durable = self._appender.send_with(
+                copies, lambda *_: self._resolution(group, topic, positions)
+            )
             await durable
-        return some
+        return positions
 
-    def _resolved(self, group: str, topic: Topic, some: Sequence[Position]) -> Change:
-        """Build the rows that mark these positions as resolved."""
-        # Retention never restores a position, so spans before its bound need not be stored.
+    def _resolution(self, group: str, topic: Topic, positions: Sequence[Position]) -> Change:
+        """Build the META rows that mark these positions as resolved, and that forget their repeated rows."""
+        # Positions before the queue's first offset never come back, so they need not be stored as resolved.
         kept_from = {number: queue.index.min_offset for number, queue in enumerate(topic.queues)}
-        in_queue = [(queue, offset) for queue, offset in some if offset >= kept_from[queue]]
+        in_queue = [(queue, offset) for queue, offset in positions if offset >= kept_from[queue]]
         change = self._tables.resolved_dead_letters.changed(group, in_queue, kept_from)
         repeated = self._tables.repeated_dead_letters
-        if all(repeated.find_seq(group, *position) is None for position in some):
+        if all(repeated.find_seq(group, *position) is None for position in positions):
             return change
-        return together(change, repeated.changed({group: some}))
+        return together(change, repeated.changed({group: positions}))
 
     def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         config = self._tables.groups.find_group(group)
-        in_order = config is not None and config.consume_message_orderly
-        topics, texts = [], []  # a group may have dead letters from several topics
+        is_orderly = config is not None and config.consume_message_orderly
+        topics, texts = [], []  # one topic per row: a group may have dead letters from several topics
         for text, name in zip(
             *(rows.column(name).to_pylist() for name in ("properties", "topic")), strict=True
         ):
             properties = decode_properties(text or "")
             origin = properties.get(RETRY_TOPIC, name)
-            if in_order:
+            if is_orderly:
                 topics.append(origin)
             elif ORIGIN_GROUP in properties:
                 # The consuming engine redelivers through a topic per group and origin.
                 topics.append(retry_topic(group, origin))
             else:
-                # Handed back by a client that receives its attempts from the retry topic of the group.
+                # A client returned it that receives its attempts from the retry topic of the group.
                 topics.append(retry.retry_topic(group))
-            texts.append(encode_properties({n: v for n, v in properties.items() if n not in _DROPPED}))
+            texts.append(
+                encode_properties({key: value for key, value in properties.items() if key not in _DROPPED})
+            )
         columns = {"topic": topics, "properties": texts, "reconsume_times": [0] * rows.num_rows}
         columns |= {name: rows.column(name) for name in _COPIED}
         return pa.RecordBatch.from_pydict(
@@ -203,33 +221,33 @@ class DeadLetters:
     async def repeat(self, before_seq: int) -> None:
         """Repeat the open dead letters in the rows before `before_seq`, which retention is about to remove.
 
-        Durable on return. Dead letters that are too old, and the oldest ones beyond `kept_bytes`, are not repeated but
-        counted and logged. Raises OverLimit if the disk is full.
+        Durable on return. Dead letters that are older than their retention, and the oldest ones beyond `kept_bytes`,
+        expire: they are not repeated, but counted and logged. Raises OverLimit if the disk is full.
         """
         names = [topic.name for topic in self._tables.topics.all() if topic.name.startswith(DLQ_PREFIX)]
-        async for some in shares(names):
-            for name in some:
+        async for some_names in shares(names):
+            for name in some_names:
                 topic = self._tables.topics.find_topic(name)
                 if topic is None:  # deleted while other topics were processed
                     continue
                 for chunk in self._chunks(topic, self._spans_before(topic, before_seq)):
-                    self._log.writer.check_room()
-                    await self._repeat_some(topic, chunk)
+                    self._log.writer.check_admission()
+                    await self._repeat_chunk(topic, chunk)
 
     def _spans_before(self, topic: Topic, before_seq: int) -> list[tuple[int, int, int]]:
         """List (queue, begin, end) of the open dead letters that are stored only in rows before `before_seq`."""
-        group, found = topic.name.removeprefix(DLQ_PREFIX), list[tuple[int, int, int]]()
-        for queue, begin, end in self._open(group, topic):
+        group, open_spans = topic.name.removeprefix(DLQ_PREFIX), list[tuple[int, int, int]]()
+        for queue, begin, end in self._open_spans(group, topic):
             index = topic.queues[queue].index
             # Spans below `min_offset` are repeated dead letters, which have no queue entry. Of the others, those in
             # later segments need no repeat.
             if begin >= index.min_offset:
-                end = min(end, index.first_at(before_seq, begin))
-            # An earlier pass that was interrupted may have repeated some of them.
+                end = min(end, index.first_offset_from_seq(before_seq, begin))
+            # An earlier pass of retention, which was interrupted, may have repeated some of them.
             runs = self._tables.repeated_dead_letters.runs(group, queue)
-            done = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
-            found += [(queue, *span) for span in left_of((begin, end), done)]
-        return found
+            repeated = joined((run.offset, run.end) for run in runs if run.seq >= before_seq)
+            open_spans += [(queue, *span) for span in subtract_spans((begin, end), repeated)]
+        return open_spans
 
     def _chunks(self, topic: Topic, spans: Iterable[tuple[int, int, int]]) -> Iterator[list[Position]]:
         """Yield the positions of the spans in chunks that fit into a frame."""
@@ -237,100 +255,116 @@ class DeadLetters:
         for queue, first, last in spans:
             for begin in range(first, last, rows_max):
                 end = min(last, begin + rows_max)
-                for offset, bytes_ in zip(
-                    range(begin, end), self._sizes(topic, queue, begin, end), strict=True
+                for offset, row_bytes in zip(
+                    range(begin, end), self._row_sizes(topic, queue, begin, end), strict=True
                 ):
-                    is_full = size_bytes + bytes_ > limits.DEAD_LETTERS_REPEATED_BYTES
+                    is_full = size_bytes + row_bytes > limits.DEAD_LETTERS_REPEATED_BYTES
                     if chunk and (is_full or len(chunk) == rows_max):
                         yield chunk
                         chunk, size_bytes = [], 0
                     chunk.append((queue, offset))
-                    size_bytes += bytes_
+                    size_bytes += row_bytes
         if chunk:
             yield chunk
 
-    def _sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
+    def _row_sizes(self, topic: Topic, queue: int, begin: int, end: int) -> list[int]:
         index = topic.queues[queue].index
         if begin >= index.min_offset:
             sizes: list[int] = index.read(begin, end - begin)["size"].tolist()
             return sizes
-        # Estimated from the average of the run. Positions that were resolved meanwhile count as 0.
+        # Repeated rows: the average size of their run. Positions that were resolved meanwhile count as 0.
         runs = self._tables.repeated_dead_letters.runs(topic.name.removeprefix(DLQ_PREFIX), queue)
-        of_run = {at: run.size_bytes // run.rows for run in runs for at in range(run.offset, run.end)}
-        return [of_run.get(at, 0) for at in range(begin, end)]
+        size_at = {
+            offset: run.size_bytes // run.rows for run in runs for offset in range(run.offset, run.end)
+        }
+        return [size_at.get(offset, 0) for offset in range(begin, end)]
 
-    async def _repeat_some(self, topic: Topic, chunk: Sequence[Position]) -> None:
-        """Repeat some dead letters, in one frame with the rows that state where they are."""
+    async def _repeat_chunk(self, topic: Topic, chunk: Sequence[Position]) -> None:
+        """Repeat the open dead letters of a chunk, in one frame with the META rows that record where they are."""
         group = topic.name.removeprefix(DLQ_PREFIX)
         chunk = [position for position in chunk if self._is_open(group, topic, position)]
         if not chunk:
             return
         rows = await self._read(topic, chunk)
-        # Requests may have resolved some during the read. From here on there is no await before the append.
-        is_left = np.array([self._is_open(group, topic, position) for position in chunk], dtype=np.bool_)
+        # Requests may have resolved some during the read. From here to the append there is no await.
+        is_open = np.array([self._is_open(group, topic, position) for position in chunk], dtype=np.bool_)
         retention_ms = self._settings.dead_letter_retention_ms
         died_ms, now_ms = rows.column("store_ms").to_numpy(), self._clock.now_ms()
         # A retention of 0 keeps dead letters without a limit of age.
-        is_kept = is_left & ((died_ms > now_ms - retention_ms) if retention_ms else True)
+        is_kept = is_open & ((died_ms > now_ms - retention_ms) if retention_ms else True)
         sizes = stored_sizes(rows)
-        evicted = self._evicted(group, chunk, int(sizes[is_kept].sum()), int(died_ms[is_kept].max(initial=0)))
-        # None: all dead letters that could be evicted are newer than this chunk. So this chunk has the oldest, and is
-        # not kept.
+        evicted = self._choose_evicted(
+            group, chunk, int(sizes[is_kept].sum()), int(died_ms[is_kept].max(initial=0))
+        )
+        # None: the dead letters that would have to be evicted are newer than this chunk. So this chunk itself expires.
         if evicted is None:
             is_kept[:], evicted = False, []
-        runs = _runs(chunk, np.flatnonzero(is_kept).tolist(), self._log.writer.next_seq, sizes, died_ms)
-        expired = [chunk[at] for at in np.flatnonzero(is_left & ~is_kept).tolist()]
-        lost = self._lost(group, topic, expired)
-        # All previous runs of the chunk are replaced.
+        runs = _build_runs(chunk, np.flatnonzero(is_kept).tolist(), self._log.writer.next_seq, sizes, died_ms)
+        expired = [chunk[index] for index in np.flatnonzero(is_open & ~is_kept).tolist()]
+        expiries = self._count_expired(group, topic, expired)
+        # The new runs replace all earlier runs of the chunk.
         dropped: dict[str, list[Position]] = {group: list(chunk)}
         for name, queue, run in evicted:
-            dropped.setdefault(name, []).extend((queue, at) for at in range(run.offset, run.end))
-            lost.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
+            dropped.setdefault(name, []).extend((queue, offset) for offset in range(run.offset, run.end))
+            expiries.append(Expiry(name, DLQ_PREFIX + name, run.rows, {}))
         changes = [
             self._tables.repeated_dead_letters.changed(dropped, [(group, queue, run) for queue, run in runs])
         ]
-        if lost:
-            changes.append(self._tables.expired.changed(lost, now_ms))
+        if expiries:
+            changes.append(self._tables.expired.changed(expiries, now_ms))
         change = together(*changes)
-        copies = [_as_repeated(rows.filter(pa.array(is_kept)))] if runs else []
+        copies = [_repeated_rows(rows.filter(pa.array(is_kept)))] if runs else []
         _, durable = self._log.writer.append(pa.concat_batches([*copies, change.rows]))
         change.keep()
         await durable  # only one chunk is in memory at a time
-        log_expired(lost, dead=True)
+        log_expired(expiries, are_dead_letters=True)
 
-    def _evicted(
+    def _choose_evicted(
         self, group: str, chunk: Sequence[Position], size_bytes: int, died_ms: int
     ) -> list[tuple[str, int, Run]] | None:
-        """List the runs to evict so that `size_bytes` more fit. None if those runs are newer than the chunk."""
+        """Choose the oldest runs to evict, so that `size_bytes` more fit into `kept_bytes`.
+
+        None if these runs are newer than the chunk, whose newest dead letter is from `died_ms`.
+        """
         bytes_max, repeated = self._settings.kept_bytes, self._tables.repeated_dead_letters
         over_bytes = repeated.size_bytes + size_bytes - bytes_max
         if not bytes_max or over_bytes <= 0:
             return []
-        # Runs of the chunk will be replaced, so their bytes become free. A chunk contains the begin or the end of such
-        # a run.
-        moving, others, found = set(chunk), list[tuple[str, int, Run]](), list[tuple[str, int, Run]]()
-        for one in repeated.by_age():
-            name, queue, run = one
-            if name == group and ((queue, run.offset) in moving or (queue, run.end - 1) in moving):
+        # Runs of the chunk will be replaced, so their bytes become free. The chunk contains the begin or the end of
+        # such a run.
+        chunk_positions, others, evicted = (
+            set(chunk),
+            list[tuple[str, int, Run]](),
+            list[tuple[str, int, Run]](),
+        )
+        for entry in repeated.by_age():
+            name, queue, run = entry
+            if name == group and (
+                (queue, run.offset) in chunk_positions or (queue, run.end - 1) in chunk_positions
+            ):
                 over_bytes -= run.size_bytes
             else:
-                others.append(one)
-        for one in others:
-            if over_bytes > 0 and one[2].died_ms <= died_ms:
-                found.append(one)
-                over_bytes -= one[2].size_bytes
-        return found if over_bytes <= 0 else None
+                others.append(entry)
+        for entry in others:
+            if over_bytes > 0 and entry[2].died_ms <= died_ms:
+                evicted.append(entry)
+                over_bytes -= entry[2].size_bytes
+        return evicted if over_bytes <= 0 else None
 
-    def _lost(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
-        """Count the dead letters that are not kept. One that is still in its queue is counted only once."""
-        counted_to, rows, new = self._tables.expired.counted_to(group, topic.name), 0, dict[int, int]()
+    def _count_expired(self, group: str, topic: Topic, expired: Sequence[Position]) -> list[Expiry]:
+        """Count the dead letters that expire. `counted_to` prevents that one in its queue is counted twice."""
+        counted_to, rows, counted_ends = (
+            self._tables.expired.counted_to(group, topic.name),
+            0,
+            dict[int, int](),
+        )
         for queue, offset in expired:
             if offset < topic.queues[queue].index.min_offset:
                 rows += 1
             elif offset >= counted_to.get(queue, 0):
                 rows += 1
-                new[queue] = offset + 1
-        return [Expiry(group, topic.name, rows, new)] if rows else []
+                counted_ends[queue] = offset + 1
+        return [Expiry(group, topic.name, rows, counted_ends)] if rows else []
 
     def _check_known(self, group: str) -> None:
         """Raise GroupNotFound if a group never existed. Otherwise a typing error would look like an empty result."""
@@ -343,12 +377,14 @@ class DeadLetters:
     def _topic(self, group: str) -> Topic | None:
         return self._tables.topics.find_topic(retry.dead_letter_topic(group))
 
-    def _open(self, group: str, topic: Topic, first: Position = (0, 0)) -> Iterator[tuple[int, int, int]]:
-        """Yield (queue, begin, end) of open positions, beginning at `first`."""
-        for number in range(first[0], len(topic.queues)):
-            index, low = topic.queues[number].index, first[1] if number == first[0] else 0
-            # Below the queue's first offset only repeated dead letters are open. A resolved one is no longer in
-            # `repeated_dead_letters`.
+    def _open_spans(
+        self, group: str, topic: Topic, from_position: Position = (0, 0)
+    ) -> Iterator[tuple[int, int, int]]:
+        """Yield the spans (queue, begin, end) of open positions, from the position `from_position` on."""
+        for number in range(from_position[0], len(topic.queues)):
+            index, low = topic.queues[number].index, from_position[1] if number == from_position[0] else 0
+            # Before the queue's first offset only repeated dead letters are open. `repeated_dead_letters` no longer
+            # contains those that are resolved.
             for run in self._tables.repeated_dead_letters.runs(group, number):
                 begin, end = max(low, run.offset), min(run.end, index.min_offset)
                 if begin < end:
@@ -357,8 +393,8 @@ class DeadLetters:
             for span in self._tables.resolved_dead_letters.open_spans(group, number, begin, index.max_offset):
                 yield number, *span
 
-    def _positions(self, group: str, topic: Topic, first: Position) -> Iterator[Position]:
-        for queue, begin, end in self._open(group, topic, first):
+    def _positions(self, group: str, topic: Topic, from_position: Position) -> Iterator[Position]:
+        for queue, begin, end in self._open_spans(group, topic, from_position):
             for offset in range(begin, end):
                 yield queue, offset
 
@@ -380,37 +416,52 @@ class DeadLetters:
         group, find_seq = topic.name.removeprefix(DLQ_PREFIX), self._tables.repeated_dead_letters.find_seq
         # Prefer the repeated row: retention may remove the row in the queue at any moment.
         # -1: the row is in the queue.
-        seqs: Int64Array = np.array([find_seq(group, *at) or -1 for at in positions], dtype=np.int64)
+        seqs: Int64Array = np.array(
+            [find_seq(group, *position) or -1 for position in positions], dtype=np.int64
+        )
         queues = np.array([queue for queue, _ in positions])
         offsets: Int64Array = np.array([offset for _, offset in positions], dtype=np.int64)
         for queue in set(queues[seqs < 0].tolist()):
-            mine = (queues == queue) & (seqs < 0)
-            seqs[mine] = topic.queues[queue].index.at(offsets[mine])["seq"]
+            in_queue = (queues == queue) & (seqs < 0)
+            seqs[in_queue] = topic.queues[queue].index.at(offsets[in_queue])["seq"]
         return await in_thread(self._reader_thread, self._log.reader.read_rows, seqs)
 
 
-def _runs(
-    chunk: Sequence[Position], kept: Sequence[int], first_seq: int, sizes: Int64Array, died_ms: Int64Array
+def _build_runs(
+    chunk: Sequence[Position],
+    kept_indexes: Sequence[int],
+    first_seq: int,
+    sizes: Int64Array,
+    died_ms: Int64Array,
 ) -> list[tuple[int, Run]]:
-    """Build the runs of the kept positions. Their rows get the numbers from `first_seq` on."""
-    found = list[tuple[int, Run]]()
-    for nth, at in enumerate(kept):
-        (queue, offset), size_bytes, at_ms = chunk[at], int(sizes[at]), int(died_ms[at])
-        if found and found[-1][0] == queue and found[-1][1].end == offset:
-            run = found[-1][1]
-            found[-1] = (
+    """Join kept positions that are consecutive to runs. `kept_indexes` are indexes of `chunk`.
+
+    The rows of the kept positions get the numbers from `first_seq` on.
+    """
+    runs = list[tuple[int, Run]]()
+    for row_index, index in enumerate(kept_indexes):
+        (queue, offset), size_bytes, row_died_ms = chunk[index], int(sizes[index]), int(died_ms[index])
+        if runs and runs[-1][0] == queue and runs[-1][1].end == offset:
+            run = runs[-1][1]
+            runs[-1] = (
                 queue,
-                Run(run.offset, run.seq, run.rows + 1, run.size_bytes + size_bytes, max(run.died_ms, at_ms)),
+                Run(
+                    run.offset,
+                    run.seq,
+                    run.rows + 1,
+                    run.size_bytes + size_bytes,
+                    max(run.died_ms, row_died_ms),
+                ),
             )
         else:
-            found.append((queue, Run(offset, first_seq + nth, 1, size_bytes, at_ms)))
-    return found
+            runs.append((queue, Run(offset, first_seq + row_index, 1, size_bytes, row_died_ms)))
+    return runs
 
 
-def _as_repeated(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert READ_SCHEMA rows of dead letters to LOG_SCHEMA rows that repeat them.
+def _repeated_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
+    """Convert dead letters (READ_SCHEMA) to the MOVED rows that repeat them (LOG_SCHEMA).
 
-    These are no messages and no scheduled messages.
+    These rows count neither as visible messages nor as scheduled messages.
     """
     kinds, seq, source_seq = (rows.column(name) for name in ("kind", "seq", "source_seq"))
     is_repeated = pc.equal(kinds, int(Kind.MOVED))
@@ -428,24 +479,27 @@ def _as_repeated(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def handle_of(position: Position) -> str:
-    """Build the handle of a dead letter: its queue and its offset there."""
+    """Format the position of a dead letter as a handle, such as '0-15'."""
     return f"{position[0]}-{position[1]}"
 
 
 def position_of(handle: str) -> Position:
     """Parse a handle. Raises InvalidMessage."""
     queue, dash, offset = handle.partition("-")
-    is_one = dash and handle.isascii() and queue.isdecimal() and offset.isdecimal()
-    if not is_one or len(handle) > limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX:
-        raise InvalidMessage(f"dead letter {handle[:40]!r}: use what the list of them says, as in '0-15'")
+    is_handle = dash and handle.isascii() and queue.isdecimal() and offset.isdecimal()
+    if not is_handle or len(handle) > limits.DEAD_LETTER_HANDLE_CHARACTERS_MAX:
+        raise InvalidMessage(
+            f"dead letter {handle[:40]!r}: use a handle from the list of dead letters, such as '0-15'"
+        )
     return int(queue), int(offset)
 
 
-def _next(position: Position) -> Position:
+def _next_position(position: Position) -> Position:
     return position[0], position[1] + 1
 
 
-def _letter(position: Position, row: dict[str, Any]) -> DeadLetterRow:
+def _answer_row(position: Position, row: dict[str, Any]) -> DeadLetterRow:
+    """Convert a READ_SCHEMA row to the answer of a page. The body is cut to SHOWN_BODY_BYTES_MAX."""
     properties, body = decode_properties(row["properties"] or ""), row["body"] or b""
     return DeadLetterRow(
         dead_letter=handle_of(position),
@@ -458,6 +512,6 @@ def _letter(position: Position, row: dict[str, Any]) -> DeadLetterRow:
         tag=row["tag"],
         keys=(row["keys"] or "").split(),
         properties=properties,
-        # Without ORIGIN_GROUP, a client has set the properties, so a reason in them is not the broker's.
+        # Without ORIGIN_GROUP, a client has set the properties, so the reason in them is not from a nack.
         reason=properties.get(NACK_REASON) if ORIGIN_GROUP in properties else None,
     )

@@ -1,4 +1,4 @@
-"""The engine that hands messages out to consumer groups, used by remoting's POP, gRPC's receive and Flight's groups.
+"""The consuming engine: hands messages out to consumer groups, for all protocols with receipts.
 
 A request is served in three steps:
 
@@ -6,13 +6,13 @@ A request is served in three steps:
    Therefore it needs no lock, and no position is leased twice.
 2. It reads the rows of these positions.
 3. It keeps the leases as the request demands: in memory (memory_leases.py), or in the log as scheduled messages
-(log_leases.py).
+   (log_leases.py).
 
-When reading or writing fails, the positions come back at once, because no consumer has seen their rows.
+If reading or writing fails, the positions can be leased again at once, because no consumer has seen their rows.
 
 A message that is not acknowledged in time comes back through the group's retry topic. Its attempts are counted, and
-after the last one it becomes a dead letter. In order, a queue hands out nothing while any of its messages is leased,
-and a message that comes back is the next one.
+after the last one it becomes a dead letter. For a request in order, a queue hands out nothing while any of its messages
+is leased, and a message that comes back is the next one.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from timeball.broker.consuming.requests import (
     Subscription,
 )
 from timeball.broker.consuming.selection import Selection, check, check_invisible, selected_rows
-from timeball.broker.consuming.subscriptions import ASKED_CHARACTERS_MAX, ASKED_MAX, Subscriptions
+from timeball.broker.consuming.subscriptions import RECENT_CHARACTERS_MAX, RECENT_MAX, Subscriptions
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.registry.groups import FIRST_LEVEL
@@ -66,7 +66,8 @@ from timeball.table.file_cache import FileCache
 
 logger = logging.getLogger(__name__)
 
-GONE = "its consumer went away without an answer"  # the reason shown in messages given back for it
+# The nack reason of messages whose consumer disconnected. The next delivery shows it.
+CONSUMER_GONE = "its consumer went away without an answer"
 
 # Every fifth request starts with the retry topic: RocketMQ's popFromRetryProbability of 20 %.
 RETRY_TURN = 5
@@ -78,7 +79,7 @@ _RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
 class Consuming:
     """The operations of consumers. Belongs to the event loop, and `close` ends its tasks.
 
-    `save_offsets` appends the groups' offsets to the log.
+    `save_offsets` appends changed offsets of the groups to the log.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class Consuming:
         self._clock, self._log, self._tables, self._threads, self._rates = clock, log, tables, threads, rates
         self._save_offsets, self._loop = save_offsets, asyncio.get_running_loop()
         count = OpenCount()
-        kept = restart.pop_leases(tables.in_flight, tables.topics.find_topic, count, clock.now_ms())
-        self.leases = Leases(tables.offsets, waiters, count, kept)
+        saved_queues = restart.pop_leases(tables.in_flight, tables.topics.find_topic, count, clock.now_ms())
+        self.leases = Leases(tables.offsets, waiters, count, saved_queues)
         self._memory = MemoryLeases(
             appender,
             waiters,
@@ -133,20 +134,20 @@ class Consuming:
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
         self._waiting = WaitQueue()
-        # Cached, because every request needs one. Valid for `_versions`, the versions of topics and groups.
+        # A cache, because every request needs a subscription. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def restore(self) -> None:
-        """After a crash, skip the positions that the scheduled messages in the log show as handed out."""
+        """After a crash, skip the positions whose leases are in the log, as scheduled messages."""
         if not self._tables.offsets.table:
             return  # no group has an offset, so none has positions to skip, and the log need not be read
-        # Saved with the offsets: where in the log those leases begin that the offsets do not reflect.
-        known = self._tables.offsets.parked
-        found = await in_thread(self._threads.reader, restart.done_positions, self._log.reader, known)
-        restart.skip_done(self.leases, found, topics=self._tables.topics, offsets=self._tables.offsets)
+        # Saved with the offsets: the row from which on the log contains leases that the offsets do not include.
+        saved = self._tables.offsets.parked
+        done = await in_thread(self._threads.reader, restart.done_positions, self._log.reader, saved)
+        restart.skip_done(self.leases, done, topics=self._tables.topics, offsets=self._tables.offsets)
 
     async def close(self) -> None:
         """Finish giving messages back for consumers that disconnected, and save the leases kept in memory."""
@@ -154,11 +155,11 @@ class Consuming:
         await self._memory.close()
 
     def wake(self) -> None:
-        """Make redelivery read the clock again."""
+        """Make redelivery read the clock again, because the clock was changed."""
         self._memory.redelivery.wake()
 
     def parked(self) -> Parked:
-        """Return the state of leases in the log that is saved with the offsets, for a start after a crash."""
+        """Collect the state of leases in the log that is saved with the offsets. A start after a crash needs it."""
         return self._log_leases.parked()
 
     # -- handing out -------------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class Consuming:
     def join(self, group: str, topic: str, caller: Caller) -> Subscription:
         """Let a caller consume a topic as a member of a group. The first member creates the group.
 
-        Raise InvalidName, NotFound, Forbidden, OverLimit.
+        Raises InvalidName, NotFound, Forbidden, OverLimit.
         """
         if caller is not ANONYMOUS:
             caller.check(Verb.RECEIVE, topic=topic, group=group)
@@ -178,33 +179,36 @@ class Consuming:
         if self._versions != versions or len(self._subscriptions) >= limits.POP_WINDOWS_MAX:
             self._subscriptions.clear()
             self._versions = versions
-        found = self._subscriptions.get((group, topic))
-        if found is None:
-            again, dead = retry_topic(group, topic), retry.dead_letter_topic(group)
+        subscription = self._subscriptions.get((group, topic))
+        if subscription is None:
+            retry_name, dead_letter_name = retry_topic(group, topic), retry.dead_letter_topic(group)
             # The topics of redelivered messages must have valid names too.
-            for name in (topic, again, dead):
+            for name in (topic, retry_name, dead_letter_name):
                 check_topic(name)
-            # ANONYMOUS, because the cache serves every caller: `join` checks the permissions of an account each time.
-            config, main = self._policy.joined(group, ANONYMOUS), self._policy.readable(topic, ANONYMOUS)
+            # ANONYMOUS, because the cache serves every caller. `join` checks the permissions of the account each time.
+            config, main_topic = (
+                self._policy.joined(group, ANONYMOUS),
+                self._policy.readable(topic, ANONYMOUS),
+            )
             times_max = self._tables.groups.times_max(group)
-            of_again = None if again == topic else self._tables.topics.find_topic(again)
-            found = Subscription(config, main, times_max, again, dead, of_again)
-            self._subscriptions[group, topic] = found
-        return found
+            existing = None if retry_name == topic else self._tables.topics.find_topic(retry_name)
+            subscription = Subscription(config, main_topic, times_max, retry_name, dead_letter_name, existing)
+            self._subscriptions[group, topic] = subscription
+        return subscription
 
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
     ) -> Received:
-        """Lease up to `request.rows` rows, and wait up to `wait_ms` for the first. Raise RequestError, OverLimit.
+        """Lease up to `request.rows` rows. Waits up to `wait_ms` for the first row, and calls `on_wait` before.
 
-        `on_wait` is called before a wait.
+        Raises RequestError, OverLimit.
         """
         check(request)
-        self._begin(self._subscription(request.group, request.topic))
-        asked = self.subscriptions.asked
+        self._begin_at_ends(self._subscription(request.group, request.topic))
+        recent = self.subscriptions.recent
         # Bounded, because clients choose the names and filters, and the set grows until it is drained.
-        if len(asked) < ASKED_MAX:
-            asked.add((request.group, request.topic, request.wanted.text[:ASKED_CHARACTERS_MAX]))
+        if len(recent) < RECENT_MAX:
+            recent.add((request.group, request.topic, request.wanted.text[:RECENT_CHARACTERS_MAX]))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         hand_out = self._hand_out_in_memory
         if request.in_log:
@@ -212,19 +216,20 @@ class Consuming:
                 self._tables.receipt_secret.get()
                 await self._log.writer.flushed()  # a receipt must not outlive the secret that sealed it
                 self._has_secret = True
-            hand_out = self._hand_out_counted if request.in_order else self._hand_out_in_log
+            hand_out = self._hand_out_in_order if request.in_order else self._hand_out_in_log
         while True:
             selection = await self._select(request, deadline_s, on_wait)
-            if selection.found:
+            if selection.leased:
                 received = await hand_out(request, selection)
                 if received.receipts:
                     return received
-            elif not selection.unseen:
+            elif not selection.has_unsearched:
                 return Received(NO_ROWS, [], rest=selection.rest)
-            await asyncio.sleep(0)  # the filter matches few messages: other tasks run between two selections
+            # The filter matches few messages, so let other tasks run between two selections.
+            await asyncio.sleep(0)
 
-    def _begin(self, subscription: Subscription) -> None:
-        """Store the ends of all queues as the offsets of a new group, unless it shall start at the first messages."""
+    def _begin_at_ends(self, subscription: Subscription) -> None:
+        """Let a new group begin at the ends of all queues, unless its configuration says at the first messages."""
         group, topic = subscription.group, subscription.topic
         if group.consume_from_min_enable or self._tables.offsets.table.get(group.group_name, {}).get(
             topic.name
@@ -234,17 +239,17 @@ class Consuming:
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
         self._tables.offsets.commit(group.group_name, topic.name, ends, ends)
 
-    async def wait_for_some(self, request: ReceiveRequest, wait_ms: int) -> bool:
-        """Wait up to `wait_ms` until the group has rows to receive, filters aside. Return whether it has some.
+    async def wait_for_rows(self, request: ReceiveRequest, wait_ms: int) -> bool:
+        """Wait up to `wait_ms` until the group has rows to receive. False if the time is up.
 
-        Lease nothing.
+        Does not apply filters, and leases nothing.
         """
         check(request)
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         while True:
-            for queue in self._queues(request):
-                has_some = queue.returned or queue.next_offset < queue.index.max_offset
-                if has_some and not (request.in_order and queue.in_flight):
+            for queue in self._queues_to_search(request):
+                has_rows = queue.returned or queue.next_offset < queue.index.max_offset
+                if has_rows and not (request.in_order and queue.in_flight):
                     return True
             if not await self._wait(request, deadline_s):
                 return False
@@ -254,73 +259,78 @@ class Consuming:
     ) -> Selection:
         """Lease available rows, or the first ones that arrive before `deadline_s` on the loop's clock."""
         selection = self._select_now(request)
-        if selection.found or selection.unseen or self._loop.time() >= deadline_s:
+        if selection.leased or selection.has_unsearched or self._loop.time() >= deadline_s:
             return selection
         on_wait()
-        # Equal requests wait in one line, and only the first one looks: a message wakes one consumer and not all.
+        # Equal requests wait in one queue, and only the first one selects: a message wakes one consumer and not all.
         async with self._waiting.turn(request, deadline_s) as has_turn:
             while has_turn:
                 selection = self._select_now(request)
-                if selection.found or selection.unseen or not await self._wait(request, deadline_s):
+                if selection.leased or selection.has_unsearched or not await self._wait(request, deadline_s):
                     break
         return selection
 
     async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
-        """Wait until one of the request's topics may have rows. Return False if the time is up."""
+        """Wait until one of the request's topics may have rows. False if the time is up."""
         left_s = deadline_s - self._loop.time()
-        again = self._subscription(request.group, request.topic).again_name
-        names = {request.topic} if request.in_order else {request.topic, again}
+        retry_name = self._subscription(request.group, request.topic).retry_name
+        names = {request.topic} if request.in_order else {request.topic, retry_name}
         return left_s > 0 and await self._waiters.wait_any(names, left_s)
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
-        queues, room = self._queues(request), self.leases.room
+        queues, free_positions = self._queues_to_search(request), self.leases.free_positions
         now_ms = self._clock.now_ms()
         pop_ms = now_ms
         if request.in_order:
-            # In order, positions are handed out again from here, so an old receipt must differ from the new one.
+            # In order, the same position is handed out again, so its new receipt must differ from the old one.
             pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
         elif request.in_log:
             pop_ms = NO_RECEIPT  # the receipts name scheduled messages, not positions
         selection = Selection(
-            max(0, min(request.rows, room)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
+            max(0, min(request.rows, free_positions)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
         )  # fmt: skip
         for queue in queues:
             # A message in the retry topic has passed the filter before.
             selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
-        if not selection.found or pop_ms == NO_RECEIPT:
-            # For leases in memory, offsets are stored after the rows are read: a queue must not be narrowed before.
+        if not selection.leased or pop_ms == NO_RECEIPT:
+            # For leases in memory, the offsets are stored after the read: redelivery must not write these messages
+            # before.
             self.leases.store_all(selection.queues)
         return selection
 
-    def _queues(self, request: ReceiveRequest) -> list[QueueLeases]:
-        """List the group's queues that this request may lease from, in their order. Raise OutOfRange, OverLimit."""
+    def _queues_to_search(self, request: ReceiveRequest) -> list[QueueLeases]:
+        """List the queues that this request may lease from, in the order in which to search them.
+
+        Raises OutOfRange, OverLimit.
+        """
         turn = next(self._turn)
         main = self._subscription(request.group, request.topic)
-        topics = [main.topic] if request.in_order or main.again is None else [main.topic, main.again]
-        found: list[QueueLeases] = []
+        topics = [main.topic] if request.in_order or main.retry is None else [main.topic, main.retry]
+        ordered_queues: list[QueueLeases] = []
         by_priority = main.topic.config.attributes.get(MESSAGE_TYPE) == PRIORITY_TYPE and not request.in_order
         for topic in reversed(topics) if turn % RETRY_TURN == 0 and not by_priority else topics:
             is_main, count = topic is main.topic, topic.read_queues
             if is_main and request.queue_id >= count:
                 raise OutOfRange(f"queue {request.queue_id}: topic {topic.name!r} has {count}")
-            ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
-            queues = self.leases.open(request.group, topic, ids, from_max=request.from_max and is_main)
+            queue_ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
+            queues = self.leases.open(request.group, topic, queue_ids, from_max=request.from_max and is_main)
             for queue in queues:
                 if queue.returned:
                     queue.drop_before(self._log.reader.first_seq)
             if by_priority and is_main:
-                found += reversed(queues)  # the last queue has the highest priority (rules.queue_of_priority)
+                # The last queue has the highest priority (rules.queue_of_priority).
+                ordered_queues += reversed(queues)
                 continue
             # Each request begins with another queue, so that the last ones do not starve while the first have messages.
-            first = turn % max(1, len(queues))
-            found += queues[first:] + queues[:first]
-        return found
+            start = turn % max(1, len(queues))
+            ordered_queues += queues[start:] + queues[:start]
+        return ordered_queues
 
     async def _read(self, request: ReceiveRequest, selection: Selection) -> ReadRows:
-        """Read the rows of a selection, and drop those positions from it that are not for this consumer."""
-        seqs = [lease.seq for _, _, lease in selection.found]
+        """Read the rows of a selection. Positions that are not for this consumer leave the selection and are done."""
+        seqs = [lease.seq for _, _, lease in selection.leased]
         rows, keep = await selected_rows(
             request,
             seqs,
@@ -340,38 +350,45 @@ class Consuming:
         try:
             rows = await self._read(request, selection)
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
-            self.leases.give_up(selection.found, selection.pop_ms)
+            self.leases.give_up(selection.leased, selection.pop_ms)
             raise
         self.leases.store_all(selection.queues)
-        size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
+        size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
         self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
-        pop_ms, found = selection.pop_ms, selection.found
-        receipts = [PositionReceipt(request.group, q.topic, q.queue_id, at, pop_ms) for q, at, _ in found]
-        return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in found], selection.rest)
+        pop_ms, leased = selection.pop_ms, selection.leased
+        receipts = [
+            PositionReceipt(request.group, queue.topic, queue.queue_id, offset, pop_ms)
+            for queue, offset, _ in leased
+        ]
+        return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in leased], selection.rest)
 
-    async def _hand_out_counted(self, request: ReceiveRequest, selection: Selection) -> Received:
-        """Hand out in order. Messages that have used up their attempts go to the dead letters instead."""
+    async def _hand_out_in_order(self, request: ReceiveRequest, selection: Selection) -> Received:
+        """Hand out in order, and count attempts. Messages without attempts left become dead letters instead."""
         received = await self._hand_out_in_memory(request, selection)
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
-        late = times > self._tables.groups.times_max(request.group)
-        # The attempts are set in the answer's rows, because an in-order lease has no row in the log that counts them.
+        exhausted = times > self._tables.groups.times_max(request.group)
+        # The answer's rows show the attempts. An in-order lease has no row in the log that counts them.
         rows = received.rows.set_column(
             _RECONSUME_TIMES, READ_SCHEMA.field(_RECONSUME_TIMES), pa.array(times.astype(np.int32))
         )
-        if any(reasons := [lease.nack_reason for _, _, lease in selection.found]):
+        if any(reasons := [lease.nack_reason for _, _, lease in selection.leased]):
             texts = with_reasons(rows.column("properties"), reasons)
             rows = rows.set_column(_PROPERTIES, READ_SCHEMA.field(_PROPERTIES), texts)
-        if late.any():
+        if exhausted.any():
             try:
-                for receipt, is_late in zip(received.receipts, late, strict=True):
-                    if is_late:
+                for receipt, is_exhausted in zip(received.receipts, exhausted, strict=True):
+                    if is_exhausted:
                         await self.dead_letter(receipt)
             # Also when the consumer has disconnected, because it has not seen the other rows.
             except BaseException:
                 self.not_seen(received.receipts)
                 raise
-            rows = rows.filter(pa.array(~late))
-        receipts = [one for one, is_late in zip(received.receipts, late, strict=True) if not is_late]
+            rows = rows.filter(pa.array(~exhausted))
+        receipts = [
+            receipt
+            for receipt, is_exhausted in zip(received.receipts, exhausted, strict=True)
+            if not is_exhausted
+        ]
         return Received(rows, receipts, received.pop_ms, rest=received.rest)
 
     async def _hand_out_in_log(self, request: ReceiveRequest, selection: Selection) -> Received:
@@ -382,12 +399,12 @@ class Consuming:
                 self.leases.has_new_groups = False
                 self._save_offsets()
             rows = await self._read(request, selection)
-            if not selection.found:
+            if not selection.leased:
                 return Received(rows, [])
             main = self._subscription(request.group, request.topic)
             durable, received = self._log_leases.write(request, main, rows, selection)
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
-            self.leases.give_up(selection.found, selection.pop_ms)
+            self.leases.give_up(selection.leased, selection.pop_ms)
             raise
         try:
             await durable
@@ -395,49 +412,53 @@ class Consuming:
             # The scheduled messages may be durable already, so the leases are ended instead of given up.
             self.not_seen(received.receipts)
             raise
-        size_bytes = sum(lease.size_bytes for _, _, lease in selection.found)
+        size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
         self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
         return received
 
     # -- answers -------------------------------------------------------------------------------------------------
 
     def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
-        """End leases kept in memory. Return False for a receipt that is not valid (any more)."""
+        """End leases kept in memory. The result is False for each receipt that is not valid (any more)."""
         return self._memory.acknowledge(receipts)
 
     async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """End these leases, those in the log durably. Return False for an invalid receipt. Raise OutOfRange."""
-        in_log = [one for one in receipts if isinstance(one, Receipt)]
-        settled = await self._log_leases.acknowledge(in_log)
-        for one, is_valid in zip(in_log, settled, strict=True):
+        """End these leases, durably if they are in the log. The result is False for each receipt that is not valid.
+
+        Raises OutOfRange.
+        """
+        in_log = [receipt for receipt in receipts if isinstance(receipt, Receipt)]
+        in_log_results = await self._log_leases.acknowledge(in_log)
+        for receipt, is_valid in zip(in_log, in_log_results, strict=True):
             if is_valid:
-                self._rates.add(Stat.GROUP_ACK_NUMS, of_group(one.topic, one.group), 1)
-        # The verdicts of both kinds are merged into the order of `receipts`.
-        verdicts = iter(settled)
-        in_memory = iter(self._memory.acknowledge(_positions(receipts)))
-        return [next(verdicts if isinstance(one, Receipt) else in_memory) for one in receipts]
+                self._rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
+        # Merge the results of both kinds in the order of `receipts`.
+        log_results = iter(in_log_results)
+        memory_results = iter(self._memory.acknowledge(_position_receipts(receipts)))
+        return [next(log_results if isinstance(receipt, Receipt) else memory_results) for receipt in receipts]
 
     def was_ended(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """Return which of these receipts were acknowledged or made dead letters before, as far as the broker remembers.
+        """Find the receipts whose messages were acknowledged or became dead letters, as far as the broker remembers.
 
-        To acknowledge such a receipt again is no error, since the answer to the first time may have been lost. False
-        for a message that has come back meanwhile, and False from some time after the end of its lease on.
+        To acknowledge such a receipt again is no error, because the first answer may have been lost. The result is
+        False for a message that has come back meanwhile, and for all receipts some time after the end of the lease.
         """
         return [
-            self._log_leases.was_ended(one)
-            if isinstance(one, Receipt)
-            else self._memory.was_acknowledged(one)
-            for one in receipts
+            self._log_leases.was_ended(receipt)
+            if isinstance(receipt, Receipt)
+            else self._memory.was_acknowledged(receipt)
+            for receipt in receipts
         ]
 
     async def change_invisible_time(
         self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
     ) -> AnyReceipt | None:
-        """Make a lease end `invisible_ms` from now. Return its new receipt, or None if the old one is not valid.
+        """Make a lease end `invisible_ms` from now. Returns its new receipt, or None if the old one is not valid.
 
         The receipt of a lease in the log, or in order, does not change. If `invisible_ms` is None, a lease in the log
         ends after the delay of the group's retry policy for this attempt, and a lease in memory ends at once. Without
-        `counts` a lease in the log is no attempt (RocketMQ's `suspend`). A lease in order always is one.
+        `counts`, a lease in the log does not count as an attempt (RocketMQ's `suspend`). A lease in order always
+        counts.
         """
         check_invisible(invisible_ms or 0, 0)
         if isinstance(receipt, Receipt):
@@ -453,10 +474,10 @@ class Consuming:
         counts: bool = True,
         first: int = FIRST_LEVEL,
     ) -> AnyReceipt | None:
-        """Give a message back: like `change_invisible_time`, but its consumer no longer holds it.
+        """Give a message back for its next delivery in `delay_ms`. Returns its receipt, like `change_invisible_time`.
 
-        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). `first` is the level where
-        the group's retry policy begins when `delay_ms` is None, see `retry_delay_ms`.
+        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the
+        group's retry policy decides, and `first` is the level at which it begins (see `retry_delay_ms`).
         """
         check_invisible(delay_ms or 0, 0)
         if isinstance(receipt, Receipt):
@@ -464,23 +485,29 @@ class Consuming:
         return await self._memory.nack(receipt, delay_ms or 0, reason)
 
     async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
-        """Move the message to the group's dead letters now. Return False if the receipt is not valid (any more)."""
+        """Move the message to the group's dead letters now. False if the receipt is not valid (any more)."""
         if isinstance(receipt, Receipt):
             return await self._log_leases.dead_letter(receipt, reason)
         return await self._memory.dead_letter(receipt, reason)
 
     async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
-        """End the leases of a consumer that disconnected without an answer, as after a failed attempt."""
-        self._memory.give_back(_positions(receipts))
-        await self._change_all([Change(one, None, nack=GONE) for one in receipts if isinstance(one, Receipt)])
+        """End the leases of a consumer that disconnected without an answer. They count as failed attempts."""
+        self._memory.give_back(_position_receipts(receipts))
+        await self._change_all(
+            [
+                Change(receipt, None, nack=CONSUMER_GONE)
+                for receipt in receipts
+                if isinstance(receipt, Receipt)
+            ]
+        )
 
     def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
         """End leases whose consumer disconnected before it received the messages.
 
         They come back at once, and the lease does not count as an attempt.
         """
-        self._memory.give_back(_positions(receipts))
-        changes = [Change(one, 0, counts=False) for one in receipts if isinstance(one, Receipt)]
+        self._memory.give_back(_position_receipts(receipts))
+        changes = [Change(receipt, 0, counts=False) for receipt in receipts if isinstance(receipt, Receipt)]
         if changes:
             task = asyncio.create_task(self._change_all(changes))
             self._tasks.add(task)
@@ -495,5 +522,5 @@ class Consuming:
             logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
 
 
-def _positions(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
-    return [one for one in receipts if isinstance(one, PositionReceipt)]
+def _position_receipts(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
+    return [receipt for receipt in receipts if isinstance(receipt, PositionReceipt)]

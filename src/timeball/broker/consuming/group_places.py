@@ -1,9 +1,9 @@
-"""The state of a visible message in each consumer group, from the rows with its id and the group's leases.
+"""Find the state of a visible message in each consumer group, from the rows with its id and from the leases.
 
-A copy is a row in a retry topic or in dead letters. The copies of one message form a chain: the scheduled message of a
-lease (log_leases.py) names the row that was handed out, its release names the scheduled message, and the next lease
-names that release. Leases in memory and dead letters write copies that name no row. Such a copy is attributed to the
-newest message of its topic.
+A *copy* is a row in a retry topic or in the dead letters. The copies of one message form a chain: the scheduled message
+of a lease (log_leases.py) names the row that was handed out, its release names the scheduled message, and the next
+lease names that release. Leases in memory and dead letters write copies that name no row. These are attributed to the
+newest message of their topic.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ class Copy(NamedTuple):
 
     kind: int
     seq: int
-    source_seq: (
-        int | None
-    )  # of a scheduled message: the row handed out, of other kinds: the scheduled message
+    # For a scheduled message: the row that was handed out. For other kinds: the scheduled message.
+    source_seq: int | None
     topic: str
     queue_id: int
     queue_offset: int | None
@@ -50,7 +49,7 @@ class Copy(NamedTuple):
 
 
 def copy_of(row: Mapping[str, Any]) -> Copy | None:
-    """Interpret a row of the log as a copy for a group. Return None if it is not one."""
+    """Interpret a row of the log as a copy for a group. None if it is not a copy."""
     properties, topic = decode_properties(row["properties"] or ""), row["topic"]
     if topic == SCHEDULE_TOPIC:
         topic = properties.get(REAL_TOPIC, topic)
@@ -60,34 +59,34 @@ def copy_of(row: Mapping[str, Any]) -> Copy | None:
     group = properties.get(ORIGIN_GROUP) or topic.removeprefix(RETRY_PREFIX).removeprefix(DLQ_PREFIX)
     origin = properties.get(RETRY_TOPIC)
     if origin is None or origin.startswith(RETRY_PREFIX):
-        again = topic_of(group, origin or topic)
-        origin = None if again.startswith((RETRY_PREFIX, DLQ_PREFIX)) else again
+        message_topic = topic_of(group, origin or topic)
+        origin = None if message_topic.startswith((RETRY_PREFIX, DLQ_PREFIX)) else message_topic
     return Copy(
         row["kind"], row["seq"], row["source_seq"], topic, row["queue_id"], row["queue_offset"], row["due_ms"],
         row["reconsume_times"] or 0, group, origin,
     )  # fmt: skip
 
 
-def by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
-    """Group copies by their messages, in the order of the log. `places`: the messages, by their rows."""
+def copies_by_message(copies: Iterable[Copy], places: Mapping[int, MessagePlace]) -> dict[int, list[Copy]]:
+    """Group copies by the numbers of their messages, in the order of the log. `places`: the messages, by row."""
     message_of = {row: place.seq for row, place in places.items()}
     newest = {place.topic: place.seq for _, place in sorted(places.items())}
-    found: dict[int, list[Copy]] = defaultdict(list)
-    for copy in sorted(copies, key=lambda one: one.seq):
+    by_number: dict[int, list[Copy]] = defaultdict(list)
+    for copy in sorted(copies, key=lambda row_copy: row_copy.seq):
         # A copy comes after the row that it names, so `message_of` already contains that row.
         number = message_of.get(copy.source_seq) if copy.source_seq is not None else None
         if number is None and copy.origin in newest:
             number = newest[copy.origin]
         if number is not None:
             message_of[copy.seq] = number
-            found[number].append(copy)
-    return found
+            by_number[number].append(copy)
+    return by_number
 
 
 class GroupPlaces:
-    """Finds the state of messages in groups. Belongs to the event loop.
+    """Finds the state of messages in consumer groups. Belongs to the event loop.
 
-    `may`: whether the caller may consume as a group.
+    `may` states whether the caller may consume as a group. Other groups are left out.
     """
 
     def __init__(
@@ -103,28 +102,28 @@ class GroupPlaces:
         self._clock, self._offsets, self._lease_counts = clock, offsets, lease_counts
 
     async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
-        """Return the state of a visible message in each group. `copies` are its copies in the order of the log."""
+        """Find the state of a visible message in each group. `copies` are its copies in the order of the log."""
         assert place.topic is not None
         # Each group's last copy decides, because it is the newest state of the message there.
-        last = {copy.group: copy for copy in copies}
-        groups = {*last, *self._offsets.groups_of(place.topic)}
-        found = list[GroupPlace]()
-        async for some in shares(sorted(groups)):
-            for group in filter(self._may, some):
-                copy = last.get(group)
+        last_copies = {copy.group: copy for copy in copies}
+        groups = {*last_copies, *self._offsets.groups_of(place.topic)}
+        states = list[GroupPlace]()
+        async for names in shares(sorted(groups)):
+            for group in filter(self._may, names):
+                copy = last_copies.get(group)
                 if copy is None:
-                    one = self._at(group, place.topic, place.queue_id, place.queue_offset, 0)
+                    state = self._state_at(group, place.topic, place.queue_id, place.queue_offset, 0)
                 else:
-                    one = self._of_copy(group, copy)
-                found += [] if one is None else [one]
-        return found
+                    state = self._state_of_copy(group, copy)
+                states += [] if state is None else [state]
+        return states
 
-    def _of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
-        """Return the state that the last copy of the message for this group shows."""
+    def _state_of_copy(self, group: str, copy: Copy) -> GroupPlace | None:
+        """Find the state that the last copy of the message for this group shows."""
         # A MOVED row without a due time is a repeated dead letter.
         if copy.kind in (Kind.SCHEDULED, Kind.MOVED) and copy.due_ms is not None:
             if copy.kind == Kind.SCHEDULED and copy.source_seq is None:
-                # A RocketMQ client sent it back with a delay: it is not a lease, and not released yet.
+                # A RocketMQ client has returned it with a delay. It is no lease, and not released yet.
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
             # Moves keep the number of the scheduled message, which is the key of the lease.
             number = copy.seq if copy.kind == Kind.SCHEDULED else copy.source_seq
@@ -136,12 +135,12 @@ class GroupPlaces:
             return GroupPlace(group, DONE, copy.attempts)
         if copy.topic.startswith(DLQ_PREFIX):
             return GroupPlace(group, DEAD, copy.attempts)
-        return self._at(group, copy.topic, copy.queue_id, copy.queue_offset, copy.attempts)
+        return self._state_at(group, copy.topic, copy.queue_id, copy.queue_offset, copy.attempts)
 
-    def _at(
+    def _state_at(
         self, group: str, topic: str, queue_id: int | None, offset: int | None, attempts: int
     ) -> GroupPlace | None:
-        """Derive the state from the group's progress in a queue. Return None if the group has not begun there."""
+        """Derive the state from the group's progress in a queue. None if the group has not begun there."""
         if queue_id is None or offset is None:
             return None
         queue = self._leases.get(group, topic, queue_id)
@@ -154,13 +153,13 @@ class GroupPlaces:
             is_open = offset >= queue.next_offset and offset not in queue.acked_ahead
             if is_open or (lease := queue.returned.get(offset)) is not None:
                 return GroupPlace(group, WAITING, attempts + (0 if lease is None else lease.times))
-            return _passed(group, attempts)
+            return _done_state(group, attempts)
         stored = self._offsets.find_offset(group, topic, queue_id)
         if stored is None:
             return GroupPlace(group, WAITING, attempts) if attempts else None
-        return GroupPlace(group, WAITING, attempts) if offset >= stored else _passed(group, attempts)
+        return GroupPlace(group, WAITING, attempts) if offset >= stored else _done_state(group, attempts)
 
 
-def _passed(group: str, attempts: int) -> GroupPlace:
+def _done_state(group: str, attempts: int) -> GroupPlace:
     # A copy in the retry topic is for this group alone and has passed its filter, so it was handed out once more.
     return GroupPlace(group, DONE, attempts + 1 if attempts else 0)

@@ -1,4 +1,4 @@
-"""The scheduled messages that stand for leases: their newest versions, and the decision on concurrent answers to them.
+"""The scheduled messages of leases in the log: their newest versions, and concurrent answers to a lease.
 
 Like every cancel, an answer is decided on the event loop, by the newest version of the scheduled message. A receipt is
 no longer valid once the release of its scheduled message has begun, and a cancelled scheduled message is never
@@ -25,35 +25,34 @@ from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
 Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a scheduled message in the schedule
-# Settles or moves those scheduled messages of these receipts that are pending, durably, and returns which they were.
-# The second argument contains the indexes of the receipts.
+# Settles or moves the scheduled messages of receipts, durably, and returns which of them were pending. The second
+# argument contains the indexes of the receipts in the whole request.
 Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
 
 
 def newest_versions(receipts: Sequence[Receipt], *, outcomes: Outcomes) -> Versions:
-    """Find the due times and versions that the schedule has for the scheduled messages of these receipts now."""
+    """Find the current due times and versions of the scheduled messages of these receipts."""
     # The receipt contains the due time of the first version, and stays valid when the lease gets another.
     due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
     number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
     return outcomes.moved.newest_of(due_ms, number)
 
 
-def count_ended(receipts: Sequence[Receipt], won: BoolArray, *, lease_counts: LeaseCounts) -> None:
-    """Count those of these leases that were ended (`won`)."""
-    lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[won])
+def count_ended(receipts: Sequence[Receipt], ended: BoolArray, *, lease_counts: LeaseCounts) -> None:
+    """Count the leases that were ended, which `ended` marks."""
+    lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[ended])
 
 
 def settle_leases(due_ms: Int64Array, version: Int64Array, *, scheduler: Scheduler) -> BoolArray:
-    """Cancel those of these scheduled messages that are pending, and return which they were."""
+    """Cancel those of these scheduled messages that are pending. The result marks them."""
     # The usual case, without duplicates: a set costs less than numpy's `unique`, even for many receipts.
     if len(set(version.tolist())) == len(version):
         return scheduler.cancel(due_ms, version)
-    won = np.zeros(len(version), dtype=np.bool_)
-    first = np.unique(version, return_index=True)[
-        1
-    ]  # a receipt that occurs twice settles its scheduled message once
-    won[first] = scheduler.cancel(due_ms[first], version[first])
-    return won
+    was_pending = np.zeros(len(version), dtype=np.bool_)
+    # A receipt that occurs twice settles its scheduled message once.
+    first_indexes = np.unique(version, return_index=True)[1]
+    was_pending[first_indexes] = scheduler.cancel(due_ms[first_indexes], version[first_indexes])
+    return was_pending
 
 
 async def decide(
@@ -61,27 +60,27 @@ async def decide(
 ) -> BoolArray:
     """Call `attempt` for these receipts, and again for those that another request moved meanwhile.
 
-    Return which of them were settled. Errors of `attempt` (RequestError, OverLimit) are raised only while none was.
+    Returns which of them were settled. Raises the errors of `attempt` (RequestError, OverLimit) only while none was.
     """
     valid = np.zeros(len(receipts), dtype=np.bool_)
-    left = np.arange(len(receipts))
-    while len(left):
-        some = [receipts[i] for i in left.tolist()]
-        version = newest_versions(some, outcomes=outcomes)[1]
+    undecided = np.arange(len(receipts))
+    while len(undecided):
+        remaining = [receipts[index] for index in undecided.tolist()]
+        version = newest_versions(remaining, outcomes=outcomes)[1]
         try:
-            valid[left] = await attempt(some, left.tolist())
+            valid[undecided] = await attempt(remaining, undecided.tolist())
         except (RequestError, OverLimit):
             if not valid.any():
                 raise
             # An earlier round has settled some of them, and the batcher must not begin those again. The others are
             # answered as not valid, and their messages come back when their leases end.
             break
-        lost = ~valid[left]
+        lost = ~valid[undecided]
         if not lost.any():
             break
         # The newest version is known only when the row that moved the scheduled message is durable.
         await writer.flushed()
-        left = left[lost & (newest_versions(some, outcomes=outcomes)[1] != version)]
+        undecided = undecided[lost & (newest_versions(remaining, outcomes=outcomes)[1] != version)]
     return valid
 
 
@@ -116,7 +115,7 @@ def cancel_rows(
 def few_cancel_rows(
     receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
 ) -> list[LogRow]:
-    """Build the same rows as values."""
+    """Build the rows of `cancel_rows` as values."""
     return [
         cancel_row(
             topic=retry_topic(receipt.group, receipt.topic), source_seq=receipt.seq, due_seq=seq, due_ms=due,

@@ -1,17 +1,17 @@
-"""The leases of consumer groups: which positions of a queue are in flight, and where each group continues.
+"""The leases of consumer groups: the positions of a queue that are in flight, and where each group continues.
 
 The positions of one queue, as one group sees them:
 
     done … done | in_flight, returned, done, in_flight … | next …
                 ^ first_open                             ^ next_offset
 
-A request gets positions from `returned` first, and then from `next_offset` on. The group's stored offset never passes
-`first_open`, the first position that is not done. Only open positions take memory: a position before `next_offset` that
-is neither in `in_flight` nor in `returned` is done.
+A request first gets positions of `returned`, then positions from `next_offset` on. The group's stored offset never
+passes `first_open`, the first position that is not done. Only open positions take memory: a position before
+`next_offset` is done if it is neither in `in_flight` nor in `returned`.
 
 The state of a queue is a cache. Without it, the group continues at its stored offset. Therefore idle queues are dropped
-when there are too many. If an administrator or a consumer that pulls has changed the stored offset, that offset wins
-and the leases of the queue are forgotten.
+when there are too many. If an administrator or a consumer that pulls has changed the stored offset, the group continues
+there, and the leases of the queue are forgotten.
 """
 
 from __future__ import annotations
@@ -42,13 +42,15 @@ class Lease:
     deadline_ms: int  # on the clock of `SchedulerClock.elapsed_ms`
     in_order: bool = False
     times: int = 0  # only in order: the leases of this position that ended without an acknowledgement
-    nacked_ms: int | None = None  # when a member gave it back, until its next delivery
+    nacked_ms: int | None = (
+        None  # the time at which a member gave it back; None again after its next delivery
+    )
     nack_reason: str = ""  # the last reason that a member gave
 
 
 @dataclass(slots=True)
 class OpenCount:
-    """The number of positions that all queues together keep in memory: open ones, and those in `acked_ahead`."""
+    """The number of positions that all queues keep in memory: open positions, and those in `acked_ahead`."""
 
     rows: int = 0
 
@@ -61,13 +63,14 @@ class QueueLeases:
     topic: str
     queue_id: int
     index: QueueIndex
-    next_offset: int  # neither it nor any position after it has been leased
-    # Last value stored from here. A different stored value comes from an administrator or a puller.
+    next_offset: int  # no position from here on has been leased
+    # The last offset that this object has stored. A different stored offset was set by an administrator or a puller.
     stored_offset: int
     count: OpenCount  # shared by all queues, because one bound limits their memory
     in_flight: dict[int, Lease] = field(default_factory=dict)  # leased, and disjoint from `returned`
     returned: dict[int, Lease] = field(default_factory=dict)  # came back: leased again before new ones
-    acked_ahead: set[int] = field(default_factory=set)  # done already, at or after `next_offset`
+    # Positions at or after `next_offset` that are done already.
+    acked_ahead: set[int] = field(default_factory=set)
     nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
     last_pop_ms: int = 0  # of the newest receipt: in order, the next one must be larger
     attempt_id: str = ""  # of the last request: in order, its repetition gets the same positions
@@ -77,7 +80,8 @@ class QueueLeases:
     @property
     def first_open(self) -> int:
         """The first position that is not done."""
-        # A heap with late removal: every answer asks for the first open position, and positions end in any order.
+        # A heap with late removal of done positions, because every request needs the first one and they end in any
+        # order.
         order = self._order
         while order and order[0] not in self.in_flight and order[0] not in self.returned:
             heapq.heappop(order)
@@ -99,19 +103,19 @@ class QueueLeases:
         return not (self.in_flight or self.returned or self.acked_ahead)
 
     def ahead(self) -> list[tuple[int, int]]:
-        """Find the ranges [begin, end) of done positions at or after the first open one."""
+        """List the ranges [begin, end) of done positions from `first_open` on."""
         begin = self.first_open
-        found = []
+        ranges = []
         for offset in sorted([*self.in_flight, *self.returned]):
-            found += [(begin, offset)] if begin < offset else []
+            ranges += [(begin, offset)] if begin < offset else []
             begin = offset + 1
-        found += [(begin, self.next_offset)] if begin < self.next_offset else []
+        ranges += [(begin, self.next_offset)] if begin < self.next_offset else []
         for offset in sorted(self.acked_ahead):
-            if found and found[-1][1] == offset:
-                found[-1] = (found[-1][0], offset + 1)
+            if ranges and ranges[-1][1] == offset:
+                ranges[-1] = (ranges[-1][0], offset + 1)
             else:
-                found.append((offset, offset + 1))
-        return found
+                ranges.append((offset, offset + 1))
+        return ranges
 
     def skip_done(self, offsets: Iterable[int]) -> None:
         """Mark positions as done that were leased before a restart, and move `next_offset` past them where possible."""
@@ -124,7 +128,7 @@ class QueueLeases:
         self.advance(next_offset)
 
     def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
-        """Lease the lowest `rows` positions that have come back, and return them."""
+        """Lease the lowest `rows` positions that have come back. Returns their offsets."""
         offsets = sorted(self.returned)[:rows]
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
@@ -141,11 +145,11 @@ class QueueLeases:
             heapq.heappush(self._order, offset)
             self.count.rows += 1
         if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
-            # Otherwise one position that stays open would keep the heap entries of all done positions after it.
+            # Sweep: a position that stays open would keep the heap entries of all done positions after it.
             self._order = sorted([*self.in_flight, *self.returned])
 
     def ack_ahead(self, offset: int) -> None:
-        """Mark a position at or after `next_offset` as done. It was leased before a restart."""
+        """Mark a position at or after `next_offset` as done: it was leased before a restart."""
         # The same receipt may arrive twice, but its position counts once.
         self.count.rows += offset not in self.acked_ahead
         self.acked_ahead.add(offset)
@@ -160,21 +164,21 @@ class QueueLeases:
             self.count.rows -= len(passed)
 
     def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
-        """Find the lease that belongs to a receipt, or None if the receipt is not valid (any more)."""
+        """Find the lease that belongs to a receipt. None if the receipt is not valid (any more)."""
         lease = self.in_flight.get(offset)
         return lease if lease is not None and lease.pop_ms == pop_ms else None
 
     def done(self, offset: int) -> None:
-        """End a lease: the position is done for this group. Does nothing if the position is not leased."""
+        """End a lease, so that the position is done for this group. Ignores a position that is not leased."""
         if self.in_flight.pop(offset, None) is not None:
             self.count.rows -= 1
             self.nacked.discard(offset)
 
     def give_back(self, offset: int) -> None:
-        """End a lease so that its position is leased again before all new ones."""
+        """End a lease, so that its position is leased again before new positions."""
         lease = self.returned[offset] = self.in_flight.pop(offset)
         self.nacked.discard(offset)
-        # The old receipt is void from now on. The next lease makes another one.
+        # The old receipt is void from now on. The next lease has another receipt.
         lease.pop_ms = NO_RECEIPT
 
     def nack(self, offset: int, now_ms: int) -> None:
@@ -182,17 +186,17 @@ class QueueLeases:
         self.in_flight[offset].nacked_ms = now_ms
         self.nacked.add(offset)
 
-    def held_again(self, offset: int) -> None:
+    def mark_held(self, offset: int) -> None:
         """Mark a position that was given back as held again."""
         self.in_flight[offset].nacked_ms = None
         self.nacked.discard(offset)
 
     def drop_before(self, first_seq: int) -> None:
         """Forget returned positions whose rows retention has removed (rows before `first_seq`)."""
-        gone = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
-        for offset in gone:
+        removed = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
+        for offset in removed:
             del self.returned[offset]
-        self.count.rows -= len(gone)
+        self.count.rows -= len(removed)
 
     def restore(self, in_flight: dict[int, Lease], returned: dict[int, Lease], acked_ahead: set[int]) -> None:
         """Take over the leases that the last orderly stop saved."""
@@ -211,31 +215,33 @@ class QueueLeases:
 
 
 Key = tuple[str, str, int]  # group, topic, queue
-Found = tuple[QueueLeases, int, Lease]  # a queue, a position of it, and the position's lease
+LeasedPosition = tuple[QueueLeases, int, Lease]  # a queue, a position of it, and the position's lease
 
 
 class Leases:
     """All `QueueLeases`, by group and queue. Belongs to the event loop.
 
-    `kept`: the queues that the last orderly stop saved.
+    `saved_queues` are the queues that the last orderly stop saved.
     """
 
     def __init__(
-        self, offsets: Offsets, waiters: Waiters, count: OpenCount, kept: Iterable[QueueLeases] = ()
+        self, offsets: Offsets, waiters: Waiters, count: OpenCount, saved_queues: Iterable[QueueLeases] = ()
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
-        self.has_new_groups = False  # whether a group has begun in a queue since offsets were last saved
+        self.has_new_groups = False  # True if a group has begun in a queue since the offsets were last saved
         # Called with a queue whose open positions hold its stored offset back too far (POP_SPAN_MAX).
         self.on_too_wide: Callable[[QueueLeases], None] = lambda _: None
-        self._queues: dict[Key, QueueLeases] = {(q.group, q.topic, q.queue_id): q for q in kept}
+        self._queues: dict[Key, QueueLeases] = {
+            (queue.group, queue.topic, queue.queue_id): queue for queue in saved_queues
+        }
 
     @property
-    def room(self) -> int:
+    def free_positions(self) -> int:
         """The number of positions that may still be leased, over all queues."""
         return limits.POP_HELD_MAX - self.count.rows
 
     def get(self, group: str, topic: str, queue_id: int) -> QueueLeases | None:
-        """Find the leases of a group in a queue, or None if the group has no state there."""
+        """Find the leases of a group in a queue. None if the group has no state there."""
         return self._queues.get((group, topic, queue_id))
 
     def all(self) -> list[QueueLeases]:
@@ -245,27 +251,27 @@ class Leases:
     def open(
         self, group: str, topic: Topic, queue_ids: Iterable[int], *, from_max: bool
     ) -> list[QueueLeases]:
-        """Find or create the leases of a group in these queues of a topic. Raise OverLimit.
+        """Find or create the leases of a group in these queues of a topic. Raises OverLimit.
 
         With `from_max`, a group without a stored offset begins at the end of a queue, otherwise at its beginning.
         """
         stored = self._offsets.table.get(group, {}).get(topic.name, {})
-        found = []
+        queues = []
         for queue_id in queue_ids:
             queue = self._queues.get((group, topic.name, queue_id))
             if queue is None or queue.stored_offset != stored.get(queue_id):
                 queue = self._begin(group, topic, queue_id, stored.get(queue_id), from_max=from_max)
-            found.append(queue)
-        return found
+            queues.append(queue)
+        return queues
 
     def _begin(
         self, group: str, topic: Topic, queue_id: int, offset: int | None, *, from_max: bool
     ) -> QueueLeases:
-        """Create the leases of a queue in which the group is new or was moved. `offset` is the stored offset."""
+        """Create the leases of a queue in which the group is new or its stored `offset` was changed."""
         key = (group, topic.name, queue_id)
         if key in self._queues:
             self._forget(key, self._queues[key])
-        self._make_room()
+        self._drop_idle_queues()
         index = topic.queues[queue_id].index
         if offset is None:
             # Stored at once: otherwise the group could begin elsewhere after a crash before the first answer.
@@ -277,42 +283,48 @@ class Leases:
         return queue
 
     def is_live(self, queue: QueueLeases) -> bool:
-        """Return whether this state is current, which it is until the stored offset is changed elsewhere."""
+        """Check whether this state is current. It is outdated if the stored offset was changed elsewhere."""
         key = (queue.group, queue.topic, queue.queue_id)
         return self._queues.get(key) is queue and self._offsets.find_offset(*key) == queue.stored_offset
 
     def ahead(self) -> Ahead:
-        """Find the positions that are done after the stored offsets, for queues with leases in the log."""
-        found: Ahead = {}
+        """List the done positions after the stored offsets, for queues with leases in the log."""
+        by_group: Ahead = {}
         for queue in self._queues.values():
-            if queue.in_log and not queue.idle and self.is_live(queue) and (done := queue.ahead()):
-                found.setdefault(queue.group, {}).setdefault(queue.topic, {})[queue.queue_id] = done
-        return found
+            if queue.in_log and not queue.idle and self.is_live(queue) and (ranges := queue.ahead()):
+                by_group.setdefault(queue.group, {}).setdefault(queue.topic, {})[queue.queue_id] = ranges
+        return by_group
 
     def skip_done(self, group: str, topic: Topic, queue_id: int, offsets: Iterable[int]) -> None:
         """Mark positions as done that were leased before a crash, and store the offset that results."""
         (queue,) = self.open(group, topic, [queue_id], from_max=False)
         queue.in_log = True
-        queue.skip_done(sorted({o for o in offsets if queue.next_offset <= o < queue.index.max_offset}))
+        queue.skip_done(
+            sorted({offset for offset in offsets if queue.next_offset <= offset < queue.index.max_offset})
+        )
         self.store(queue)
 
     def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
         """Accept an acknowledgement of a lease that a restart lost.
 
-        Return False if the position is before `next_offset` (leased again, or done), not in the queue, or if a limit of
+        False if the position is before `next_offset` (leased again, or done) or not in the queue, or if a limit of
         leases is reached.
         """
-        # Bounded like leases, because old receipts may name any number of positions.
+        # Limited like leases, because old receipts may name any number of positions.
         is_ahead = max(queue.next_offset, queue.index.min_offset) <= offset < queue.index.max_offset
-        if not is_ahead or len(queue.acked_ahead) >= limits.POP_HELD_PER_QUEUE_MAX or self.room <= 0:
+        if (
+            not is_ahead
+            or len(queue.acked_ahead) >= limits.POP_HELD_PER_QUEUE_MAX
+            or self.free_positions <= 0
+        ):
             return False
         queue.ack_ahead(offset)
         return True
 
-    def finish(self, found: list[Found]) -> None:
-        """End leases whose positions are done, and wake consumers that wait because a queue was full."""
-        was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in found}
-        for queue, offset, lease in found:
+    def finish(self, positions: list[LeasedPosition]) -> None:
+        """End these leases: their positions are done. Wakes consumers that wait because a queue was full."""
+        was_full = {queue: queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX for queue, _, _ in positions}
+        for queue, offset, lease in positions:
             # Compared by identity, because the position may have a new lease if the group was moved meanwhile.
             if queue.in_flight.get(offset) is lease:
                 queue.done(offset)
@@ -320,21 +332,21 @@ class Leases:
         if any(was_full.values()):
             self._waiters.wake({queue.topic for queue, full in was_full.items() if full})
 
-    def give_up(self, found: list[Found], pop_ms: int) -> None:
-        """Put positions back that no consumer has seen: they are leased next."""
-        for queue, offset, lease in found:
+    def give_up(self, positions: list[LeasedPosition], pop_ms: int) -> None:
+        """Give up leases whose consumer has not seen the messages. Their positions are leased next."""
+        for queue, offset, lease in positions:
             if queue.lease_of(offset, pop_ms) is lease:
                 queue.give_back(offset)
-        self._waiters.wake({queue.topic for queue, _, _ in found})
+        self._waiters.wake({queue.topic for queue, _, _ in positions})
 
     def store_all(self, queues: Iterable[QueueLeases]) -> None:
-        """Store the group's offsets in these queues, and call `on_too_wide` for those with too wide a span."""
+        """Store the group's offsets in these queues. Calls `on_too_wide` for queues whose span is too wide."""
         for queue in queues:
             if self.store(queue):
                 self.on_too_wide(queue)
 
     def store(self, queue: QueueLeases) -> bool:
-        """Store the group's offset, and return whether its open positions span more than POP_SPAN_MAX.
+        """Store the group's offset in a queue. True if its open positions span more than POP_SPAN_MAX.
 
         If the stored offset was changed elsewhere, the queue is forgotten instead.
         """
@@ -344,20 +356,20 @@ class Leases:
         if self._offsets.table.get(group, {}).get(topic, {}).get(queue_id) != queue.stored_offset:
             self._forget(key, queue)
             return False
-        first = queue.first_open
-        if first != queue.stored_offset:
-            self._offsets.commit(group, topic, {queue_id: first}, {queue_id: queue.next_offset})
-            queue.stored_offset = first
-        return queue.next_offset - first > limits.POP_SPAN_MAX
+        first_open = queue.first_open
+        if first_open != queue.stored_offset:
+            self._offsets.commit(group, topic, {queue_id: first_open}, {queue_id: queue.next_offset})
+            queue.stored_offset = first_open
+        return queue.next_offset - first_open > limits.POP_SPAN_MAX
 
     def _forget(self, key: Key, queue: QueueLeases) -> None:
         queue.forget()
         del self._queues[key]
 
-    def _make_room(self) -> None:
+    def _drop_idle_queues(self) -> None:
         if len(self._queues) < limits.POP_WINDOWS_MAX:
             return
-        # Idle queues hold nothing but their stored offset, so they can be created again.
+        # Idle queues have no state but their stored offset, so they can be created again.
         self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
         if len(self._queues) >= limits.POP_WINDOWS_MAX:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")

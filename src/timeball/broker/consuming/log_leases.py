@@ -1,11 +1,12 @@
 """Leases kept in the log: each message handed out becomes a scheduled message that its receipt names.
 
-    handed out     a SCHEDULED for the group's retry topic, or for its dead letters if this was the last attempt, due
-                   when the lease ends; once it is durable, the consumer sees the message and the position is done
+    handed out     a SCHEDULED row for the group's retry topic, or for its dead letters if this was the last attempt,
+                   due when the lease ends; once it is durable, the consumer sees the message and the position is done
     acknowledged   the scheduled message is cancelled
-    other time     moved: a MOVED row of the same number, with the other due time; the receipt stays valid
+    other time     the scheduled message is moved: a MOVED row of the same number, with the other due time; the receipt
+                   stays valid
     given back     moved as well; the row contains the time and the reason, which the next delivery shows
-    dead letter    cancelled, and a message for the group's dead letters in its place, with the reason
+    dead letter    the scheduled message is cancelled, and replaced by a message for the group's dead letters
 
 If a message is not acknowledged, the schedule releases its scheduled message like any other: exactly once, also after a
 crash. Messages that a group has received and not acknowledged take no memory here.
@@ -27,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.delivery import as_moves
+from timeball.broker.accepting.delivery import as_moved_rows
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.consuming import lookup, redelivery_rows, retry
 from timeball.broker.consuming.acknowledgements import Acknowledgements
@@ -76,9 +77,10 @@ MOVES_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
 class Change(NamedTuple):
     """A request to change the end of a lease.
 
-    `invisible_ms`: from now, or None for the delay of the group's retry policy. `counts`: whether the lease was an
-    attempt. `nack`: the reason for which the message is given back, or None if its consumer keeps it. `first`: see
-    `retry_delay_ms`.
+    invisible_ms   the time from now to the end, or None for the delay of the group's retry policy
+    counts         True if the lease counts as an attempt
+    nack           the reason for which the message is given back, or None if its consumer keeps it
+    first          the level at which the retry policy begins (see `retry_delay_ms`)
     """
 
     receipt: Receipt
@@ -135,12 +137,11 @@ class LogLeases:
     def write(
         self, request: ReceiveRequest, main: Subscription, rows: ReadRows, selection: Selection
     ) -> tuple[asyncio.Future[int], Received]:
-        """Append scheduled messages for the rows handed out. Return a future of their durability, and the answer.
+        """Append scheduled messages for the rows handed out. Returns a future of their durability, and the answer.
 
-        The positions are done once the scheduled messages are durable. If the log fails, they stay leased. Raise
+        The positions are done once the scheduled messages are durable. If the log fails, they stay leased. Raises
         OverLimit.
         """
-        self._log.writer.check_room()
         now_ms = self._clock.now_ms()
         due_ms = now_ms + request.invisible_ms
         # A few rows are made as values: in columns, one row costs as much as a hundred.
@@ -153,12 +154,14 @@ class LogLeases:
         topics = (
             [row[_TOPIC] for row in scheduled_rows] if is_few else scheduled_rows.column("topic").to_pylist()
         )
+        # Before a topic is made, which would be refused as well.
+        self._log.writer.check_admission()
         for topic in set(topics):
             # Usually the subscription has already found the retry topic, so it exists.
-            if main.again is None or topic != main.again_name:
+            if main.retry is None or topic != main.retry_name:
                 self._tables.topics.ensure(topic, 1)
         # Read right before the append, without an await between: the receipts contain these numbers.
-        first_seq, queues = self._log.writer.next_seq, list({queue: None for queue, _, _ in selection.found})
+        first_seq, queues = self._log.writer.next_seq, list({queue: None for queue, _, _ in selection.leased})
 
         def on_durable() -> None:
             del self._under_way[first_seq]
@@ -166,7 +169,7 @@ class LogLeases:
                 queue.in_log = True
             numbers = np.arange(first_seq, first_seq + rows.num_rows)
             self._lease_counts.add(request.group, topic_of(request.group, request.topic), numbers)
-            self._leases.finish(selection.found)
+            self._leases.finish(selection.leased)
 
         if is_few:
             durable = self._appender.append_few(scheduled_rows, on_durable)
@@ -182,7 +185,7 @@ class LogLeases:
         return durable, Received(rows, list(receipts), now_ms, rest=selection.rest)
 
     def parked(self) -> Parked:
-        """Return the state of these leases that is saved with the offsets, for a start after a crash."""
+        """Collect the state of these leases that is saved with the offsets. A start after a crash needs it."""
         # A group that was moved meanwhile begins again elsewhere, and its older scheduled messages do not count.
         live = self._leases.is_live
         under_way = [seq for seq, queues in self._under_way.items() if any(map(live, queues))]
@@ -192,143 +195,159 @@ class LogLeases:
     # -- receipts ------------------------------------------------------------------------------------------------
 
     async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """End these leases, durably. Return False for a receipt that is not valid (any more). Raise OutOfRange."""
+        """End these leases, durably. The result is False for each receipt that is not valid. Raises OutOfRange."""
         if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
             raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
         return await self._acks.put(receipts) if receipts else []
 
     def was_ended(self, receipt: Receipt) -> bool:
-        """Return whether this lease was ended by its consumer, as long as the schedule remembers it."""
+        """Check whether its consumer has ended this lease. False when the schedule no longer remembers it."""
         due_ms, version = newest_versions([receipt], outcomes=self._scheduling.outcomes)
         return bool(self._scheduling.outcomes.was_cancelled(due_ms, version)[0])
 
     async def change(self, change: Change) -> Receipt | None:
-        """Change the end of a lease, durably. Return its receipt, or None if it is not valid (any more)."""
+        """Change the end of a lease, durably. Returns its receipt, or None if it is not valid (any more)."""
         return await self._changes.put(change)
 
     async def dead_letter(self, receipt: Receipt, reason: str) -> bool:
-        """Write the message to the group's dead letters, durably. Return False if the receipt is not valid."""
+        """Write the message to the group's dead letters, durably. False if the receipt is not valid."""
         return await self._dead.put(GivenUp(receipt, reason))
 
-    # -- one turn of each ----------------------------------------------------------------------------------------
+    # -- batches of requests ----------------------------------------------------------------------------------------
 
     async def _change(self, changes: list[Change]) -> list[Receipt | None]:
         receipts = [change.receipt for change in changes]
         valid = await decide(
             receipts,
-            lambda _, at: self._renew([changes[i] for i in at]),
+            lambda _, indexes: self._renew([changes[i] for i in indexes]),
             writer=self._log.writer,
             outcomes=self._scheduling.outcomes,
         )
-        return [receipt if won else None for receipt, won in zip(receipts, valid.tolist(), strict=True)]
+        return [
+            receipt if is_valid else None for receipt, is_valid in zip(receipts, valid.tolist(), strict=True)
+        ]
 
-    async def _dead_letter(self, asked: list[GivenUp]) -> list[bool]:
-        receipts = [one.receipt for one in asked]
+    async def _dead_letter(self, given_up: list[GivenUp]) -> list[bool]:
+        receipts = [given.receipt for given in given_up]
         valid = await decide(
             receipts,
-            lambda _, at: self._give_up([asked[i] for i in at]),
+            lambda _, indexes: self._give_up([given_up[i] for i in indexes]),
             writer=self._log.writer,
             outcomes=self._scheduling.outcomes,
         )
-        return [bool(one) for one in valid]
+        return [bool(is_valid) for is_valid in valid]
 
     async def _renew(self, changes: Sequence[Change]) -> BoolArray:
-        """Move the messages of these leases to their new due times, durably. Return which of them were pending."""
-        rows, times, at = await self._read([change.receipt for change in changes])
-        asked = [changes[i] for i in at.tolist()]
+        """Move the messages of these leases to their new due times, durably.
+
+        The result marks those that were pending.
+        """
+        rows, times, indexes = await self._read([change.receipt for change in changes])
+        found_changes = [changes[i] for i in indexes.tolist()]
         now_ms = self._clock.now_ms()
         valid = np.zeros(len(changes), dtype=np.bool_)
-        if not asked:
+        if not found_changes:
             return valid
         # The attempts before this lease, and this lease unless it does not count.
-        times += np.array([change.counts for change in asked])
+        times += np.array([change.counts for change in found_changes])
         due_ms = np.array(
-            [now_ms + self._invisible_ms(change, n) for change, n in zip(asked, times.tolist(), strict=True)],
+            [
+                now_ms + self._invisible_ms(change, attempts)
+                for change, attempts in zip(found_changes, times.tolist(), strict=True)
+            ],
             dtype=np.int64,
         )
-        receipts = [change.receipt for change in asked]
-        topics = [self._topic_after(receipt, n) for receipt, n in zip(receipts, times.tolist(), strict=True)]
-        nacked = np.array([change.nack is not None for change in asked])
-        saying = [
-            {} if change.nack is None else redelivery_rows.given_back(change.nack, now_ms) for change in asked
+        receipts = [change.receipt for change in found_changes]
+        topics = [
+            self._topic_after(receipt, attempts)
+            for receipt, attempts in zip(receipts, times.tolist(), strict=True)
         ]
-        fresh = self._copies(rows, receipts, topics, times, now_ms, saying, due_ms=due_ms)
-        valid[at] = await self._move(rows, fresh, nacked, now_ms)
+        nacked = np.array([change.nack is not None for change in found_changes])
+        extra = [
+            {} if change.nack is None else redelivery_rows.given_back(change.nack, now_ms)
+            for change in found_changes
+        ]
+        new_rows = self._copies(rows, receipts, topics, times, now_ms, extra, due_ms=due_ms)
+        valid[indexes] = await self._move(rows, new_rows, nacked, now_ms)
         return valid
 
     async def _give_up(self, given_up: Sequence[GivenUp]) -> BoolArray:
-        """Write the messages of these leases to the dead letters, durably. Return which messages were pending."""
-        rows, times, at = await self._read([one.receipt for one in given_up])
+        """Write the messages of these leases to the dead letters, durably. The result marks those that were pending."""
+        rows, times, indexes = await self._read([given.receipt for given in given_up])
         valid = np.zeros(len(given_up), dtype=np.bool_)
-        if len(at):
-            now_ms, found = self._clock.now_ms(), [given_up[i] for i in at.tolist()]
-            asked = [one.receipt for one in found]
+        if len(indexes):
+            now_ms, existing = self._clock.now_ms(), [given_up[i] for i in indexes.tolist()]
+            receipts = [given.receipt for given in existing]
             # One more attempt: the message was handed out, even if its consumer gives up at once.
-            topics = [retry.dead_letter_topic(receipt.group) for receipt in asked]
-            saying = [redelivery_rows.given_up(one.reason) for one in found]
-            fresh = self._copies(rows, asked, topics, times + 1, now_ms, saying, kind=Kind.MESSAGE)
-            valid[at] = await self._bury(asked, rows, fresh, now_ms)
+            topics = [retry.dead_letter_topic(receipt.group) for receipt in receipts]
+            extra = [redelivery_rows.given_up(given.reason) for given in existing]
+            new_rows = self._copies(rows, receipts, topics, times + 1, now_ms, extra, kind=Kind.MESSAGE)
+            valid[indexes] = await self._replace_by_dead_letters(receipts, rows, new_rows, now_ms)
         return valid
 
     async def _move(
-        self, before: pa.RecordBatch, fresh: pa.RecordBatch, nacked: BoolArray, now_ms: int
+        self, before: pa.RecordBatch, new_rows: pa.RecordBatch, nacked: BoolArray, now_ms: int
     ) -> BoolArray:
-        """Append the messages again, with the due times in `fresh`, durably. Return which of them were pending."""
-        prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
+        """Append MOVED rows with the due times of `new_rows`, durably. The result marks those that were pending."""
+        prepared = self._appender.prepare(new_rows, now_ms)  # runs every check that may refuse
         from_ms = int64(before.column("due_ms"))
-        won = settle_leases(from_ms, int64(before.column("seq")), scheduler=self._scheduling.scheduler)
-        if not won.any():
-            return won
-        chosen = pa.array(won)
+        was_pending = settle_leases(
+            from_ms, int64(before.column("seq")), scheduler=self._scheduling.scheduler
+        )
+        if not was_pending.any():
+            return was_pending
+        chosen = pa.array(was_pending)
         # Only those that were pending: the others are settled and must not be written again.
-        rows = as_moves(prepared.filter(chosen), before.filter(chosen))
+        rows = as_moved_rows(prepared.filter(chosen), before.filter(chosen))
         # Read without an await before the append, whose rows get these numbers.
         first_seq = self._log.writer.next_seq
-        columns = int64(rows.column("due_ms")), int64(rows.column("source_seq")), from_ms[won]
+        columns = int64(rows.column("due_ms")), int64(rows.column("source_seq")), from_ms[was_pending]
         moves = [
-            (due, number, first_seq + i, was)
-            for i, (due, number, was) in enumerate(zip(*(column.tolist() for column in columns), strict=True))
+            (due, number, first_seq + i, from_due_ms)
+            for i, (due, number, from_due_ms) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
         ]
         numbers = columns[1]
 
         def on_durable() -> None:
             # Only now: until the row is durable, a crash would leave the scheduled message at its old due time.
             self._scheduling.outcomes.moved.add(moves)
-            self._lease_counts.change(numbers, nacked[won])
+            self._lease_counts.change(numbers, nacked[was_pending])
 
         # No await since the decision, because after it the append must not fail.
         await self._appender.append(rows, on_durable).durable
-        return won
+        return was_pending
 
     # -- what they have in common ----------------------------------------------------------------------------------
 
-    async def _bury(
-        self, receipts: Sequence[Receipt], before: pa.RecordBatch, fresh: pa.RecordBatch, now_ms: int
+    async def _replace_by_dead_letters(
+        self, receipts: Sequence[Receipt], before: pa.RecordBatch, new_rows: pa.RecordBatch, now_ms: int
     ) -> BoolArray:
-        """Cancel these messages and append `fresh` in their place, durably. Return which of them were pending."""
-        prepared = self._appender.prepare(fresh, now_ms)  # runs every check that may refuse
+        """Cancel these messages and append `new_rows` in their place, durably. The result marks the pending ones."""
+        prepared = self._appender.prepare(new_rows, now_ms)  # runs every check that may refuse
         versions = pairs_of(before)
         # Built before the decision too, and filtered after it.
         cancels = cancel_rows(receipts, *versions, DEAD, now_ms)
-        won = settle_leases(*versions, scheduler=self._scheduling.scheduler)
-        count_ended(receipts, won, lease_counts=self._lease_counts)
-        if won.any():
+        was_pending = settle_leases(*versions, scheduler=self._scheduling.scheduler)
+        count_ended(receipts, was_pending, lease_counts=self._lease_counts)
+        if was_pending.any():
             # No await since the decision, and one append: a scheduled message is never gone without the row that
             # replaces it.
-            chosen = pa.array(won)
+            chosen = pa.array(was_pending)
             rows = pa.concat_batches([cancels.filter(chosen), prepared.filter(chosen)])
             await self._appender.append(rows).durable
-        return won
+        return was_pending
 
     async def _read(self, receipts: Sequence[Receipt]) -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
         """Read the scheduled messages of these receipts.
 
-        Return the rows that are found, the number of attempts of each message before this lease, and the indexes of
-        their receipts. Raise OverLimit when the log accepts no more rows.
+        Returns the rows that exist, the number of attempts of each message before this lease, and the indexes of their
+        receipts. Raises OverLimit when the log accepts no more rows.
         """
-        self._log.writer.check_room()
+        self._log.writer.check_admission()
         files = await lookup.local_files(
-            *(newest := newest_versions(receipts, outcomes=self._scheduling.outcomes)),
+            *(versions := newest_versions(receipts, outcomes=self._scheduling.outcomes)),
             reader=self._log.reader,
             hour_log=self._scheduling.hour_log,
             cache=self._cache,
@@ -336,8 +355,8 @@ class LogLeases:
         )
 
         def read() -> tuple[pa.RecordBatch, Int64Array, Int64Array]:
-            rows, at = lookup.scheduled_rows(self._log.reader, files, *newest)
-            return rows, lookup.times_before(self._log.reader, rows), at
+            rows, indexes = lookup.scheduled_rows(self._log.reader, files, *versions)
+            return rows, lookup.times_before(self._log.reader, rows), indexes
 
         # Both reads in one step, because each change of threads costs time.
         return await in_thread(self._threads.reader, read)
@@ -349,19 +368,22 @@ class LogLeases:
         topics: Sequence[str],
         times: Int64Array,
         now_ms: int,
-        saying: Sequence[dict[str, str]],
+        extra: Sequence[dict[str, str]],
         *,
         kind: Kind = Kind.SCHEDULED,
         due_ms: Int64Array | None = None,
     ) -> pa.RecordBatch:
-        """Build rows for other topics from READ_SCHEMA messages. `saying`: the additional properties of each row."""
-        adding = [
-            redelivery_rows.added(receipt.group, receipt.topic, now_ms) | said
-            for receipt, said in zip(receipts, saying, strict=True)
+        """Build rows for other topics from READ_SCHEMA messages.
+
+        `extra` contains additional properties for each row.
+        """
+        properties = [
+            redelivery_rows.added(receipt.group, receipt.topic, now_ms) | row_extra
+            for receipt, row_extra in zip(receipts, extra, strict=True)
         ]
         return self._rows(
             rows, kind=kind, topics=topics,
-            properties=redelivery_rows.properties_of_each(rows.column("properties"), adding),
+            properties=redelivery_rows.properties_of_each(rows.column("properties"), properties),
             times=times, due_ms=due_ms, now_ms=now_ms,
         )  # fmt: skip
 
@@ -386,8 +408,11 @@ class LogLeases:
 
     def _topic_after(self, receipt: Receipt, times: int) -> str:
         times_max = self._tables.groups.times_max(receipt.group)
-        again, dead = retry_topic(receipt.group, receipt.topic), retry.dead_letter_topic(receipt.group)
-        return redelivery_rows.topics_after(again, dead, np.array([times]), times_max)[0]
+        retry_name, dead_letter_name = (
+            retry_topic(receipt.group, receipt.topic),
+            retry.dead_letter_topic(receipt.group),
+        )
+        return redelivery_rows.topics_after(retry_name, dead_letter_name, np.array([times]), times_max)[0]
 
     def _invisible_ms(self, change: Change, times: int) -> int:
         if change.invisible_ms is not None:

@@ -1,10 +1,9 @@
-"""Lookup of the message that a receipt names: in the log, in a file of the pending table, or moved within the log.
+"""Find the scheduled message that a receipt names: in the log, in a data file, or moved within the log.
 
 It is nearly always in the log, because receipts are young. With an invisible time of hours, retention may have removed
-the segment that contains the scheduled message. By then compaction has written it to the pending table, or the schedule
-has written it again (MOVED). A lease whose end was changed is the same scheduled message in another version
-(schedule/moved.py), and the lookup is by this version. A scheduled message that is found nowhere was settled long ago,
-and its receipt is not valid.
+its segment. By then compaction has written the message to the pending table, or the schedule has written its row again
+(MOVED). If the end of the lease was changed, the scheduled message has a new version (schedule/moved.py), and the
+look-up uses this version. A scheduled message that is found nowhere was settled long ago, and its receipt is not valid.
 """
 
 from __future__ import annotations
@@ -31,22 +30,27 @@ _SCAN_ROWS = 65_536
 def scheduled_rows(
     reader: LogReader, files: Sequence[DataFile], due_ms: Int64Array, version: Int64Array
 ) -> tuple[pa.RecordBatch, Int64Array]:
-    """Read the READ_SCHEMA messages of these versions. Return those found, and their indexes (reader thread)."""
-    # All versions that the log still has take one read. The others are rare and read one by one.
+    """Read the scheduled messages of these versions (READ_SCHEMA). Also list the indexes of those that exist.
+
+    Runs in the reader thread.
+    """
+    # One read for all versions that the log still has. The others are rare, and are read one by one.
     in_log = np.flatnonzero((version >= reader.first_seq) & (version < reader.next_seq))
     rows = reader.read_rows(version[in_log])
     # A row of another kind is no scheduled message, and counts as not found.
     is_scheduled_row = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-    kept = rows if is_scheduled_row.all() else rows.filter(pa.array(is_scheduled_row))
-    found = [(as_scheduled(kept), in_log[is_scheduled_row])]
-    for at in np.flatnonzero(version < reader.first_seq).tolist():
+    scheduled = rows if is_scheduled_row.all() else rows.filter(pa.array(is_scheduled_row))
+    pieces = [(as_scheduled(scheduled), in_log[is_scheduled_row])]
+    for index in np.flatnonzero(version < reader.first_seq).tolist():
         # Its row has left the log: it was compacted into a file, or written again by a wheel or a cascade.
-        row = _in_table(files, int(due_ms[at]), int(version[at])) or _moved(reader, int(version[at]))
+        row = _read_from_table(files, int(due_ms[index]), int(version[index])) or _find_moved_row(
+            reader, int(version[index])
+        )
         if row is not None:
-            found.append((row, np.array([at], dtype=np.int64)))
-    if len(found) == 1:
-        return found[0]
-    return pa.concat_batches([part for part, _ in found]), np.concatenate([at for _, at in found])
+            pieces.append((row, np.array([index], dtype=np.int64)))
+    if len(pieces) == 1:
+        return pieces[0]
+    return pa.concat_batches([piece for piece, _ in pieces]), np.concatenate([index for _, index in pieces])
 
 
 async def local_files(
@@ -58,23 +62,27 @@ async def local_files(
     cache: FileCache | None,
     lookup_thread: Executor,
 ) -> list[DataFile]:
-    """Return all files of the table, after a download of those that may contain these versions (object store)."""
+    """List all files of the table. With an object store, first download those that may contain these versions."""
     files = hour_log.pending.all()
     if cache is None:
         return files
-    gone = np.flatnonzero(version < reader.first_seq).tolist()
-    paths = {file.entry.path for at in gone for file in _holding(files, int(due_ms[at]), int(version[at]))}
-    # Downloaded before, because the reader thread must not wait for an object store.
+    not_in_log = np.flatnonzero(version < reader.first_seq).tolist()
+    paths = {
+        file.entry.path
+        for index in not_in_log
+        for file in _files_containing(files, int(due_ms[index]), int(version[index]))
+    }
+    # Now, because the reader thread must not wait for an object store.
     if paths:
         await in_thread(lookup_thread, cache.fetch_all, paths)
     return files
 
 
 def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
-    """Return the attempts of each scheduled message's message before this lease (reader thread).
+    """Count the attempts of each message before its lease, from the scheduled message of the lease (reader thread).
 
-    The first row of a scheduled message already counts the lease. A later row does not if the change of its time was no
-    attempt. If retention has removed the first row, the lease is assumed to be counted.
+    The first row of a scheduled message counts the lease as an attempt. A later row does not, if the change of the due
+    time was no attempt. If retention has removed the first row, the last row is assumed to count the lease.
     """
     times = times_of(rows)
     was_moved = rows.column("kind").to_numpy() == Kind.MOVED
@@ -87,13 +95,13 @@ def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
     return np.maximum(times - 1, 0)
 
 
-def _in_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
+def _read_from_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
     """Read the message from the file that contains it. Files are sorted by due time, so one row group is read."""
     # A half-open range of positions with exactly one version.
-    return pending.load(_holding(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
+    return pending.load(_files_containing(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
 
 
-def _holding(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataFile]:
+def _files_containing(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataFile]:
     return [
         file
         for file in files
@@ -102,12 +110,12 @@ def _holding(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataF
     ]
 
 
-def _moved(reader: LogReader, version: int) -> pa.RecordBatch | None:
+def _find_moved_row(reader: LogReader, version: int) -> pa.RecordBatch | None:
     """Find the last MOVED row of this version. No index has it and the case is rare, so the whole log is read."""
     last = None
     for rows in reader.coalesced(reader.first_seq, reader.next_seq, [Kind.MOVED], _SCAN_ROWS):
-        mine = np.flatnonzero(moved_versions(rows) == version)
-        if len(mine):
+        matches = np.flatnonzero(moved_versions(rows) == version)
+        if len(matches):
             # The log is in order, so the last row is the newest.
-            last = rows.slice(int(mine[-1]), 1)
+            last = rows.slice(int(matches[-1]), 1)
     return None if last is None else as_scheduled(last)

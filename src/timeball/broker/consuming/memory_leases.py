@@ -1,11 +1,12 @@
 """Leases kept in memory: positions stay in flight until their receipts come back or their leases end.
 
-A crash forgets these leases. The group's stored offset is the first position that is not done, so the broker hands
-messages in flight out again after a crash, and none is lost. Their number is bounded: a full queue hands out nothing
-more until a position ends. A lease that is prolonged in a crowded queue is written to the log as a scheduled message.
+A crash forgets these leases. The group's stored offset is the first position that is not done, so after a crash the
+broker hands out the messages in flight again, and none is lost. The number of leases is limited: a full queue hands out
+no more messages until a lease ends. A lease that is prolonged in a queue that is more than half full is written to the
+log as a scheduled message.
 
-Nothing here waits for the disk, unless a message is written to its group again. No lock is needed, because each
-decision is made between two awaits.
+This module waits for the disk only to write a message to its group again. It needs no lock, because each decision is
+made between two awaits.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class MemoryLeases:
             reader_thread=reader_thread,
             on_failure=on_failure,
         )
-        # Receipts from before this time were given out before the last restart (`_ack_ahead`).
+        # Receipts with an earlier time are from before the last restart (`_ack_ahead`).
         self._started_ms = clock.now_ms()
         # The last receipts that were acknowledged, oldest first: a client that lost the answer sends them again.
         self._acknowledged: dict[PositionReceipt, None] = {}
@@ -82,53 +83,59 @@ class MemoryLeases:
             restart.save(self._tables.in_flight, self._leases.all(), self._clock.as_wall)
 
     def hold(self, selection: Selection) -> None:
-        """Make the positions of a selection come back at its deadline."""
+        """Let the positions of a selection come back at its deadline, unless they are acknowledged before."""
         for queue, offsets in selection.offsets().items():
             self.redelivery.expect(queue, offsets, selection.pop_ms, selection.deadline_ms)
 
     def acknowledge(self, receipts: Iterable[PositionReceipt]) -> list[bool]:
-        """End these leases. Return False for a receipt that is not valid (any more)."""
-        verdicts: list[bool] = []
+        """End these leases. The result is False for each receipt that is not valid (any more)."""
+        results: list[bool] = []
         was_full: dict[QueueLeases, bool] = {}
         for receipt in receipts:
-            found = self._lease_of(receipt)
-            if found is not None:
-                queue, _ = found
+            queue_and_lease = self._lease_of(receipt)
+            if queue_and_lease is not None:
+                queue, _ = queue_and_lease
                 was_full.setdefault(queue, queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX)
                 queue.done(receipt.offset)
             # A consumer that finished its message before a crash still holds a receipt from then.
-            verdicts.append(found is not None or self._ack_ahead(receipt))
-            if verdicts[-1]:
+            results.append(queue_and_lease is not None or self._ack_ahead(receipt))
+            if results[-1]:
                 self._acknowledged[receipt] = None
                 self._rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
         self._leases.store_all(was_full)
         while len(self._acknowledged) > ACKNOWLEDGED_MAX:
             del self._acknowledged[next(iter(self._acknowledged))]
         # Consumers may be waiting for space in a queue that was full or, in order, for the end of the last lease.
-        self._waiters.wake({q.topic for q, full in was_full.items() if full or not q.in_flight})
-        return verdicts
+        self._waiters.wake(
+            {
+                acked_queue.topic
+                for acked_queue, is_full in was_full.items()
+                if is_full or not acked_queue.in_flight
+            }
+        )
+        return results
 
     def was_acknowledged(self, receipt: PositionReceipt) -> bool:
-        """Return whether this receipt is among the last ACKNOWLEDGED_MAX acknowledged ones."""
+        """Check whether this receipt is among the last ACKNOWLEDGED_MAX receipts that were acknowledged."""
         return receipt in self._acknowledged
 
     async def change(self, receipt: PositionReceipt, invisible_ms: int) -> PositionReceipt | None:
-        """Make a lease end `invisible_ms` from now. Return the new receipt, or None if the old one is not valid.
+        """Make a lease end `invisible_ms` from now. Returns the new receipt, or None if the old one is not valid.
 
         In order the receipt stays the same, because RocketMQ's clients go on using it.
         """
-        found = self._lease_of(receipt)
-        if found is None:
+        queue_and_lease = self._lease_of(receipt)
+        if queue_and_lease is None:
             return None
-        queue, lease = found
+        queue, lease = queue_and_lease
         now_ms = self._clock.now_ms()
         lease.deadline_ms = self._clock.elapsed_ms() + invisible_ms
-        queue.held_again(receipt.offset)
+        queue.mark_held(receipt.offset)
         if not lease.in_order:
             # Always a different number, otherwise the old receipt would still be valid.
             lease.pop_ms = max(now_ms, receipt.pop_ms + 1)
         changed = receipt._replace(pop_ms=lease.pop_ms)
-        # A long lease would take up space in a bounded queue for long. A scheduled message in the log takes none.
+        # A long lease takes up one of the limited positions for long. A scheduled message in the log does not.
         if not lease.in_order and queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2:
             await self.redelivery.write(queue, [receipt.offset], later=True)
         else:
@@ -138,33 +145,33 @@ class MemoryLeases:
     async def nack(self, receipt: PositionReceipt, delay_ms: int, reason: str) -> PositionReceipt | None:
         """Give a message back for its next delivery in `delay_ms`, and keep the reason in its lease.
 
-        Return the new receipt, as `change` does.
+        Returns the new receipt, like `change`.
         """
         changed = await self.change(receipt, delay_ms)
-        found = None if changed is None else self._lease_of(changed)
-        if found is not None:
-            queue, lease = found
+        queue_and_lease = None if changed is None else self._lease_of(changed)
+        if queue_and_lease is not None:
+            queue, lease = queue_and_lease
             queue.nack(receipt.offset, self._clock.now_ms())
             lease.nack_reason = reason_text(reason)
         return changed
 
     def give_back(self, receipts: Iterable[PositionReceipt]) -> None:
-        """Put messages back whose consumer disconnected before it received them: they are handed out next."""
+        """End leases whose consumer disconnected before it received the messages. They are handed out next."""
         topics = set()
         for receipt in receipts:
-            found = self._lease_of(receipt)
-            if found is not None:
-                found[0].give_back(receipt.offset)
+            queue_and_lease = self._lease_of(receipt)
+            if queue_and_lease is not None:
+                queue_and_lease[0].give_back(receipt.offset)
                 topics.add(receipt.topic)
         self._waiters.wake(topics)
 
     async def dead_letter(self, receipt: PositionReceipt, reason: str) -> bool:
-        """Write the message to the group's dead letters. Return False if the receipt is not valid."""
-        found = self._lease_of(receipt)
-        if found is not None:
-            found[1].nack_reason = reason_text(reason) or found[1].nack_reason
-            await self.redelivery.write(found[0], [receipt.offset], dead=True)
-        return found is not None
+        """Write the message to the group's dead letters. False if the receipt is not valid."""
+        queue_and_lease = self._lease_of(receipt)
+        if queue_and_lease is not None:
+            queue_and_lease[1].nack_reason = reason_text(reason) or queue_and_lease[1].nack_reason
+            await self.redelivery.write(queue_and_lease[0], [receipt.offset], dead=True)
+        return queue_and_lease is not None
 
     def _lease_of(self, receipt: PositionReceipt) -> tuple[QueueLeases, Lease] | None:
         if receipt.pop_ms < 0:  # NO_RECEIPT is negative and marks positions without a valid receipt

@@ -44,7 +44,7 @@ PARTS_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class _Voided:
-    """A position whose message is being written, and the number of its voided receipt."""
+    """A position whose message is being written, and the `pop_ms` of its voided receipt."""
 
     offset: int
     lease: Lease
@@ -73,7 +73,7 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> bool:
-        """Add positions that were leased together, and return whether this is now the earliest deadline."""
+        """Add positions that were leased together. True if theirs is now the earliest deadline."""
         entry = (deadline_ms, next(self._serials), pop_ms, offsets, queue)
         # One entry for all positions of a request: they end together, and most are acknowledged before.
         heapq.heappush(self._heap, entry)
@@ -84,12 +84,12 @@ class Deadlines:
         return bool(self._heap) and self._heap[0] is entry
 
     def next_ms(self) -> int | None:
-        """Return the earliest deadline, or None if there is none."""
+        """Find the earliest deadline (ms). None if there is none."""
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ms: int) -> list[tuple[QueueLeases, list[int]]]:
-        """Remove and return the positions whose leases have ended by `now_ms`, each position once."""
-        found = []
+        """Remove the positions whose leases have ended by `now_ms`, and return them, each position once."""
+        due = []
         seen: set[tuple[int, int]] = set()
         while self._heap and self._heap[0][0] <= now_ms:
             entry = heapq.heappop(self._heap)
@@ -98,8 +98,8 @@ class Deadlines:
             offsets = [offset for offset in _live(entry) if (id(queue), offset) not in seen]
             seen.update((id(queue), offset) for offset in offsets)
             if offsets:
-                found.append((queue, offsets))
-        return found
+                due.append((queue, offsets))
+        return due
 
 
 def _live(entry: _Entry) -> Iterator[int]:
@@ -154,7 +154,7 @@ class Redelivery:
         if self._task is None:
             # Started late, because a broker whose consumers only pull never needs this task.
             self._task = asyncio.create_task(self._run())
-            self._task.add_done_callback(self._ended)
+            self._task.add_done_callback(self._on_task_end)
 
     def narrow(self, queue: QueueLeases) -> None:
         """Write a queue's oldest leases to the log as messages, because they keep its stored offset too far back."""
@@ -227,7 +227,7 @@ class Redelivery:
                 error,
             )
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)  # without the task, no lease would end any more
 
@@ -238,55 +238,62 @@ class Redelivery:
     ) -> None:
         was_full = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
         try:
-            for part in _parts(voided):
+            for chunk in _chunks(voided):
                 # Bounds the bodies in memory: in a queue of large messages, thousands of leases may end at once.
                 async with self._slots:
-                    await self._write_part(queue, part, later=later, dead=dead)
-                for one in part:
+                    await self._write_chunk(queue, chunk, later=later, dead=dead)
+                for position in chunk:
                     # Not earlier: while the copy is not durable, a crash must find the position open.
-                    queue.done(one.offset)
+                    queue.done(position.offset)
         finally:
-            for one in voided:
+            for position in voided:
                 # Not written, or the write failed: the lease is valid as before, and the task soon tries again.
-                if queue.in_flight.get(one.offset) is one.lease:
-                    self._restore(queue, one)
+                if queue.in_flight.get(position.offset) is position.lease:
+                    self._restore(queue, position)
             # Also after an error: some parts may have been written before, and their positions are done.
             self._leases.store(queue)
         if was_full or dead:
             self._waiters.wake([queue.topic])
 
-    def _restore(self, queue: QueueLeases, one: _Voided) -> None:
-        lease = one.lease
-        lease.pop_ms = one.pop_ms
+    def _restore(self, queue: QueueLeases, position: _Voided) -> None:
+        lease = position.lease
+        lease.pop_ms = position.pop_ms
         # Not at once, because the reason of the failure, for example a full disk, seldom ends within a millisecond.
         lease.deadline_ms = max(lease.deadline_ms, self._clock.elapsed_ms() + AGAIN_MS)
-        self.expect(queue, [one.offset], lease.pop_ms, lease.deadline_ms)
+        self.expect(queue, [position.offset], lease.pop_ms, lease.deadline_ms)
 
-    async def _write_part(self, queue: QueueLeases, part: list[_Voided], *, later: bool, dead: bool) -> None:
+    async def _write_chunk(
+        self, queue: QueueLeases, chunk: list[_Voided], *, later: bool, dead: bool
+    ) -> None:
         # Retention may have removed rows, and leases are forgotten when the group's offset was changed.
-        kept = [
-            one
-            for one in part
-            if one.lease.seq >= self._log.reader.first_seq and queue.in_flight.get(one.offset) is one.lease
+        kept_positions = [
+            position
+            for position in chunk
+            if position.lease.seq >= self._log.reader.first_seq
+            and queue.in_flight.get(position.offset) is position.lease
         ]
-        rows, kept = await self._read(queue, kept)
-        if not kept:
+        rows, kept_positions = await self._read(queue, kept_positions)
+        if not kept_positions:
             return
-        self._log.writer.check_room()
+        self._log.writer.check_admission()
         now_ms = self._clock.now_ms()
         times = redelivery_rows.times_after(rows)
         # -1: any number of attempts is too many, so all messages go to the dead letters.
         times_max = -1 if dead else self._tables.groups.times_max(queue.group)
-        again = redelivery_rows.retry_topic(queue.group, queue.topic)
-        topics = redelivery_rows.topics_after(again, retry.dead_letter_topic(queue.group), times, times_max)
+        retry_name = redelivery_rows.retry_topic(queue.group, queue.topic)
+        topics = redelivery_rows.topics_after(
+            retry_name, retry.dead_letter_topic(queue.group), times, times_max
+        )
         for name in set(topics):
             self._tables.topics.ensure(name, 1)
-        due_ms = np.array([self._clock.as_wall(one.lease.deadline_ms) for one in kept], dtype=np.int64)
+        due_ms = np.array(
+            [self._clock.as_wall(position.lease.deadline_ms) for position in kept_positions], dtype=np.int64
+        )
         batch = redelivery_rows.build(
             rows,
             kind=Kind.SCHEDULED if later else Kind.MESSAGE,
             topics=topics,
-            properties=_properties(rows, queue, kept),
+            properties=_properties(rows, queue, kept_positions),
             times=times,
             due_ms=due_ms if later else None,
             source_seq=rows.column("seq") if later else None,
@@ -296,16 +303,16 @@ class Redelivery:
 
         def on_durable() -> None:
             if later:  # the consumer still holds these messages
-                numbers = np.arange(appended.first_seq, appended.first_seq + len(kept))
+                numbers = np.arange(appended.first_seq, appended.first_seq + len(kept_positions))
                 self._lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
 
         appended = self._appender.append(self._appender.prepare(batch, now_ms), on_durable)
         await appended.durable
 
     async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
-        """Read the rows of these positions. Return the rows, and their positions without those in damaged frames."""
+        """Read the rows of these positions. Returns the rows, and the positions without those in damaged frames."""
         reader = self._log.reader
-        seqs = np.array([one.lease.seq for one in voided], dtype=np.int64)
+        seqs = np.array([position.lease.seq for position in voided], dtype=np.int64)
         try:
             return await in_thread(self._reader_thread, reader.read_rows, seqs), voided
         except Corrupt as error:
@@ -323,46 +330,50 @@ class Redelivery:
         # A read fails as a whole, so it is halved until the damaged rows are separated from the others.
         middle = len(voided) // 2
         halves = [await self._read(queue, half) for half in (voided[:middle], voided[middle:])]
-        return pa.concat_batches([rows for rows, _ in halves]), [one for _, kept in halves for one in kept]
+        return pa.concat_batches([rows for rows, _ in halves]), [
+            position for _, half_positions in halves for position in half_positions
+        ]
 
 
-def _properties(rows: pa.RecordBatch, queue: QueueLeases, kept: list[_Voided]) -> pa.Array:
-    texts, first_ms = rows.column("properties"), kept[0].pop_ms
-    if all(one.pop_ms == first_ms and not one.lease.nack_reason for one in kept):
+def _properties(rows: pa.RecordBatch, queue: QueueLeases, positions: list[_Voided]) -> pa.Array:
+    texts, first_ms = rows.column("properties"), positions[0].pop_ms
+    if all(position.pop_ms == first_ms and not position.lease.nack_reason for position in positions):
         return redelivery_rows.properties_for(texts, queue.group, queue.topic, first_ms)
     adding = [
-        redelivery_rows.added(queue.group, queue.topic, one.pop_ms)
-        | redelivery_rows.given_up(one.lease.nack_reason)
-        for one in kept
+        redelivery_rows.added(queue.group, queue.topic, position.pop_ms)
+        | redelivery_rows.given_up(position.lease.nack_reason)
+        for position in positions
     ]
     return redelivery_rows.properties_of_each(texts, adding)
 
 
 def _void(queue: QueueLeases, offsets: Collection[int]) -> list[_Voided]:
     """Void the receipts of these positions, whose messages are about to be written."""
-    voided = [_Voided(o, queue.in_flight[o], queue.in_flight[o].pop_ms) for o in offsets]
-    for one in voided:
-        one.lease.pop_ms = NO_RECEIPT
+    voided = [_Voided(offset, queue.in_flight[offset], queue.in_flight[offset].pop_ms) for offset in offsets]
+    for position in voided:
+        position.lease.pop_ms = NO_RECEIPT
     return voided
 
 
 def _oldest(queue: QueueLeases) -> list[int]:
-    """List the leases in the older part of a range that is too wide."""
+    """List the leased offsets in the older half of a queue whose open positions span too much."""
     # Leaves half of the allowed span, so that the next message does not make it too wide again.
     end = queue.next_offset - limits.POP_SPAN_MAX // 2
     return [
-        o for o, one in queue.in_flight.items() if o < end and not one.in_order and one.pop_ms != NO_RECEIPT
+        offset
+        for offset, lease in queue.in_flight.items()
+        if offset < end and not lease.in_order and lease.pop_ms != NO_RECEIPT
     ]
 
 
-def _parts(voided: list[_Voided]) -> Iterator[list[_Voided]]:
-    part: list[_Voided] = []
+def _chunks(voided: list[_Voided]) -> Iterator[list[_Voided]]:
+    chunk: list[_Voided] = []
     size_bytes = 0
-    for one in voided:
-        if part and (len(part) == PART_ROWS or size_bytes + one.lease.size_bytes > PART_BYTES):
-            yield part
-            part, size_bytes = [], 0
-        part.append(one)
-        size_bytes += one.lease.size_bytes
-    if part:
-        yield part
+    for position in voided:
+        if chunk and (len(chunk) == PART_ROWS or size_bytes + position.lease.size_bytes > PART_BYTES):
+            yield chunk
+            chunk, size_bytes = [], 0
+        chunk.append(position)
+        size_bytes += position.lease.size_bytes
+    if chunk:
+        yield chunk

@@ -59,10 +59,10 @@ FIRST_POP_TIME = "1ST_POP_TIME"
 POP_CK = "POP_CK"
 
 # In the order of importance, the most important first.
-_SET_HERE = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
-_NAMES = "|".join(sorted([*retry.SPENT, *_SET_HERE, POP_CK]))
-_TO_TAKE_APART = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
-_TAKEN_APART = re.compile(_TO_TAKE_APART)
+_ADDED_NAMES = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
+_NAMES = "|".join(sorted([*retry.SPENT, *_ADDED_NAMES, POP_CK]))
+_REBUILD_PATTERN = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
+_REBUILD = re.compile(_REBUILD_PATTERN)
 FEW_ROWS = 32  # up to this number, building row by row costs less than by columns
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
 _READ = ("seq", "reconsume_times", "properties", *_KEPT)
@@ -76,7 +76,7 @@ def retry_topic(group: str, topic: str) -> str:
 
 
 def is_of(group: str, properties: str | None) -> bool:
-    """Return whether a row of a retry topic is for this group. A row that names no group is for all."""
+    """Check whether a row of a retry topic is for this group. A row that names no group is for all groups."""
     text = PROPERTY_END + (properties or "")
     # Compared as text, not decoded, because every row of a shared retry topic is checked for every group that reads it.
     mark = f"{PROPERTY_END}{ORIGIN_GROUP}{PROPERTY_NAME_END}"
@@ -84,12 +84,12 @@ def is_of(group: str, properties: str | None) -> bool:
 
 
 def times_of(rows: pa.RecordBatch) -> Int64Array:
-    """Return the attempts counted in each of these READ_SCHEMA rows."""
+    """Read the number of attempts from each of these READ_SCHEMA rows."""
     return np.asarray(filled(rows.column("reconsume_times"), 0).to_numpy(), dtype=np.int64)
 
 
 def times_after(rows: pa.RecordBatch) -> Int64Array:
-    """Return the attempts of each row, including the lease that it is handed out with now."""
+    """Compute the number of attempts of each row, including the lease that begins now."""
     return np.minimum(times_of(rows) + 1, retry.INT_MAX)
 
 
@@ -105,7 +105,7 @@ def handed_out(
     times = times_after(rows)
     return build(
         rows,
-        topics=topics_after(main.again_name, main.dead_name, times, main.times_max),
+        topics=topics_after(main.retry_name, main.dead_letter_name, times, main.times_max),
         properties=properties_for(rows.column("properties"), group, topic, now_ms),
         times=times,
         due_ms=np.full(rows.num_rows, due_ms, dtype=np.int64),
@@ -119,19 +119,19 @@ def few_handed_out(
     rows: ReadRows, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
 ) -> list[LogRow]:
     """Build the same rows as `handed_out`, as values."""
-    adding = added(group, topic, now_ms)
-    behind = encode_properties(adding)
-    few = (
+    new_properties = added(group, topic, now_ms)
+    encoded = encode_properties(new_properties)
+    values = (
         map(_READ_VALUES, rows.values)
         if isinstance(rows, NumberedRows)
         else zip(*(rows.column(name).to_pylist() for name in _READ), strict=True)
     )
     built: list[LogRow] = []
-    for seq, before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in few:
-        times = min((before or 0) + 1, retry.INT_MAX)
+    for seq, times_before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in values:
+        times = min((times_before or 0) + 1, retry.INT_MAX)
         # As in `topics_after`.
-        name = main.dead_name if times > main.times_max else main.again_name
-        properties = _properties_with(text or "", adding, behind)
+        name = main.dead_letter_name if times > main.times_max else main.retry_name
+        properties = _properties_with(text or "", new_properties, encoded)
         built.append(
             scheduled_row(
                 topic=name, queue_id=0, tag=tag, keys=keys, unique_key=unique_key, body=body, properties=properties,
@@ -142,13 +142,13 @@ def few_handed_out(
     return built
 
 
-def _properties_with(text: str, adding: dict[str, str], behind: str) -> str:
+def _properties_with(text: str, new_properties: dict[str, str], encoded: str) -> str:
     """Add properties to those of one row, as `properties_for` does to a column."""
-    found = f"{text}{PROPERTY_END if text and not text.endswith(PROPERTY_END) else ''}{behind}"
+    joined = f"{text}{PROPERTY_END if text and not text.endswith(PROPERTY_END) else ''}{encoded}"
     # The same condition as for columns in `properties_for`, so that both ways build the same text.
-    if _TAKEN_APART.search(text) or len(found.encode()) > limits.PROPERTIES_BYTES_MAX:
-        return properties_of(text, adding)
-    return found
+    if _REBUILD.search(text) or len(joined.encode()) > limits.PROPERTIES_BYTES_MAX:
+        return properties_of(text, new_properties)
+    return joined
 
 
 def build(
@@ -180,54 +180,56 @@ def build(
 
 
 def properties_for(texts: pa.Array, group: str, topic: str, first_ms: int) -> pa.Array:
-    """Return the properties of copies of rows of `topic` that were handed to `group` at `first_ms`."""
-    adding = added(group, topic, first_ms)
-    behind = encode_properties(adding)
+    """Build the properties of copies of rows of `topic` that were handed out to `group` at `first_ms`."""
+    new_properties = added(group, topic, first_ms)
+    encoded = encode_properties(new_properties)
     texts = filled(texts, "")
     needs_end = pc.and_(pc.not_equal(texts, ""), pc.invert(pc.ends_with(texts, PROPERTY_END)))
     ended = pc.if_else(needs_end, pc.binary_join_element_wise(texts, "", PROPERTY_END), texts)
     # The usual row: its text with three properties appended, joined as a column.
-    found = pc.binary_join_element_wise(ended, behind, "")
+    joined = pc.binary_join_element_wise(ended, encoded, "")
     # Rows that were handed out before, or carry a delay, have properties to replace or remove: one by one.
-    slow = np.asarray(pc.match_substring_regex(texts, _TO_TAKE_APART))
-    slow |= byte_lengths(found) > limits.PROPERTIES_BYTES_MAX
-    if not slow.any():
-        return found
-    mask = pa.array(slow)
-    apart = [properties_of(text, adding) for text in texts.filter(mask).to_pylist()]
-    return pc.replace_with_mask(found, mask, pa.array(apart, pa.string()))
+    needs_rebuild = np.asarray(pc.match_substring_regex(texts, _REBUILD_PATTERN))
+    needs_rebuild |= byte_lengths(joined) > limits.PROPERTIES_BYTES_MAX
+    if not needs_rebuild.any():
+        return joined
+    mask = pa.array(needs_rebuild)
+    rebuilt = [properties_of(text, new_properties) for text in texts.filter(mask).to_pylist()]
+    return pc.replace_with_mask(joined, mask, pa.array(rebuilt, pa.string()))
 
 
 def with_reasons(texts: pa.Array, reasons: Sequence[str]) -> pa.Array:
-    """Return properties that show why each message was given back. An empty reason changes nothing."""
-    found = []
+    """Add the reason for which each message was given back to its properties. An empty reason changes nothing."""
+    texts_with_reasons = []
     for text, reason in zip(texts.to_pylist(), reasons, strict=True):
         shown = decode_properties(text or "") | {NACK_REASON: reason}
         # A reason that would exceed the limit is left out, as in a copy of the message.
         shown_text = encode_properties(shown)
         is_shown = reason and len(shown_text.encode()) <= limits.PROPERTIES_BYTES_MAX
-        found.append(shown_text if is_shown else text)
-    return pa.array(found, pa.string())
+        texts_with_reasons.append(shown_text if is_shown else text)
+    return pa.array(texts_with_reasons, pa.string())
 
 
 def properties_of_each(texts: pa.Array, adding: Sequence[dict[str, str]]) -> pa.Array:
     """Add properties to each row's, for rows of different groups or delivery times."""
     each = zip(texts.to_pylist(), adding, strict=True)
-    return pa.array([properties_of(text or "", names) for text, names in each], pa.string())
+    return pa.array(
+        [properties_of(text or "", added_properties) for text, added_properties in each], pa.string()
+    )
 
 
 def added(group: str, topic: str, first_ms: int) -> dict[str, str]:
-    """Return the properties that every copy gets. `properties_of` keeps the topic and time of an earlier attempt."""
+    """Build the properties that every copy gets. `properties_of` keeps the topic and time of an earlier attempt."""
     return {ORIGIN_GROUP: group, RETRY_TOPIC: topic, FIRST_POP_TIME: str(first_ms)}
 
 
 def given_back(reason: str, now_ms: int) -> dict[str, str]:
-    """Return the properties of a message that a member gives back at `now_ms`."""
+    """Build the properties of a message that a member gives back at `now_ms`."""
     return {NACK_TIME: str(now_ms), NACK_REASON: reason_text(reason)}
 
 
 def given_up(reason: str) -> dict[str, str]:
-    """Return the properties of a message that a member puts into the dead letters."""
+    """Build the properties of a message that a member puts into the dead letters."""
     text = reason_text(reason)
     return {NACK_REASON: text} if text else {}  # without a reason, the last one that was given stays
 
@@ -246,25 +248,25 @@ def reason_text(reason: str) -> str:
 
 
 def properties_of(text: str, adding: dict[str, str]) -> str:
-    """Add properties to those of one row: the group and reason are replaced, topic and first time are kept."""
-    said = decode_properties(text)
+    """Add properties to those of a row. Replaces the group and the reason, keeps the topic and the first time."""
+    old_properties = decode_properties(text)
     # The check point of an earlier delivery would name a position that is done.
     dropped = {POP_CK, NACK_TIME}
-    if ORIGIN_GROUP not in said:
+    if ORIGIN_GROUP not in old_properties:
         dropped.add(NACK_REASON)  # the sender set it: no member has given the message back yet
     # Properties of a delay that is over must not delay the copy again (retry.py).
-    kept = {n: v for n, v in said.items() if n not in retry.SPENT and n not in dropped}
+    kept = {n: v for n, v in old_properties.items() if n not in retry.SPENT and n not in dropped}
     replaced = {ORIGIN_GROUP, NACK_REASON}
-    found = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
-    if not found.get(NACK_REASON, "-"):
-        del found[NACK_REASON]  # given back without a reason: an older reason would be taken for this one
-    encoded = encode_properties(found)
+    merged = {**kept, **{n: v for n, v in adding.items() if n in replaced or n not in kept}}
+    if not merged.get(NACK_REASON, "-"):
+        del merged[NACK_REASON]  # given back without a reason: an older reason would be taken for this one
+    encoded = encode_properties(merged)
     # The least important goes first, until the text fits.
-    for name in reversed(_SET_HERE):
+    for name in reversed(_ADDED_NAMES):
         if len(encoded.encode()) <= limits.PROPERTIES_BYTES_MAX:
             break
         # A reason is also removed if the message had it before.
-        if name in found and (name not in kept or name == NACK_REASON):
-            del found[name]
-            encoded = encode_properties(found)
+        if name in merged and (name not in kept or name == NACK_REASON):
+            del merged[name]
+            encoded = encode_properties(merged)
     return encoded

@@ -1,8 +1,8 @@
 """The requests of consumers, and the messages and receipts in the answers. No I/O.
 
-A receipt names one lease of one message, and contains everything that is needed to settle it without a read of the log.
-Therefore the protocols seal receipts when they turn them into text: an invented number would settle another consumer's
-message.
+A receipt names one lease of one message. It contains everything that is needed to settle the lease without a read of
+the log. Therefore the protocols seal receipts when they convert them to text: a receipt with an invented number would
+settle the message of another consumer.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from timeball.model.message import READ_SCHEMA
 
 
 class Receipt(NamedTuple):
-    """A lease kept in the log: the scheduled message `seq`, first due at `due_ms`, brings the message back.
+    """A lease kept in the log. Its scheduled message, `seq`, brings the message back when the lease ends.
 
-    The receipt stays valid when the end of the lease is changed. `topic`: the topic of the request.
+    `due_ms` is the first due time of the scheduled message. The receipt stays valid if the end of the lease is changed.
+    `topic` is the topic of the request.
     """
 
     group: str
@@ -32,7 +33,7 @@ class Receipt(NamedTuple):
 
 
 class PositionReceipt(NamedTuple):
-    """A lease of a position, kept in memory. `topic` is the topic of the row, which may be a retry topic."""
+    """A lease of a queue position, kept in memory. `topic` is the topic of the row, which may be a retry topic."""
 
     group: str
     topic: str
@@ -45,24 +46,28 @@ AnyReceipt = Receipt | PositionReceipt
 
 
 class Subscription(NamedTuple):
-    """A group that may consume, a topic that may be read, and the topics of the group's redelivered messages."""
+    """A group and a topic that it may consume, with the topics of the group's redelivered messages and dead letters."""
 
     group: SubscriptionGroup
     topic: Topic
     times_max: int  # how often a message may be tried again
-    again_name: str  # the group's retry topic for this topic, or this topic itself if it is a retry topic
-    dead_name: str  # the topic of messages that have used up their attempts
-    again: Topic | None  # None until a message has come back, and if this topic is itself a retry topic
+    retry_name: str  # the group's retry topic for this topic, or this topic itself if it is a retry topic
+    dead_letter_name: str  # the group's topic of dead letters, the messages that have used up their attempts
+    retry: Topic | None  # None until a message has come back, and if this topic is itself a retry topic
 
 
 class ReceiveRequest(msgspec.Struct, frozen=True):
     """A consumer's request for messages.
 
-    `queue_id` -1: any queue. `from_max`: a group that is new here begins at the end. `attempt_id`: in order, a repeated
-    request with the same id gets the same messages again, as they may not have arrived. `in_log`: the leases are
-    scheduled messages in the log and survive a crash, and the broker counts the attempts in order. Otherwise they are
-    kept in memory, a crash hands the messages out again, and the client counts in order. In-order leases are always
-    kept in memory, because a copy after later messages would break the order.
+    queue_id      -1: any queue
+    from_max      a group without an offset begins at the end of a queue
+    attempt_id    in order, a repeated request with the same id gets the same messages again, because they may not have
+                  arrived
+    in_log        the leases are scheduled messages in the log, which survive a crash. Otherwise they are kept in
+    memory,
+                  and after a crash the messages are handed out again. In-order leases are always kept in memory,
+                  because a copy after later messages would break the order. For them `in_log` means that the broker
+                  counts the attempts, otherwise the client counts
     """
 
     group: str
@@ -83,8 +88,9 @@ NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once, because it t
 class Received(msgspec.Struct, frozen=True):
     """Rows handed out at `pop_ms` (READ_SCHEMA), with one receipt each. The attempt is a row's reconsume_times + 1.
 
-    `handed_out`: the rows as they were read. A few are values. `times`: in order, the number of earlier leases of each
-    position. `rest`: the approximate number of rows that the queues still contain.
+    handed_out    the rows as they were read: as values if they are few, otherwise as columns
+    times         for a request in order: the number of earlier leases of each position
+    rest          the approximate number of rows that the queues still contain
     """
 
     handed_out: ReadRows

@@ -38,40 +38,44 @@ Positions = dict[Key, set[int]]  # (group, topic, queue) -> positions
 
 
 def done_positions(reader: LogReader, parked: Parked) -> Positions:
-    """Find the done positions in the state saved with the offsets and in later rows of the log (reader thread)."""
-    found: Positions = defaultdict(set)
+    """Find the done positions, in the state saved with the offsets and in later rows of the log (reader thread)."""
+    positions: Positions = defaultdict(set)
     for group, topics in parked.ahead.items():
         for topic, queues in topics.items():
-            for queue_id, stretches in queues.items():
-                for begin, end in stretches:
-                    found[(group, topic, queue_id)].update(range(begin, end))
+            for queue_id, ranges in queues.items():
+                for begin, end in ranges:
+                    positions[(group, topic, queue_id)].update(range(begin, end))
     # Earlier scheduled messages were saved as positions (`ahead`), together with the offsets.
     begin = max(parked.from_seq, reader.first_seq)
     for rows in reader.coalesced(begin, reader.next_seq, [Kind.SCHEDULED], _BATCH_ROWS, _COLUMNS):
         sources = rows.column("source_seq").fill_null(0).to_numpy()
         # A row that retention has removed cannot be handed out again, so its position need not be skipped.
-        mine = np.flatnonzero(sources >= reader.first_seq)
-        if len(mine):
-            _add(found, reader.read_rows(sources[mine]), rows.column("properties").take(pa.array(mine)))
-    return found
+        matches = np.flatnonzero(sources >= reader.first_seq)
+        if len(matches):
+            _add(
+                positions,
+                reader.read_rows(sources[matches]),
+                rows.column("properties").take(pa.array(matches)),
+            )
+    return positions
 
 
-def _add(found: Positions, handed_out: pa.RecordBatch, texts: pa.Array) -> None:
+def _add(positions: Positions, handed_out: pa.RecordBatch, texts: pa.Array) -> None:
     names = ("topic", "queue_id", "queue_offset")
-    places = zip(*(handed_out.column(name).to_pylist() for name in names), strict=True)
-    for (topic, queue_id, offset), text in zip(places, texts.to_pylist(), strict=True):
+    queue_positions = zip(*(handed_out.column(name).to_pylist() for name in names), strict=True)
+    for (topic, queue_id, offset), text in zip(queue_positions, texts.to_pylist(), strict=True):
         group = decode_properties(text or "").get(ORIGIN_GROUP)
         if group is not None and offset is not None:
-            found[(group, topic, queue_id)].add(offset)
+            positions[(group, topic, queue_id)].add(offset)
 
 
-def skip_done(leases: Leases, found: Positions, *, topics: Topics, offsets: Offsets) -> None:
+def skip_done(leases: Leases, done: Positions, *, topics: Topics, offsets: Offsets) -> None:
     """Make the groups skip these positions."""
-    for (group, name, queue_id), positions in found.items():
+    for (group, name, queue_id), positions in done.items():
         topic = topics.find_topic(name)
         # A group without an offset was deleted, and a new group of the same name starts from the beginning.
-        known = offsets.find_offset(group, name, queue_id) is not None
-        if topic is not None and known and queue_id < len(topic.queues):
+        has_offset = offsets.find_offset(group, name, queue_id) is not None
+        if topic is not None and has_offset and queue_id < len(topic.queues):
             # Through the leases and not as stored offsets, because earlier positions may still be open.
             leases.skip_done(group, topic, queue_id, positions)
 
@@ -95,11 +99,15 @@ def pop_leases(
     invisible time from now on.
     """
     # When a topic is deleted, its messages and their leases are gone too.
-    both = [(one, find_topic(one.topic)) for one in kept.values.values()]
-    found = [_restored(one, topic, count, now_ms) for one, topic in both if topic is not None]
+    saved_queues = [(saved_queue, find_topic(saved_queue.topic)) for saved_queue in kept.values.values()]
+    restored = [
+        _restored(saved_queue, topic, count, now_ms)
+        for saved_queue, topic in saved_queues
+        if topic is not None
+    ]
     # Deleted at once: after a crash, leases of an older stop must not come back, as they have ended long ago.
     kept.put([(name, None) for name in kept.values])
-    return found
+    return restored
 
 
 def saved(queue: QueueLeases, as_wall: Callable[[int], int]) -> SavedLeases:

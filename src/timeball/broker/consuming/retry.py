@@ -1,14 +1,14 @@
-"""Consumer retry: the destination of a message that a consumer could not process. Decisions only, nothing is sent here.
+"""Consumer retry: decide where a message goes that a consumer could not process. This module sends nothing.
 
-    handed back, n times before   level      topic
+    returned, n times before      level      topic
     n < the maximum               3 + n      %RETRY%<group>      10 s, 30 s, 1 m … 2 h with RocketMQ's levels
     n >= the maximum              at once    %DLQ%<group>        an operator must look at it
     level asked for > 0           that one   %RETRY%<group>      n counts all the same
     level asked for < 0           at once    %DLQ%<group>
 
-A message keeps its properties, also those of earlier delays. None of these may take effect again: a dead letter that
-inherits DELAY arrives hours later (RocketMQ #2722), and a retry must have the level in the table above. Therefore these
-properties are removed, only in this module, and DELAY is set to the new level.
+A returned message has the properties of its earlier delays, which must not take effect again. A dead letter that
+inherits DELAY would arrive hours later (RocketMQ #2722), and a retry must have the level in the table above. This
+module is the only place that removes these properties (SPENT) and sets DELAY to the new level.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ORIGIN_MESSAGE_ID = "ORIGIN_MESSAGE_ID"
 WAIT = "WAIT"
 DELAY = "DELAY"
 
-# The properties of earlier delays and of their destinations.
+# The properties of earlier delays, and of the topics and queues that they led to.
 SPENT = frozenset(
     {
         DELAY, "REAL_TOPIC", "REAL_QID", "TIMER_DELAY_LEVEL", "TIMER_DELAY_SEC", "TIMER_DELAY_MS",
@@ -36,7 +36,7 @@ SPENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Next:
-    """The next copy of a message. `delay_level` 0: visible at once."""
+    """The next copy of a message, and where it goes. A `delay_level` of 0 makes it visible at once."""
 
     topic: str
     properties: dict[str, str]
@@ -60,7 +60,7 @@ def dead_letter_topic(group: str) -> str:
 
 
 def group_of(topic: str) -> str:
-    """Return the group of a retry topic."""
+    """Name the group of a retry topic."""
     return topic.removeprefix(RETRY_PREFIX)
 
 
@@ -74,20 +74,20 @@ def hand_back(
     delay_level: int,
     times_max: int,
 ) -> Next:
-    """Decide on the next copy of a message of `topic` that `group` hands back. `message_id`: of its last copy."""
-    times = _int(reconsume_times)
+    """Decide on the next copy of a message that `group` returns. `message_id` is the id of its current copy."""
+    times = _clamp(reconsume_times)
     # Without the old delay. The level decided below is set last.
-    kept = _with_level(properties, 0)
-    kept.setdefault(RETRY_TOPIC, topic)
+    kept_properties = _with_level(properties, 0)
+    kept_properties.setdefault(RETRY_TOPIC, topic)
     # Set once, so that consumers see the id of the first message even after several attempts.
-    kept.setdefault(ORIGIN_MESSAGE_ID, message_id)
+    kept_properties.setdefault(ORIGIN_MESSAGE_ID, message_id)
     # RocketMQ's property: the copy need not wait for a replica.
-    kept[WAIT] = "false"
-    again = min(times + 1, INT_MAX)
+    kept_properties[WAIT] = "false"
+    next_times = min(times + 1, INT_MAX)
     if times >= times_max or delay_level < 0:
-        return Next(dead_letter_topic(group), kept, 0, again)
-    level = _int(delay_level or FIRST_LEVEL + times)
-    return Next(retry_topic(group), _with_level(kept, level), level, again)
+        return Next(dead_letter_topic(group), kept_properties, 0, next_times)
+    level = _clamp(delay_level or FIRST_LEVEL + times)
+    return Next(retry_topic(group), _with_level(kept_properties, level), level, next_times)
 
 
 def resend(
@@ -101,23 +101,23 @@ def resend(
 ) -> Next:
     """Decide on the next copy of a message that a client itself sends to its group's retry topic.
 
-    Such a client has counted the attempt already, so the maximum is still a retry and only a larger number is not. An
-    orderly consumer (`in_order`) retries locally and sends only messages that it has given up.
+    The client has counted this attempt already. So a number equal to the maximum still means a retry, and only a larger
+    number a dead letter. An orderly consumer (`in_order`) retries locally and sends only messages that it has given up.
     """
     # The client's numbers may be any 32-bit integers, also negative ones.
-    times, level = _int(reconsume_times), _int(delay_level)
+    times, level = _clamp(reconsume_times), _clamp(delay_level)
     if in_order or times > times_max:
         return Next(dead_letter_topic(group), _with_level(properties, 0), 0, times)
     return Next(retry_topic(group), _with_level(properties, level), level, times)
 
 
-def _int(number: int) -> int:
+def _clamp(number: int) -> int:
     """Limit a client's number to the range of its column."""
     return min(max(0, number), INT_MAX)
 
 
 def _with_level(properties: dict[str, str], level: int) -> dict[str, str]:
-    kept = {name: value for name, value in properties.items() if name not in SPENT}
+    kept_properties = {name: value for name, value in properties.items() if name not in SPENT}
     if level:
-        kept[DELAY] = str(level)
-    return kept
+        kept_properties[DELAY] = str(level)
+    return kept_properties

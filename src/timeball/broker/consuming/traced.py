@@ -1,4 +1,4 @@
-"""The engine with spans: one for each message that a group receives, acknowledges or gives up.
+"""The consuming engine with tracing: a span for each message that a group receives, acknowledges or gives up.
 
 A separate class, so that the engine without tracing has no overhead. Changes of invisible times have no spans, because
 workers that renew their leases would make most of them.
@@ -24,7 +24,7 @@ class TracedConsuming(Consuming):
     async def receive(
         self, request: ReceiveRequest, wait_ms: int, on_wait: Callable[[], None] = lambda: None
     ) -> Received:
-        """Receive, and record the messages handed out."""
+        """Receive messages, and record the messages that were handed out."""
         received = await super().receive(request, wait_ms, on_wait)
         # A long poll that ended without messages is no event of any message.
         if received.receipts:
@@ -33,7 +33,7 @@ class TracedConsuming(Consuming):
 
     def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
         """End leases kept in memory, and record it."""
-        # Read before the call, because the span shows how long the log took.
+        # Read before the call, so that the span includes the time of the log.
         begin_ns = self._traces.now_ns()
         valid = super().acknowledge_positions(receipts)
         self._traces.settled("ack", receipts, valid, begin_ns)

@@ -1,4 +1,4 @@
-"""Compilation of a subscription's text to a filter, and a cache: the same text always gives an equal filter."""
+"""Compile the text of a subscription to a filter, and cache compiled filters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from timeball.broker.filters.sql_conditions import Condition
 
 TAG, SQL92 = "TAG", "SQL92"
-# The bound on the texts of one cache: about 8 MB of filters.
+# The limit for the texts of one cache: about 8 MB of filters.
 CHARACTERS_MAX = 256 * 1024
-OVERHEAD_CHARACTERS = 64  # added for each filter, so that short texts count too
+OVERHEAD_CHARACTERS = 64  # added to the length of each text, so that short texts count too
 
 
 class SqlFilter:
-    """A filter for messages for which a condition on their properties is TRUE."""
+    """A filter that matches messages for which a condition on their properties is TRUE."""
 
     matches_all = False
 
@@ -41,21 +41,22 @@ class SqlFilter:
 
 
 def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_mask: bool = False) -> Filter:
-    """Compile the text of a subscription. Raise InvalidFilter, and no other error.
+    """Compile the text of a subscription. Raises InvalidFilter, and no other error.
 
-    `text`: tags separated by `||`, or an SQL expression. None, "" and `*` mean all messages, if the type is TAG.
-    `expression_type`: "TAG" (also None and "") or "SQL92". `bit_mask`: the topic's filter type is MULTI_TAG.
+    text               tags separated by `||`, or an SQL expression. With the type TAG, None, "" and `*` mean all
+    messages expression_type    "TAG" (also None and "") or "SQL92" bit_mask           True if the topic's filter type
+    is MULTI_TAG
     """
-    # First, before the cache's key or the parser uses it: a client's text may be of any size.
+    # First, because a client's text may be of any size.
     _check_text(text or "")
     # RocketMQ's clients omit the type for tags.
     if expression_type in (None, "", TAG):
-        wanted = tags.parse(text)
-        if wanted is None:
+        tag_set = tags.parse(text)
+        if tag_set is None:
             return EVERYTHING
-        return tags.TagMaskFilter(wanted) if bit_mask else tags.TagFilter(wanted)
+        return tags.TagMaskFilter(tag_set) if bit_mask else tags.TagFilter(tag_set)
     if expression_type == SQL92:
-        # Imported late, so that a start takes less time (edges/edges.py): building the SQL parser takes 40 ms.
+        # Imported here, so that a start takes less time (edges/edges.py): building the SQL parser takes 40 ms.
         from timeball.broker.filters import sql_grammar
 
         return SqlFilter(*sql_grammar.parse(text or ""), (text or "").strip())
@@ -63,19 +64,19 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
 
 
 def told(text: str, expression_type: str) -> str:
-    """Return a subscription in the form of `Filter.text`, even if it cannot be compiled."""
+    """Normalize the text of a subscription to the form of `Filter.text`, even if it cannot be compiled."""
     if expression_type == SQL92:
         return text.strip()
     try:
-        wanted = tags.parse(text)
+        tag_set = tags.parse(text)
     except InvalidFilter:
         return text[: limits.FILTER_BYTES_MAX]
-    return ALL if wanted is None else tags.joined(wanted)
+    return ALL if tag_set is None else tags.joined(tag_set)
 
 
 def _check_text(text: str) -> None:
     try:
-        # A text with too many characters is not encoded, so that a text of any size costs nothing.
+        # A text with too many characters is not encoded, so that a huge text costs nothing.
         size = len(text) if len(text) > limits.FILTER_BYTES_MAX else len(text.encode())
     except UnicodeEncodeError as error:
         raise InvalidFilter(
@@ -89,11 +90,11 @@ def _check_text(text: str) -> None:
         )
 
 
-class FiltersKept:
+class FilterCache:
     """A cache of compiled filters, because consumers use the same few texts. Belongs to the event loop.
 
-    It caches a pure function. A filter takes about thirty times the memory of its text, so the sum of the texts is
-    bounded. A client that always sends new texts costs the others a compilation now and then, and no memory.
+    A filter takes about thirty times the memory of its text, so the sum of the texts is limited. If a client always
+    sends new texts, other clients' filters are compiled again now and then, but the memory does not grow.
     """
 
     def __init__(self) -> None:
@@ -101,17 +102,17 @@ class FiltersKept:
         self.characters = 0
 
     def get(self, text: str, expression_type: str, *, bit_mask: bool) -> Filter:
-        """Return the filter as `compile_filter` makes it. Raise InvalidFilter."""
+        """Find or compile a filter. The arguments and errors are those of `compile_filter`."""
         key = (text, expression_type, bit_mask)
-        found = self._filters.get(key)
-        if found is None:
+        filter_ = self._filters.get(key)
+        if filter_ is None:
             # An invalid text is not cached: it raises each time, and costs only its sender.
-            found = compile_filter(text, expression_type, bit_mask=bit_mask)
+            filter_ = compile_filter(text, expression_type, bit_mask=bit_mask)
             if self.characters >= CHARACTERS_MAX:
-                # All at once: filters in use are compiled again with the next pulls. Tracking their use would cost time
-                # in every pull.
+                # Clear all: the next pulls compile the filters in use again. Tracking their use would slow down every
+                # pull.
                 self._filters.clear()
                 self.characters = 0
-            self._filters[key] = found
+            self._filters[key] = filter_
             self.characters += len(text) + OVERHEAD_CHARACTERS
-        return found
+        return filter_

@@ -1,10 +1,10 @@
-"""The parts of SQL filters, which are evaluated for many messages at once.
+"""The syntax tree of SQL filters. Its conditions are evaluated for many messages at once.
 
-Properties and constants are operands. Everything else is a condition with an outcome (sql_values.py) for each message.
-The comparable pairs are checked when a condition is built, so that its evaluation cannot fail:
+Properties and constants are operands. All other nodes are conditions, which have an outcome (sql_values.py) for each
+message. A condition is built only for operands that can be compared, so that its evaluation cannot fail:
 
-    property  with an integer            as 64-bit integers; text that is none is an ERROR
-              with a decimal number      as doubles; likewise
+    property  with an integer            as 64-bit integers; the outcome for other text is ERROR
+              with a decimal number      as doubles; the outcome for other text is ERROR
               with a string              = and <> only, as text
               with TRUE, FALSE or a condition: = and <> only. The text "true" in any case is TRUE, all else FALSE
               with a property            = and <> as text; > >= < <= as doubles
@@ -38,10 +38,10 @@ class Mismatch(Exception):
 
 
 class Condition(Protocol):
-    """A part of an expression that has an outcome for each message."""
+    """A node of the expression that has an outcome for each message."""
 
     def truth(self, values: Values) -> TruthArray:
-        """Return the outcome for each message."""
+        """Evaluate the condition: one outcome for each message."""
         ...
 
 
@@ -79,7 +79,7 @@ class Every:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
-        # In this order, because an ERROR counts only if the parts to its left have not decided.
+        # From left to right, because an ERROR counts only if the parts to its left have not decided.
         return reduce(lambda left, right: sql_values.AND[left, right], (p.truth(values) for p in self.parts))
 
 
@@ -90,7 +90,7 @@ class Some:
     parts: tuple[Condition, ...]
 
     def truth(self, values: Values) -> TruthArray:
-        # In this order, because an ERROR counts only if the parts to its left have not decided.
+        # From left to right, because an ERROR counts only if the parts to its left have not decided.
         return reduce(lambda left, right: sql_values.OR[left, right], (p.truth(values) for p in self.parts))
 
 
@@ -106,7 +106,7 @@ class Not:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Two conditions with the same outcome."""
+    """TRUE if two conditions have the same outcome."""
 
     left: Condition
     right: Condition
@@ -117,7 +117,7 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class IsTrueText:
-    """A property that is compared with a condition: whether its text is "true"."""
+    """A property as a condition: TRUE if its text is "true" in any case."""
 
     name: str
 
@@ -127,7 +127,7 @@ class IsTrueText:
 
 @dataclass(frozen=True, slots=True)
 class IsNull:
-    """A message without the property."""
+    """Property IS NULL: TRUE for messages without the property."""
 
     name: str
 
@@ -138,7 +138,7 @@ class IsNull:
 
 @dataclass(frozen=True, slots=True)
 class HasNoOutcome:
-    """A condition whose outcome is NULL."""
+    """Condition IS NULL: TRUE where the outcome of the condition is NULL."""
 
     part: Condition
 
@@ -167,12 +167,12 @@ class OneOf:
 
     def truth(self, values: Values) -> TruthArray:
         text = values.text(self.name)
-        found = sql_values.of_bools(
+        outcome = sql_values.of_bools(
             np.asarray(pc.is_in(text, value_set=pa.array(sorted(self.items), pa.string())))
         )
         # `is_in` returns false for a null, but in SQL the outcome is NULL for a message without the property.
-        found[np.asarray(text.is_null())] = NULL
-        return found
+        outcome[np.asarray(text.is_null())] = NULL
+        return outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class HasText:
 
 @dataclass(frozen=True, slots=True)
 class HasNoText:
-    """The search for an empty string: never true, and its negation is never true either, as in RocketMQ."""
+    """The search for an empty string. Neither it nor its negation is ever TRUE, as in RocketMQ."""
 
     name: str
 
@@ -204,7 +204,7 @@ class Ordered:
     sign: str  # a key of ORDERS
     left: Property | int | float
     right: Property | int | float
-    decimal: bool  # decided when the condition is built, not by the values
+    decimal: bool  # fixed when the condition is built
 
     def truth(self, values: Values) -> TruthArray:
         left, left_state = self._side(values, self.left)
@@ -212,7 +212,7 @@ class Ordered:
         is_null = (left_state == NULL) | (right_state == NULL)
         is_error = (left_state == ERROR) | (right_state == ERROR)
         outcome = sql_values.of_bools(ORDERS[self.sign](left, right))
-        # NULL is set last: a comparison with a missing property is NULL, even if the other side is no number.
+        # NULL is set last: a comparison with a missing property is NULL, even if the other side is not a number.
         outcome[is_error] = ERROR
         outcome[is_null] = NULL
         return outcome
@@ -224,11 +224,12 @@ class Ordered:
         return values.doubles(side.name) if self.decimal else values.longs(side.name)
 
 
-# ---- making them: which operands go together --------------------------------------------------------------
+# ---- building conditions, with a check of their operands
+# --------------------------------------------------------------
 
 
 def ordered(sign: str, left: Operand, right: Operand) -> Condition:
-    """Build left > right, or a similar comparison. Raise Mismatch."""
+    """Build left > right, or another comparison of numbers. Raises Mismatch."""
     for operand in (left, right):
         if isinstance(operand, Constant) and not _is_number(operand.value):
             raise Mismatch(f"{sign} compares numbers; {_shown(operand.value)} is none")
@@ -236,9 +237,9 @@ def ordered(sign: str, left: Operand, right: Operand) -> Condition:
 
 
 def equal(left: Operand | Condition, right: Operand | Condition) -> Condition:
-    """Build left = right. Raise Mismatch."""
+    """Build left = right. Raises Mismatch."""
     sides = (left, right)
-    # In SQL this comparison is never true, which no user means.
+    # In SQL a comparison with NULL is never true, which no user means.
     if any(isinstance(side, Constant) and side.value is None for side in sides):
         raise Mismatch("nothing is equal to NULL; write IS NULL or IS NOT NULL")
     if any(not isinstance(side, (Property, Constant)) or _is_bool(side) for side in sides):
@@ -272,8 +273,8 @@ def is_null(left: Operand | Condition) -> Condition:
 
 
 def between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """Build value BETWEEN low AND high. Raise Mismatch, also if low is larger than high."""
-    # Built first, so that operands that are no numbers are refused before they are compared.
+    """Build value BETWEEN low AND high. Raises Mismatch, also if low is larger than high."""
+    # Built first: it refuses operands that are not numbers, which the next line could not compare.
     within = Every((ordered(">=", value, low), ordered("<=", value, high)))
     if isinstance(low, Constant) and isinstance(high, Constant) and low.value > high.value:  # type: ignore[operator]
         raise Mismatch(f"BETWEEN {low.value} AND {high.value}: the first must not be the larger")
@@ -281,17 +282,17 @@ def between(value: Operand, low: Operand, high: Operand) -> Condition:
 
 
 def not_between(value: Operand, low: Operand, high: Operand) -> Condition:
-    """Build value NOT BETWEEN low AND high. Raise Mismatch."""
+    """Build value NOT BETWEEN low AND high. Raises Mismatch."""
     return Some((ordered("<", value, low), ordered(">", value, high)))
 
 
-def has_text(how: str, left: Property, search: str, *, negated: bool) -> Condition:
-    """Build left [NOT] CONTAINS search, or a similar condition."""
+def has_text(operation: str, left: Property, search: str, *, negated: bool) -> Condition:
+    """Build left [NOT] CONTAINS search, or the same with STARTSWITH or ENDSWITH."""
     if not search:
         # With an empty string, neither the search nor its negation is ever true.
         return HasNoText(left.name)
-    found = HasText(left.name, how, search)
-    return Not(found) if negated else found
+    condition = HasText(left.name, operation, search)
+    return Not(condition) if negated else condition
 
 
 def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
@@ -302,7 +303,7 @@ def _numbers(sign: str, left: Operand, right: Operand) -> Condition:
             # Compared as doubles, as a property would be.
             sides = [float(side) for side in sides]  # type: ignore[arg-type]
         return Always(TRUE if ORDERS[sign](*sides) else FALSE)
-    # Neither property determines the type, and doubles can represent integers too.
+    # Two properties do not determine the type. Doubles can represent integers too.
     decimal = decimal or (isinstance(left, Property) and isinstance(right, Property))
     return Ordered(sign, sides[0], sides[1], decimal)  # type: ignore[arg-type]
 

@@ -1,11 +1,11 @@
-"""The grammar of SQL filters: a text becomes one condition, or InvalidFilter states the position of the error.
+"""The parser of SQL filters: it converts a text to a condition, or raises InvalidFilter with the error's position.
 
 The grammar is RocketMQ's, with its precedence: NOT binds more tightly than =. This module refuses some texts that
-RocketMQ accepts, and its error shows the right form: where the precedence would surprise (NOT a = 5), where RocketMQ's
-condition is never true (a property alone), and where RocketMQ stops reading (text after the end).
+RocketMQ accepts, and its error shows the correct form: texts whose precedence would surprise (NOT a = 5), conditions
+that are never true in RocketMQ (a property alone), and text after the end of the expression, which RocketMQ ignores.
 
-Lark parses it as LALR(1): one pass without recursion, whose time and memory grow with the number of tokens.
-FILTER_TOKENS_MAX bounds that number. FILTER_DEPTH_MAX bounds the nesting, because conditions are evaluated recursively.
+The parser is LALR(1) (Lark): one pass without recursion, whose time and memory grow with the number of tokens.
+FILTER_TOKENS_MAX limits this number. FILTER_DEPTH_MAX limits the nesting, because conditions are evaluated recursively.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
 
-from timeball.broker.filters import sql_conditions as made
+from timeball.broker.filters import sql_conditions as conditions
 from timeball.broker.filters.sql_conditions import Condition, Constant, Mismatch, Operand, Property
 from timeball.broker.filters.sql_values import FALSE, LONG_DIGITS, LONG_MAX, LONG_MIN, NULL, TRUE
 from timeball.model import limits
@@ -73,9 +73,9 @@ GRAMMAR = r"""
 WORDS = {"TRUE": True, "FALSE": False, "NULL": None}
 INTEGER = re.compile(r"(0|[1-9][0-9]*)[lL]?")
 DECIMAL = re.compile(r"([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+")
-# The longest number at the beginning of a token that is no number, to find the first wrong character.
+# Matches the longest number at the beginning of a malformed number, to find the first wrong character.
 PREFIX = re.compile(r"(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+[lL]|[0-9]+)(?:(?<![lL])[eE][+-]?[0-9]+)?")
-# Added to the error, by the character that the lexer refuses.
+# Hints for the error message, by the character that the lexer refuses.
 HINTS = {
     "!": "not equal is <>",
     '"': "a string stands in single quotes",
@@ -83,7 +83,7 @@ HINTS = {
     ";": "a filter is one expression, without a semicolon",
     "*": "there is no arithmetic; a subscription to all is a tag expression",
 }
-# The tokens that the parser expects next -> their description. The error contains the first matching line.
+# (tokens, description). An error says what was expected: the first description whose tokens are all possible.
 EXPECTED = [
     ({"$END"}, "AND, OR or the end"),
     ({"NAME"}, "a property, a constant or a parenthesis"),
@@ -110,77 +110,77 @@ class Part:
 
 
 def parse(text: str) -> tuple[Condition, frozenset[str]]:
-    """Parse a condition. Return it, and the names of the properties in it. Raise InvalidFilter."""
+    """Parse a condition. Returns it, and the names of the properties in it. Raises InvalidFilter."""
     reader = PARSER.parse_interactive(text)
     try:
         read: Iterator[Token] = reader.lexer_thread.lex(reader.parser_state)  # type: ignore[no-untyped-call]
-        # Counted before the parser gets them, because the stack of an LALR parser grows with its input.
+        # Count the tokens before the parser gets them, because the stack of an LALR parser grows with its input.
         tokens = list(islice(read, limits.FILTER_TOKENS_MAX + 1))
         if len(tokens) > limits.FILTER_TOKENS_MAX:
-            said = f"the expression has more than {limits.FILTER_TOKENS_MAX} words and signs"
-            raise _refused(tokens[-1].start_pos, said, "FILTER_TOKENS_MAX")
+            message = f"the expression has more than {limits.FILTER_TOKENS_MAX} words and signs"
+            raise _error_at(tokens[-1].start_pos, message, "FILTER_TOKENS_MAX")
         for token in tokens:
             reader.feed_token(token)
         # Parts are built during the parse (`_Actions`), so there is no tree to walk, and no recursion.
-        found: Part = reader.feed_eof()  # type: ignore[no-untyped-call]
+        root: Part = reader.feed_eof()  # type: ignore[no-untyped-call]
     except UnexpectedCharacters as error:
-        raise _no_token(text, error.pos_in_stream or 0) from None
+        raise _lexer_error(text, error.pos_in_stream or 0) from None
     except UnexpectedToken as error:
-        raise _unexpected(error, len(text)) from None
-    return _condition(found), frozenset(str(token) for token in tokens if token.type == "NAME")
+        raise _parser_error(error, len(text)) from None
+    return _condition(root), frozenset(str(token) for token in tokens if token.type == "NAME")
 
 
 @v_args(inline=True)
 class _Actions(Transformer[Token, Part]):
-    """Build the part of each rule as soon as the parser has read it."""
+    """Builds the `Part` of each grammar rule as soon as the parser has read it."""
 
     def start(self, part: Part) -> Part:
         return part
 
     def some(self, *parts: Part) -> Part:
-        return _joined(parts, made.Some(tuple(map(_condition, parts))))
+        return _combine(parts, conditions.Some(tuple(map(_condition, parts))))
 
     def every(self, *parts: Part) -> Part:
-        return _joined(parts, made.Every(tuple(map(_condition, parts))))
+        return _combine(parts, conditions.Every(tuple(map(_condition, parts))))
 
     def equal(self, left: Part, sign: Token, right: Part) -> Part:
-        same = _made(sign, lambda: made.equal(left.value, right.value))
-        return _joined((left, right), made.Not(same) if sign == "<>" else same)
+        same = _build(sign, lambda: conditions.equal(left.value, right.value))
+        return _combine((left, right), conditions.Not(same) if sign == "<>" else same)
 
     def is_null(self, left: Part, *words: Token) -> Part:
-        null = made.is_null(left.value)
-        return _joined((left,), made.Not(null) if len(words) > 1 else null)
+        null = conditions.is_null(left.value)
+        return _combine((left,), conditions.Not(null) if len(words) > 1 else null)
 
     def ordered(self, left: Part, sign: Token, right: Part) -> Part:
         sides = _operand(left), _operand(right)
-        return _joined((left, right), _made(sign, lambda: made.ordered(str(sign), *sides)))
+        return _combine((left, right), _build(sign, lambda: conditions.ordered(str(sign), *sides)))
 
     def between(self, left: Part, *rest: Any) -> Part:
         *negated, word, low, high = rest
-        make = made.not_between if negated else made.between
+        make = conditions.not_between if negated else conditions.between
         sides = _operand(left), _operand(low), _operand(high)
-        return _joined((left, low, high), _made(word, lambda: make(*sides)))
+        return _combine((left, low, high), _build(word, lambda: make(*sides)))
 
     def one_of(self, left: Part, *rest: Token) -> Part:
         items = [token for token in rest if token.type == "STRING"]
         if len(items) > limits.FILTER_IN_ITEMS_MAX:
-            said = f"a list has at most {limits.FILTER_IN_ITEMS_MAX} items"
-            raise _refused(items[limits.FILTER_IN_ITEMS_MAX].start_pos, said, "FILTER_IN_ITEMS_MAX")
-        one = made.OneOf(_property(left, "IN"), frozenset(map(str, items)))
-        return _joined((left,), made.Not(one) if rest[0].type == "NOT" else one)
+            message = f"a list has at most {limits.FILTER_IN_ITEMS_MAX} items"
+            raise _error_at(items[limits.FILTER_IN_ITEMS_MAX].start_pos, message, "FILTER_IN_ITEMS_MAX")
+        condition = conditions.OneOf(_property(left, "IN"), frozenset(map(str, items)))
+        return _combine((left,), conditions.Not(condition) if rest[0].type == "NOT" else condition)
 
     def has_text(self, left: Part, *rest: Token) -> Part:
         *negated, word, text = rest
-        how = str(word).upper()
-        searched = Property(_property(left, how))
-        return _joined((left,), made.has_text(how, searched, str(text), negated=bool(negated)))
+        operation = str(word).upper()
+        searched = Property(_property(left, operation))
+        return _combine((left,), conditions.has_text(operation, searched, str(text), negated=bool(negated)))
 
     def negated(self, word: Token, part: Part) -> Part:
         # RocketMQ parses NOT a = 5 as (NOT a) = 5, which no user means.
         if isinstance(part.value, Property) and not part.in_parentheses:
             shown = part.value.name[:80]
-            raise _refused(part.at, f"NOT goes before a condition in parentheses: NOT ({shown} …)")
-        return Part(made.Not(_condition(part)), word.start_pos or 0, _deeper(part))
+            raise _error_at(part.at, f"NOT goes before a condition in parentheses: NOT ({shown} …)")
+        return Part(conditions.Not(_condition(part)), word.start_pos or 0, _next_depth(part))
 
     def number(self, *tokens: Token) -> Part:
         *signs, number = tokens
@@ -197,74 +197,74 @@ class _Actions(Transformer[Token, Part]):
         return Part(Property(str(token)), token.start_pos or 0)
 
     def group(self, opening: Token, part: Part) -> Part:
-        return Part(part.value, opening.start_pos or 0, _deeper(part), in_parentheses=True)
+        return Part(part.value, opening.start_pos or 0, _next_depth(part), in_parentheses=True)
 
 
-# ---- which part may stand where ---------------------------------------------------------------------------
+# ---- checks of parts ---------------------------------------------------------------------------
 
 
-def _joined(parts: tuple[Part, ...], condition: Condition) -> Part:
+def _combine(parts: tuple[Part, ...], condition: Condition) -> Part:
     return Part(condition, parts[0].at, max(part.depth for part in parts))
 
 
-def _deeper(part: Part) -> int:
+def _next_depth(part: Part) -> int:
     if part.depth == limits.FILTER_DEPTH_MAX:
-        said = f"parentheses and NOTs go at most {limits.FILTER_DEPTH_MAX} deep"
-        raise _refused(part.at, said, "FILTER_DEPTH_MAX")
+        message = f"parentheses and NOTs go at most {limits.FILTER_DEPTH_MAX} deep"
+        raise _error_at(part.at, message, "FILTER_DEPTH_MAX")
     return part.depth + 1
 
 
 def _operand(part: Part) -> Operand:
     if isinstance(part.value, (Property, Constant)):
         return part.value
-    raise _refused(part.at, "a condition is neither larger nor smaller than another")
+    raise _error_at(part.at, "a condition is neither larger nor smaller than another")
 
 
 def _property(part: Part, word: str) -> str:
     if isinstance(part.value, Property):
         return part.value.name
-    raise _refused(part.at, f"{word} stands behind the name of a property")
+    raise _error_at(part.at, f"{word} stands behind the name of a property")
 
 
 def _condition(part: Part) -> Condition:
     value = part.value
     if isinstance(value, Property):
         shown = value.name[:80]
-        raise _refused(part.at, f"{shown} is a property and no condition: compare it, as in {shown} = TRUE")
+        raise _error_at(part.at, f"{shown} is a property and no condition: compare it, as in {shown} = TRUE")
     if not isinstance(value, Constant):
         return value
     if isinstance(value.value, bool):
-        return made.Always(TRUE if value.value else FALSE)
+        return conditions.Always(TRUE if value.value else FALSE)
     if value.value is None:
-        return made.Always(NULL)
-    raise _refused(part.at, "a constant is no condition: compare it with a property")
+        return conditions.Always(NULL)
+    raise _error_at(part.at, "a constant is no condition: compare it with a property")
 
 
-def _made(sign: Token, make: Callable[[], Condition]) -> Condition:
+def _build(sign: Token, make: Callable[[], Condition]) -> Condition:
     try:
         return make()
     except Mismatch as mismatch:
-        raise _refused(sign.start_pos, str(mismatch)) from None
+        raise _error_at(sign.start_pos, str(mismatch)) from None
 
 
 # ---- tokens -----------------------------------------------------------------------------------------------
 
 
-def _string(token: Token) -> Token:
+def _unquote(token: Token) -> Token:
     return token.update(value=token[1:-1].replace("''", "'"))
 
 
-def _checked(token: Token) -> Token:
-    """Return the token. Raise InvalidFilter if it begins like a number but is none."""
+def _check_number(token: Token) -> Token:
+    """Check a NUMBER token. Raises InvalidFilter if it begins like a number but is malformed."""
     if INTEGER.fullmatch(token) or DECIMAL.fullmatch(token):
         return token
-    where, number = token.start_pos or 0, PREFIX.match(token)
-    end = number.end() if number else 0
+    start, prefix = token.start_pos or 0, PREFIX.match(token)
+    end = prefix.end() if prefix else 0
     if end == len(token):
         raise InvalidFilter(
-            f"the number at character {where + 1} begins with 0; leave the zeros out", position=where + 1
+            f"the number at character {start + 1} begins with 0; leave the zeros out", position=start + 1
         )
-    raise InvalidFilter(f"the number at character {where + 1} runs into {token[end]!r}", position=where + 1)
+    raise InvalidFilter(f"the number at character {start + 1} runs into {token[end]!r}", position=start + 1)
 
 
 def _number(token: Token, *, negative: bool) -> int | float:
@@ -273,58 +273,60 @@ def _number(token: Token, *, negative: bool) -> int | float:
         # The digits are counted first, because Python refuses to convert thousands of them, with another error.
         value = int(digits) * (-1 if negative else 1) if len(digits) <= LONG_DIGITS else LONG_MAX + 1
         if not LONG_MIN <= value <= LONG_MAX:
-            raise _refused(token.start_pos, "the number does not fit into 64 bits; write it with a point")
+            raise _error_at(token.start_pos, "the number does not fit into 64 bits; write it with a point")
         return value
     # The text has been checked, so `float` cannot fail, but it may overflow to infinity.
     decimal = float(token)
     if math.isinf(decimal):
-        raise _refused(token.start_pos, "the number is too large for a double")
+        raise _error_at(token.start_pos, "the number is too large for a double")
     return -decimal if negative else decimal
 
 
-# ---- what went wrong --------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
-def _no_token(text: str, at: int) -> InvalidFilter:
-    for mark, what in (("'", "string"), ("/*", "comment")):
-        if text.startswith(mark, at):
-            return InvalidFilter(f"the {what} that begins at character {at + 1} has no end", position=at + 1)
-    hint = f": {HINTS[text[at]]}" if text[at] in HINTS else ""
-    return InvalidFilter(f"unexpected {text[at]!r} at character {at + 1}{hint}", position=at + 1)
+def _lexer_error(text: str, start: int) -> InvalidFilter:
+    for mark, kind in (("'", "string"), ("/*", "comment")):
+        if text.startswith(mark, start):
+            return InvalidFilter(
+                f"the {kind} that begins at character {start + 1} has no end", position=start + 1
+            )
+    hint = f": {HINTS[text[start]]}" if text[start] in HINTS else ""
+    return InvalidFilter(f"unexpected {text[start]!r} at character {start + 1}{hint}", position=start + 1)
 
 
-def _unexpected(error: UnexpectedToken, end: int) -> InvalidFilter:
+def _parser_error(error: UnexpectedToken, end: int) -> InvalidFilter:
     stack, accepted = error.state.value_stack, error.expected
-    expected = next(said for names, said in EXPECTED if names <= accepted)
+    expected = next(description for names, description in EXPECTED if names <= accepted)
     if "$END" in accepted:
-        read = [each.type for each in stack if isinstance(each, Token)]
-        # An open parenthesis is a more likely reason than a missing AND.
+        read = [symbol.type for symbol in stack if isinstance(symbol, Token)]
+        # A parenthesis that is not closed is a more likely reason than a missing AND.
         if read.count("LPAR") > read.count("_RPAR"):
             expected = ")"
         elif len(stack) == 1 and _is_operand(stack[0]):
             expected = "a comparison"
     token = error.token
     if token.type == "$END":
-        return _refused(end, f"expected {expected}, found the end")
-    return _refused(token.start_pos, f"expected {expected}, found {str(token)[:80]!r}")
+        return _error_at(end, f"expected {expected}, found the end")
+    return _error_at(token.start_pos, f"expected {expected}, found {str(token)[:80]!r}")
 
 
-def _is_operand(found: Token | Part) -> bool:
-    """Return whether the parser has read only an operand, as a token or as a part."""
+def _is_operand(entry: Token | Part) -> bool:
+    """Check whether this entry of the parser's stack is an operand, as a token or as a part."""
     return (
-        found.type in OPERANDS if isinstance(found, Token) else isinstance(found.value, (Property, Constant))
+        entry.type in OPERANDS if isinstance(entry, Token) else isinstance(entry.value, (Property, Constant))
     )
 
 
-def _refused(at: int | None, said: str, limit: str | None = None) -> InvalidFilter:
-    position = (at or 0) + 1
+def _error_at(start: int | None, message: str, limit: str | None = None) -> InvalidFilter:
+    position = (start or 0) + 1
     where = f"at character {position}" + (f" ({limit})" if limit else "")
-    return InvalidFilter(f"{said}, {where}", position=position, limit=limit)
+    return InvalidFilter(f"{message}, {where}", position=position, limit=limit)
 
 
 # Built when the broker starts: it takes about 40 ms, and the first subscription must not delay messages that are due.
 # ASCII, because otherwise letters of other alphabets may equal ASCII letters when case is ignored.
 PARSER = Lark(
     GRAMMAR, parser="lalr", lexer="basic", transformer=_Actions(), g_regex_flags=re.ASCII,
-    lexer_callbacks={"STRING": _string, "NUMBER": _checked},
+    lexer_callbacks={"STRING": _unquote, "NUMBER": _check_number},
 )  # fmt: skip

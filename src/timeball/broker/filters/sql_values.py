@@ -1,11 +1,11 @@
-"""Values and outcomes for SQL: the properties of an expression as columns, and their texts as numbers.
+"""Values and outcomes of SQL filters: properties as columns of text and numbers, and the tables of the logic.
 
 A message's properties are one text (message.py). Arrow splits it once for all names, for many messages at a time. If a
 name occurs twice, the last value counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have their own columns, which a
 producer may fill without the text.
 
-Properties are only text. A number is a text that Java's Long.valueOf and Double.valueOf accept, without their special
-cases (NaN, Infinity, hexadecimal). Any other text is an error where a number is needed, and never zero.
+Properties are text. A text counts as a number if Java's Long.valueOf or Double.valueOf accepts it, except for special
+cases (NaN, Infinity, hexadecimal). Where a number is needed, any other text is an error, and never zero.
 
 A condition has four outcomes, one byte per message. SQL has three: TRUE, FALSE, and NULL for a comparison with a
 property that the message does not have. The fourth is ERROR, for a property that is no number where one is needed. As
@@ -60,22 +60,22 @@ def of_bools(values: npt.NDArray[np.bool_]) -> TruthArray:
 
 
 def constant(outcome: int, count: int) -> TruthArray:
-    """Return the same outcome for `count` messages."""
+    """Build a column of `count` equal outcomes."""
     return np.full(count, outcome, dtype=np.uint8)
 
 
 LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1
-LONG_DIGITS = 19  # of the largest 64-bit integer
+LONG_DIGITS = 19  # the number of digits of LONG_MAX
 DOUBLE_CHARACTERS = frozenset("0123456789+-.eE")
 OWN_COLUMNS = {"TAGS": "tag", "KEYS": "keys", "UNIQ_KEY": "unique_key"}  # columns of LOG_SCHEMA
-# A text that consists of separators becomes as many entries as it has bytes, so this bounds their memory.
+# The bytes that are split at a time. A text of separators becomes as many entries as it has bytes.
 SPLIT_BYTES = 4 * 1024 * 1024
 
 Float64Array = npt.NDArray[np.float64]
 
 
 def as_long(text: str) -> int | None:
-    """Parse a 64-bit integer. Return None if the text is not one."""
+    """Parse a 64-bit integer. None if the text is not one."""
     # Like Java's Long.parseLong: an optional sign and ASCII digits. Python's int would accept underscores and blanks.
     digits = text[1:] if text[:1] in ("+", "-") else text
     # Python refuses to convert very long texts, so the digits are counted first.
@@ -87,7 +87,7 @@ def as_long(text: str) -> int | None:
 
 
 def as_double(text: str) -> float | None:
-    """Parse a decimal number, which may have blanks around it. Return None if the text is not one."""
+    """Parse a decimal number, which may have blanks around it. None if the text is not one."""
     text = text.strip(JAVA_BLANKS)
     if text[-1:] in ("f", "F", "d", "D"):  # Java accepts 1.5f
         text = text[:-1]
@@ -103,24 +103,24 @@ class Values:
     """The property columns of a batch. Numbers are converted at their first use."""
 
     def __init__(self, rows: pa.RecordBatch, names: frozenset[str]) -> None:
-        """`rows`: LOG_SCHEMA or READ_SCHEMA; `names`: every property that may be requested."""
+        """Extract the properties `names` from rows (LOG_SCHEMA or READ_SCHEMA)."""
         self.count = rows.num_rows
         self._texts = _texts(rows, sorted(names))
         self._longs: dict[str, tuple[Int64Array, TruthArray]] = {}
         self._doubles: dict[str, tuple[Float64Array, TruthArray]] = {}
 
     def text(self, name: str) -> pa.Array:
-        """Return the property as strings, null where a message does not have it."""
+        """The property as strings, null for messages without it."""
         return self._texts[name]
 
     def longs(self, name: str) -> tuple[Int64Array, TruthArray]:
-        """Return the property as integers, and for each message TRUE if it is one, else NULL or ERROR."""
+        """The property as integers, and a state for each message: TRUE, NULL (no property) or ERROR (no integer)."""
         if name not in self._longs:
             self._longs[name] = _numbers(self._texts[name], as_long, np.dtype(np.int64))
         return self._longs[name]
 
     def doubles(self, name: str) -> tuple[Float64Array, TruthArray]:
-        """Return the property as decimal numbers, and for each message TRUE if it is one, else NULL or ERROR."""
+        """The property as doubles, and a state for each message: TRUE, NULL (no property) or ERROR (no number)."""
         if name not in self._doubles:
             self._doubles[name] = _numbers(self._texts[name], as_double, np.dtype(np.float64))
         return self._doubles[name]
@@ -131,33 +131,33 @@ def _numbers(
 ) -> tuple[npt.NDArray[Any], TruthArray]:
     """Convert a column of texts to numbers and states. Each distinct text is converted once."""
     encoded = column.dictionary_encode()
-    found = [convert(text) for text in encoded.dictionary.to_pylist()]
-    # The last element is for messages without the property: nulls get its index below.
-    values = np.array([0 if value is None else value for value in found] + [0], dtype=kind)
-    state = np.array([ERROR if value is None else TRUE for value in found] + [NULL], dtype=np.uint8)
-    codes = encoded.indices.fill_null(len(found)).to_numpy()
+    converted = [convert(text) for text in encoded.dictionary.to_pylist()]
+    # The last element is for messages without the property: below, nulls get its index.
+    values = np.array([0 if value is None else value for value in converted] + [0], dtype=kind)
+    state = np.array([ERROR if value is None else TRUE for value in converted] + [NULL], dtype=np.uint8)
+    codes = encoded.indices.fill_null(len(converted)).to_numpy()
     return values[codes], state[codes]
 
 
 def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
-    found = {}
-    own = {name: rows.column(OWN_COLUMNS[name]) for name in names if name in OWN_COLUMNS}
-    # The text is needed only where a column has nulls.
-    wanted = [name for name in names if name not in own or own[name].null_count]
-    for name, column in zip(wanted, _properties(rows.column("properties"), wanted), strict=True):
-        found[name] = pc.coalesce(own[name], column) if name in own else column
-    return {**own, **found}
+    columns = {}
+    own_columns = {name: rows.column(OWN_COLUMNS[name]) for name in names if name in OWN_COLUMNS}
+    # The text of all properties is needed only where the own column has nulls.
+    from_text = [name for name in names if name not in own_columns or own_columns[name].null_count]
+    for name, column in zip(from_text, _properties(rows.column("properties"), from_text), strict=True):
+        columns[name] = pc.coalesce(own_columns[name], column) if name in own_columns else column
+    return {**own_columns, **columns}
 
 
 def _properties(texts: pa.Array, names: list[str]) -> list[pa.Array]:
     """Extract a column of strings for each name."""
     if not names or texts.null_count == len(texts):
         return [pa.nulls(len(texts), pa.string()) for _ in names]
-    # By the longest text, because each separator in it may become an entry, and a slice must stay within SPLIT_BYTES.
+    # The longest text sets the number of rows per slice, so that each slice stays within SPLIT_BYTES.
     longest = int(byte_lengths(texts).max())
     step = max(1, SPLIT_BYTES // max(1, longest))
-    parts = [_split(texts.slice(at, step), names) for at in range(0, len(texts), step)]
-    return [pa.concat_arrays(list(columns)) for columns in zip(*parts, strict=True)]
+    slices = [_split(texts.slice(begin, step), names) for begin in range(0, len(texts), step)]
+    return [pa.concat_arrays(list(columns)) for columns in zip(*slices, strict=True)]
 
 
 def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
@@ -169,7 +169,7 @@ def _split(texts: pa.Array, names: list[str]) -> list[pa.Array]:
         head = name + PROPERTY_NAME_END
         hits = np.flatnonzero(np.asarray(pc.starts_with(flat, head)))
         entry_of = np.full(len(texts), -1, dtype=np.int64)
-        entry_of[row_of[hits]] = hits  # of several, the last one stays
+        entry_of[row_of[hits]] = hits  # if a name occurs twice, the last entry stays
         # A null index gives a null, for messages without the property.
         values = flat.take(pa.array(entry_of, mask=entry_of < 0))
         columns.append(pc.utf8_slice_codeunits(values, len(head)))

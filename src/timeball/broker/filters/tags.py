@@ -6,8 +6,9 @@ A tag subscription, `TagA || TagB`, is decided by the hash or the bits of each m
     SINGLE_TAG            Java's String.hashCode of the whole tag   it is one of the subscription's hashes
     MULTI_TAG             one bit for each of the message's tags    it shares a bit with the subscription
 
-The first is RocketMQ's. The second lets a message have several tags (`TagA||TagB`). The bit of a tag is its hash modulo
-63, so that the field stays positive. Different tags may have the same hash or bit, so an exact check follows.
+SINGLE_TAG is RocketMQ's filter type. With MULTI_TAG, a message may have several tags (`TagA||TagB`). The bit of a tag
+is its hash modulo 63, so that the field stays positive. Different tags may have the same hash or bit, so an exact check
+follows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class Filter(Protocol):
-    """The interface of a filter. Both masks have one element for each message, and `exact` implies `candidates`."""
+    """The interface of a filter. Both methods return a mask of messages. What `exact` marks, `candidates` marks too."""
 
     @property
     def text(self) -> str:
@@ -37,19 +38,19 @@ class Filter(Protocol):
 
     @property
     def matches_all(self) -> bool:
-        """True if the filter matches all messages, so that both masks would be all true."""
+        """True if the filter matches all messages, so that both masks are true for each of them."""
         ...
 
     def candidates(self, entries: EntryArray) -> BoolArray:
-        """Return which entries of a queue index (log.queue_index.ENTRY) may match.
+        """Mark the entries of a queue index (log.queue_index.ENTRY) that may match.
 
-        The `tag` field must be of the topic's filter type. In the queue of a delay level the field is a due time, so
-        there only `exact` may be used.
+        The `tag` field must be of the topic's filter type. In the queue of a delay level this field is a due time. Use
+        only `exact` there.
         """
         ...
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
-        """Return which rows match. `rows`: READ_SCHEMA or LOG_SCHEMA."""
+        """Mark the rows (READ_SCHEMA or LOG_SCHEMA) that match."""
         ...
 
 
@@ -76,7 +77,7 @@ JAVA_BLANKS = "".join(map(chr, range(0x21)))  # the characters that Java's Strin
 
 
 def java_hash(text: str) -> int:
-    """Return Java's String.hashCode: 31-polynomial over UTF-16 units, as a signed 32-bit number."""
+    """Compute Java's String.hashCode: a polynomial with base 31 over UTF-16 units, as a signed 32-bit number."""
     value = 0
     data = text.encode("utf-16-be")
     for high, low in zip(data[::2], data[1::2], strict=True):
@@ -85,17 +86,17 @@ def java_hash(text: str) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
-# Cached, because each distinct tag of every batch needs it. Bounded, because clients may generate tags without end, and
-# each takes up to 600 bytes.
+# Cached, because each distinct tag of every batch needs its hash. Limited, because clients may generate any number of
+# tags, and each takes up to 600 bytes.
 @lru_cache(maxsize=TAGS_KEPT_MAX)
 def tag_hash(text: str) -> int:
-    """Return the index's `tag` for a message with this tag in a SINGLE_TAG topic, or 0 for none."""
+    """Compute the index's `tag` field for a message in a SINGLE_TAG topic. 0 for an empty tag."""
     return java_hash(text)
 
 
 @lru_cache(maxsize=TAGS_KEPT_MAX)
 def tag_mask(text: str) -> int:
-    """Return the index's `tag` for a message with these tags in a MULTI_TAG topic."""
+    """Compute the index's `tag` field for a message with these tags in a MULTI_TAG topic."""
     mask = 0
     for tag in split(text):
         mask |= 1 << tag_hash(tag) % BITS
@@ -103,12 +104,12 @@ def tag_mask(text: str) -> int:
 
 
 def split(text: str) -> list[str]:
-    """Split the tags of a message or subscription: trimmed, without empty ones, in order."""
+    """Split the tags of a message or subscription. They are trimmed, and empty tags are left out."""
     return [tag for tag in (part.strip(JAVA_BLANKS) for part in text.split(SEPARATOR)) if tag]
 
 
 def parse(text: str | None) -> frozenset[str] | None:
-    """Parse the tags of a subscription. Return None for all messages. Raise InvalidFilter for none or too many."""
+    """Parse the tags of a subscription. None means all messages. Raises InvalidFilter for no tag or too many."""
     if text is None or text in ("", ALL):
         return None
     tags = split(text)
@@ -124,12 +125,12 @@ def parse(text: str | None) -> frozenset[str] | None:
 
 
 def joined(tags: frozenset[str]) -> str:
-    """Return the subscription to these tags, always in the same order."""
+    """Format the subscription to these tags, always in the same order."""
     return f" {SEPARATOR} ".join(sorted(tags))
 
 
 class TagFilter:
-    """A filter for any of some tags, in a topic whose messages have one tag each."""
+    """Matches messages with any of these tags, in a topic whose messages have one tag each."""
 
     matches_all = False
 
@@ -148,7 +149,7 @@ class TagFilter:
 
 
 class TagMaskFilter:
-    """A filter for any of some tags, in a topic whose messages may have several."""
+    """Matches messages with any of these tags, in a topic whose messages may have several tags."""
 
     matches_all = False
 
@@ -157,14 +158,14 @@ class TagMaskFilter:
         self._mask = np.int64(tag_mask(SEPARATOR.join(tags)))
 
     def candidates(self, entries: EntryArray) -> BoolArray:
-        # All tags that are equal modulo 63 share a bit, so these are only candidates, and `exact` decides.
+        # Tags whose hashes are equal modulo 63 share a bit, so these are only candidates, and `exact` decides.
         mask: BoolArray = (entries["tag"].astype(np.int64) & self._mask) != 0
         return mask
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
-        found = rows.column("tag").dictionary_encode()
+        encoded = rows.column("tag").dictionary_encode()
         # Each distinct text once, because the messages of a topic have only a few different ones.
-        wanted = [not self.tags.isdisjoint(split(text)) for text in found.dictionary.to_pylist()]
-        codes = found.indices.fill_null(len(wanted)).to_numpy()
-        mask: BoolArray = np.array([*wanted, False], dtype=np.bool_)[codes]
+        is_match = [not self.tags.isdisjoint(split(text)) for text in encoded.dictionary.to_pylist()]
+        codes = encoded.indices.fill_null(len(is_match)).to_numpy()
+        mask: BoolArray = np.array([*is_match, False], dtype=np.bool_)[codes]
         return mask

@@ -1,19 +1,17 @@
-"""Drain this group: hand over its pending messages to another group of the cluster until none is left.
+"""Drain this group: hand over its pending messages to another group of the cluster, the *heir*, until none is left.
 
-The code calls the receiving group the *heir*.
-
-    policy      this group accepts nothing new; its queues stay readable
-    look        read a page of the pending messages that are due later than in MARGIN_MS
-    hand over   append one frame: CANCEL rows that contain the messages, and the META row that names the transfer
+    close       this group accepts no new messages. Its queues stay readable
+    look        read a page of the pending messages that are due later than MARGIN_MS from now
+    hand over   append one frame: CANCEL rows that contain the messages, and a META row with the transfer's number
     adopt       the heir appends the messages as its own, in one frame with the transfer's number
-    confirm     append a META row; only then the next transfer begins
+    confirm     append a META row. Only then the next transfer begins
 
-After the first frame the messages have ended here. After the second frame they are pending at the heir. A crash between
-the two leaves a transfer that is not confirmed. It is read from the log and sent again, and the heir adopts it once. So
-exactly one of the two groups releases each message. A look-up between the two frames returns `unavailable`.
+After the frame of "hand over" the messages have ended here. After the frame of "adopt" they are pending at the heir. A
+crash between the two leaves an unconfirmed transfer. It is read from the log and sent again, and the heir adopts it
+once. So exactly one of the two groups releases each message. A lookup between the two frames returns `unavailable`.
 
-Draining is a periodic duty of the leader. It continues after a change of leader, with the account that requested it.
-Two kinds of messages stay: those that are due sooner than in MARGIN_MS, and retries for this group's consumers.
+Draining is a periodic task of the leader. It continues after a change of leader, with the account that requested it.
+Two kinds of messages stay: those that are due within MARGIN_MS, and retries for this group's consumers.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from timeball.broker.pending.table_walk import Filed, TableWalk
 from timeball.broker.policy import Policy
 from timeball.broker.registry.drains import DrainFacts
 from timeball.broker.registry.tables import Tables
-from timeball.broker.revoking.drain_rows import encode_sent, handed_rows
+from timeball.broker.revoking.drain_rows import build_drain_rows, encode_sent
 from timeball.broker.revoking.group_questions import AdoptHere, GroupAnswer, OtherGroups
 from timeball.broker.tables.table_changes import TableChanges
 from timeball.io.clock import SchedulerClock
@@ -70,7 +68,7 @@ from timeball.schedule.scheduler import Scheduling
 
 logger = logging.getLogger(__name__)
 
-MARGIN_MS = limits.MINUTE_MS  # messages due sooner are released here, because a transfer takes time
+MARGIN_MS = limits.MINUTE_MS  # messages due within this time are released here, because a transfer takes time
 PAGE_ROWS = 65_536
 # Limits of a transfer. As JSON it must fit into the body of an HTTP request (edges/http/requests.py).
 ROWS_MAX, BYTES_MAX = 16_384, limits.BODY_BYTES_MAX
@@ -81,7 +79,7 @@ LOOK_MS = 1_000
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page of pending messages, and the position where the next page begins."""
+    """A page of pending messages, from log and files, and the position where the next page begins."""
 
     walk: TableWalk
     logged: Logged
@@ -90,7 +88,7 @@ class _Page:
 
 
 class Draining:
-    """The periodic duty. Belongs to the event loop. Reads of log and table run in the background thread."""
+    """The drain of this group. Belongs to the event loop. Reads of log and table run in the background thread."""
 
     def __init__(
         self,
@@ -109,7 +107,10 @@ class Draining:
         gate: Gate,
         pending_messages: Callable[[], int],
     ) -> None:
-        """Create the duty. `account` finds the caller by name, for requests to the heir. It raises Unauthorized."""
+        """Create the drain.
+
+        `account` maps an account's name to a caller, for requests to the heir. It raises Unauthorized.
+        """
         self._policy, self._mover, self._snapshots, self._others = policy, mover, snapshots, others
         self._clock, self._log, self._tables = clock, log, tables
         self._scheduling, self._background, self._gate = scheduling, background, gate
@@ -118,12 +119,12 @@ class Draining:
         self._codes = TopicCodes()
         self._tail = LogTail(log.reader, self._codes)
         self._rows_at_once = ROWS_FIRST
-        self._one = asyncio.Lock()  # held during a look, so that there is one transfer at a time
+        self._look_lock = asyncio.Lock()  # held during a look, so that there is one transfer at a time
         self._is_done = False  # True if the last look found nothing to hand over
         self._problem = ""
-        self._close()
+        self._close_if_drained()
 
-    # -- verbs ---------------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------
 
     async def drain(self, heir: str, caller: Caller, *, dry_run: bool = False) -> Drained:
         """Start to hand over all pending messages to `heir`, and report the progress. May be repeated.
@@ -133,195 +134,209 @@ class Draining:
         facts = self._tables.drains.out
         self._policy.allow(caller, Verb.ADMIN)
         if facts is not None and (facts.heir, facts.account) == (heir, caller.name):
-            return self._told(facts)  # a repeated request: the row is in the log already
-        self._check(heir)
-        # Its start time identifies a drain, so a later drain to another heir needs another time.
+            return self._report_progress(facts)  # a repeated request: the META row is in the log already
+        self._check_heir(heir)
+        # The start time identifies a drain, so a drain to another heir needs a later time.
         since_ms = facts.since_ms if facts is not None and facts.heir == heir else self._clock.now_ms()
         if facts is not None and since_ms <= facts.since_ms and facts.heir != heir:
             since_ms = facts.since_ms + 1  # the clock was set back
-        # Ask before any change here: a group that accepts nothing and has no heir would be useless.
+        # Ask the heir before any change here: a group that is closed but cannot hand over messages would be useless.
         answer = await self._others.ask(heir, AdoptHere(source=self._group, since_ms=since_ms), caller)
         _raise_refusal(answer, heir)
-        now = self._tables.drains.out
-        if now is not None and now.heir == heir:
-            # The previous account may have been deleted.
-            wanted = msgspec.structs.replace(now, account=caller.name)
-        elif now is facts:
-            wanted = DrainFacts(heir=heir, since_ms=since_ms, account=caller.name)
-        else:  # during the question a transfer to the other heir began, or another drain
-            raise Conflict(f"group {self._group} hands over to {now.heir if now else 'none'}; ask again")
+        current_facts = self._tables.drains.out
+        if current_facts is not None and current_facts.heir == heir:
+            # Only the account changes. The previous one may have been deleted.
+            new_facts = msgspec.structs.replace(current_facts, account=caller.name)
+        elif current_facts is facts:
+            new_facts = DrainFacts(heir=heir, since_ms=since_ms, account=caller.name)
+        else:  # meanwhile a transfer or another drain began
+            raise Conflict(
+                f"group {self._group} hands over to {current_facts.heir if current_facts else 'none'}; ask again"
+            )
         if dry_run:
-            return self._told(wanted)
-        self._log.writer.check_room()
-        self._tables.drains.put(wanted)
-        # Close before the row is durable: messages accepted between the two would also have to be handed over.
-        self._close()
+            return self._report_progress(new_facts)
+        self._log.writer.check_admission()
+        self._tables.drains.put(new_facts)
+        # Close at once, not when the row is durable: messages accepted meanwhile would also have to be handed over.
+        self._close_if_drained()
         await self._log.writer.flushed()
-        return self._told(wanted)
+        return self._report_progress(new_facts)
 
     def check_numbers(self) -> None:
-        """Raise Conflict if messages may have gone to the heir, where they have other numbers."""
+        """Raise Conflict if this group is drained, because messages have other numbers at the heir."""
         if (facts := self._tables.drains.out) is not None:
             raise Conflict(
                 f"group {self._group} is drained to {facts.heir}, where its messages have other numbers: name them by "
                 "id or key"
             )
 
-    def _check(self, heir: str) -> None:
+    def _check_heir(self, heir: str) -> None:
+        """Raise InvalidMessage, NotFound or Conflict if this group cannot be drained to `heir` now."""
         if heir == self._group:
             raise InvalidMessage(f"group {heir} cannot be its own heir")
         if heir not in (names := self._others.names()):
             raise NotFound(f"no group {heir!r} in this cluster; there are {', '.join(names) or 'no others'}")
-        facts = self._tables.drains.out
-        if facts is not None and facts.heir != heir and facts.rows:
-            raise Conflict(f"group {facts.heir} has not confirmed a transfer yet: drain to it until it has")
+        current = self._tables.drains.out
+        if current is not None and current.heir != heir and current.rows:
+            raise Conflict(f"group {current.heir} has not confirmed a transfer yet: drain to it until it has")
         # Held messages have no due time that the heir could use.
-        held = [name for name, each in self._tables.campaigns.all().items() if each.held_from_ms is not None]
-        if held:
-            raise Conflict(f"campaign {held[0]} is held: resume or cancel it first")
+        held_campaigns = [
+            name
+            for name, campaign in self._tables.campaigns.all().items()
+            if campaign.held_from_ms is not None
+        ]
+        if held_campaigns:
+            raise Conflict(f"campaign {held_campaigns[0]} is held: resume or cancel it first")
 
-    def _close(self) -> None:
-        """Refuse new messages if this group is drained."""
+    def _close_if_drained(self) -> None:
+        """Make the policy refuse new messages if this group is drained."""
         if (facts := self._tables.drains.out) is not None:
             self._policy.close(f"group {self._group} is drained to {facts.heir}: send to another group")
             self._is_done = False
 
-    def _told(self, facts: DrainFacts) -> Drained:
+    def _report_progress(self, facts: DrainFacts) -> Drained:
         return Drained(
             group=self._group, heir=facts.heir, since_ms=facts.since_ms, moved=facts.moved_rows,
             moving=facts.rows, waiting=self._pending_messages(), is_done=self._is_done, problem=self._problem,
         )  # fmt: skip
 
-    # -- the duty ------------------------------------------------------------------------------------------------
+    # -- the periodic task ---------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Hand over all messages that are pending now, if this group is drained. A periodic duty of maintenance.py."""
+        """Hand over all messages that are pending now, if this group is drained.
+
+        Called by maintenance.py periodically.
+        """
         if self._tables.drains.out is None:
             return
         try:
-            async with self._one:
-                self._is_done = not await self._sweep()
+            async with self._look_lock:
+                self._is_done = not await self._hand_over_pending()
             self._problem = ""
-        # The heir refuses or does not answer, a disk is full, or the account was deleted. Report this, and try again at
-        # the next look.
+        # The heir refuses or does not answer, a disk is full, or the account was deleted. The next look tries again.
         except (RequestError, OverLimit, Unavailable) as error:
             if str(error) != self._problem:
                 logger.warning("messages not handed over, trying again reason=%s", error)
             self._problem = str(error)
 
-    async def _sweep(self) -> int:
-        """Hand over the messages that are pending now. Returns their number."""
-        await self._send_again()
-        # Compact a long tail first: files are read row group by row group, but the tail is read whole for each page.
+    async def _hand_over_pending(self) -> int:
+        """Hand over the messages that are pending now, page by page. Returns their number."""
+        await self._resend_unconfirmed()
+        # Compact a long tail first: files are read row group by row group, but the tail is read completely.
         while self._scheduling.compacts and self._mover.tail_count.rows > PAGE_ROWS and self._is_compactor:
             if await self._mover.compact() is None:
                 break
-        low, moved = (self._clock.now_ms() + MARGIN_MS, 0), 0
-        while low < LAST:
+        from_position, moved_rows = (self._clock.now_ms() + MARGIN_MS, 0), 0
+        while from_position < LAST:
             async with self._snapshots.taken() as snapshot:
                 try:
-                    page = await in_thread(self._background, self._page, snapshot, low)
-                    for found, read in (
-                        (page.logged, self._read_log),
-                        (page.filed, partial(_read_table, page.walk)),
+                    page = await in_thread(self._background, self._read_page, snapshot, from_position)
+                    for messages, read in (
+                        (page.logged, self._read_from_log),
+                        (page.filed, partial(_read_from_table, page.walk)),
                     ):
-                        moved += await self._hand_over_all(found, read)
+                        moved_rows += await self._hand_over_all(messages, read)
                 except OutOfRange:
-                    # Retention has removed a row since: its message is settled (released or cancelled) or in a file.
+                    # Retention has removed a row since the snapshot: its message is settled or in a file. Read again.
                     continue
-            low = page.upto
-        if moved:  # if nothing moved, the next look reuses the tail that was read
+            from_position = page.upto
+        if moved_rows:  # if nothing moved, the next look reuses the tail in memory
             await in_thread(self._background, self._tail.forget)
-        return moved
+        return moved_rows
 
     @property
     def _is_compactor(self) -> bool:
-        return self._clock.elapsed_ms() >= self._mover.outside_compactor_until_ms
+        return self._clock.elapsed_ms() >= self._mover.external_compactor_until_ms
 
-    def _page(self, snapshot: Snapshot, low: Position) -> _Page:
-        keep = Shown(self._codes, None, lambda topic: True)
+    def _read_page(self, snapshot: Snapshot, from_position: Position) -> _Page:
+        shown = Shown(self._codes, None, lambda topic: True)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
-        logged, logged_upto = self._tail.after(snapshot, low, LAST, PAGE_ROWS)
-        filed, filed_upto = walk.after(low, LAST, PAGE_ROWS, keep)
-        # The page ends at the nearer of both ends: after it, rows of the other source would overtake.
-        upto = min(logged_upto, filed_upto)
-        logged = logged.part(keep(logged.topic) & _is_before(logged, upto))
-        return _Page(walk, logged, filed.part(_is_before(filed, upto)), upto)
+        in_log, log_upto = self._tail.after(snapshot, from_position, LAST, PAGE_ROWS)
+        in_files, files_upto = walk.after(from_position, LAST, PAGE_ROWS, shown)
+        # Both sources are complete up to the nearer of their ends.
+        upto = min(log_upto, files_upto)
+        in_log = in_log.part(shown(in_log.topic) & _is_before(in_log, upto))
+        return _Page(walk, in_log, in_files.part(_is_before(in_files, upto)), upto)
 
     async def _hand_over_all(
-        self, found: Logged | Filed, read: Callable[[Logged | Filed], pa.RecordBatch]
+        self, messages: Logged | Filed, read: Callable[[Logged | Filed], pa.RecordBatch]
     ) -> int:
-        at = moved = 0
-        while at < len(found):
-            part = found.part(slice(at, at + self._rows_at_once))
-            rows = await in_thread(self._background, read, part)
-            for transfer in _transfers(rows):
-                moved += await self._hand_over(transfer)
-            at += len(part)
-            # The number of rows of this size that fit into a transfer.
-            fitting = rows.num_rows * BYTES_MAX // max(1, rows.nbytes)
-            self._rows_at_once = min(max(1, fitting), 4 * self._rows_at_once, ROWS_MAX)
-        return moved
+        """Hand over messages in transfers of bounded size.
 
-    def _read_log(self, found: Logged | Filed) -> pa.RecordBatch:
-        assert isinstance(found, Logged)
+        `read` reads their complete rows. Returns the number moved.
+        """
+        index = moved_rows = 0
+        while index < len(messages):
+            chunk = messages.part(slice(index, index + self._rows_at_once))
+            rows = await in_thread(self._background, read, chunk)
+            for transfer in _split_transfers(rows):
+                moved_rows += await self._hand_over(transfer)
+            index += len(chunk)
+            # The next chunk has as many rows of this size as fit into a transfer.
+            fitting_rows = rows.num_rows * BYTES_MAX // max(1, rows.nbytes)
+            self._rows_at_once = min(max(1, fitting_rows), 4 * self._rows_at_once, ROWS_MAX)
+        return moved_rows
+
+    def _read_from_log(self, messages: Logged | Filed) -> pa.RecordBatch:
+        """Read the complete rows (READ_SCHEMA) of messages in the log."""
+        assert isinstance(messages, Logged)
         batches = []
         for is_level in (False, True):
-            part = found.part(found.is_level == is_level)
-            if len(part):
-                rows = self._log.reader.read_rows(part.row_seq)
+            selected = messages.part(messages.is_level == is_level)
+            if len(selected):
+                rows = self._log.reader.read_rows(selected.row_seq)
                 batches.append(as_scheduled(_without_level(restored(rows)) if is_level else rows))
         return pa.concat_batches(batches)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:
-        """End those messages that are still pending, in favour of the heir.
+        """Hand over the messages that are still pending, in one transfer.
 
-        Returns their number when the heir has them.
+        Returns their number after the heir has adopted them.
         """
-        async with self._gate.passing():  # a resume changes due times
-            self._log.writer.check_room()
+        async with self._gate.passing():  # excludes the resume of a campaign, which changes due times
+            self._log.writer.check_admission()
             now_ms = self._clock.now_ms()
             due_ms = int64(scheduled_rows.column("due_ms"))
             scheduled_rows = scheduled_rows.filter(pa.array(due_ms >= now_ms + MARGIN_MS))
-            # As for a cancel, this call decides the race with releases, cancels and moves. From here on nothing may
-            # refuse or wait until the rows are appended.
-            waited = self._scheduling.scheduler.cancel(*pairs_of(scheduled_rows))
-            if not waited.any():
+            # As for a cancel, this call decides the race with releases, cancels and moves. No await and no error until
+            # the rows are appended.
+            was_pending = self._scheduling.scheduler.cancel(*pairs_of(scheduled_rows))
+            if not was_pending.any():
                 return 0
-            # Read here, because a command may have named another heir during the read.
+            # Read now, because a command may have named another heir meanwhile.
             facts = self._tables.drains.out
-            assert facts is not None and not facts.rows, "the one before is confirmed"
-            rows = handed_rows(scheduled_rows.filter(pa.array(waited)), facts.heir, now_ms)
-            begun = msgspec.structs.replace(
+            assert facts is not None and not facts.rows, "the previous transfer is confirmed"
+            rows = build_drain_rows(scheduled_rows.filter(pa.array(was_pending)), facts.heir, now_ms)
+            transfer_facts = msgspec.structs.replace(
                 facts, transfer=facts.transfer + 1, first_seq=self._log.writer.next_seq, rows=rows.num_rows,
                 at_ms=now_ms,
             )  # fmt: skip
-            change = self._tables.drains.changed(begun)
+            change = self._tables.drains.changed(transfer_facts)
             _, durable = self._log.writer.append(pa.concat_batches([rows, change.rows]))
             change.keep()
-        # Send the rows only when they are durable: the next leader of this group must find that these messages have
-        # ended here.
+        # Send the rows only when they are durable: the next leader of this group must know that the messages ended.
         await durable
         await self._log.writer.synced()
         await self._send(rows)
         return len(rows)
 
-    async def _send_again(self) -> None:
-        """Send the transfer that was not confirmed, if there is one."""
+    async def _resend_unconfirmed(self) -> None:
+        """Read the unconfirmed transfer from the log, if there is one, and send it again."""
         facts = self._tables.drains.out
         if facts is not None and facts.rows:
             await self._log.writer.flushed()
-            rows = await in_thread(self._background, self._read_handed, facts)
+            rows = await in_thread(self._background, self._read_drain_rows, facts)
             await self._send(rows)
 
-    def _read_handed(self, facts: DrainFacts) -> pa.RecordBatch:
-        found = list(self._log.reader.rows(facts.first_seq, facts.first_seq + facts.rows))
-        rows = pa.concat_batches(found).select(LOG_SCHEMA.names)
+    def _read_drain_rows(self, facts: DrainFacts) -> pa.RecordBatch:
+        """Read the CANCEL rows of the unconfirmed transfer from the log."""
+        batches = list(self._log.reader.rows(facts.first_seq, facts.first_seq + facts.rows))
+        rows = pa.concat_batches(batches).select(LOG_SCHEMA.names)
         assert rows.num_rows == facts.rows and (rows.column("kind").to_numpy() == Kind.CANCEL).all()
         return rows
 
     async def _send(self, rows: pa.RecordBatch) -> None:
-        """Send the current transfer, and record that the heir has it."""
+        """Send the current transfer, and record that the heir has adopted it."""
         facts = self._tables.drains.out
         assert facts is not None and facts.rows == rows.num_rows
         question = AdoptHere(
@@ -332,7 +347,7 @@ class Draining:
         _raise_refusal(answer, facts.heir)
         facts = self._tables.drains.out
         assert facts is not None
-        # A crash before this row is durable only sends the transfer again.
+        # After a crash before this row is durable, the transfer is sent again, and the heir ignores it.
         self._tables.drains.put(
             msgspec.structs.replace(
                 facts, moved_rows=facts.moved_rows + facts.rows, first_seq=0, rows=0, at_ms=0
@@ -341,39 +356,44 @@ class Draining:
 
 
 def _raise_refusal(answer: GroupAnswer | None, heir: str) -> None:
+    """Raise the error in the answer of the heir, or Unavailable if there is no answer."""
     if answer is None:
         raise Unavailable(f"group {heir} did not answer")
     if answer.refusal is not None:
         error = from_code(answer.refusal.code, f"group {heir}: {answer.refusal.text}")
-        if isinstance(error, StorageError):  # the error concerns the heir's log, not this one
+        if isinstance(error, StorageError):  # the error concerns the heir's log, not the log of this group
             raise Unavailable(str(error))
         raise error
 
 
-def _transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+def _split_transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield the rows in parts that fit into a transfer. A single row always fits."""
     if rows.num_rows == 1 or rows.nbytes <= BYTES_MAX:
         yield rows
         return
-    half = rows.num_rows // 2  # split by rows, not by bytes: a few halvings isolate the large ones
-    yield from _transfers(rows.slice(0, half))
-    yield from _transfers(rows.slice(half))
+    middle = rows.num_rows // 2  # halves by number of rows; repeated halving isolates large messages
+    yield from _split_transfers(rows.slice(0, middle))
+    yield from _split_transfers(rows.slice(middle))
 
 
-def _is_before(found: Logged | Filed, upto: Position) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    return np.asarray((found.due_ms < upto[0]) | ((found.due_ms == upto[0]) & (found.seq < upto[1])))
+def _is_before(messages: Logged | Filed, upto: Position) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Check which of these messages are before a position."""
+    return np.asarray((messages.due_ms < upto[0]) | ((messages.due_ms == upto[0]) & (messages.seq < upto[1])))
 
 
-def _read_table(walk: TableWalk, found: Logged | Filed) -> pa.RecordBatch:
-    assert isinstance(found, Filed)
-    return scheduled_of_table(walk.rows_of(found, TABLE_SCHEMA.names))
+def _read_from_table(walk: TableWalk, messages: Logged | Filed) -> pa.RecordBatch:
+    assert isinstance(messages, Filed)
+    return scheduled_of_table(walk.rows_of(messages, TABLE_SCHEMA.names))
 
 
 def _without_level(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert messages of delay levels to messages with a due time, because the heir may have other levels."""
-    said: Sequence[dict[str, str]] = [
+    """Remove the properties of delay levels, because the heir may have other levels. Due times stay the same."""
+    row_properties: Sequence[dict[str, str]] = [
         decode_properties(text or "") for text in rows.column("properties").to_pylist()
     ]
-    kept = [{name: value for name, value in each.items() if name not in SPENT} for each in said]
-    texts = [encode_properties(each) if each else None for each in kept]
+    remaining = [
+        {name: value for name, value in properties.items() if name not in SPENT}
+        for properties in row_properties
+    ]
+    texts = [encode_properties(properties) if properties else None for properties in remaining]
     return with_column(rows, "properties", pa.array(texts, pa.string()))

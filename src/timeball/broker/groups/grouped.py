@@ -1,12 +1,11 @@
 """The broker of one group of a cluster. Operations by id, key or handle apply to all groups of the cluster.
 
-A producer's messages may be in any group, and its client may ask any node. So the node asks all groups at once, and its
-own group as a single broker does. It merges the answers into one (revoking/group_questions.py). A recall handle names
-its group, so only that group is asked. Sequence numbers belong to one log: operations by number apply to this group
-only.
+A producer's messages may be in any group, and its client may ask any node. So the node asks all groups at the same
+time, including its own, and merges the answers (revoking/group_questions.py). A recall handle names its group, so only
+that group is asked. Sequence numbers belong to one log: operations by number apply to this group only.
 
 A group may be drained: its pending messages go to another group (draining.py). For these messages it answers `handed`,
-or `unavailable` while they are on their way. The group that has them answers the rest.
+or `unavailable` while they are on their way. The group that adopted them gives the final answer.
 
 A broker without a cluster is a plain Broker.
 """
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.broker.groups.drain_receiver import Adoption
+from timeball.broker.groups.drain_receiver import DrainReceiver
 from timeball.broker.groups.draining import LOOK_MS, Draining
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import MESSAGE_TYPE
@@ -60,7 +59,7 @@ from timeball.table.attachment import Attachment
 T = TypeVar("T")
 
 RECALL_REFUSED = "recall_refused"
-# RocketMQ's clients wait 3 s for a route. A route without a group that does not answer is still useful.
+# RocketMQ's clients wait 3 s for a route. A route that lacks a silent group is still useful.
 ROUTE_S = 1.0
 
 
@@ -68,7 +67,7 @@ class GroupedBroker(Broker):
     """A broker that combines the answers of all groups of a cluster. Belongs to the event loop."""
 
     def __init__(self, *, others: OtherGroups, account: Callable[[str], Caller], **components: Any) -> None:
-        """Create the broker. `account` finds the caller by name, for later work in its name. It raises Unauthorized."""
+        """Create the broker. `account` maps an account's name to a caller, for drains. It raises Unauthorized."""
         super().__init__(**components)
         self.group, self.others = self.settings.group, others
         self.draining = Draining(
@@ -76,18 +75,18 @@ class GroupedBroker(Broker):
             log=self.log, tables=self.tables, scheduling=self.scheduling, background=self.threads.background,
             gate=self.gate, pending_messages=lambda: self.pending_messages,
         )  # fmt: skip
-        self.adoption = Adoption(
+        self.adoption = DrainReceiver(
             self.policy, self.appender, settings=self.settings, clock=self.clock, writer=self.log.writer,
             drains=self.tables.drains,
         )  # fmt: skip
-        # Run by maintenance.py in addition to its own duties.
+        # Periodic tasks as (interval in ms, function). maintenance.py runs them in addition to its own.
         self.duties = [(LOOK_MS, self.draining.look)]
 
-    # -- asked by clients ------------------------------------------------------------------------------------
+    # -- requests of clients ---------------------------------------------------------------------------------
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
         """Look up the states of scheduled messages. The state is `handed` if another group now has the message."""
-        return await sent_states(self.look_ups, numbers, self._handed)
+        return await sent_states(self.look_ups, numbers, self._mark_handed_verdicts)
 
     async def cancel(
         self,
@@ -100,9 +99,11 @@ class GroupedBroker(Broker):
     ) -> list[Verdict]:
         """Cancel the pending ones of these messages in all groups. See Broker.cancel."""
         if seqs:  # in another group's log, the same number is another message
-            here = super().cancel(ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller)
-            return self._handed(await here)
-        return await self._settle(CancelHere(ids=list(ids), keys=list(keys), topic=topic), caller)
+            own_verdicts = super().cancel(ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller)
+            return self._mark_handed_verdicts(await own_verdicts)
+        return await self._settle_in_all_groups(
+            CancelHere(ids=list(ids), keys=list(keys), topic=topic), caller
+        )
 
     async def reschedule(
         self,
@@ -117,14 +118,14 @@ class GroupedBroker(Broker):
     ) -> list[Verdict]:
         """Reschedule the pending ones of these messages in all groups. See Broker.reschedule."""
         if seqs:  # as in `cancel`
-            here = super().reschedule(
+            own_verdicts = super().reschedule(
                 ids=ids, keys=keys, seqs=seqs, topic=topic, caller=caller, due_ms=due_ms, delay_ms=delay_ms
             )
-            return self._handed(await here)
+            return self._mark_handed_verdicts(await own_verdicts)
         question = RescheduleHere(
             ids=list(ids), keys=list(keys), topic=topic, due_ms=due_ms, delay_ms=delay_ms
         )
-        return await self._settle(question, caller)
+        return await self._settle_in_all_groups(question, caller)
 
     async def find(
         self, message_id: str, topic: str | None = None, caller: Caller = ANONYMOUS
@@ -132,14 +133,16 @@ class GroupedBroker(Broker):
         """Find the messages with this id in all groups, and where they are. See Broker.find."""
         question = FindHere(id=message_id, topic=topic)
         for is_last in (False, True):
-            told = await self._everywhere(question, caller, lambda answer: answer.places)
-            here = [None if each is None else [p for p in each if p.state != HANDED] for each in told]
-            found = merge_places(here)
-            # All answers were "handed": perhaps the heir was asked before it had the message. It has it now, so ask
-            # again.
-            if found or is_last or here == told:
+            group_places = await self._ask_all_groups(question, caller, lambda answer: answer.places)
+            not_handed = [
+                None if answer is None else [place for place in answer if place.state != HANDED]
+                for answer in group_places
+            ]
+            places = merge_places(not_handed)
+            # All states were `handed`: the heir may have answered before it had the message. Ask once more.
+            if places or is_last or not_handed == group_places:
                 break
-        return found
+        return places
 
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Cancel the message of a recall handle, in the group that created the handle. See Broker.recall."""
@@ -150,7 +153,7 @@ class GroupedBroker(Broker):
         except RecallRefused as refused:
             if refused.verdict != HANDED:
                 raise
-        # Its group has handed the message over. The group that has it now finds it by its id.
+        # The handle's group has handed the message over. Cancel it by its id in the group that has it now.
         verdicts = await self.cancel(ids=[named.unique_key], topic=topic, caller=caller)
         for verdict in verdicts:
             if verdict.verdict == UNAVAILABLE:
@@ -166,7 +169,7 @@ class GroupedBroker(Broker):
             return await super().recall(topic, handle, caller)
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         answer = await self.others.ask(group, RecallHere(topic=topic, handle=handle), caller)
-        message_id = None if answer is None else _read(answer, lambda granted: granted.message_id)
+        message_id = None if answer is None else _unwrap(answer, lambda granted: granted.message_id)
         if message_id is None:
             raise Unavailable(f"group {group} did not answer; recall the message again in a moment")
         return message_id
@@ -177,45 +180,47 @@ class GroupedBroker(Broker):
         """Find the other groups that have a topic, and its queues there. None for a group that does not answer."""
         names, question = self.others.names(), RouteHere(topic=topic, consumer_group=consumer_group)
         answers = await asyncio.gather(*(self.others.ask(name, question, caller, ROUTE_S) for name in names))
-        found: dict[str, GroupRoute | None] = {}
+        routes: dict[str, GroupRoute | None] = {}
         for name, answer in zip(names, answers, strict=True):
-            # The group refused a request that this group allowed, so it has other accounts. Its queues are unknown.
+            # A refusal means that the group has other accounts than this one. Its queues are unknown.
             if answer is None or answer.refusal is not None:
-                found[name] = None
+                routes[name] = None
             elif answer.route is not None:
-                found[name] = answer.route
-        return found
+                routes[name] = answer.route
+        return routes
 
-    async def _settle(self, question: CancelHere | RescheduleHere, caller: Caller) -> list[Verdict]:
-        # Twice: if the first answer is "handed", the heir may have the messages by now.
+    async def _settle_in_all_groups(
+        self, question: CancelHere | RescheduleHere, caller: Caller
+    ) -> list[Verdict]:
+        # Ask twice: after a verdict `handed`, the heir may have the messages by now.
         for _ in range(2):
-            told = await self._everywhere(question, caller, lambda answer: answer.verdicts)
-            if len(told) == 1 and told[0] is not None:
-                return told[0]  # the only group: same result as a single broker
-            merged = merge_verdicts([*question.ids, *question.keys], told)
+            group_verdicts = await self._ask_all_groups(question, caller, lambda answer: answer.verdicts)
+            if len(group_verdicts) == 1 and group_verdicts[0] is not None:
+                return group_verdicts[0]  # there is only this group, so there is nothing to merge
+            merged = merge_verdicts([*question.ids, *question.keys], group_verdicts)
             if not any(verdict.verdict == HANDED for verdict in merged):
                 return merged
-        # The second try also returned "handed": the heir had the message, and has removed all its traces since.
+        # Still `handed` after the second try: the heir had the message, and retention has removed its rows since.
         return [
-            msgspec.structs.replace(each, verdict="expired") if each.verdict == HANDED else each
-            for each in merged
+            msgspec.structs.replace(verdict, verdict="expired") if verdict.verdict == HANDED else verdict
+            for verdict in merged
         ]
 
-    async def _everywhere(
+    async def _ask_all_groups(
         self, question: AnyQuestion, caller: Caller, read: Callable[[GroupAnswer], T]
     ) -> list[T | None]:
         """Ask this group and all others. A result is None if a group does not answer. Raises the first refusal."""
-        asked: list[Coroutine[Any, Any, GroupAnswer | None]] = [
+        requests: list[Coroutine[Any, Any, GroupAnswer | None]] = [
             self.others.ask(name, question, caller) for name in self.others.names()
         ]
-        # Collect all outcomes before one of them raises, so that no task is left behind.
-        told = await asyncio.gather(self._answer(question, caller), *asked, return_exceptions=True)
+        # Wait for all outcomes before one of them is raised, so that no task keeps running.
+        outcomes = await asyncio.gather(self._answer(question, caller), *requests, return_exceptions=True)
         answers = []
-        for each in told:
-            if isinstance(each, BaseException):
-                raise each
-            answers.append(each)
-        return [None if each is None else _read(each, read) for each in answers]
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            answers.append(outcome)
+        return [None if outcome is None else _unwrap(outcome, read) for outcome in answers]
 
     # -- a drain ---------------------------------------------------------------------------------------------
 
@@ -225,7 +230,7 @@ class GroupedBroker(Broker):
 
     async def reserve(self, rows: int, caller: Caller = ANONYMOUS) -> int:
         """Reserve sequence numbers, unless this group is drained. See Broker.reserve."""
-        # Checked here as well as at the attach: otherwise a bulk job would first write all its files.
+        # Also checked at the attach. Here it spares a bulk job from writing all its files first.
         self.policy.check_open()
         return await super().reserve(rows, caller)
 
@@ -249,34 +254,34 @@ class GroupedBroker(Broker):
         self.draining.check_numbers()
         return await super().change_campaign(campaign, change, caller=caller, **wanted)
 
-    def _handed(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
+    def _mark_handed_verdicts(self, verdicts: Iterable[Verdict]) -> list[Verdict]:
         """Change the verdict of messages that were handed over to `handed`, or to `unavailable` while they move."""
-        drains, found = self.tables.drains, []
-        for each in verdicts:
-            if drains.was_handed(each.verdict, each.at_ms):
-                word = UNAVAILABLE if drains.is_moving(each.at_ms) else HANDED
-                found.append(msgspec.structs.replace(each, verdict=word))
+        drains, mapped = self.tables.drains, []
+        for verdict in verdicts:
+            if drains.was_handed_over(verdict.verdict, verdict.at_ms):
+                word = UNAVAILABLE if drains.is_moving(verdict.at_ms) else HANDED
+                mapped.append(msgspec.structs.replace(verdict, verdict=word))
             else:
-                found.append(each)
-        return found
+                mapped.append(verdict)
+        return mapped
 
-    def _handed_places(self, places: list[MessagePlace]) -> list[MessagePlace]:
+    def _mark_handed_places(self, places: list[MessagePlace]) -> list[MessagePlace]:
         """Change the state of messages that were handed over to `handed`. Raises Unavailable while one moves."""
-        drains, found = self.tables.drains, []
-        for each in places:
-            if drains.was_handed(each.state, each.at_ms):
-                if drains.is_moving(each.at_ms):
+        drains, mapped = self.tables.drains, []
+        for place in places:
+            if drains.was_handed_over(place.state, place.at_ms):
+                if drains.is_moving(place.at_ms):
                     raise Unavailable("the message is on its way to another group; ask again in a moment")
-                found.append(msgspec.structs.replace(each, state=HANDED))
+                mapped.append(msgspec.structs.replace(place, state=HANDED))
             else:
-                found.append(each)
-        return found
+                mapped.append(place)
+        return mapped
 
-    # -- asked by other groups -------------------------------------------------------------------------------
+    # -- questions of other groups ---------------------------------------------------------------------------
 
     async def answer(self, question: AnyQuestion, caller: Caller) -> GroupAnswer:
         """Answer another group's question from this group's log alone."""
-        # A refusal is an answer, not an HTTP error: the asking group treats an HTTP error as no answer.
+        # A refusal is sent as an answer, because the asking group treats an HTTP error as no answer.
         try:
             return await self._answer(question, caller)
         except RecallRefused as error:
@@ -289,14 +294,16 @@ class GroupedBroker(Broker):
         match question:
             case CancelHere(ids=ids, keys=keys, topic=topic):
                 verdicts = await super().cancel(ids=ids, keys=keys, topic=topic, caller=caller)
-                return GroupAnswer(verdicts=self._handed(verdicts))
+                return GroupAnswer(verdicts=self._mark_handed_verdicts(verdicts))
             case RescheduleHere(ids=ids, keys=keys, topic=topic, due_ms=due_ms, delay_ms=delay_ms):
                 verdicts = await super().reschedule(
                     ids=ids, keys=keys, topic=topic, caller=caller, due_ms=due_ms, delay_ms=delay_ms
                 )
-                return GroupAnswer(verdicts=self._handed(verdicts))
+                return GroupAnswer(verdicts=self._mark_handed_verdicts(verdicts))
             case FindHere(id=message_id, topic=topic):
-                return GroupAnswer(places=self._handed_places(await super().find(message_id, topic, caller)))
+                return GroupAnswer(
+                    places=self._mark_handed_places(await super().find(message_id, topic, caller))
+                )
             case RecallHere(topic=topic, handle=handle):
                 return GroupAnswer(message_id=await super().recall(topic, handle, caller))
             case RouteHere():
@@ -321,8 +328,11 @@ class GroupedBroker(Broker):
         )
 
 
-def _read(answer: GroupAnswer, read: Callable[[GroupAnswer], T]) -> T | None:
-    """Read a group's answer. None if the group cannot serve now. Raises the refusal that the answer contains."""
+def _unwrap(answer: GroupAnswer, read: Callable[[GroupAnswer], T]) -> T | None:
+    """Apply `read` to a group's answer.
+
+    None if the group cannot serve now. Raises the refusal that the answer contains.
+    """
     refusal = answer.refusal
     if refusal is None:
         return read(answer)

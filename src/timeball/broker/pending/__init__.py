@@ -1,9 +1,11 @@
 """Reads of pending messages, for people and programs: pages of messages, and counts by due time.
 
-    snapshot.py    the scheduled messages that are pending at one time: where they are stored, and which of them are
-    settled log_tail.py    pending scheduled messages of the log, sorted, kept between two reads table_walk.py  pending
-    scheduled messages of the table, row group by row group pages.py       requests and their answers listing.py     a
-    page of pending messages forecast.py    how many are due in each second, minute, hour or day
+    snapshot.py    the pending scheduled messages at one time: where they are stored, and which messages are settled
+    log_tail.py    the pending scheduled messages of the log, sorted, kept between two reads
+    table_walk.py  the pending scheduled messages of the table, row group by row group
+    pages.py       requests and their answers
+    listing.py     a page of pending messages
+    forecast.py    counts of the messages that are due in each second, minute, hour or day
 
 A read takes its snapshot on the event loop, in some microseconds, and does all its work in the background thread.
 Settled means released or cancelled.

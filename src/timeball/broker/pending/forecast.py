@@ -1,12 +1,13 @@
-"""Counts of the messages that are due in each second, minute, hour or day, by topic.
+"""Count the messages that are due in each second, minute, hour or day, by topic.
 
-All callers share one count. It covers all topics, and the answer leaves out those that the caller may not see. A count
-is reused for `FRESH_S`, or for ten times as long as it took. So any number of dashboards costs at most a tenth of the
-background thread. The window of a count extends a little beyond the request, because the next request begins later.
+All callers share the counts. A count covers all topics, and an answer leaves out the topics that the caller may not
+see. A count is reused for `FRESH_S`, or for ten times as long as it took. So the dashboards together use at most a
+tenth of the background thread. The window of a count extends a little beyond the request, because the next request
+begins later.
 
 Counting reads only due times and topics from the table. It reads nothing of a row group that is within one bucket and
-has one topic. It reads numbers only where a settled scheduled message may be among the rows. Scheduled messages held by
-a paused campaign are not due and not counted.
+has one topic. It reads message numbers only where some rows may be settled. Messages held by a paused campaign are not
+due and not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from timeball.table.data_file import DataFile
 UNITS: dict[Unit, int] = {
     "second": limits.SECOND_MS, "minute": limits.MINUTE_MS, "hour": limits.HOUR_MS, "day": limits.DAY_MS
 }  # fmt: skip
-# The length of a window without an end: five minutes, two hours, two days, two months.
+# The default length of a window, in buckets: five minutes, two hours, two days, two months.
 _DEFAULT_BUCKETS: dict[Unit, int] = {"second": 300, "minute": 120, "hour": 48, "day": 60}
 # How far a count's window extends beyond the request.
 _SPARE_MS = 60_000
@@ -48,7 +49,11 @@ PAIRS_MAX = 1_000_000  # pairs of a topic and a bucket with messages in one coun
 
 @dataclass(frozen=True, slots=True)
 class _Count:
-    """A count of all topics. A pair is the topic's code times the number of buckets, plus the bucket. Pairs ascend."""
+    """The number of due messages for each topic and bucket with messages.
+
+    `pairs` and `due` are parallel columns, sorted by pair. A pair encodes a topic and a bucket as one number: the
+    topic's code times the number of buckets, plus the bucket.
+    """
 
     width_ms: int
     from_ms: int
@@ -56,14 +61,14 @@ class _Count:
     counted_ms: int  # time of the snapshot, not of the answer
     until_s: float  # on the loop's clock: reused until then
     pairs: Int64Array
-    due: Int64Array
+    due: Int64Array  # number of messages of each pair
 
     @property
     def buckets(self) -> int:
         return (self.to_ms - self.from_ms) // self.width_ms
 
     def covers(self, width_ms: int, from_ms: int, to_ms: int, now_s: float) -> bool:
-        """Return whether the count covers this window and is still fresh."""
+        """Check whether the count has this bucket width, covers the window, and is still fresh."""
         is_within = self.from_ms <= from_ms and to_ms <= self.to_ms
         return self.width_ms == width_ms and is_within and now_s < self.until_s
 
@@ -111,63 +116,69 @@ class Forecast:
             raise OutOfRange(
                 f"a window of {(to_ms - from_ms) // width_ms} buckets: 1 to {limits.FORECAST_BUCKETS_MAX}"
             )
-        count = self._fresh(width_ms, from_ms, to_ms)
+        count = self._find_fresh(width_ms, from_ms, to_ms)
         if count is None:
-            # In a separate task: callers that wait for this count must not lose it when the first caller disconnects.
-            count = await asyncio.shield(self._loop.create_task(self._shared(width_ms, from_ms, to_ms)))
-        found = self._answer(count, by, from_ms, to_ms, topic, caller)
+            # A separate task, because other callers wait for this count too. It continues when the first caller
+            # disconnects.
+            count = await asyncio.shield(self._loop.create_task(self._count_once(width_ms, from_ms, to_ms)))
+        answer = self._build_answer(count, by, from_ms, to_ms, topic, caller)
         # After the count: a topic that was deleted may still have pending messages.
-        self._policy.check_known(topic, has_messages=bool(found.topics))
-        return found
+        self._policy.check_known(topic, has_messages=bool(answer.topics))
+        return answer
 
-    def _fresh(self, width_ms: int, from_ms: int, to_ms: int) -> _Count | None:
+    def _find_fresh(self, width_ms: int, from_ms: int, to_ms: int) -> _Count | None:
+        """Find a count that may be reused for this window."""
         now_s = self._loop.time()
-        return next((each for each in self._counts if each.covers(width_ms, from_ms, to_ms, now_s)), None)
+        return next((count for count in self._counts if count.covers(width_ms, from_ms, to_ms, now_s)), None)
 
-    async def _shared(self, width_ms: int, from_ms: int, to_ms: int) -> _Count:
+    async def _count_once(self, width_ms: int, from_ms: int, to_ms: int) -> _Count:
+        """Count a window that is a little longer than the requested one. Only one count runs at a time."""
         async with self._counting:
             # Another caller may have counted while this one was waiting for the lock.
-            found = self._fresh(width_ms, from_ms, to_ms)
-            if found is not None:
-                return found
-            # The windows of dashboards begin now, so the next one ends later than this one.
+            fresh = self._find_fresh(width_ms, from_ms, to_ms)
+            if fresh is not None:
+                return fresh
+            # Windows of dashboards begin now. With spare time at the end, this count also covers the next window.
             to_ms += max(width_ms, _SPARE_MS - _SPARE_MS % width_ms)
-            begun_s = self._loop.time()
+            start_s = self._loop.time()
             async with self._snapshots.taken() as snapshot:
                 window = Window(from_ms, to_ms, width_ms)
                 counting = Counting(
                     snapshot, self._codes, window, reader=self._reader, open_file=self._snapshots.open_file
                 )
-                pairs, due = await in_thread(self._background, counting.run)
+                pairs, due_counts = await in_thread(self._background, counting.run)
             self.counts += 1
             now_s = self._loop.time()
             # Measured from the end of the count, so that a slow count is not repeated at once.
-            until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - begun_s))
-            count = _Count(width_ms, from_ms, to_ms, snapshot.now_ms, until_s, pairs, due)
-            # The newest count comes first, so `_fresh` prefers it.
-            kept = [each for each in self._counts if now_s < each.until_s]
-            self._counts = [count, *kept[: COUNTS_MAX - 1]]
+            until_s = now_s + max(FRESH_S, TIMES_ITS_COST * (now_s - start_s))
+            count = _Count(width_ms, from_ms, to_ms, snapshot.now_ms, until_s, pairs, due_counts)
+            # The newest count comes first, so `_find_fresh` prefers it.
+            fresh_counts = [known for known in self._counts if now_s < known.until_s]
+            self._counts = [count, *fresh_counts[: COUNTS_MAX - 1]]
             return count
 
-    def _answer(
+    def _build_answer(
         self, count: _Count, by: Unit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
     ) -> Counted:
-        code, bucket = count.pairs // count.buckets, count.pairs % count.buckets
+        topic_codes, buckets = count.pairs // count.buckets, count.pairs % count.buckets
         begin, end = ((ms - count.from_ms) // count.width_ms for ms in (from_ms, to_ms))
-        inside = (bucket >= begin) & (bucket < end)
-        topics = {}
-        for each in np.unique(code[inside]).tolist():
-            name = self._codes.names[each]
+        is_counted = (buckets >= begin) & (buckets < end)
+        code_by_name = {}
+        for code in np.unique(topic_codes[is_counted]).tolist():
+            name = self._codes.names[code]
             if is_shown(name, topic) and self._policy.allows(caller, Verb.LOOK, topic=name):
-                topics[name] = each
-        inside &= np.isin(code, np.array(list(topics.values()), np.int64))
+                code_by_name[name] = code
+        is_counted &= np.isin(topic_codes, np.array(list(code_by_name.values()), np.int64))
         # Only over the visible topics: messages of other topics are in neither sum.
-        by_bucket = np.bincount(bucket[inside], count.due[inside]).astype(np.int64)
-        by_topic = np.bincount(code[inside], count.due[inside]).astype(np.int64)
+        by_bucket = np.bincount(buckets[is_counted], count.due[is_counted]).astype(np.int64)
+        by_topic = np.bincount(topic_codes[is_counted], count.due[is_counted]).astype(np.int64)
         return Counted(
             by, from_ms, to_ms, count.counted_ms,
-            [(count.from_ms + at * count.width_ms, int(by_bucket[at])) for at in np.flatnonzero(by_bucket).tolist()],
-            {name: int(by_topic[each]) for name, each in sorted(topics.items())},
+            [
+                (count.from_ms + bucket * count.width_ms, int(by_bucket[bucket]))
+                for bucket in np.flatnonzero(by_bucket).tolist()
+            ],
+            {name: int(by_topic[code]) for name, code in sorted(code_by_name.items())},
         )  # fmt: skip
 
 
@@ -200,125 +211,142 @@ class Counting:
         self._snapshot, self._codes, self._window = snapshot, codes, window
         self._reader, self._open_file = reader, open_file
         self._pairs: list[Int64Array] = []
-        self._due: list[Int64Array] = []
-        self._size = 0
+        self._due_counts: list[Int64Array] = []
+        self._pair_count = 0
         # Sorted once, because each row group is searched in it.
         self._settled_due = np.sort(snapshot.settled.due_ms)
 
     def run(self) -> tuple[Int64Array, Int64Array]:
-        """Return pairs of topic and bucket, ascending, and the number of messages due in each. Raise OverLimit."""
+        """Count log and table. The result has the pairs of topic and bucket, ascending, and their numbers of messages.
+
+        Raise OverLimit if there are too many pairs.
+        """
         self._count_log(self._reader)
         window = self._window
         for entry in self._snapshot.entries:
             # Other files have no pending scheduled message in the window.
             if self._snapshot.first_ms(entry) < window.to_ms and entry.max_due_ms >= window.from_ms:
                 self._count_file(self._open_file(entry))
-        # Decoded data counts as the broker's memory until the allocators return it to the system.
-        found = self._joined()
+        # Freed memory counts as the broker's until the allocators return it to the system.
+        result = self._merge_pairs()
         give_back()
-        return found
+        return result
 
     # -- the log -------------------------------------------------------------------------------------------------
 
     def _count_log(self, reader: LogReader) -> None:
-        begin = max(self._snapshot.from_seq, reader.first_seq)
-        again = []
-        for rows in scan(reader, self._snapshot, begin, self._codes):
-            # A scheduled message is counted at the row that set its due time. If that row has left the log, or was
-            # compacted into the table, the rows that write the scheduled message again are counted instead, once for
-            # each scheduled message.
+        """Count the messages of the log, each once, although it may have several rows."""
+        begin_seq = max(self._snapshot.from_seq, reader.first_seq)
+        repeated = []
+        for rows in scan(reader, self._snapshot, begin_seq, self._codes):
+            # A message is counted at the row that set its due time. If that row has left the log, or was compacted into
+            # the table, the message is counted once at the rows that wrote it again.
             is_first = rows.row_seq == rows.seq
-            first_kept = np.where(rows.is_level, begin, max(begin, self._snapshot.watermark))
-            if others := rows.part(~is_first & (rows.seq < first_kept)):
-                again.append(others)
-            self._add_waiting(rows.due_ms[is_first], rows.seq[is_first], rows.topic[is_first])
-        if again:
-            rows = type(again[0]).joined(again).sorted()
-            self._add_waiting(rows.due_ms, rows.seq, rows.topic)
+            first_kept = np.where(rows.is_level, begin_seq, max(begin_seq, self._snapshot.watermark))
+            if rewritten := rows.part(~is_first & (rows.seq < first_kept)):
+                repeated.append(rewritten)
+            self._add_pending(rows.due_ms[is_first], rows.seq[is_first], rows.topic[is_first])
+        if repeated:
+            rows = type(repeated[0]).joined(repeated).sorted()
+            self._add_pending(rows.due_ms, rows.seq, rows.topic)
 
     # -- the table -----------------------------------------------------------------------------------------------
 
     def _count_file(self, file: DataFile) -> None:
+        """Count the messages of a data file. Reads as few columns of each row group as possible."""
         window = self._window
         for group in file.groups_between((window.from_ms, 0), (window.to_ms, 0)):
-            low_ms, high_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
+            first_ms, last_ms = int(file.group_min_ms[group]), int(file.group_max_ms[group])
             # Older files have no statistics of topics, so their columns are read.
-            span = file.group_topics(group)
-            if self._may_be_settled(low_ms, high_ms):
+            topic_range = file.group_topics(group)
+            if self._may_be_settled(first_ms, last_ms):
                 rows = file.read_group(group, ["due_ms", "seq", "topic"])
                 due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
-                self._add_waiting(due_ms, seq, self._encode(rows))
-            elif span is not None and span[0] == span[1]:
-                code = int(self._codes.encode(pa.array([span[0]]))[0])
-                bucket, is_within = self._bucket(low_ms), low_ms >= window.from_ms and high_ms < window.to_ms
-                if is_within and bucket == self._bucket(high_ms):
-                    self._add(np.array([code * window.buckets + bucket]), np.array([file.group_rows(group)]))
+                self._add_pending(due_ms, seq, self._encode_topics(rows))
+            elif topic_range is not None and topic_range[0] == topic_range[1]:
+                code = int(self._codes.encode(pa.array([topic_range[0]]))[0])
+                first_bucket, is_in_window = (
+                    self._bucket_of(first_ms),
+                    first_ms >= window.from_ms and last_ms < window.to_ms,
+                )
+                if is_in_window and first_bucket == self._bucket_of(last_ms):
+                    self._add(
+                        np.array([code * window.buckets + first_bucket]), np.array([file.group_rows(group)])
+                    )
                 else:
                     self._add_sorted(file.read_group(group, ["due_ms"]).column("due_ms").to_numpy(), code)
             else:
                 rows = file.read_group(group, ["due_ms", "topic"])
-                self._add_rows(rows.column("due_ms").to_numpy(), self._encode(rows))
+                self._add_rows(rows.column("due_ms").to_numpy(), self._encode_topics(rows))
 
-    def _may_be_settled(self, low_ms: int, high_ms: int) -> bool:
-        """Return whether a scheduled message due in this span may be settled or held."""
+    def _may_be_settled(self, first_ms: int, last_ms: int) -> bool:
+        """Check whether a scheduled message due in this span may be settled or held."""
         snapshot = self._snapshot
-        if low_ms < snapshot.settled.before_ms or len(snapshot.holds):
+        if first_ms < snapshot.settled.before_ms or len(snapshot.holds):
             return True
-        begin, end = np.searchsorted(self._settled_due, [low_ms, high_ms + 1])
+        begin, end = np.searchsorted(self._settled_due, [first_ms, last_ms + 1])
         return bool(end > begin)
 
-    def _encode(self, rows: pa.Table) -> Codes:
+    def _encode_topics(self, rows: pa.Table) -> Codes:
         return self._codes.encode(rows.column("topic").combine_chunks())
 
     # -- sums ----------------------------------------------------------------------------------------------------
 
-    def _bucket(self, due_ms: int) -> int:
+    def _bucket_of(self, due_ms: int) -> int:
         return (due_ms - self._window.from_ms) // self._window.width_ms
 
-    def _add_waiting(self, due_ms: Int64Array, seq: Int64Array, topic: Codes) -> None:
-        """Add those of these scheduled messages that are pending and not held."""
-        keep = (due_ms >= self._window.from_ms) & (due_ms < self._window.to_ms)
-        if not keep.any():
+    def _add_pending(self, due_ms: Int64Array, seq: Int64Array, topics: Codes) -> None:
+        """Add the messages in the window that are pending and not held. The arguments are parallel columns."""
+        is_counted = (due_ms >= self._window.from_ms) & (due_ms < self._window.to_ms)
+        if not is_counted.any():
             return
-        due_ms, seq, topic = due_ms[keep], seq[keep], topic[keep]
+        due_ms, seq, topics = due_ms[is_counted], seq[is_counted], topics[is_counted]
         # Checked only for the rows in the window, because these checks are the expensive part.
-        keep = self._snapshot.waits(due_ms, seq) & ~self._snapshot.holds.contains(due_ms, seq)
-        self._add_rows(due_ms[keep], topic[keep])
+        is_counted = self._snapshot.waits(due_ms, seq) & ~self._snapshot.holds.contains(due_ms, seq)
+        self._add_rows(due_ms[is_counted], topics[is_counted])
 
-    def _add_rows(self, due_ms: Int64Array, topic: Codes) -> None:
+    def _add_rows(self, due_ms: Int64Array, topics: Codes) -> None:
+        """Add pending messages (parallel columns). Messages outside the window are ignored."""
         window = self._window
-        inside = (due_ms >= window.from_ms) & (due_ms < window.to_ms)
-        if not inside.all():
-            due_ms, topic = due_ms[inside], topic[inside]
-        pairs = topic.astype(np.int64) * window.buckets + (due_ms - window.from_ms) // window.width_ms
+        in_window = (due_ms >= window.from_ms) & (due_ms < window.to_ms)
+        if not in_window.all():
+            due_ms, topics = due_ms[in_window], topics[in_window]
+        pairs = topics.astype(np.int64) * window.buckets + (due_ms - window.from_ms) // window.width_ms
         self._add(*np.unique(pairs, return_counts=True))
 
     def _add_sorted(self, due_ms: Int64Array, code: int) -> None:
-        """Add rows of one topic, sorted by due time: each bucket is a range of them."""
+        """Add messages of one topic, sorted by due time.
+
+        Each bucket is a range of them, so a search per bucket suffices.
+        """
         window = self._window
-        low, high = (min(max(self._bucket(int(ms)), 0), window.buckets - 1) for ms in (due_ms[0], due_ms[-1]))
-        buckets = np.arange(low, high + 2)
-        ends = np.searchsorted(due_ms, window.from_ms + buckets * window.width_ms)
-        due = np.diff(ends)
-        some = np.flatnonzero(due)
-        self._add(code * window.buckets + buckets[some], due[some])
+        first_bucket, last_bucket = (
+            min(max(self._bucket_of(int(ms)), 0), window.buckets - 1) for ms in (due_ms[0], due_ms[-1])
+        )
+        buckets = np.arange(first_bucket, last_bucket + 2)
+        bucket_starts = np.searchsorted(due_ms, window.from_ms + buckets * window.width_ms)
+        bucket_counts = np.diff(bucket_starts)
+        non_empty = np.flatnonzero(bucket_counts)
+        self._add(code * window.buckets + buckets[non_empty], bucket_counts[non_empty])
 
-    def _add(self, pairs: Int64Array, due: Int64Array) -> None:
+    def _add(self, pairs: Int64Array, counts: Int64Array) -> None:
+        """Add the number of messages of each pair. Raise OverLimit if there are too many pairs."""
         self._pairs.append(pairs)
-        self._due.append(due.astype(np.int64))
-        # The bound is on pairs and not on messages: ten million messages of one minute are one pair.
-        self._size += len(pairs)
-        # Joining is a sort, so it is done only when the pairs have doubled.
-        if self._size > 2 * PAIRS_MAX:
-            joined = self._joined()
-            if len(joined[0]) > PAIRS_MAX:
+        self._due_counts.append(counts.astype(np.int64))
+        # The memory depends on the pairs, not on the messages: ten million messages of one minute are one pair.
+        self._pair_count += len(pairs)
+        # A merge sorts all pairs, so it runs only when their number has doubled.
+        if self._pair_count > 2 * PAIRS_MAX:
+            merged = self._merge_pairs()
+            if len(merged[0]) > PAIRS_MAX:
                 raise OverLimit(
-                    f"more than {PAIRS_MAX} topics with a bucket each: ask for longer buckets, or a shorter window"
+                    f"more than {PAIRS_MAX} pairs of topic and bucket: ask for longer buckets, or a shorter window"
                 )
-            self._pairs, self._due, self._size = [joined[0]], [joined[1]], len(joined[0])
+            self._pairs, self._due_counts, self._pair_count = [merged[0]], [merged[1]], len(merged[0])
 
-    def _joined(self) -> tuple[Int64Array, Int64Array]:
-        none: Int64Array = np.empty(0, np.int64)
-        pairs, where = np.unique(np.concatenate([none, *self._pairs]), return_inverse=True)
-        due = np.bincount(where, np.concatenate([none, *self._due]), minlength=len(pairs))
-        return pairs, due.astype(np.int64)
+    def _merge_pairs(self) -> tuple[Int64Array, Int64Array]:
+        """Sort the pairs and sum the numbers of equal pairs."""
+        empty: Int64Array = np.empty(0, np.int64)
+        pairs, pair_index = np.unique(np.concatenate([empty, *self._pairs]), return_inverse=True)
+        counts = np.bincount(pair_index, np.concatenate([empty, *self._due_counts]), minlength=len(pairs))
+        return pairs, counts.astype(np.int64)

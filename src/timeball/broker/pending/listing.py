@@ -1,9 +1,9 @@
 """A page of the pending messages, by due time.
 
-Messages with the same due time are in the order in which they got it. A page shows the state at one moment. A message
-that is moved between two pages may be in both or in neither, and one that is not moved is in exactly one. The work for
-a page is bounded. So it may have fewer messages than requested, or none, and still contain the position of the next
-page.
+Messages with the same due time are sorted by version, the order in which they got this due time. A page shows the state
+at one moment. A message that is rescheduled between two pages may be in both or in neither. Any other message is in
+exactly one page. The work for a page is bounded. So a page may have fewer messages than requested, or none, and still
+name a next page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from timeball.broker.pending.table_walk import TableWalk
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.scheduled_lookup import Candidate, Names, pairs, read
+from timeball.broker.revoking.scheduled_lookup import (
+    Candidate,
+    Names,
+    due_version_columns,
+    read_scheduled_rows,
+)
 from timeball.io.threads import Threads, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
@@ -36,13 +41,13 @@ from timeball.schedule.delay_levels.levels import restored
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.key_index import TableKeys
 
-LOOK_ROWS = 65_536  # rows of the log examined for one page
+LOOK_ROWS = 65_536  # scheduled messages of the log that are examined for one page
 KEPT_S = 60.0  # how long the sorted scheduled messages of the log are kept after a page
 _SHOWN = ["due_ms", "seq", "number", "topic", "unique_key", "keys", "tag", "body"]
 
 
-# For a lookup of campaigns by number: the first numbers of ranges, their ends, and the names of the campaigns.
-Ranges = tuple[Int64Array, Int64Array, list[str]]
+# The ranges of all campaigns, sorted: first numbers, end numbers (exclusive), names of the campaigns.
+CampaignRanges = tuple[Int64Array, Int64Array, list[str]]
 
 
 class Listing:
@@ -65,138 +70,160 @@ class Listing:
         self._file_keys, self._threads = file_keys, threads
         self._codes = TopicCodes()
         self._tail = LogTail(reader, self._codes)
-        self._forgetting: asyncio.TimerHandle | None = None
+        self._forget_timer: asyncio.TimerHandle | None = None
 
-    async def page(self, wanted: Wanted, caller: Caller = ANONYMOUS) -> Page:
-        """Return a page of pending messages of topics that the caller may see. Raise Forbidden, NotFound, OutOfRange.
+    async def page(self, request: Wanted, caller: Caller = ANONYMOUS) -> Page:
+        """Read a page of pending messages of topics that the caller may see. Raise Forbidden, NotFound, OutOfRange.
 
-        Also raise Unavailable when the rows moved twice during the read.
+        Also raise Unavailable if retention removed rows twice during the read.
         """
-        if not 1 <= wanted.rows <= limits.LISTED_ROWS_MAX:
-            raise OutOfRange(f"{wanted.rows} messages in a page: 1 to {limits.LISTED_ROWS_MAX}")
-        self._policy.allow(caller, Verb.LOOK, topic=wanted.topic)
-        key = wanted.key
-        found = await (
-            self._by_position(wanted, caller) if key is None else self._with_key(wanted, key, caller)
+        if not 1 <= request.rows <= limits.LISTED_ROWS_MAX:
+            raise OutOfRange(f"{request.rows} messages in a page: 1 to {limits.LISTED_ROWS_MAX}")
+        self._policy.allow(caller, Verb.LOOK, topic=request.topic)
+        key = request.key
+        page = await (
+            self._page_by_position(request, caller)
+            if key is None
+            else self._page_by_key(request, key, caller)
         )
-        # Only the first page checks whether the topic is known. A later page may be empty.
-        is_first = wanted.after is None
-        has_messages = bool(found.messages) or found.next_page is not None or not is_first
-        self._policy.check_known(wanted.topic, has_messages=has_messages)
-        return found
+        # Only for the first page: a topic without pending messages must be known. A later page may be empty.
+        is_first = request.after is None
+        has_messages = bool(page.messages) or page.next_page is not None or not is_first
+        self._policy.check_known(request.topic, has_messages=has_messages)
+        return page
 
     # -- by position ---------------------------------------------------------------------------------------------
 
-    async def _by_position(self, wanted: Wanted, caller: Caller) -> Page:
+    async def _page_by_position(self, request: Wanted, caller: Caller) -> Page:
+        """Read a page in the order of due times. Raise Unavailable after two attempts."""
         may = partial(self._policy.allows, caller, Verb.LOOK)
         background = self._threads.background
         try:
-            # The second attempt has a new snapshot, taken after retention has removed the rows.
+            # A second attempt uses a new snapshot, taken after retention removed the rows.
             for _ in range(2):
                 async with self._snapshots.taken() as snapshot:
                     try:
-                        return await in_thread(background, self._page, snapshot, wanted, may, self._ranges())
+                        return await in_thread(
+                            background, self._read_page, snapshot, request, may, self._campaign_ranges()
+                        )
                     except OutOfRange:
-                        # Retention has removed a row since the snapshot: its scheduled message is settled, or in a
-                        # file.
+                        # Retention has removed a row since the snapshot, so its message is settled or in a file.
                         continue
         finally:
             # Also after an error, because the sorted scheduled messages take memory.
             self._forget_later()
-        raise Unavailable("what waits has moved while it was read; ask again")
+        raise Unavailable("retention removed rows twice during the read; ask again")
 
-    def _page(self, snapshot: Snapshot, wanted: Wanted, may: Callable[..., bool], ranges: Ranges) -> Page:
-        keep = Shown(self._codes, wanted.topic, may)
-        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, wanted.topic)
-        logged, logged_upto = self._tail.after(snapshot, wanted.low, wanted.high, LOOK_ROWS)
-        logged = logged.part(keep(logged.topic))
-        filed, filed_upto = walk.after(wanted.low, wanted.high, wanted.rows, keep)
-        upto = min(logged_upto, filed_upto)
-        due_ms = np.concatenate((logged.due_ms, filed.due_ms))
-        seq = np.concatenate((logged.seq, filed.seq))
-        # After `upto` one of the two sources may have more scheduled messages, so those of the other are left for the
-        # next page.
+    def _read_page(
+        self, snapshot: Snapshot, request: Wanted, may: Callable[..., bool], ranges: CampaignRanges
+    ) -> Page:
+        shown = Shown(self._codes, request.topic, may)
+        walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, request.topic)
+        in_log, log_upto = self._tail.after(snapshot, request.low, request.high, LOOK_ROWS)
+        in_log = in_log.part(shown(in_log.topic))
+        in_files, files_upto = walk.after(request.low, request.high, request.rows, shown)
+        upto = min(log_upto, files_upto)
+        due_ms = np.concatenate((in_log.due_ms, in_files.due_ms))
+        seq = np.concatenate((in_log.seq, in_files.seq))
+        # Each source is complete only up to its own position. Later messages are left for the next page.
         order = np.lexsort((seq, due_ms))
         order = order[(due_ms[order] < upto[0]) | ((due_ms[order] == upto[0]) & (seq[order] < upto[1]))]
-        chosen = order[: wanted.rows]
+        chosen = order[: request.rows]
         if len(order) > len(chosen):
             last = chosen[-1]
             upto = int(due_ms[last]), int(seq[last]) + 1
         # Bodies and names are read only for the chosen scheduled messages.
-        in_log = chosen[chosen < len(logged)]
-        in_table = chosen[chosen >= len(logged)] - len(logged)
-        rows = [*self._read_log(logged.part(in_log))]
-        if len(in_table):
-            rows.append(walk.rows_of(filed.part(in_table), _SHOWN))
+        log_rows = chosen[chosen < len(in_log)]
+        file_rows = chosen[chosen >= len(in_log)] - len(in_log)
+        rows = [*self._read_log(in_log.part(log_rows))]
+        if len(file_rows):
+            rows.append(walk.rows_of(in_files.part(file_rows), _SHOWN))
         messages = _messages(rows, ranges)
-        return Page(messages, None if upto >= wanted.high else upto)
+        return Page(messages, None if upto >= request.high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
-        """Read the columns that a page shows, in the form of the table's rows."""
-        parts = []
+        """Read the columns `_SHOWN` of these rows of the log, in the form of the table's rows."""
+        tables = []
         for is_level in (False, True):
-            part = logged.part(logged.is_level == is_level)
-            if not len(part):
+            selected = logged.part(logged.is_level == is_level)
+            if not len(selected):
                 continue
-            rows = self._reader.read_rows(part.row_seq)
+            rows = self._reader.read_rows(selected.row_seq)
             rows = restored(rows) if is_level else rows
-            # A row that writes a scheduled message again contains its number.
+            # A MOVED row contains the message's number in `source_seq`.
             number = pc.if_else(
-                pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), part.row_seq
+                pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), selected.row_seq
             )
-            changed = {"due_ms": pa.array(part.due_ms), "seq": pa.array(part.seq), "number": number}
-            parts.append(
-                pa.table({name: changed[name] if name in changed else rows.column(name) for name in _SHOWN})
+            replaced_columns = {
+                "due_ms": pa.array(selected.due_ms),
+                "seq": pa.array(selected.seq),
+                "number": number,
+            }
+            tables.append(
+                pa.table(
+                    {
+                        name: replaced_columns[name] if name in replaced_columns else rows.column(name)
+                        for name in _SHOWN
+                    }
+                )
             )
-        return parts
+        return tables
 
-    def _ranges(self) -> Ranges:
-        found = sorted(
+    def _campaign_ranges(self) -> CampaignRanges:
+        """Collect the ranges of all campaigns, sorted by their first numbers."""
+        ranges = sorted(
             (first_seq, first_seq + rows, name)
             for name, facts in self._campaigns.all().items()
             for first_seq, rows in facts.ranges
         )
-        first = np.array([one[0] for one in found], np.int64)
-        return first, np.array([one[1] for one in found], np.int64), [one[2] for one in found]
+        first_seqs = np.array([entry[0] for entry in ranges], np.int64)
+        return first_seqs, np.array([entry[1] for entry in ranges], np.int64), [entry[2] for entry in ranges]
 
     def _forget_later(self) -> None:
-        if self._forgetting is not None:
-            self._forgetting.cancel()
+        """Free the memory of the sorted log if no other page is read for KEPT_S seconds."""
+        if self._forget_timer is not None:
+            self._forget_timer.cancel()
         loop = asyncio.get_running_loop()
-        self._forgetting = loop.call_later(
+        self._forget_timer = loop.call_later(
             KEPT_S, lambda: loop.run_in_executor(self._threads.background, self._tail.forget)
         )
 
     # -- by key --------------------------------------------------------------------------------------------------
 
-    async def _with_key(self, wanted: Wanted, key: str, caller: Caller) -> Page:
-        """Return a page of pending messages with this key, found by the key index."""
+    async def _page_by_key(self, request: Wanted, key: str, caller: Caller) -> Page:
+        """Read a page of pending messages with this key, found by the key index."""
         # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
-        names = Names(keys=[key], topic=wanted.topic, may=self._policy.visible(caller))
-        found = await self._look_ups.look_up(names)
-        low, high = wanted.low, wanted.high
+        names = Names(keys=[key], topic=request.topic, may=self._policy.visible(caller))
+        lookup = await self._look_ups.look_up(names)
+        begin, end = request.low, request.high
         candidates = sorted(
             (
                 c
-                for c in found.candidates
-                if c.number not in found.settled and low <= (c.due_ms, c.seq) < high
+                for c in lookup.candidates
+                if c.number not in lookup.settled and begin <= (c.due_ms, c.seq) < end
             ),
             key=lambda c: (c.due_ms, c.seq),
         )
-        # After the lookup, on the event loop: a release on its way to the disk has no row in the log yet.
-        waits = self._scheduling.outcomes.waits(*pairs(candidates)).tolist() if candidates else []
-        candidates = [c for c, does in zip(candidates, waits, strict=True) if does]
-        chosen = candidates[: wanted.rows]
-        messages = await in_thread(self._threads.files, self._read_candidates, chosen, self._ranges())
-        # The lookup is complete, so more candidates are the only reason for another page.
+        # Checked after the lookup on the event loop, because a release that has begun may have no row in the log yet.
+        are_pending = (
+            self._scheduling.outcomes.waits(*due_version_columns(candidates)).tolist() if candidates else []
+        )
+        candidates = [c for c, is_pending in zip(candidates, are_pending, strict=True) if is_pending]
+        chosen = candidates[: request.rows]
+        messages = await in_thread(
+            self._threads.files, self._read_candidates, chosen, self._campaign_ranges()
+        )
+        # The lookup finds all messages with the key, so there is a next page only if it has more candidates.
         is_last = len(candidates) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
-    def _read_candidates(self, chosen: list[Candidate], ranges: Ranges) -> list[Waiting]:
-        rows = read(self._reader, self._file_keys, self._scheduling.hour_log.pending.live, chosen)
-        # A scheduled message whose row has left log and table since then is settled, and left out of the page.
+    def _read_candidates(self, chosen: list[Candidate], ranges: CampaignRanges) -> list[Waiting]:
+        rows = read_scheduled_rows(
+            self._reader, self._file_keys, self._scheduling.hour_log.pending.live, chosen
+        )
+        # A message whose row has left log and table since the lookup is settled. It is left out of the page.
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
-        names = _campaigns(np.array([c.number for c in chosen], np.int64), ranges)
+        names = _find_campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [
             Waiting(
                 c.number, c.topic, c.due_ms, c.unique_key, c.keys,
@@ -207,30 +234,30 @@ class Listing:
 
 
 class Shown:
-    """Decides which topics a page may show, by their codes. It checks each topic once."""
+    """Maps topic codes to whether a page may show the topic. Checks each topic once."""
 
     def __init__(self, codes: TopicCodes, topic: str | None, may: Callable[..., bool]) -> None:
         self._codes, self._topic, self._may = codes, topic, may
-        self._known = np.empty(0, np.bool_)
+        self._is_shown = np.empty(0, np.bool_)
 
     def __call__(self, codes: Codes) -> Bools:
-        # A walk finds new topics as it proceeds.
-        fresh = self._codes.names[len(self._known) :]
-        if fresh:
-            shown = [is_shown(name, self._topic) and self._may(topic=name) for name in fresh]
-            self._known = np.concatenate((self._known, np.array(shown, np.bool_)))
-        return self._known[codes] if len(codes) else np.empty(0, np.bool_)
+        # A walk through the table assigns new codes as it proceeds.
+        new_names = self._codes.names[len(self._is_shown) :]
+        if new_names:
+            shown = [is_shown(name, self._topic) and self._may(topic=name) for name in new_names]
+            self._is_shown = np.concatenate((self._is_shown, np.array(shown, np.bool_)))
+        return self._is_shown[codes] if len(codes) else np.empty(0, np.bool_)
 
 
-def _messages(tables: list[pa.Table], ranges: Ranges) -> list[Waiting]:
+def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[Waiting]:
     rows: list[dict[str, Any]] = []
     for table in tables:
         size = pc.fill_null(pc.binary_length(table.column("body")), 0)
         rows += table.drop_columns(["body"]).append_column("size_bytes", size).to_pylist()
-    # Rows of log and table come one after the other.
+    # Merge the rows of log and table.
     rows.sort(key=lambda row: (row["due_ms"], row["seq"]))
     numbers = [row["seq"] if row["number"] is None else row["number"] for row in rows]
-    names = _campaigns(np.array(numbers, np.int64), ranges)
+    names = _find_campaigns(np.array(numbers, np.int64), ranges)
     return [
         Waiting(
             number, row["topic"], row["due_ms"], row["unique_key"], row["keys"], row["tag"],
@@ -240,12 +267,15 @@ def _messages(tables: list[pa.Table], ranges: Ranges) -> list[Waiting]:
     ]  # fmt: skip
 
 
-def _campaigns(number: Int64Array, ranges: Ranges) -> list[str | None]:
-    """Return the campaign of each of these numbers, with None for messages of no campaign."""
-    first, end, names = ranges
-    if not len(first):
-        return [None] * len(number)
+def _find_campaigns(numbers: Int64Array, ranges: CampaignRanges) -> list[str | None]:
+    """Find the campaign of each of these messages by number. None for messages without a campaign."""
+    first_seqs, end_seqs, names = ranges
+    if not len(first_seqs):
+        return [None] * len(numbers)
     # The ranges are disjoint and sorted, so only the last one that begins at or before the number can contain it.
-    at = np.searchsorted(first, number, side="right") - 1
-    is_in = (at >= 0) & (number < end[at])
-    return [names[one] if inside else None for one, inside in zip(at.tolist(), is_in.tolist(), strict=True)]
+    range_index = np.searchsorted(first_seqs, numbers, side="right") - 1
+    is_inside = (range_index >= 0) & (numbers < end_seqs[range_index])
+    return [
+        names[index] if is_member else None
+        for index, is_member in zip(range_index.tolist(), is_inside.tolist(), strict=True)
+    ]

@@ -12,7 +12,7 @@ LAST: Position = (1 << 62, 0)
 
 
 class Waiting(NamedTuple):
-    """A pending message. `seq`: the number by which it may be cancelled."""
+    """A pending message, as a page shows it. `seq` is its number, by which it may be cancelled."""
 
     seq: int
     topic: str
@@ -37,13 +37,13 @@ class Wanted:
 
     @property
     def low(self) -> Position:
-        """The first position that may be shown."""
+        """The first position of the page."""
         low = FIRST if self.from_ms is None else (self.from_ms, 0)
         return low if self.after is None else max(low, self.after)
 
     @property
     def high(self) -> Position:
-        """The position after the last one that may be shown."""
+        """The end of the requested positions (exclusive)."""
         return LAST if self.to_ms is None else (self.to_ms, 0)
 
 
@@ -56,7 +56,10 @@ class Page(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """The messages due in each bucket that has some, as (its first time, number), and the total of each topic."""
+    """The answer of a forecast: messages per bucket, as (begin of the bucket in ms, number), and per topic.
+
+    Empty buckets are left out.
+    """
 
     by: Unit  # the width of a bucket
     from_ms: int

@@ -1,13 +1,14 @@
 """The pending scheduled messages at one time, for every strategy: rows of the log and of the table, and settled pairs.
 
-    in the log     scheduled messages from the watermark on that have not been moved to the table; those of delay
-    levels, older
-                   ones too. A strategy with files of its own keeps its scheduled messages' rows in the log as well
-    in the table   scheduled messages in its files
-    settled        the mark of the schedule and the pairs that it does not cover (schedule/outcomes.py)
+    in the log     scheduled messages from the watermark on, which were not moved to the table. Messages of delay levels
+                   are always in the log, also before the watermark. A strategy with its own files keeps the rows of its
+                   messages in the log, too
+    in the table   scheduled messages in the data files
+    settled        the mark of the schedule, and pairs (due time, version) that the mark does not cover
+                   (schedule/outcomes.py)
 
-The snapshot is taken on the event loop without an await, and between two attaches, so that all three are from the same
-time: a scheduled message that an attach moves from the log to the table is in one of them.
+A snapshot is taken on the event loop without an await, and between two attaches. So all three belong to the same time,
+and a message that an attach moves from the log to the table is in exactly one of them.
 """
 
 from __future__ import annotations
@@ -37,35 +38,37 @@ class Snapshot:
     """The scheduled messages that are pending at `now_ms`. Its methods may be called in any thread."""
 
     now_ms: int
-    from_seq: int  # no row of the log before it is pending
+    from_seq: int  # rows of the log before it contain no pending message
     watermark: int  # earlier rows, except those of delay levels, are in the table
-    to_seq: int
+    to_seq: int  # end of the log
     settled: Settled
     holds: Holds
-    entries: list[FileEntry]
+    entries: list[FileEntry]  # the files of the table
 
     @cached_property
     def settled_seq(self) -> Int64Array:
-        """The numbers of the settled pairs, sorted on demand: there may be a million, too many for the event loop."""
+        """The versions of the settled pairs, sorted.
+
+        Sorted at the first use, in another thread, because a million of them would block the event loop.
+        """
         return np.sort(self.settled.seq)
 
     def waits(self, due_ms: Int64Array, seq: Int64Array) -> Bools:
-        """Return which of these scheduled messages are not settled."""
-        done = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
-        # Checked only for scheduled messages before the mark: usually there are none, because files contain no past
-        # scheduled messages.
-        if done.any() and len(self.holds):
-            done &= ~self.holds.contains(due_ms, seq)
+        """Check which of these scheduled messages (columns) are pending."""
+        is_settled = (due_ms < self.settled.before_ms) & ~self.settled.may_wait(seq)
+        # Only messages due before the mark may be held. Usually there are none.
+        if is_settled.any() and len(self.holds):
+            is_settled &= ~self.holds.contains(due_ms, seq)
         if len(self.settled_seq):
-            # By number only, because a version has one due time.
-            at = np.minimum(np.searchsorted(self.settled_seq, seq), len(self.settled_seq) - 1)
-            done |= self.settled_seq[at] == seq
-        return np.asarray(~done)
+            # Compare versions only, because a version has exactly one due time.
+            index = np.minimum(np.searchsorted(self.settled_seq, seq), len(self.settled_seq) - 1)
+            is_settled |= self.settled_seq[index] == seq
+        return np.asarray(~is_settled)
 
     def first_ms(self, entry: FileEntry) -> int:
-        """Return a due time before which this file contains no pending scheduled message."""
-        # Held rows may be pending before the mark, and it is not worthwhile to find out which files contain some.
-        if len(self.holds) or self.settled.may_touch(entry.min_seq, entry.max_seq):
+        """Find a due time before which this file contains no pending scheduled message."""
+        # Held messages may be pending before the mark. To find out which files contain some is not worthwhile.
+        if len(self.holds) or self.settled.may_be_pending_in(entry.min_seq, entry.max_seq):
             return entry.min_due_ms
         return max(entry.min_due_ms, self.settled.before_ms)
 
@@ -89,18 +92,18 @@ class Snapshots:
 
     @asynccontextmanager
     async def taken(self) -> AsyncIterator[Snapshot]:
-        """Yield a snapshot. Its files are kept until the end of the block."""
+        """Take a snapshot. Its files are not deleted before the end of the block."""
         scheduling = self._scheduling
-        # During a change of the table, some scheduled messages are in neither place.
+        # During a change of the table, some messages may be neither in the tail of the log nor in the listed files.
         async with self._attaching:
             watermark = self._attach_state.watermark
             settled, entries = scheduling.scheduler.settled(), scheduling.hour_log.pending.live_entries()
-            needed = scheduling.scheduler.needed_seq()
-            first = [watermark] if scheduling.compacts else []
-            first += [] if needed is None else [needed]
+            needed_seq = scheduling.scheduler.needed_seq()
+            from_seqs = [watermark] if scheduling.compacts else []
+            from_seqs += [] if needed_seq is None else [needed_seq]
             to_seq = self._reader.next_seq
             snapshot = Snapshot(
-                self._clock.now_ms(), min([*first, to_seq]), watermark, to_seq, settled, scheduling.outcomes.holds,
+                self._clock.now_ms(), min([*from_seqs, to_seq]), watermark, to_seq, settled, scheduling.outcomes.holds,
                 entries,
             )  # fmt: skip
         with self._pending_table.catalog.keeping(entry.path for entry in entries):
@@ -111,6 +114,10 @@ class Snapshots:
         return DataFile(self._pending_table.data_files, entry)
 
 
-def is_shown(topic: str, asked: str | None) -> bool:
-    """Return whether messages for a topic are shown: copies on their way back only if their topic was requested."""
-    return topic == asked if asked is not None else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
+def is_shown(topic: str, requested_topic: str | None) -> bool:
+    """Check whether a page may show a topic. Retry and dead-letter topics are shown only if they were requested."""
+    return (
+        topic == requested_topic
+        if requested_topic is not None
+        else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
+    )

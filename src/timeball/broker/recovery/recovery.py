@@ -1,7 +1,7 @@
 """Rebuild all caches from the log, beginning at the checkpoint, at the last snapshot, or at the first row.
 
-Below, "the checkpoint" means the one of these starting points that a start uses. A snapshot states the
-same in a row of the log. *Settled* means released or cancelled.
+Below, "the checkpoint" means the starting point that a start uses. A snapshot is a row of the log with the same content
+as a checkpoint. *Settled* means released or cancelled.
 
     1. The checkpoint contains the state at sequence number C. The files of the queue index contain the positions of
        the messages before C. If the files are damaged or missing, these entries are rebuilt from the log.
@@ -9,17 +9,16 @@ same in a row of the log. *Settled* means released or cancelled.
        scheduled messages, TABLE rows into the state of attaches and reservations.
     3. The live data files are those of the checkpoint, changed by the attaches from C on. Each file must exist. The
        Delta table is a cache of this list. It is updated to match, or created again.
-    4. Scheduled messages from the watermark W on that are not settled are the pending messages of the tail, each at the
-    last of
-       its rows. If a strategy has its own files and they match the checkpoint, only scheduled messages from C on are
-       needed.
-    5. A release or cancel record settles a scheduled message wherever it is pending, also in the queue of a delay
-    level. 6. The tick continues from the checkpoint's, with every release record of a message with a due time since. 7.
-    A MOVED row to another due time settles the version that it names, and is the newest version of its scheduled
-    message. 8. Scheduled messages without a due time (half messages) in the checkpoint's list and from C on are open,
-    unless a row from
-       C on names them.
-    9. The number of pending messages and the leases in the log are the checkpoint's, changed by the rows from C on.
+    4. The pending messages of the log's tail are the scheduled messages from the watermark W on that are not settled.
+       Each is represented by the last of its rows. If a strategy has its own files and they match the checkpoint, only
+       scheduled messages from C on are needed.
+    5. A RELEASE or CANCEL row settles a scheduled message wherever it is pending, also in the queue of a delay level.
+    6. The release cursor continues from the checkpoint's value, with every RELEASE row of a message with a due time.
+    7. A MOVED row to another due time settles the version that it names, and is the newest version of its message.
+    8. Half messages (scheduled messages without a due time) in the checkpoint's list and from C on are open, unless a
+       row from C on names them.
+    9. The number of pending messages and the leases in the log are those of the checkpoint, changed by the rows from C
+       on.
 
 Invariant: the same log gives the same state, however often a recovery was interrupted.
 """
@@ -39,21 +38,23 @@ from timeball.model.errors import Corrupt
 _EMPTY = np.empty(0, np.int64)
 
 
-def newest_known(
+def newest_starting_point(
     checkpoint: cp.Checkpoint | None, segments: Segments, to_seq: int | None = None
 ) -> cp.Checkpoint:
-    """Find the starting point as `starting_point` does, but also if the log lacks rows that it needs."""
+    """Choose the checkpoint if the log has the rows that it needs, else the last snapshot, else an empty state.
+
+    The log may lack rows that the result needs. `starting_point` refuses that.
+    """
     if checkpoint is not None and not lacks_rows(checkpoint, segments):
         return checkpoint
-    # If the log lacks rows that the checkpoint needs, retention has shortened it since. Then the snapshot contains more
-    # than the checkpoint.
-    # Without a snapshot, recovery replays the log from its first row.
+    # Retention has removed rows that the checkpoint needs. It does so only after a later snapshot. Without a snapshot,
+    # recovery replays the log from its first row.
     return last_snapshot(segments, to_seq) or cp.Checkpoint(cp.Facts(seq=1), _EMPTY, _EMPTY)
 
 
-def lacks_rows(known: cp.Checkpoint, segments: Segments) -> bool:
-    """Check whether the log begins after rows that this starting point needs."""
-    return segments.first_seq > known.facts.log_from_seq
+def lacks_rows(start: cp.Checkpoint, segments: Segments) -> bool:
+    """Check whether the log no longer has rows that this starting point needs."""
+    return segments.first_seq > start.facts.log_from_seq
 
 
 def starting_point(
@@ -61,24 +62,24 @@ def starting_point(
 ) -> cp.Checkpoint:
     """Choose the starting point: the checkpoint if it fits the log, else the last snapshot, else an empty state.
 
-    Only rows below `to_seq` are committed. A snapshot after it may still be cut off the log, so it is not used. Raises
-    Corrupt if the log lacks rows that retention has not removed.
+    Only rows below `to_seq` are committed. A later snapshot may still be truncated from a replicated log, so it is not
+    used. Raises Corrupt if the log lacks rows that retention cannot have removed.
     """
-    known = newest_known(checkpoint, segments, to_seq)
+    start = newest_starting_point(checkpoint, segments, to_seq)
     # Retention never removes rows from `log_from_seq` on, so a file must be missing.
-    if lacks_rows(known, segments):
+    if lacks_rows(start, segments):
         raise Corrupt(
             f"{segment_name(segments.all[0].ordinal - 1)} is missing: the log begins with seq {segments.first_seq}, "
-            f"but retention has let go nothing from seq {known.facts.log_from_seq} on; restore the file from a copy"
+            f"but retention has removed nothing from seq {start.facts.log_from_seq} on; restore the file from a copy"
         )
-    return known
+    return start
 
 
-def apply_log(known: cp.Checkpoint, reader: LogReader, tables: Tables, *, resumes: bool = False) -> Applying:
+def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resumes: bool = False) -> Applying:
     """Apply the whole log from a starting point on, fill `tables`, and return the caches. Blocking.
 
     `resumes` means that the strategy has saved the scheduled messages before the starting point in its own files.
     """
-    applying = Applying(known, reader, tables, resumes=resumes)
+    applying = Applying(start, reader, tables, resumes=resumes)
     applying.apply(reader.next_seq)
     return applying

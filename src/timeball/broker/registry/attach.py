@@ -1,4 +1,4 @@
-"""Check of an attach: whether the files and ranges of a job may become part of the log and the pending table.
+"""Check whether an attach is valid: whether a job's files may join the pending table, with its ranges of numbers.
 
 Refused: a compact that does not begin at the watermark (rows would be lost or doubled), ranges that are not reserved or
 were used before, files whose footers contradict the attach, and invalid due times.
@@ -10,8 +10,8 @@ succeeded:
     bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same: another
                     digest, or an epoch before the last, is another write under an old name, and refused
 
-A job with a digest is remembered for at least JOB_KEPT_MS, because it may be run again the next day. A job without a
-digest has a name that its writer generated, and is repeated only while that writer waits for the answer.
+A job with a digest is remembered for at least JOB_KEPT_MS, because it may run again the next day. A job without a
+digest has a generated name, and is repeated only while its writer waits for the answer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
 from timeball.table.file_cache import FileCache
 
-_WAYS_OUT = (
+_REPEAT_ADVICE = (
     "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
     "option on_repeat=skip takes them for the same"
 )
@@ -55,31 +55,31 @@ class AttachState:
         self.reserved = dict(facts.reserved)
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Return whether this attach is already in the log. Raise RequestError if its name was used for other rows."""
+        """Check whether this attach is already in the log. Raise RequestError if its name was used for other rows."""
         if attachment.job == "compact":
             return attachment.from_seq < attachment.to_seq <= self.watermark
-        last = self.jobs.get(attachment.job_id)
-        if last is None:
+        last_facts = self.jobs.get(attachment.job_id)
+        if last_facts is None:
             return self.epochs.get(attachment.job_id, -1) >= attachment.epoch
-        if last.epoch < attachment.epoch:
+        if last_facts.epoch < attachment.epoch:
             return False
-        # If one side has no digest, rows cannot be compared. Then the name decides, as before digests were introduced.
-        if attachment.digest in ("", ANY_ROWS) or last.digest == ANY_ROWS:
+        # Without both digests the rows cannot be compared. Then the name and the epoch decide.
+        if attachment.digest in ("", ANY_ROWS) or last_facts.digest == ANY_ROWS:
             return True
-        if last.epoch > attachment.epoch:
+        if last_facts.epoch > attachment.epoch:
             raise RequestError(
-                f"job {attachment.job_id} has come to epoch {last.epoch}, this is {attachment.epoch}: "
-                f"nothing was written. Was an old checkpoint put back? {_WAYS_OUT}"
+                f"job {attachment.job_id} has come to epoch {last_facts.epoch}, this is {attachment.epoch}: "
+                f"nothing was written. Was an old checkpoint put back? {_REPEAT_ADVICE}"
             )
-        if last.digest != attachment.digest:
+        if last_facts.digest != attachment.digest:
             raise RequestError(
                 f"job {attachment.job_id}, epoch {attachment.epoch} was written before, with other rows "
-                f"({last.digest}, now {attachment.digest}): nothing was written. {_WAYS_OUT}"
+                f"({last_facts.digest}, now {attachment.digest}): nothing was written. {_REPEAT_ADVICE}"
             )
         return True
 
     def has_attached(self, job_id: str) -> bool:
-        """Return whether an attach of this job is remembered."""
+        """Check whether an attach of this job is remembered."""
         return job_id in self.jobs or job_id in self.epochs
 
     def reserve(self, first_seq: int, rows: int) -> None:
@@ -98,22 +98,22 @@ class AttachState:
 
     def _remember(self, attachment: Attachment, at_ms: int) -> None:
         job_id = attachment.job_id
-        # Removed first, so that the job moves to the end of the order.
-        last = self.jobs.pop(job_id, None)
+        # Removed first, so that the job moves to the end: the dicts are in the order of the last attach.
+        last_facts = self.jobs.pop(job_id, None)
         self.epochs.pop(job_id, None)
-        digest = attachment.digest or (ANY_ROWS if last is not None else "")
+        digest = attachment.digest or (ANY_ROWS if last_facts is not None else "")
         if digest:
             self.jobs[job_id] = JobFacts(attachment.epoch, at_ms, digest)
         else:
             self.epochs[job_id] = attachment.epoch
-        # The least recent first, because a write is repeated soon or not at all.
+        # Forget the least recent job first, because a write is repeated soon or never.
         while len(self.jobs) > limits.JOBS_MAX:
             self.jobs.pop(next(iter(self.jobs)))
         while len(self.epochs) > limits.JOBS_UNNAMED_MAX:
             self.epochs.pop(next(iter(self.epochs)))
 
-    def _check_name(self, attachment: Attachment, now_ms: int) -> None:
-        """Raise OverLimit unless another job can be remembered as long as its write may be repeated."""
+    def _check_job_slot(self, attachment: Attachment, now_ms: int) -> None:
+        """Raise OverLimit if a new job with a digest would displace a job that must still be remembered."""
         if not attachment.digest or attachment.job_id in self.jobs or len(self.jobs) < limits.JOBS_MAX:
             return
         oldest_ms = next(iter(self.jobs.values())).at_ms
@@ -124,7 +124,10 @@ class AttachState:
             )
 
     def check_reserve(self, rows: int) -> None:
-        """Raise InvalidMessage unless `rows` numbers may be reserved. Make space for the reservation."""
+        """Raise InvalidMessage unless `rows` numbers may be reserved.
+
+        Drop the oldest reservation if there are too many.
+        """
         if not 0 < rows <= 1 << 40:
             raise InvalidMessage(f"reserve {rows} rows: at least one")
         if len(self.reserved) >= limits.RESERVATIONS_MAX:
@@ -134,8 +137,11 @@ class AttachState:
     def check(
         self, attachment: Attachment, *, durable_seq: int, is_live: Callable[[str], bool], now_ms: int
     ) -> None:
-        """Raise unless the attach matches the state of the log and the table."""
-        self._check_name(attachment, now_ms)
+        """Raise an error unless the attach fits the state of the log and the table.
+
+        `durable_seq`: the end of the durable log. `is_live`: whether a path is a file of the table.
+        """
+        self._check_job_slot(attachment, now_ms)
         if attachment.job == "compact":
             self._check_compact(attachment, durable_seq)
         elif attachment.from_seq or attachment.to_seq:
@@ -182,17 +188,17 @@ class AttachState:
         ranges = sorted(attachment.ranges)
         for entry in attachment.files:
             # Ranges are sorted and disjoint, so only the last one that begins at or before the file can contain it.
-            at = bisect_right(ranges, entry.min_seq, key=lambda one: one[0]) - 1
-            if at < 0 or entry.max_seq >= ranges[at][0] + ranges[at][1]:
+            range_index = bisect_right(ranges, entry.min_seq, key=lambda first: first[0]) - 1
+            if range_index < 0 or entry.max_seq >= ranges[range_index][0] + ranges[range_index][1]:
                 raise InvalidMessage(
                     f"{entry.path}: seqs {entry.min_seq} to {entry.max_seq} lie in no range of the job"
                 )
-        # Two scheduled messages with one number would be settled together, so one of them would be lost. There are as
-        # many rows as numbers, and no two files over the same ones, so each number is used once.
+        # If two messages had the same number, they would be settled together, and one would be lost. The numbers of
+        # rows and of reserved numbers are equal (checked above). If the files do not overlap, each number is used once.
         files = sorted(attachment.files, key=lambda entry: entry.min_seq)
-        for one, other in pairwise(files):
-            if other.min_seq <= one.max_seq:
-                raise InvalidMessage(f"{one.path} and {other.path} both hold seq {other.min_seq}")
+        for first, second in pairwise(files):
+            if second.min_seq <= first.max_seq:
+                raise InvalidMessage(f"{first.path} and {second.path} both hold seq {second.min_seq}")
 
 
 def check_files(
@@ -204,12 +210,12 @@ def check_files(
     are in an object store, and their footers are downloaded.
     """
     for entry in attachment.files:
-        # The same bound as for a send, so that a bulk job cannot schedule messages later than a producer.
+        # The same limit as for a send: a bulk job must not schedule messages later than a producer can.
         if entry.min_due_ms < 0 or entry.max_due_ms > now_ms + delay_ms_max:
             raise InvalidDelay(
                 f"{entry.path}: due between {entry.min_due_ms} and {entry.max_due_ms}, beyond the maximum delay"
             )
-    # Opened now, so that an unreadable file makes its attach fail, and not a release in a year.
+    # Open each file now: an unreadable file must fail the attach, and not a release in a year.
     if cache is not None:
         cache.check(attachment.files)
         return
@@ -220,6 +226,6 @@ def check_files(
 
 
 def check_count(attachment: Attachment) -> None:
-    """Raise OverLimit when an attach names more files than fit into a row of the log."""
+    """Raise OverLimit if an attach names more files than fit into a row of the log."""
     if len(attachment.files) + len(attachment.removes) > limits.ATTACH_FILES_MAX:
         raise OverLimit(f"at most {limits.ATTACH_FILES_MAX} files in one attach; write larger ones")

@@ -1,12 +1,12 @@
-"""Campaigns: the scheduled messages of one bulk attach as one object, and the decisions about them.
+"""Campaigns: the scheduled messages of one bulk attach, which can be paused, resumed and cancelled together.
 
     planned --attach--> running --pause--> paused --resume--> running --> finished
        \\__________________\\___________________\\__cancel--> cancelled
 
 A campaign is planned before its files are written. Its ranges of numbers are set in the frame that attaches the files.
 While it is paused, `held_from_ms` is the due time from which on its scheduled messages are held (schedule/outcomes.py).
-It is finished when all its due times have passed, which is computed and not stored. The rows contain the decisions. The
-outcome of each scheduled message is in the log.
+It is finished when all its due times have passed, which is computed and not stored. The META rows contain only the
+decisions. The outcome of each scheduled message is in other rows of the log.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class CampaignFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     groups: list[str] = []
 
     def is_finished(self, settled_before_ms: int) -> bool:
-        """Return whether all its messages have been settled one by one. `settled_before_ms`: of the schedule."""
+        """Check whether all its messages are settled. Messages due before the schedule's `settled_before_ms` are."""
         return self.state == "running" and self.last_due_ms < settled_before_ms
 
     def is_cancelled_for_good(self, now_ms: int) -> bool:
-        """Return whether none of its messages can be delivered any more, even without the record of its cancel."""
-        # With held scheduled messages, the cancel was interrupted. Without an attach, its job may still run and must be
-        # refused.
+        """Check whether none of its messages can be delivered any more, even if this record were deleted."""
+        # If messages are still held, the cancel was interrupted. Without an attach, the job may still be running, and
+        # its attach must be refused.
         is_behind = bool(self.ranges) or self.since_ms < now_ms - JOB_MS_MAX
         return self.state == "cancelled" and self.held_from_ms is None and is_behind
 
@@ -61,41 +61,41 @@ class Campaigns:
     """All campaigns, by id. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "campaign", CampaignFacts)
+        self._table = MetaTable(meta, "campaign", CampaignFacts)
 
     def get(self, campaign: str) -> CampaignFacts:
-        """Return the decisions about a campaign. Raise InvalidMessage, NotFound."""
-        found = self._kept.values.get(check_campaign(campaign))
-        if found is None:
+        """Find a campaign. Raise InvalidMessage, NotFound."""
+        facts = self._table.values.get(check_campaign(campaign))
+        if facts is None:
             raise NotFound(f"no campaign {campaign!r}; `timeball campaign list` shows those there are")
-        return found
+        return facts
 
     def is_known(self, campaign: str) -> bool:
-        """Return whether there is a campaign with this id. Raise InvalidMessage."""
-        return check_campaign(campaign) in self._kept.values
+        """Check whether a campaign with this id exists. Raise InvalidMessage for an invalid id."""
+        return check_campaign(campaign) in self._table.values
 
     def get_attached(self, campaign: str) -> CampaignFacts:
-        """Return the decisions about a campaign that may be paused. Raise InvalidMessage, NotFound, OutOfRange."""
-        found = self.get(campaign)
-        if found.state == "cancelled":
+        """Find a campaign that is attached and not cancelled. Raise InvalidMessage, NotFound, OutOfRange."""
+        facts = self.get(campaign)
+        if facts.state == "cancelled":
             raise InvalidMessage(f"campaign {campaign} was cancelled")
-        if found.state == "planned":
+        if facts.state == "planned":
             raise OutOfRange(f"campaign {campaign} is planned, and nothing of it is attached yet")
-        return found
+        return facts
 
     def all(self) -> dict[str, CampaignFacts]:
-        """Return all campaigns, in the order of their plans."""
+        """List all campaigns by id, in the order in which they were planned."""
         return dict(
-            sorted(self._kept.values.items(), key=lambda one: (one[1].planned_seq, one[1].planned_ms))
+            sorted(self._table.values.items(), key=lambda entry: (entry[1].planned_seq, entry[1].planned_ms))
         )
 
     def put(self, campaign: str, facts: CampaignFacts) -> None:
-        """Append the decisions about a campaign."""
-        self._kept.put([(campaign, facts)])
+        """Append the state of a campaign to the log."""
+        self._table.put([(campaign, facts)])
 
     def changed(self, campaign: str, facts: CampaignFacts) -> Change:
-        """Build the row of the decisions about a campaign, for a frame with other rows."""
-        return self._kept.changed([(campaign, facts)])
+        """Build the row with the state of a campaign, for a frame with other rows."""
+        return self._table.changed([(campaign, facts)])
 
     def plan(
         self,
@@ -112,9 +112,9 @@ class Campaigns:
         """
         if self.is_known(campaign):
             return
-        # The oldest campaign that is over is deleted: the outcomes of its messages are in the log and the ledger.
-        while len(self._kept.values) >= limits.CAMPAIGNS_MAX:
-            self._kept.put([(self._oldest_over(settled_before_ms, planned_ms), None)])
+        # Delete the oldest campaign that is over: the outcomes of its messages are in the log and the ledger.
+        while len(self._table.values) >= limits.CAMPAIGNS_MAX:
+            self._table.put([(self._find_oldest_finished(settled_before_ms, planned_ms), None)])
         state: State = "planned" if rows else "running"
         self.put(
             campaign,
@@ -124,7 +124,7 @@ class Campaigns:
             ),
         )  # fmt: skip
 
-    def _oldest_over(self, settled_before_ms: int, now_ms: int) -> str:
+    def _find_oldest_finished(self, settled_before_ms: int, now_ms: int) -> str:
         for name, facts in self.all().items():
             if facts.is_cancelled_for_good(now_ms) or facts.is_finished(settled_before_ms):
                 return name
@@ -133,14 +133,14 @@ class Campaigns:
         )
 
     def check_attach(self, attachment: Attachment) -> None:
-        """Raise InvalidMessage for the attach of a campaign that has been cancelled meanwhile."""
-        found = self._planned_for(attachment)
-        if found is not None and found.state == "cancelled":
+        """Raise InvalidMessage if this attach belongs to a cancelled campaign."""
+        facts = self._campaign_of(attachment)
+        if facts is not None and facts.state == "cancelled":
             raise InvalidMessage(f"campaign {attachment.job_id} was cancelled")
 
     def attached(self, attachment: Attachment, now_ms: int) -> Change | None:
-        """Build the row for the frame of a campaign's attach. Return None for other attaches."""
-        planned = self._planned_for(attachment)
+        """Build the row that makes a planned campaign running, for the frame of its attach. None for other attaches."""
+        planned = self._campaign_of(attachment)
         if planned is None or planned.state != "planned":
             return None
         facts = msgspec.structs.replace(
@@ -153,5 +153,5 @@ class Campaigns:
         )
         return self.changed(attachment.job_id, facts)
 
-    def _planned_for(self, attachment: Attachment) -> CampaignFacts | None:
-        return self._kept.values.get(attachment.job_id) if attachment.job == "bulk" else None
+    def _campaign_of(self, attachment: Attachment) -> CampaignFacts | None:
+        return self._table.values.get(attachment.job_id) if attachment.job == "bulk" else None

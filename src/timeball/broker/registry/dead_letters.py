@@ -1,6 +1,6 @@
-"""State of dead letters as META rows. The rows contain positions in the queues of `%DLQ%<group>`.
+"""State of dead letters as META rows. Values contain offsets in the queues of `%DLQ%<group>`.
 
-dead/<group>        positions that operators have resolved:
+dead/<group>        positions that operators have resolved (resent or deleted):
                     {queue: [[begin, end], …]}, disjoint and in order, end exclusive
 repeated/<group>    positions whose rows retention has removed, and the later rows that repeat them:
                     {queue: [[offset, seq, rows, bytes, died_ms], …]}, disjoint and in order
@@ -21,17 +21,17 @@ Position = tuple[int, int]  # queue, offset
 
 
 class ResolvedDeadLetters:
-    """Positions that no longer need an operator. Belongs to the event loop."""
+    """The dead letters that operators have resolved. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "dead", dict[int, list[Span]])
+        self._table = MetaTable(meta, "dead", dict[int, list[Span]])
 
     def spans(self, group: str, queue: int) -> list[Span]:
-        """Return the resolved positions of a queue."""
-        return self._kept.values.get(group, {}).get(queue, [])
+        """List the resolved positions of a queue as spans, disjoint and in order."""
+        return self._table.values.get(group, {}).get(queue, [])
 
     def open_spans(self, group: str, queue: int, begin: int, end: int) -> Iterator[Span]:
-        """Yield the open spans among a queue's positions [begin, end), in order."""
+        """Yield the unresolved parts of a queue's positions [begin, end), in order."""
         for done_begin, done_end in self.spans(group, queue):  # disjoint and in order
             if done_end <= begin:
                 continue
@@ -44,44 +44,44 @@ class ResolvedDeadLetters:
             yield begin, end
 
     def changed(self, group: str, positions: Iterable[Position], kept_from: dict[int, int]) -> Change:
-        """Build the row that marks these positions as resolved too. Raise OverLimit.
+        """Build the row that marks more positions as resolved. Raise OverLimit.
 
         `kept_from`: the first position of each queue that the log still contains. Earlier spans are forgotten.
         """
         # Copied: if the append is refused, the state in memory must not change.
         by_queue: dict[int, list[Span]] = {
             queue: [span for span in spans if span[1] > kept_from.get(queue, 0)]
-            for queue, spans in self._kept.values.get(group, {}).items()
+            for queue, spans in self._table.values.get(group, {}).items()
         }
         for queue, offset in positions:
             by_queue.setdefault(queue, []).append((offset, offset + 1))
-        found = {queue: joined(spans) for queue, spans in by_queue.items()}
+        merged = {queue: joined(spans) for queue, spans in by_queue.items()}
         # Bounded, because each change writes all spans of the group, and a snapshot repeats them.
-        if sum(map(len, found.values())) > limits.DEAD_LETTER_SPANS_MAX:
+        if sum(map(len, merged.values())) > limits.DEAD_LETTER_SPANS_MAX:
             raise OverLimit(
                 f"group {group!r} has more than {limits.DEAD_LETTER_SPANS_MAX} gaps among its dead letters: resend or "
                 "delete the oldest ones first"
             )
-        return self._kept.changed([(group, {queue: spans for queue, spans in found.items() if spans})])
+        return self._table.changed([(group, {queue: spans for queue, spans in merged.items() if spans})])
 
     def forget(self, group: str) -> None:
         """Forget a group whose dead letters have been deleted with their topic."""
-        if group in self._kept.values:
-            self._kept.put([(group, None)])
+        if group in self._table.values:
+            self._table.put([(group, None)])
 
 
 class Run(NamedTuple):
-    """Dead letters `offset`, `offset` + 1, … that the rows `seq`, `seq` + 1, … repeat."""
+    """Consecutive dead letters: that at `offset` + i is repeated by the row `seq` + i."""
 
-    offset: int  # of the first one in its queue
+    offset: int  # of the first dead letter in its queue
     seq: int  # of the first row that repeats them
-    rows: int  # both offsets and sequence numbers are consecutive
+    rows: int  # number of dead letters
     size_bytes: int
     died_ms: int  # time of the last of them
 
     @property
     def end(self) -> int:
-        """The offset after the last of them."""
+        """The offset after the last dead letter."""
         return self.offset + self.rows
 
 
@@ -92,22 +92,24 @@ class RepeatedDeadLetters:
     """The rows that repeat dead letters which retention has removed. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "repeated", Runs)
+        self._table = MetaTable(meta, "repeated", Runs)
 
     def runs(self, group: str, queue: int) -> list[Run]:
-        """Return the repeated dead letters of a queue, in order."""
-        return self._kept.values.get(group, {}).get(queue, [])
+        """List the repeated dead letters of a queue, in order."""
+        return self._table.values.get(group, {}).get(queue, [])
 
     def queues(self, group: str) -> Iterable[int]:
-        """Return the queues with repeated dead letters."""
-        return self._kept.values.get(group, {})
+        """List the queues with repeated dead letters."""
+        return self._table.values.get(group, {})
 
     def find_seq(self, group: str, queue: int, offset: int) -> int | None:
-        """Find the row that repeats a dead letter, or None if there is none."""
+        """Find the row (seq) that repeats a dead letter, or None if there is none."""
         # Runs are disjoint and in order, so only the last one that begins at or before the offset can contain it.
         runs = self.runs(group, queue)
-        at = bisect_right(runs, offset, key=lambda run: run.offset) - 1
-        return runs[at].seq + offset - runs[at].offset if at >= 0 and offset < runs[at].end else None
+        index = bisect_right(runs, offset, key=lambda run: run.offset) - 1
+        return (
+            runs[index].seq + offset - runs[index].offset if index >= 0 and offset < runs[index].end else None
+        )
 
     @property
     def size_bytes(self) -> int:
@@ -116,10 +118,10 @@ class RepeatedDeadLetters:
 
     def by_age(self) -> list[tuple[str, int, Run]]:
         """List all runs with their groups and queues, in the order of `died_ms`."""
-        return sorted(self._all(), key=lambda one: one[2].died_ms)
+        return sorted(self._all(), key=lambda entry: entry[2].died_ms)
 
     def _all(self) -> Iterator[tuple[str, int, Run]]:
-        for group, queues in self._kept.values.items():
+        for group, queues in self._table.values.items():
             for queue, runs in queues.items():
                 for run in runs:
                     yield group, queue, run
@@ -130,53 +132,55 @@ class RepeatedDeadLetters:
         added: Iterable[tuple[str, int, Run]] = (),
     ) -> Change:
         """Build the rows that drop these positions of each group and add these runs."""
-        found: dict[str, Runs] = {}
+        new_runs: dict[str, Runs] = {}
         for group, positions in dropped.items():
-            found[group] = self._without(group, positions)
+            new_runs[group] = self._without(group, positions)
         for group, queue, run in added:
-            # A group may have both dropped positions and added runs.
-            runs = found.setdefault(group, self._without(group, ()))
+            # A group may have dropped positions as well as added runs.
+            runs = new_runs.setdefault(group, self._without(group, ()))
             runs[queue] = sorted([*runs.get(queue, []), run])
-        return self._kept.changed(
+        return self._table.changed(
             [
                 # Without any run left, the group's key is deleted.
                 (group, {q: runs for q, runs in queues.items() if runs} or None)
-                for group, queues in found.items()
+                for group, queues in new_runs.items()
             ]
         )
 
     def forget(self, group: str) -> None:
         """Forget a group whose dead letters have been deleted with their topic."""
-        if group in self._kept.values:
-            self._kept.put([(group, None)])
+        if group in self._table.values:
+            self._table.put([(group, None)])
 
     def _without(self, group: str, positions: Iterable[Position]) -> Runs:
         # Copied: if the append is refused, the state in memory must not change.
-        found = {queue: list(runs) for queue, runs in self._kept.values.get(group, {}).items()}
+        remaining = {queue: list(runs) for queue, runs in self._table.values.get(group, {}).items()}
         spans: dict[int, list[Span]] = {}
         for queue, offset in positions:
             spans.setdefault(queue, []).append((offset, offset + 1))
-        for queue, of_queue in spans.items():
-            if queue in found:
-                gone = joined(of_queue)
-                found[queue] = [
-                    _part(run, *span) for run in found[queue] for span in left_of((run.offset, run.end), gone)
+        for queue, queue_spans in spans.items():
+            if queue in remaining:
+                dropped_spans = joined(queue_spans)
+                remaining[queue] = [
+                    _slice_run(run, *span)
+                    for run in remaining[queue]
+                    for span in subtract_spans((run.offset, run.end), dropped_spans)
                 ]
-        return found
+        return remaining
 
 
-def left_of(span: Span, done: Iterable[Span]) -> Iterator[Span]:
+def subtract_spans(span: Span, done: Iterable[Span]) -> Iterator[Span]:
     """Yield the parts of a span that are not in `done`, whose spans are disjoint and in order."""
     begin, end = span
     # The empty span at the end yields the part after the last span.
-    for low, high in [*done, (end, end)]:
-        if begin < min(low, end):
-            yield begin, min(low, end)
-        begin = max(begin, high)
+    for done_begin, done_end in [*done, (end, end)]:
+        if begin < min(done_begin, end):
+            yield begin, min(done_begin, end)
+        begin = max(begin, done_end)
 
 
-def _part(run: Run, begin: int, end: int) -> Run:
-    # The sizes of single messages are not known, so each counts as an average one.
+def _slice_run(run: Run, begin: int, end: int) -> Run:
+    # The sizes of single messages are unknown, so each counts with the average size.
     size_bytes = run.size_bytes * (end - begin) // run.rows
     return Run(begin, run.seq + begin - run.offset, end - begin, size_bytes, run.died_ms)
 
@@ -187,11 +191,11 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     >>> joined([(4, 5), (1, 2), (2, 3)])
     [(1, 3), (4, 5)]
     """
-    found: list[Span] = []
+    merged: list[Span] = []
     # Adjacent spans are merged: resends go through a queue in order, so they leave a single span.
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged

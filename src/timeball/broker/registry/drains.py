@@ -1,10 +1,10 @@
-"""Drains as META rows: a replica group hands its pending scheduled messages over to another group for good.
+"""State of drains as META rows: a drained group hands its pending messages over to another group, the heir.
 
-    drain/out          DrainFacts: the receiving group (heir), and the transfer that it has not confirmed yet
-    adopted/<group>    AdoptedFacts: the last transfer that this group has taken over from that one
+    drain/out          DrainFacts, in the drained group: the heir, and the transfer that it has not confirmed yet
+    adopted/<group>    AdoptedFacts, in the heir: the last transfer that it has adopted from <group>
 
-Both rows are written in the same frame as the rows of the transfer: the scheduled messages that it ends here, or begins
-there. Therefore a transfer that is repeated after a crash contains the same rows, and is taken over once.
+Each row is in the same frame as the transfer's messages: the rows that end them in the drained group, or those that
+begin them in the heir. So a transfer that is sent again after a crash has the same messages, and is adopted once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ OUT = "out"
 
 
 class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The value of a drained group's META row. A drain is identified by its group and `since_ms`."""
+    """The value of a drained group's META row. Group and `since_ms` identify a drain."""
 
     heir: str
     since_ms: int
     account: str = ""  # the account used for requests to the heir
     transfer: int = 0  # number of the last transfer, counted from 1
     moved_rows: int = 0  # confirmed by the heir
-    # The rows of this log with the transfer that the heir has not confirmed, and the time when they were written.
+    # The unconfirmed transfer: its rows in this log, and the time when they were written. rows 0: there is none.
     first_seq: int = 0
     rows: int = 0
     at_ms: int = 0
 
 
 class AdoptedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of an heir's META row."""
+    """The value of an heir's META row: the last transfer of a drain."""
 
     since_ms: int  # identifies the drain
     transfer: int
@@ -40,7 +40,7 @@ class AdoptedFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drains:
-    """Both sides of drains. Belongs to the event loop."""
+    """The drain of this group, and the drains of other groups to it. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
         self._out, self._adopted = (
@@ -55,27 +55,27 @@ class Drains:
 
     @property
     def needed_seq(self) -> int | None:
-        """The first row of a transfer that is not confirmed, which may have to be sent again."""
+        """The first row of the unconfirmed transfer, which may have to be sent again. None if there is none."""
         out = self.out
         return out.first_seq if out is not None and out.rows else None
 
-    def was_handed(self, word: str, at_ms: int | None) -> bool:
-        """Return whether a scheduled message of this log was handed over, judged by its reported end.
+    def was_handed_over(self, word: str, at_ms: int | None) -> bool:
+        """Check whether a message of this log was, or may have been, handed over, by its verdict or state `word`.
 
-        `word`: a verdict, or the state of a place. `at_ms`: the time of the end, None if no longer known.
+        `at_ms`: the time when the message ended, None if that is no longer known.
         """
-        # No row shows any more how the scheduled message ended. A scheduled message that was handed over must not be
-        # called cancelled.
+        # No row shows any more how the message ended. In a drained group it may have been handed over, so it must not
+        # be reported as cancelled.
         is_faded = at_ms is None and word in ("cancelled", "already_cancelled")
         return word == HANDED or (is_faded and self.out is not None)
 
     def is_moving(self, at_ms: int | None) -> bool:
-        """Return whether scheduled messages handed over at `at_ms` may not have arrived yet."""
+        """Check whether messages handed over at `at_ms` may not have arrived at the heir yet."""
         out = self.out
         return out is not None and bool(out.rows) and (at_ms is None or at_ms >= out.at_ms)
 
     def put(self, facts: DrainFacts) -> None:
-        """Append the state of the drain."""
+        """Append the state of this group's drain."""
         self._out.put([(OUT, facts)])
 
     def changed(self, facts: DrainFacts) -> Change:
@@ -83,9 +83,9 @@ class Drains:
         return self._out.changed([(OUT, facts)])
 
     def adopted(self, source: str) -> AdoptedFacts | None:
-        """Return the last transfer that was taken over from a group."""
+        """Find the last transfer that this group has adopted from `source`."""
         return self._adopted.values.get(source)
 
-    def adopting(self, source: str, facts: AdoptedFacts) -> Change:
-        """Build the row of a transfer that is taken over, for a frame with other rows."""
+    def adoption_row(self, source: str, facts: AdoptedFacts) -> Change:
+        """Build the META row of an adopted transfer, for the frame with its messages."""
         return self._adopted.changed([(source, facts)])

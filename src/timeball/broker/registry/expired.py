@@ -45,57 +45,59 @@ class ExpiredMessages:
     """Counts of expired messages. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "expired", ExpiredFacts)
+        self._table = MetaTable(meta, "expired", ExpiredFacts)
 
     def groups(self) -> dict[str, ExpiredFacts]:
-        """Return all groups that lost messages. The result is read-only."""
-        return self._kept.values
+        """List all groups that lost messages, by name. The result is read-only."""
+        return self._table.values
 
     def topics(self, group: str) -> dict[str, ExpiredTopic]:
-        """Return the topics in which a group lost messages. The result is read-only."""
-        facts = self._kept.values.get(group)
+        """List the topics in which a group lost messages, by name. The result is read-only."""
+        facts = self._table.values.get(group)
         return {} if facts is None else facts.topics
 
     def counted_to(self, group: str, topic: str) -> dict[int, int]:
-        """Return, by queue, the offset up to which the expired messages of a group have been counted."""
+        """Find, by queue, the offset up to which the expired messages of a group have been counted."""
         known = self.topics(group).get(topic)
         return {} if known is None else known.counted_to
 
     def is_deleted(self, group: str) -> bool:
-        """Return whether an operator deleted this group and kept its offsets."""
-        facts = self._kept.values.get(group)
+        """Check whether an operator deleted this group but kept its offsets."""
+        facts = self._table.values.get(group)
         return facts is not None and facts.is_deleted
 
-    def changed(self, found: Iterable[Expiry], now_ms: int) -> Change:
+    def changed(self, expiries: Iterable[Expiry], now_ms: int) -> Change:
         """Build the rows that count these messages, for a frame with other rows."""
-        return self._kept.changed(self._counted(found, now_ms))
+        return self._table.changed(self._updated_values(expiries, now_ms))
 
-    def add(self, found: Iterable[Expiry], now_ms: int) -> None:
-        """Count these messages in a separate frame."""
-        self._kept.put(self._counted(found, now_ms))
+    def add(self, expiries: Iterable[Expiry], now_ms: int) -> None:
+        """Append the rows that count these messages, in a frame of their own."""
+        self._table.put(self._updated_values(expiries, now_ms))
 
     def note_deleted(self, group: str, *, keeps_offsets: bool) -> None:
-        """Forget the counts of a group that an operator deletes."""
+        """Forget the counts of a group that an operator has deleted."""
         # `is_deleted` makes retention ignore the kept offsets until the group is created again.
-        if keeps_offsets or group in self._kept.values:
-            self._kept.put([(group, ExpiredFacts(is_deleted=True) if keeps_offsets else None)])
+        if keeps_offsets or group in self._table.values:
+            self._table.put([(group, ExpiredFacts(is_deleted=True) if keeps_offsets else None)])
 
-    def _counted(self, found: Iterable[Expiry], now_ms: int) -> list[tuple[str, ExpiredFacts | None]]:
+    def _updated_values(
+        self, expiries: Iterable[Expiry], now_ms: int
+    ) -> list[tuple[str, ExpiredFacts | None]]:
         changed: dict[str, dict[str, ExpiredTopic]] = {}
-        for group, topic, rows, counted_to in found:
-            # A copy, because an append may be refused.
+        for group, topic, rows, counted_to in expiries:
+            # A copy, because a refused append must not change the state in memory.
             topics = changed.setdefault(group, dict(self.topics(group)))
             known = topics.get(topic, ExpiredTopic(0, 0))
             # Offsets never decrease: a topic that is deleted and created again continues with the next offset.
             topics[topic] = ExpiredTopic(known.rows + rows, now_ms, {**known.counted_to, **counted_to})
         return [
-            (group, ExpiredFacts(_newest(topics), self.is_deleted(group)))
+            (group, ExpiredFacts(_drop_oldest(topics), self.is_deleted(group)))
             for group, topics in changed.items()
         ]
 
 
-def _newest(topics: dict[str, ExpiredTopic]) -> dict[str, ExpiredTopic]:
+def _drop_oldest(topics: dict[str, ExpiredTopic]) -> dict[str, ExpiredTopic]:
     """Drop the oldest counts beyond the limit, because each change writes all topics of the group."""
-    # The least recently changed first.
+    # Sorted by the time of the last change, oldest first.
     names = sorted(topics, key=lambda name: topics[name].at_ms)
     return {name: topics[name] for name in names[-limits.EXPIRED_TOPICS_MAX :]}

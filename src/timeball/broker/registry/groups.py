@@ -66,32 +66,35 @@ class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def times_max(of_group: int, of_client: int | None) -> int:
-    """Return how often a message may be tried again. The consumer's number wins, and -1 means the default."""
-    given = of_group if of_client is None else of_client
-    return given if given >= 0 else TIMES_MAX
+    """Compute how often a message may be tried again.
+
+    The client's value wins over the group's. -1 means the default.
+    """
+    configured = of_group if of_client is None else of_client
+    return configured if configured >= 0 else TIMES_MAX
 
 
 class Groups:
     """All consumer groups. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "group", SubscriptionGroup)
-        self._groups = self._kept.values  # read-only here; changes go through `_kept`
+        self._table = MetaTable(meta, "group", SubscriptionGroup)
+        self._groups = self._table.values  # the values of `_table`, read-only: changes go through `_put`
         self.version = 0  # counts changes since the start, so that tools can see whether anything is new
 
     def get(self, name: str) -> SubscriptionGroup:
-        """Return the group. Raise GroupNotFound."""
+        """Find a group. Raise GroupNotFound."""
         group = self._groups.get(name)
         if group is None:
             raise GroupNotFound(f"consumer group {name[: limits.GROUP_BYTES_MAX]!r} does not exist")
         return group
 
     def find_group(self, name: str) -> SubscriptionGroup | None:
-        """Find the group, or None if it does not exist."""
+        """Find a group, or None if it does not exist."""
         return self._groups.get(name)
 
     def times_max(self, name: str) -> int:
-        """Return how often a message that this group did not acknowledge may be tried again."""
+        """Compute how often a message that this group did not acknowledge may be tried again."""
         group = self._groups.get(name)
         return times_max(-1 if group is None else group.retry_max_times, None)
 
@@ -100,11 +103,11 @@ class Groups:
         return list(self._groups.values())
 
     def names(self) -> set[str]:
-        """Return the names of all groups."""
+        """List the names of all groups."""
         return set(self._groups)
 
     def ensure(self, name: str) -> SubscriptionGroup:
-        """Return the group, created with the defaults if it does not exist. Raise InvalidName, OverLimit."""
+        """Find a group, or create it with the defaults. Raise InvalidName, OverLimit."""
         return self._groups.get(name) or self.update(SubscriptionGroup(name))
 
     def update(self, group: SubscriptionGroup) -> SubscriptionGroup:
@@ -121,12 +124,12 @@ class Groups:
         return group
 
     def remove(self, name: str) -> None:
-        """Forget a group, if it exists. A heartbeat of a member creates it again."""
+        """Delete a group, if it exists. The next heartbeat of a member creates it again."""
         if name in self._groups:
             self._put(name, None)
 
     def _put(self, name: str, group: SubscriptionGroup | None) -> None:
-        self._kept.put([(name, group)])
+        self._table.put([(name, group)])
         # Counted for every change: tools use this number to decide whether they must read the groups again.
         self.version += 1
 
@@ -144,7 +147,7 @@ POWER_MAX = 32
 
 
 def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIRST_LEVEL) -> int:
-    """Return the delay in milliseconds before the next delivery, after a failed attempt.
+    """Compute the delay in milliseconds between a failed attempt and the next delivery.
 
         CUSTOMIZED    a list of durations, the last one for ever after; without one, RocketMQ's 18 levels
         EXPONENTIAL   initial x multiplier^n, at most max
@@ -155,29 +158,29 @@ def retry_delay_ms(policy: RetryPolicy | None, attempt: int, *, first: int = FIR
     over gRPC with the first (PUSH_FIRST, 1 s).
     """
     policy = policy or RetryPolicy()
-    times = max(0, attempt - 1)
+    reconsume_times = max(0, attempt - 1)
     if policy.type == "EXPONENTIAL":
-        found = _exponential(policy.exponential_retry_policy or ExponentialRetry(), times)
+        delay_ms = _exponential(policy.exponential_retry_policy or ExponentialRetry(), reconsume_times)
     else:
-        found = _customized(policy.customized_retry_policy or CustomizedRetry(), times + first)
+        delay_ms = _customized(policy.customized_retry_policy or CustomizedRetry(), reconsume_times + first)
     # An administrator's tools may send policies with any numbers.
-    return min(max(0, found), limits.INVISIBLE_MS_MAX)
+    return min(max(0, delay_ms), limits.INVISIBLE_MS_MAX)
 
 
 def durations_ms(policy: CustomizedRetry | None) -> list[int]:
-    """Return the durations of a customised policy, or RocketMQ's levels if it contains none."""
+    """List the delays in ms of a customised policy, or RocketMQ's levels if it has none."""
     return list(policy.next) if policy is not None and policy.next else list(LEVELS_MS)
 
 
-def _customized(policy: CustomizedRetry, at: int) -> int:
+def _customized(policy: CustomizedRetry, index: int) -> int:
     durations = durations_ms(policy)
     # After the end of the list, its last duration is repeated.
-    return durations[min(at, len(durations) - 1)]
+    return durations[min(index, len(durations) - 1)]
 
 
-def _exponential(policy: ExponentialRetry, times: int) -> int:
+def _exponential(policy: ExponentialRetry, reconsume_times: int) -> int:
     # Bounded, because Python's integers grow without limit.
-    factor: int = policy.multiplier ** min(times, POWER_MAX)
+    factor: int = policy.multiplier ** min(reconsume_times, POWER_MAX)
     return min(policy.max, policy.initial * factor)
 
 
@@ -194,7 +197,7 @@ class RequestMode(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class RequestModes:
-    """The groups that consume a topic by POP because an administrator chose so. The default mode is PULL.
+    """The request modes (PULL or POP) that administrators set for groups and topics. The default is PULL.
 
     RocketMQ stores the same in messageRequestMode.json. Belongs to the event loop.
     """
@@ -203,7 +206,7 @@ class RequestModes:
         self._modes = MetaTable(meta, "mode", RequestMode)
 
     def get(self, topic: str, group: str) -> RequestMode:
-        """Return the mode of this group for a topic, which is PULL when none is set."""
+        """Find the mode in which this group consumes a topic. PULL if none is set."""
         return self._modes.values.get(f"{topic}@{group}") or RequestMode(topic, group)
 
     def set(self, mode: RequestMode) -> None:
@@ -211,7 +214,7 @@ class RequestModes:
         check_topic(mode.topic)
         check_name(mode.consumer_group, limits.GROUP_BYTES_MAX, "group")
         key = f"{mode.topic}@{mode.consumer_group}"
-        # Clients choose the names in the key, and they need not exist, so the number of modes has its own bound.
+        # Topic and group need not exist, so the number of modes has its own bound.
         if key not in self._modes.values and len(self._modes.values) >= limits.GROUPS_MAX:
             raise OverLimit(f"the modes of {limits.GROUPS_MAX} groups are set")
         self._modes.put([(key, mode)])

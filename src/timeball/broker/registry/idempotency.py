@@ -1,10 +1,10 @@
-"""Idempotency keys: the sends that may be requested only once, and the positions of their messages in the log.
+"""Idempotency keys: a send with a known key is not executed again. Each key leads to the messages of its first send.
 
-A key is text that a client chooses for one send. Its row stands in the same frame as the messages, so both are on disk
-or neither is. The log and the snapshots contain a hash of the key and the account, never the key.
+A key is text that a client chooses for one send. Its row is in the same frame as the messages, so both are on disk or
+neither is. The log and the snapshots contain a hash of the key and the account, never the key.
 
-A key stays known for a while after its send, and for as long after the due time of its last message, also if that
-message was rescheduled. So a pending message cannot be sent a second time with its key.
+A key stays known for some time after its send, and for the same time after the due time of its last message, even if
+that message was rescheduled. So a pending message cannot be sent a second time with its key.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from timeball.model.trace_context import without_context
 
 DROPPED_AT_ONCE_MAX = 10_000  # expired keys deleted in one frame
 _HASH_BYTES = 16
-# Columns that may differ in a repeated send: its address, its time stamp. The trace context is removed in `key_use`.
+# The columns that make up the content. Address and time stamp may differ in a repeated send, and so may the trace
+# context, which `key_use` removes from the properties.
 _CONTENT = [name for name in SEND_COLUMNS if name not in ("born_ms", "born_host")]
-# The heap of ends is rebuilt when it has more entries than twice the number of keys, and this many more.
+# The heap of expiry_heap is rebuilt when it has more entries than twice the number of keys, and this many more.
 STALE_MAX = 1_000
 
-# The first sequence number of messages, and their number -> the latest due time to which one of them was moved.
+# (first seq, number of messages) -> the latest due time in ms to which one of these messages was rescheduled.
 LastDue = Callable[[int, int], int]
 
 
@@ -42,8 +43,8 @@ class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
     first_seq: int  # of its messages, whose sequence numbers are consecutive
     rows: int
     store_ms: int
-    content: str
-    attempt: str = ""
+    content: str  # hash of the messages
+    attempt: str = ""  # hash of the text that names the client's attempt
     # The latest due time of its messages as they were sent. 0: none is scheduled. -1: not known, in a row of an older
     # format.
     last_due_ms: int = -1
@@ -54,7 +55,7 @@ class KeyedSend(msgspec.Struct, frozen=True, array_like=True):
         return max(self.store_ms, self.last_due_ms)
 
     def check_same(self, use: KeyUse) -> None:
-        """Raise Conflict when a later send uses the key for other messages."""
+        """Raise Conflict if a later send uses the key for other messages."""
         check_same(self.content, use)
 
 
@@ -71,7 +72,7 @@ class KeyUse(NamedTuple):
     delay_ms: int = 0  # the longest delay
 
     def sent(self, first_seq: int, store_ms: int) -> KeyedSend:
-        """Build the value of the key's row, for messages that stand in the log from `first_seq` on."""
+        """Build the value of the key's row, for messages with the sequence numbers from `first_seq` on."""
         last_due_ms = max(self.due_ms, store_ms + self.delay_ms if self.delay_ms else 0)
         return KeyedSend(first_seq, self.rows, store_ms, self.content, self.attempt, last_due_ms)
 
@@ -84,8 +85,8 @@ def key_use(caller: str, key: str, batch: pa.RecordBatch, attempt: str = "", *, 
     """
     # As lists of values, so that the same messages have the same hash as slices or with dictionaries.
     columns = [batch.column(name).to_pylist() if name in batch.schema.names else None for name in _CONTENT]
-    at = _CONTENT.index("properties")
-    columns[at] = [without_context(text) for text in columns[at] or ()]
+    properties_index = _CONTENT.index("properties")
+    columns[properties_index] = [without_context(text) for text in columns[properties_index] or ()]
     columns = [
         column if column and any(value is not None for value in column) else None for column in columns
     ]
@@ -95,17 +96,17 @@ def key_use(caller: str, key: str, batch: pa.RecordBatch, attempt: str = "", *, 
         batch.num_rows,
         _hash([caller, key, attempt]) if attempt else "",
         anew,
-        _largest(batch, "due_ms"),
-        _largest(batch, "delay_ms"),
+        _max_of_column(batch, "due_ms"),
+        _max_of_column(batch, "delay_ms"),
     )
 
 
-def _largest(batch: pa.RecordBatch, name: str) -> int:
+def _max_of_column(batch: pa.RecordBatch, name: str) -> int:
     return (pc.max(batch.column(name)).as_py() or 0) if name in batch.schema.names else 0
 
 
 def check_same(content: str, use: KeyUse) -> None:
-    """Raise Conflict when the key's earlier send had other messages."""
+    """Raise Conflict if `content`, of the key's earlier send, is not that of this use."""
     if content != use.content:
         raise Conflict(
             "this idempotency key has been used for a send of other messages; use a new key for each send, or ask "
@@ -125,54 +126,54 @@ class IdempotencyKeys:
     """
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "once", KeyedSend)
+        self._table = MetaTable(meta, "once", KeyedSend)
         # A heap of (last_ms, name): the keys that expire next. It has an entry for each known key, and maybe entries of
-        # deleted keys and of earlier uses. None after a start, until the first `drop` builds it from `_kept`.
-        self._ends: list[tuple[int, str]] | None = None
+        # deleted keys and of earlier uses. None after a start, until the first `drop` builds it from `_table`.
+        self._expiry_heap: list[tuple[int, str]] | None = None
 
     def __len__(self) -> int:
-        """Return the number of known keys, including expired ones that are not deleted yet."""
-        return len(self._kept.values)
+        """The number of known keys, including expired keys that are not deleted yet."""
+        return len(self._table.values)
 
     def get(self, name: str, after_ms: int, last_due_ms: LastDue) -> KeyedSend | None:
-        """Find the send that used a key, if the send or the due time of one of its messages lies after `after_ms`."""
-        found = self._kept.values.get(name)
-        # A reschedule does not change the row of a key, so moved due times matter only when the key would have expired.
-        if found is None or found.last_ms > after_ms:
-            return found
-        return found if last_due_ms(found.first_seq, found.rows) > after_ms else None
+        """Find the send that used a key. None if the send and the due times of its messages are before `after_ms`."""
+        send = self._table.values.get(name)
+        # The key's row does not contain due times of reschedules, so they are looked up, but only if it would expire.
+        if send is None or send.last_ms > after_ms:
+            return send
+        return send if last_due_ms(send.first_seq, send.rows) > after_ms else None
 
     def changed(self, sends: Iterable[tuple[str, KeyedSend]]) -> Change:
         """Build the rows of keys that are used now, and delete the oldest keys beyond the limit."""
         added: dict[str, KeyedSend | None] = dict(sends)
-        values = self._kept.values
-        # A key that is used again is deleted first, so that it moves to the end like a new one.
-        gone = dict.fromkeys(name for name in added if name in values)
-        surplus = len(values) - len(gone) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
-        gone |= dict.fromkeys(islice((name for name in values if name not in gone), max(0, surplus)))
-        rows, keep = self._kept.changed([*gone.items(), *added.items()])
+        values = self._table.values
+        # A key that is used again is deleted first, so that it moves to the end, after older keys.
+        deleted = dict.fromkeys(name for name in added if name in values)
+        surplus = len(values) - len(deleted) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
+        deleted |= dict.fromkeys(islice((name for name in values if name not in deleted), max(0, surplus)))
+        rows, keep = self._table.changed([*deleted.items(), *added.items()])
 
-        def keep_ends() -> None:
+        def keep_with_heap() -> None:
             keep()
             for name, send in added.items():
-                if send is not None and self._ends is not None:
-                    heappush(self._ends, (send.last_ms, name))
+                if send is not None and self._expiry_heap is not None:
+                    heappush(self._expiry_heap, (send.last_ms, name))
 
-        return Change(rows, keep_ends)
+        return Change(rows, keep_with_heap)
 
     def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
-        """Delete keys whose sends and due times lie before `before_ms`, and return how many.
+        """Delete keys whose sends and due times are before `before_ms`. Returns the number of deleted keys.
 
         One call deletes at most DROPPED_AT_ONCE_MAX keys.
         """
-        values, ends = self._kept.values, self._ends
+        values, expiry_heap = self._table.values, self._expiry_heap
         # After a flood of keys, most entries of the heap are of deleted keys.
-        if ends is None or len(ends) > 2 * len(values) + STALE_MAX:
-            ends = self._ends = [(send.last_ms, name) for name, send in values.items()]
-            heapify(ends)
+        if expiry_heap is None or len(expiry_heap) > 2 * len(values) + STALE_MAX:
+            expiry_heap = self._expiry_heap = [(send.last_ms, name) for name, send in values.items()]
+            heapify(expiry_heap)
         expired: list[str] = []
-        while ends and ends[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
-            end_ms, name = heappop(ends)
+        while expiry_heap and expiry_heap[0][0] <= before_ms and len(expired) < DROPPED_AT_ONCE_MAX:
+            end_ms, name = heappop(expiry_heap)
             send = values.get(name)
             # The key was deleted, or has been used by a newer send with another entry.
             if send is None or send.last_ms > end_ms:
@@ -180,8 +181,8 @@ class IdempotencyKeys:
             moved_to_ms = last_due_ms(send.first_seq, send.rows)
             # Its message was rescheduled, so the key is checked again after the new due time.
             if moved_to_ms > before_ms:
-                heappush(ends, (moved_to_ms, name))
+                heappush(expiry_heap, (moved_to_ms, name))
             else:
                 expired.append(name)
-        self._kept.put((name, None) for name in dict.fromkeys(expired))
+        self._table.put((name, None) for name in dict.fromkeys(expired))
         return len(expired)

@@ -1,7 +1,7 @@
-"""Counts of the leases kept in the log, by group and topic: those that members hold, and those they have given back.
+"""Count the leases that are kept in the log, by group and topic: held leases and nacked leases.
 
-A lease takes 13 bytes: the number of its scheduled message, its group and topic, its state. Receives, answers and
-releases change whole batches of leases by number. An unknown number changes nothing.
+A lease takes 13 bytes: the number of its scheduled message, its group and topic, its state. Receives, acknowledgements
+and releases change whole batches of leases by number. An unknown number changes nothing.
 
 This is a cache: all of it follows from the log, and the checkpoint contains a copy (`facts`). Recovery starts with that
 copy and applies the later rows (`replay`), in the order of the log.
@@ -39,7 +39,7 @@ GroupTopic = tuple[str, str]  # a group, and the topic whose messages it holds
 Counts = dict[GroupTopic, int]
 
 SWEEP_ROWS_MIN = 1_024
-FEW = 4  # up to this number, leases are changed one by one: in columns, one costs as much as ten
+FEW = 4  # up to this number, leases are changed one by one, because numpy costs as much for one lease as for ten
 
 _NONE = np.empty(0, np.int64)
 
@@ -47,8 +47,8 @@ _NONE = np.empty(0, np.int64)
 class State(IntEnum):
     """The states of a lease."""
 
-    HELD = 0  # delivered, and not answered
-    NACKED = 1  # given back, and not delivered again yet
+    HELD = 0  # delivered, neither acknowledged nor nacked
+    NACKED = 1  # nacked by the consumer, and not delivered again yet
     ENDED = 2  # acknowledged, dead or expired, and kept until the next sweep
 
 
@@ -62,56 +62,65 @@ class LeaseCounts:
         self._number, self._key, self._state = _NONE, np.empty(0, np.int32), np.empty(0, np.int8)
         self._rows = 0
         self._counts = np.zeros((len(State), 0), np.int64)  # by state and key
-        # Pending scheduled messages that bring a message back to its group. An attribute and no property: every release
-        # reads it.
+        # Number of leases that are not ended. Each has a pending scheduled message that delivers its message again. A
+        # plain attribute, because every release reads it.
         self.waiting_rows = 0
 
     def held(self) -> Counts:
         """Count the messages that members hold, by group and topic."""
-        return self._by_key(State.HELD)
+        return self._count_by_key(State.HELD)
 
     def nacked(self) -> Counts:
-        """Count the messages that were given back and are not delivered again yet, by group and topic."""
-        return self._by_key(State.NACKED)
+        """Count the nacked messages that are not delivered again yet, by group and topic."""
+        return self._count_by_key(State.NACKED)
 
     def state_of(self, number: int) -> State | None:
-        """Return the state of one lease, or None if it is unknown, or forgotten because it ended long ago."""
-        at = self._place(number)
-        return None if at is None else State(int(self._state[at]))
+        """Find the state of one lease. None if it is unknown, or was forgotten after its end."""
+        index = self._find_index(number)
+        return None if index is None else State(int(self._state[index]))
 
     # -- changes -------------------------------------------------------------------------------------------------
 
     def add(self, group: str, topic: str, numbers: Int64Array) -> None:
-        """Count leases whose messages have these numbers. Numbers ascend, and are larger than all known ones."""
-        key, rows = self._key_at((group, topic)), self._rows
-        if rows + len(numbers) > len(self._number):
-            self._make_room(len(numbers))
-            rows = self._rows
-        self._rows = end = rows + len(numbers)
-        self._number[rows:end], self._key[rows:end], self._state[rows:end] = numbers, key, State.HELD
-        self._counts[State.HELD, key] += len(numbers)
+        """Add leases with the numbers of their scheduled messages.
+
+        Numbers ascend, and are larger than all known numbers.
+        """
+        key_index, begin = self._key_index((group, topic)), self._rows
+        if begin + len(numbers) > len(self._number):
+            self._sweep_or_grow(len(numbers))
+            begin = self._rows
+        self._rows = end = begin + len(numbers)
+        self._number[begin:end], self._key[begin:end], self._state[begin:end] = numbers, key_index, State.HELD
+        self._counts[State.HELD, key_index] += len(numbers)
         self.waiting_rows += len(numbers)
 
     def add_rows(self, scheduled_rows: pa.RecordBatch, numbers: Int64Array) -> None:
-        """Count the leases of these scheduled messages, with the groups and topics that they name."""
+        """Add the leases of these scheduled messages, whose properties name groups and topics."""
         keys = keys_of(scheduled_rows)
-        # Run by run: a receive writes its leases side by side, and numbers must ascend.
+        # In runs of equal keys: a receive writes its leases side by side, and numbers must ascend.
         begin = 0
-        for at in range(1, len(keys) + 1):
-            if at == len(keys) or keys[at] != keys[begin]:
+        for end in range(1, len(keys) + 1):
+            if end == len(keys) or keys[end] != keys[begin]:
                 if (key := keys[begin]) is not None:
-                    self.add(*key, numbers[begin:at])
-                begin = at
+                    self.add(*key, numbers[begin:end])
+                begin = end
 
     def end(self, numbers: Int64Array) -> None:
-        """Stop counting these leases: they were answered for good, or their scheduled messages have been released."""
+        """End these leases: their messages were acknowledged or are dead, or their scheduled messages were released."""
         self._set(numbers, State.ENDED)
 
     def change(self, numbers: Int64Array, nacked: BoolArray) -> None:
-        """Count these leases as given back, or as held again. If a number occurs twice, the last one counts."""
-        last = dict(zip(numbers.tolist(), nacked.tolist(), strict=True))
-        for state, wanted in ((State.NACKED, True), (State.HELD, False)):
-            self._set(np.array([n for n, was in last.items() if was is wanted], dtype=np.int64), state)
+        """Change these leases to nacked, or to held again. If a number occurs twice, its last element counts."""
+        last_by_number = dict(zip(numbers.tolist(), nacked.tolist(), strict=True))
+        for state, is_target_nacked in ((State.NACKED, True), (State.HELD, False)):
+            self._set(
+                np.array(
+                    [number for number, is_nacked in last_by_number.items() if is_nacked is is_target_nacked],
+                    dtype=np.int64,
+                ),
+                state,
+            )
 
     def _set(self, numbers: Int64Array, state: State) -> None:
         if not self._rows or not len(numbers):
@@ -121,83 +130,90 @@ class LeaseCounts:
                 self._set_one(number, state)
             return
         # A number that occurs twice must be counted once.
-        numbers, known = np.unique(numbers), self._number[: self._rows]
-        # Limited to the last index, so that a number after all known ones can be compared too.
-        at = np.minimum(np.searchsorted(known, numbers), self._rows - 1)
-        at = at[(known[at] == numbers) & (self._state[at] != State.ENDED)]
-        if len(at):
-            keys = self._key[at]
+        numbers, known_numbers = np.unique(numbers), self._number[: self._rows]
+        # `searchsorted` returns `_rows` for numbers after the last one, which is no valid index.
+        indexes = np.minimum(np.searchsorted(known_numbers, numbers), self._rows - 1)
+        indexes = indexes[(known_numbers[indexes] == numbers) & (self._state[indexes] != State.ENDED)]
+        if len(indexes):
+            keys = self._key[indexes]
             # `subtract.at` counts repeated indexes, which `-=` would count once.
-            np.subtract.at(self._counts, (self._state[at], keys), 1)
-            np.add.at(self._counts, (np.full(len(at), state), keys), 1)
-            self._state[at] = state
-            self.waiting_rows -= len(at) if state == State.ENDED else 0
+            np.subtract.at(self._counts, (self._state[indexes], keys), 1)
+            np.add.at(self._counts, (np.full(len(indexes), state), keys), 1)
+            self._state[indexes] = state
+            self.waiting_rows -= len(indexes) if state == State.ENDED else 0
 
     def _set_one(self, number: int, state: State) -> None:
-        at = self._place(number)
-        if at is None or (before := int(self._state[at])) == State.ENDED:
+        index = self._find_index(number)
+        if index is None or (before := int(self._state[index])) == State.ENDED:
             return
-        key = int(self._key[at])
+        key = int(self._key[index])
         self._counts[before, key] -= 1
         self._counts[state, key] += 1
-        self._state[at] = state
+        self._state[index] = state
         self.waiting_rows -= state == State.ENDED
 
-    def _place(self, number: int) -> int | None:
+    def _find_index(self, number: int) -> int | None:
         """Find the index of a lease in the columns, or None if it is unknown."""
-        at = int(self._number[: self._rows].searchsorted(number))
-        return at if at < self._rows and self._number[at] == number else None
+        index = int(self._number[: self._rows].searchsorted(number))
+        return index if index < self._rows and self._number[index] == number else None
 
-    def _key_at(self, key: GroupTopic) -> int:
-        found = self._index.get(key)
-        if found is None:
-            found = self._index[key] = len(self._keys)
+    def _key_index(self, key: GroupTopic) -> int:
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self._keys)
             self._keys.append(key)
-            # Keys are never removed, because each takes only three counters.
+            # Keys are never removed: each takes only three counters.
             self._counts = np.concatenate([self._counts, np.zeros((len(State), 1), np.int64)], axis=1)
-        return found
+        return index
 
-    def _make_room(self, rows: int) -> None:
-        """Forget ended leases, and enlarge the columns when the space is still too small."""
-        kept = np.flatnonzero(self._state[: self._rows] != State.ENDED)
+    def _sweep_or_grow(self, rows: int) -> None:
+        """Remove ended leases, and allocate columns for `rows` more leases."""
+        open_leases = np.flatnonzero(self._state[: self._rows] != State.ENDED)
         self._counts[State.ENDED] = 0
-        # Twice the need, so that the cost of a sweep is spread over as many additions.
-        size = max(SWEEP_ROWS_MIN, 2 * (len(kept) + rows))
+        # Twice the needed size, so that a sweep is amortized over as many additions.
+        size = max(SWEEP_ROWS_MIN, 2 * (len(open_leases) + rows))
         for name in ("_number", "_key", "_state"):
             column = getattr(self, name)
-            fresh = np.empty(size, column.dtype)
-            fresh[: len(kept)] = column[kept]
-            setattr(self, name, fresh)
-        self._rows = len(kept)
+            enlarged = np.empty(size, column.dtype)
+            enlarged[: len(open_leases)] = column[open_leases]
+            setattr(self, name, enlarged)
+        self._rows = len(open_leases)
 
-    def _by_key(self, state: State) -> Counts:
+    def _count_by_key(self, state: State) -> Counts:
         counts = self._counts[state]
-        return {self._keys[at]: int(counts[at]) for at in np.flatnonzero(counts).tolist()}
+        return {self._keys[index]: int(counts[index]) for index in np.flatnonzero(counts).tolist()}
 
     # -- restarts ------------------------------------------------------------------------------------------------
 
     def facts(self) -> list[LeaseFacts]:
         """Export the leases for a checkpoint."""
         number, key, state = (column[: self._rows] for column in (self._number, self._key, self._state))
-        held, nacked = (spans(number[state == one], key[state == one]) for one in (State.HELD, State.NACKED))
+        held_spans, nacked_spans = (
+            spans(number[state == lease_state], key[state == lease_state])
+            for lease_state in (State.HELD, State.NACKED)
+        )
         return [
-            LeaseFacts(*self._keys[at], held.get(at, []), nacked.get(at, []))
-            for at in sorted(held.keys() | nacked.keys())
+            LeaseFacts(*self._keys[key_index], held_spans.get(key_index, []), nacked_spans.get(key_index, []))
+            for key_index in sorted(held_spans.keys() | nacked_spans.keys())
         ]
 
     def restore(self, facts: Sequence[LeaseFacts]) -> None:
         """Start with the leases of a checkpoint."""
         columns = [
-            (_numbers(some), self._key_at((one.group, one.topic)), state)
-            for one in facts
-            for some, state in ((one.held, State.HELD), (one.nacked, State.NACKED))
+            (_expand_spans(lease_spans), self._key_index((lease_facts.group, lease_facts.topic)), state)
+            for lease_facts in facts
+            for lease_spans, state in ((lease_facts.held, State.HELD), (lease_facts.nacked, State.NACKED))
         ]
         if not columns:
             return
         number = np.concatenate([numbers for numbers, _, _ in columns])
-        key = np.concatenate([np.full(len(numbers), at, np.int32) for numbers, at, _ in columns])
-        state = np.concatenate([np.full(len(numbers), one, np.int8) for numbers, _, one in columns])
-        # `_place` needs ascending numbers, but a checkpoint lists them by key and state.
+        key = np.concatenate(
+            [np.full(len(numbers), key_index, np.int32) for numbers, key_index, _ in columns]
+        )
+        state = np.concatenate(
+            [np.full(len(numbers), lease_state, np.int8) for numbers, _, lease_state in columns]
+        )
+        # `_find_index` needs ascending numbers, but a checkpoint lists them by key and state.
         order = np.argsort(number)
         self._number, self._key, self._state = number[order], key[order], state[order]
         self._rows = self.waiting_rows = len(number)
@@ -208,21 +224,21 @@ class LeaseCounts:
         if rows.column("source_seq").null_count == rows.num_rows:
             return  # most batches contain only messages, and scheduled messages that bring nothing back
         kinds = rows.column("kind").to_numpy()
-        named = np.asarray(rows.column("source_seq").is_valid()) & np.asarray(
+        has_source = np.asarray(rows.column("source_seq").is_valid()) & np.asarray(
             rows.column("due_ms").is_valid()
         )
-        leased = named & (kinds == Kind.SCHEDULED)
-        if leased.any():
-            scheduled_rows = rows.filter(pa.array(leased))
+        is_lease = has_source & (kinds == Kind.SCHEDULED)
+        if is_lease.any():
+            scheduled_rows = rows.filter(pa.array(is_lease))
             self.add_rows(scheduled_rows, int64(scheduled_rows.column("seq")))
         if not self._rows:
             return
         # After all additions: the row that changes or ends a lease stands after its scheduled message.
-        moved = rows.filter(pa.array(named & (kinds == Kind.MOVED)))
-        if moved.num_rows:
-            self.change(int64(moved.column("source_seq")), were_nacked(moved))
-        ended = rows.filter(pa.array(named & np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
-        self.end(int64(ended.column("source_seq")))
+        moves = rows.filter(pa.array(has_source & (kinds == Kind.MOVED)))
+        if moves.num_rows:
+            self.change(int64(moves.column("source_seq")), were_nacked(moves))
+        ends = rows.filter(pa.array(has_source & np.isin(kinds, [Kind.RELEASE, Kind.CANCEL])))
+        self.end(int64(ends.column("source_seq")))
 
 
 def spans(numbers: Int64Array, keys: npt.NDArray[np.integer[Any]]) -> dict[int, list[tuple[int, int]]]:
@@ -232,19 +248,19 @@ def spans(numbers: Int64Array, keys: npt.NDArray[np.integer[Any]]) -> dict[int, 
     numbers, keys = numbers[order], keys[order]
     begins = np.flatnonzero((np.diff(numbers, prepend=-1) != 1) | (np.diff(keys, prepend=-1) != 0))
     counts = np.diff(begins, append=len(numbers))
-    found = defaultdict[int, list[tuple[int, int]]](list)
+    spans_by_key = defaultdict[int, list[tuple[int, int]]](list)
     runs = zip(keys[begins].tolist(), numbers[begins].tolist(), counts.tolist(), strict=True)
     for key, first, count in runs:
-        found[key].append((first, count))
-    return found
+        spans_by_key[key].append((first, count))
+    return spans_by_key
 
 
-def _numbers(found: Sequence[tuple[int, int]]) -> Int64Array:
-    return np.concatenate([_NONE, *(np.arange(first, first + count) for first, count in found)])
+def _expand_spans(spans: Sequence[tuple[int, int]]) -> Int64Array:
+    return np.concatenate([_NONE, *(np.arange(first, first + count) for first, count in spans)])
 
 
 def keys_of(scheduled_rows: pa.RecordBatch) -> list[GroupTopic | None]:
-    """Return the group and topic of each lease's message, with None where the properties do not name the group."""
+    """Find the group and topic of each lease. None where the properties do not name the group."""
     texts = scheduled_rows.column("properties")
     groups, firsts = (_property(texts, name).to_pylist() for name in (ORIGIN_GROUP, RETRY_TOPIC))
     # The retry topic contains the topic. All topics share one dead-letter topic, so there the properties contain it.
@@ -259,7 +275,7 @@ def keys_of(scheduled_rows: pa.RecordBatch) -> list[GroupTopic | None]:
 
 
 def topic_of(group: str, topic: str) -> str:
-    """Return the topic to which a group's retry topic belongs. Any other topic is returned unchanged.
+    """Map a group's retry topic to the original topic. Any other topic is returned unchanged.
 
     >>> topic_of("g", "%RETRY%g_orders"), topic_of("g", "orders")
     ('orders', 'orders')
@@ -268,13 +284,13 @@ def topic_of(group: str, topic: str) -> str:
 
 
 def were_nacked(rows: pa.RecordBatch) -> BoolArray:
-    """Return which of these MOVED rows record that a member has given its message back."""
+    """Check which of these MOVED rows record a nack by the consumer."""
     mark = f"(^|{PROPERTY_END}){NACK_TIME}{PROPERTY_NAME_END}"
     return np.asarray(pc.match_substring_regex(filled(rows.column("properties"), ""), mark))
 
 
 def _property(texts: pa.Array, name: str) -> pa.Array:
     """Extract the value of one property of each text, null where it is missing."""
-    # As a column, because a start after a crash may read the leases of an hour.
+    # Vectorized, because a start after a crash may read the leases of an hour.
     pattern = f"(?:^|{PROPERTY_END}){name}{PROPERTY_NAME_END}(?P<value>[^{PROPERTY_END}]*)"
     return pc.struct_field(pc.extract_regex(filled(texts, ""), pattern), "value")

@@ -15,16 +15,16 @@ from timeball.model.message import SECRET_PREFIX
 
 
 class SavedLease(msgspec.Struct, array_like=True):
-    """The saved form of a lease, with its position in the queue."""
+    """The saved form of a lease on the message at `offset`."""
 
     offset: int
     seq: int
     size_bytes: int
     pop_ms: int  # identifies the receipt
-    # By the wall clock, while a live lease has elapsed time.
+    # On the wall clock. In memory a deadline is elapsed time.
     deadline_ms: int
     in_order: bool
-    times: int  # leases in order that ended without an acknowledgement
+    times: int  # ordered consumption: how often the lease ended without an acknowledgement
     nacked_ms: int | None = None
     nack_reason: str = ""  # missing in rows of older versions, as `nacked_ms`
 
@@ -58,16 +58,16 @@ class ReceiptSecret:
     """
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, SECRET_PREFIX.rstrip("/"), bytes)
+        self._table = MetaTable(meta, SECRET_PREFIX.rstrip("/"), bytes)
 
     @property
     def is_made(self) -> bool:
-        """True if the log contains the secret. No receipt may be given out before it is on disk."""
-        return NAME in self._kept.values
+        """True if the log contains the secret. It must be durable before a receipt is returned to a consumer."""
+        return NAME in self._table.values
 
     def get(self) -> bytes:
-        """Return the secret. Create it if there is none."""
+        """Read the secret. Create it if there is none."""
         if not self.is_made:
-            # Made with the first receipt, so that a broker without leases in the log has no secret to lose.
-            self._kept.put([(NAME, secrets.token_bytes(SIZE_BYTES))])
-        return self._kept.values[NAME]
+            # Created with the first receipt, so that a broker that never leases a message stores no secret.
+            self._table.put([(NAME, secrets.token_bytes(SIZE_BYTES))])
+        return self._table.values[NAME]

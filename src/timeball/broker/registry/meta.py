@@ -1,4 +1,4 @@
-"""Rarely changed state as META rows of the log. Each row contains a key and a value, and the last row of a key counts.
+"""Store rarely changed state as META rows of the log. A row contains a key and a value. The last row of a key counts.
 
     key                                value                    kept by
     topic/<name>                       TopicFacts               topics.py
@@ -21,9 +21,9 @@
     adopted/<group>                    AdoptedFacts             drains.py
     snapshot                           all of these at once     log/checkpoint.py
 
-Values are JSON, and an empty value deletes its key. A change is appended at once, on the event loop. Therefore it
-stands in the log before every row that needs it: a topic before its first message, in the same commit and with the same
-sync. A caller who may be answered only when the change is on disk waits for `LogWriter.flushed`.
+Values are JSON, and an empty value deletes its key. A change is appended at once, on the event loop. So it precedes
+every row of the log that needs it, for example a topic precedes its first message, usually in the same sync. A caller
+who needs the change on disk before the answer waits for `LogWriter.flushed`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ T = TypeVar("T")
 
 
 class Change(NamedTuple):
-    """Changed values for a frame that also contains other rows."""
+    """Changed values as rows, for a frame that also contains other rows."""
 
     rows: pa.RecordBatch
-    # Called right after the append: if the append is refused, the state in memory must not change.
+    # Applies the change in memory. Called after the append, because a refused append must not change anything.
     keep: Callable[[], None]
 
 
@@ -55,7 +55,7 @@ def together(*changes: Change) -> Change:
         for change in changes:
             change.keep()
 
-    # One batch becomes one frame, so after a crash all changes are there or none.
+    # One batch becomes one frame, so after a crash the log has all changes or none.
     return Change(pa.concat_batches([change.rows for change in changes]), keep)
 
 
@@ -63,7 +63,7 @@ class Restorable(Protocol):
     """State in memory that is restored from the values of one key prefix."""
 
     def restore(self, name: str, value: bytes) -> None:
-        """Apply a value from the log, where an empty one deletes the name. Recovery calls this in log order."""
+        """Apply a value from the log. An empty value deletes the name. Recovery calls this in log order."""
 
 
 class MetaLog:
@@ -73,7 +73,7 @@ class MetaLog:
     """
 
     def __init__(self) -> None:
-        # Encoded, because the snapshot copies all values on the event loop and needs none decoded.
+        # Kept encoded, because a snapshot copies all values on the event loop and needs no decoded value.
         self.values: dict[str, msgspec.Raw] = {}
         self._tables: dict[str, Restorable] = {}
         # None during recovery, when the tables are filled from the log and must not write to it.
@@ -91,12 +91,12 @@ class MetaLog:
     def put(self, changes: Iterable[tuple[str, object]]) -> None:
         """Append changed values in one frame, so that all of them are stored or none. None deletes a key."""
         assert self._append is not None, "recovery changes nothing"
-        pairs = _encoded(changes)
+        pairs = _encode_values(changes)
         if pairs:
-            # Appended first: if the append is refused, the state in memory must not change.
+            # Appended first, because a refused append must not change the state in memory.
             self._append(meta_rows(pairs, self._now_ms()))
             for key, value in pairs:
-                self._keep(key, value)
+                self._remember(key, value)
 
     def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
         """Encode changed values as META rows. None deletes a key.
@@ -104,11 +104,11 @@ class MetaLog:
         The caller appends the rows in one frame with its own rows. Then it calls `keep`, which changes the values in
         memory.
         """
-        pairs = _encoded(changes)
+        pairs = _encode_values(changes)
 
         def keep() -> None:
             for key, value in pairs:
-                self._keep(key, value)
+                self._remember(key, value)
 
         return Change(meta_rows(pairs, self._now_ms()), keep)
 
@@ -116,26 +116,26 @@ class MetaLog:
         """Apply values from the log, in its order. Raise SetupError for unknown state, Corrupt for a damaged value."""
         for key, value in pairs:
             if key == SNAPSHOT_KEY:
-                continue  # its values stand in earlier rows too, all of which have been applied
+                continue  # its values are also in earlier rows, which have been applied
             prefix, _, name = key.rpartition("/")  # names contain no slash
             table = self._tables.get(prefix)
-            # Unknown values must not be dropped: the next snapshot is made of `values`, so they would be lost for good.
+            # Unknown values must not be skipped: the next snapshot would lack them, and they would be lost.
             if table is None:
                 raise SetupError(f"the log holds state of a newer Timeball ({prefix!r}): use that one")
-            self._keep(key, value)
+            self._remember(key, value)
             try:
                 table.restore(name, value)
             except msgspec.DecodeError as error:
                 raise Corrupt(f"META row of {key!r}: {error}; restore the log from a copy") from error
 
-    def _keep(self, key: str, value: bytes) -> None:
+    def _remember(self, key: str, value: bytes) -> None:
         if value:
             self.values[key] = msgspec.Raw(value)
         else:
             self.values.pop(key, None)
 
 
-def _encoded(changes: Iterable[tuple[str, object]]) -> list[tuple[str, bytes]]:
+def _encode_values(changes: Iterable[tuple[str, object]]) -> list[tuple[str, bytes]]:
     # Encoded before the append, so that an invalid value changes nothing.
     return [(key, b"" if value is None else msgspec.json.encode(value)) for key, value in changes]
 
@@ -150,29 +150,31 @@ class MetaTable(Generic[T]):
 
     def put(self, changes: Iterable[tuple[str, T | None]]) -> None:
         """Change values, in one frame. None deletes a value."""
-        listed = list(changes)
-        self._log.put((f"{self._prefix}/{name}", value) for name, value in listed)
+        change_list = list(changes)
+        self._log.put((f"{self._prefix}/{name}", value) for name, value in change_list)
         # After the append, as in MetaLog: memory never contains values that the log refused.
-        for name, value in listed:
-            self._keep(name, value)
+        for name, value in change_list:
+            self._remember(name, value)
 
     def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
         """Encode changed values as META rows, as `MetaLog.changed` does. None deletes a value."""
-        listed = list(changes)
-        rows, keep_encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in listed)
+        change_list = list(changes)
+        rows, keep_encoded = self._log.changed(
+            (f"{self._prefix}/{name}", value) for name, value in change_list
+        )
 
         def keep() -> None:
             keep_encoded()
-            for name, value in listed:
-                self._keep(name, value)
+            for name, value in change_list:
+                self._remember(name, value)
 
         return Change(rows, keep)
 
     def restore(self, name: str, value: bytes) -> None:
         """Apply a value from the log."""
-        self._keep(name, msgspec.json.decode(value, type=self._kind) if value else None)
+        self._remember(name, msgspec.json.decode(value, type=self._kind) if value else None)
 
-    def _keep(self, name: str, value: T | None) -> None:
+    def _remember(self, name: str, value: T | None) -> None:
         if value is None:
             self.values.pop(name, None)
         else:

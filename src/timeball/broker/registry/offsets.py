@@ -5,9 +5,8 @@ crash a group may see the messages of its last second again (G4, at least once).
 of offsets stand after the messages that they cover.
 
 A group does not see messages again that were leased to it in the log (consuming/log_leases.py). For this purpose
-`Parked` is written in the same frame as the offsets that it belongs to. It names the row of the log from which on
-scheduled messages may belong to positions that these offsets do not count as done, and it lists the done positions
-after them.
+`Parked` is written in the same frame as the offsets that it belongs to. It lists the positions after these offsets that
+are done. It also names a row of the log (`from_seq`): later rows may contain leases of further positions.
 
     offsets/<group>@<topic>   {queue: offset}
     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
@@ -24,10 +23,10 @@ from timeball.model.errors import OutOfRange, OverLimit
 
 PARKED = "parked"
 
-STALE_ROWS = 200_000  # a start reads so many rows in some tenths of a second
+STALE_ROWS = 200_000  # rows that a start may have to read, which takes some tenths of a second
 
 Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
-# … -> done positions [begin, end), after the offset.
+# group -> topic -> queue -> done positions [begin, end) after the offset
 Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]
 
 
@@ -60,7 +59,7 @@ class Offsets:
             self._forget(group, topic)
 
     def get(self, group: str, topic: str) -> dict[int, int]:
-        """Return the offsets of a group by queue, empty if it has none yet."""
+        """Copy the offsets of a group in a topic, by queue. Empty if it has none."""
         return dict(self.table.get(group, {}).get(topic, {}))
 
     def find_offset(self, group: str, topic: str, queue: int) -> int | None:
@@ -68,27 +67,27 @@ class Offsets:
         return self.table.get(group, {}).get(topic, {}).get(queue)
 
     def topics_of(self, group: str) -> list[str]:
-        """Return the topics in which a group has stored offsets."""
+        """List the topics in which a group has stored offsets."""
         return list(self.table.get(group, {}))
 
     def groups_of(self, topic: str) -> list[str]:
-        """Return the groups that have stored offsets in a topic."""
+        """List the groups that have stored offsets in a topic."""
         return [group for group, topics in self.table.items() if topic in topics]
 
     def forget_group(self, group: str) -> None:
-        """Forget the offsets of a deleted group: its next member begins like one of a new group."""
+        """Forget the offsets of a deleted group. Its next member begins like a member of a new group."""
         for topic in self.topics_of(group):
             self._forget(group, topic)
             self._changed.add((group, topic))
 
     def forget_topic(self, topic: str) -> None:
-        """Forget the offsets of a deleted topic: groups of a new topic with this name begin as new ones."""
+        """Forget the offsets in a deleted topic. In a new topic with this name, all groups begin anew."""
         for group in self.groups_of(topic):
             self._forget(group, topic)
             self._changed.add((group, topic))
 
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
-        """Store offsets in memory until `save`. `queue_max`: the ends of the queues.
+        """Store offsets in memory until the next `save`. `queue_max`: the end offset of each queue.
 
         Raise OutOfRange for an offset beyond its queue's end, and InvalidName or OverLimit for a new group.
         """
@@ -97,7 +96,7 @@ class Offsets:
             if len(self.table) >= limits.GROUPS_MAX:
                 raise OverLimit(f"{limits.GROUPS_MAX} consumer groups exist; delete some first")
         for queue, offset in offsets.items():
-            # With an offset beyond the end, the group would skip messages that are still to come.
+            # With an offset beyond the end, the group would skip future messages.
             if not 0 <= offset <= queue_max.get(queue, -1):
                 raise OutOfRange(
                     f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
@@ -108,18 +107,20 @@ class Offsets:
     def save(self, parked: Parked) -> None:
         """Append changed offsets to the log.
 
-        `parked` belongs to these offsets: the caller determines it right before, without an await between.
+        `parked` belongs to these offsets: the caller computes it without an await before this call.
         """
         # In most seconds of a quiet broker nothing has changed, and no row is written.
         if self._changed or self._is_stale(parked):
-            changed = ((f"offsets/{g}@{t}", self.table.get(g, {}).get(t)) for g, t in sorted(self._changed))
+            changed_values = (
+                (f"offsets/{g}@{t}", self.table.get(g, {}).get(t)) for g, t in sorted(self._changed)
+            )
             # One frame, so that offsets and `parked` match. Otherwise a crash could repeat a position or lose it.
-            self._meta.put([*changed, (f"offsets/{PARKED}", parked)])
+            self._meta.put([*changed_values, (f"offsets/{PARKED}", parked)])
             self._changed.clear()
             self.parked = parked
 
     def _is_stale(self, parked: Parked) -> bool:
-        """Return whether a start from the saved state would have to read too much of the log."""
+        """Check whether `parked` must be saved: `ahead` changed, or a start would have to read too much of the log."""
         return parked.ahead != self.parked.ahead or parked.from_seq - self.parked.from_seq > STALE_ROWS
 
     def _forget(self, group: str, topic: str) -> None:

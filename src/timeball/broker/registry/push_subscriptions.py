@@ -38,9 +38,9 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     filter_type: FilterKind = "tag"
     in_flight_max: int = 16  # requests at once
     rate_per_s: float | None = None  # requests per second; None: unlimited
-    timeout_ms: int = TIMEOUT_MS  # of one request, answer included
+    timeout_ms: int = TIMEOUT_MS  # of one request, including its response
     paused: bool = False
-    paused_by: Literal["operator", "receiver"] = "operator"  # "receiver": it answered 410, gone for good
+    paused_by: Literal["operator", "receiver"] = "operator"  # "receiver": it answered 410 (Gone)
 
     def check(self) -> None:
         """Raise InvalidName or OutOfRange for an invalid topic, group or bound."""
@@ -58,14 +58,14 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class PushSecrets(msgspec.Struct, frozen=True):
-    """The value of the row of secrets. `previous` also signs, until `previous_until_ms`."""
+    """The value of the META row with a subscription's secrets. `previous` also signs until `previous_until_ms`."""
 
     current: bytes
     previous: bytes = b""  # empty before the first rotation
     previous_until_ms: int = 0
 
     def at(self, now_ms: int) -> list[bytes]:
-        """Return the secrets that sign now, the newest first."""
+        """List the secrets that sign at this time, the newest first."""
         return [self.current, self.previous] if now_ms < self.previous_until_ms else [self.current]
 
 
@@ -78,55 +78,59 @@ class PushSubscriptions:
     """All subscriptions, by name. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "push", PushSubscription)
+        self._table = MetaTable(meta, "push", PushSubscription)
         self._secrets = MetaTable(meta, SECRET_PREFIX + "push", PushSecrets)
 
     def all(self) -> dict[str, PushSubscription]:
-        """Return all subscriptions, sorted by name."""
-        return dict(sorted(self._kept.values.items()))
+        """List all subscriptions, sorted by name."""
+        return dict(sorted(self._table.values.items()))
 
     def get(self, name: str) -> PushSubscription:
-        """Return a subscription. Raise NotFound."""
-        found = self._kept.values.get(name)
-        if found is None:
+        """Find a subscription. Raise NotFound."""
+        subscription = self._table.values.get(name)
+        if subscription is None:
             raise NotFound(f"no subscription {name[: limits.GROUP_BYTES_MAX]!r}")
-        return found
+        return subscription
 
     def find(self, name: str) -> PushSubscription | None:
         """Find a subscription, or None if it does not exist."""
-        return self._kept.values.get(name)
+        return self._table.values.get(name)
 
     def secrets(self, name: str, now_ms: int) -> list[bytes]:
-        """Return the secrets that sign this subscription's requests now, the newest first."""
+        """List the secrets that sign this subscription's requests now, the newest first."""
         return self._secrets.values[name].at(now_ms)
 
     def put(
         self, name: str, subscription: PushSubscription, now_ms: int, *, rotates: bool = False
     ) -> bytes | None:
-        """Append a subscription. Return the secret that was created for it, or None if it keeps its secret.
+        """Append a subscription. The result is its new secret, or None if it keeps its secret.
 
         Raise InvalidName, OutOfRange, OverLimit.
         """
         check_name(name, limits.GROUP_BYTES_MAX, "subscription")
         subscription.check()
-        known = self._kept.values.get(name)
-        if known is None and len(self._kept.values) >= limits.PUSH_SUBSCRIPTIONS_MAX:
+        known = self._table.values.get(name)
+        if known is None and len(self._table.values) >= limits.PUSH_SUBSCRIPTIONS_MAX:
             raise OverLimit(f"{limits.PUSH_SUBSCRIPTIONS_MAX} subscriptions exist; delete some first")
-        made = None
+        new_secret = None
         if known is None or rotates:
-            made = secrets.token_bytes(SECRET_BYTES)
-            before = None if known is None else self._secrets.values[name].current
+            new_secret = secrets.token_bytes(SECRET_BYTES)
+            previous_secret = None if known is None else self._secrets.values[name].current
             until_ms = now_ms + OVERLAP_MS
             # Before the subscription, so that a crash between the two leaves no subscription that cannot sign.
-            row = PushSecrets(made) if before is None else PushSecrets(made, before, until_ms)
+            row = (
+                PushSecrets(new_secret)
+                if previous_secret is None
+                else PushSecrets(new_secret, previous_secret, until_ms)
+            )
             self._secrets.put([(name, row)])
         # An unchanged subscription must not add a row to the log.
         if subscription != known:
-            self._kept.put([(name, subscription)])
-        return made
+            self._table.put([(name, subscription)])
+        return new_secret
 
     def remove(self, name: str) -> None:
         """Delete a subscription and its secrets. Raise NotFound."""
         self.get(name)
-        self._kept.put([(name, None)])
+        self._table.put([(name, None)])
         self._secrets.put([(name, None)])

@@ -1,4 +1,4 @@
-"""Build queue index entries from rows: sizes and tags of entries, and all entries of a range of the log.
+"""Build queue index entries from rows: the tag fields of entries, and all entries of a range of the log.
 
 The same functions serve messages that become visible, recovery, and the rebuild of a damaged index file.
 """
@@ -22,8 +22,8 @@ from timeball.model.message import SCHEDULE_TOPIC, Int64Array, Kind, alike, code
 # Rows per batch; frames may be small, and replaying them one by one would cost seconds per million rows.
 BATCH_ROWS = 65_536
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
-# MOVED: a half message that is committed with a level is moved to the queue of that level.
-_SCHEDULED_AT = (int(Kind.SCHEDULED), int(Kind.MOVED))
+# Rows in the queue of a delay level. MOVED: a half message that was committed with a level.
+_LEVEL_KINDS = (int(Kind.SCHEDULED), int(Kind.MOVED))
 CHECKED_QUEUES = 64  # queues that are checked when an index is loaded; takes some milliseconds
 
 
@@ -32,30 +32,32 @@ def index_tags(
 ) -> Int64Array:
     """Compute the tag field of each row's entry. `multi_tag` states for each topic whether the field is a mask.
 
-    For a scheduled message in the queue of a delay level, the field is the due time in ms. The scan of the queue reads
-    nothing else.
+    For a scheduled message in the queue of a delay level, the field is the due time in ms. The scan of that queue reads
+    only the entries.
     """
-    tags = _tags(rows.column("tag"), codes, multi_tag)
+    tags = _tag_values(rows.column("tag"), codes, multi_tag)
     if SCHEDULE_TOPIC not in names:
         return tags
-    # Clients may have sent messages to this topic before it was reserved. These have no due time.
-    waits = (codes == names.index(SCHEDULE_TOPIC)) & np.isin(rows.column("kind").to_numpy(), _SCHEDULED_AT)
-    return np.where(waits, rows.column("due_ms").fill_null(0).to_numpy(), tags)
+    # Clients may have sent messages to this topic before the name was reserved. These have no due time.
+    in_level_queue = (codes == names.index(SCHEDULE_TOPIC)) & np.isin(
+        rows.column("kind").to_numpy(), _LEVEL_KINDS
+    )
+    return np.where(in_level_queue, rows.column("due_ms").fill_null(0).to_numpy(), tags)
 
 
-def _tags(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
+def _tag_values(tags: pa.Array, codes: Int64Array, multi_tag: Sequence[bool]) -> Int64Array:
     """Compute the hash of each tag, or its mask in a MULTI_TAG topic. 0 without a tag."""
     if tags.null_count == len(tags):
         return np.zeros(len(tags), dtype=np.int64)
     # Hash each distinct tag once: a batch of ten thousand rows has only a few.
-    of_row, texts = codes_of(filled(tags, ""))
-    found = np.array([tag_hash(text) for text in texts], dtype=np.int64)[of_row]
+    text_index, texts = codes_of(filled(tags, ""))
+    values = np.array([tag_hash(text) for text in texts], dtype=np.int64)[text_index]
     multiple = np.flatnonzero(multi_tag)
     if len(multiple):
-        # For all rows, because a batch may mix topics of both types. Distinct texts are few.
-        masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[of_row]
-        found = np.where(np.isin(codes, multiple), masks, found)
-    return found
+        # Computed for all rows, because a batch may mix topics of both types.
+        masks = np.array([tag_mask(text) for text in texts], dtype=np.int64)[text_index]
+        values = np.where(np.isin(codes, multiple), masks, values)
+    return values
 
 
 def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int, Int64Array]]:
@@ -71,7 +73,7 @@ def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
     Files with valid checksums may belong to another log, or to an earlier state of this one, for example after a
     restore.
     """
-    # Only a sample: a copy of another log differs almost everywhere, and a start must not read each of 100,000 queues.
+    # A sample suffices, because another log differs almost everywhere. A start must not read each of 100,000 queues.
     step = -(-len(indexes) // CHECKED_QUEUES) or 1
     for index in indexes[::step] if reader.next_seq > reader.first_seq else ():
         for offset in {index.min_offset, index.max_offset - 1} if index.max_offset > index.min_offset else ():
@@ -81,22 +83,22 @@ def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
 
 
 def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Array) -> None:
-    what = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
+    position = f"queue {index.queue_id} of {index.topic!r}, offset {offset}"
     try:
         rows = reader.read_rows(seqs).select(["topic", "queue_id", "queue_offset"]).to_pylist()
     except OutOfRange as error:
-        raise Corrupt(f"{what}: {error}") from error
-    asked = {"topic": index.topic, "queue_id": index.queue_id, "queue_offset": offset}
-    # The row exists but differs, so the index belongs to another log. The caller then rebuilds all of it.
-    if rows[0] != asked:
-        raise Corrupt(f"{what} names seq {seqs[0]}, which is another row")
+        raise Corrupt(f"{position}: {error}") from error
+    expected = {"topic": index.topic, "queue_id": index.queue_id, "queue_offset": offset}
+    # Another row has this number, so the index belongs to another log. The caller rebuilds it completely.
+    if rows[0] != expected:
+        raise Corrupt(f"{position} names seq {seqs[0]}, which is another row")
 
 
 def rebuild(
     reader: LogReader, first_seq: int, next_seq: int, is_multi_tag: Callable[[str], bool]
 ) -> list[Part]:
     """Build the entries of the log's rows [first_seq, next_seq) that still exist. Any thread."""
-    found: dict[tuple[str, int], list[Part]] = {}
+    parts_by_queue: dict[tuple[str, int], list[Part]] = {}
     # Rows that retention has removed need no entries: their offsets are below each queue's first offset.
     begin = max(first_seq, reader.first_seq)
     for rows in reader.coalesced(begin, next_seq, None, BATCH_ROWS, COLUMNS, placed=True):
@@ -105,10 +107,15 @@ def rebuild(
         entries = np.empty(rows.num_rows, ENTRY)
         entries["seq"], entries["size"] = rows.column("seq").to_numpy(), stored_sizes(rows)
         entries["tag"] = index_tags(rows, codes, names, [is_multi_tag(name) for name in names])
-        for code, queue, mine in by_queue(codes, queue_id):
-            part = Part(names[code], queue, int(offset[mine[0]]), entries[mine])
-            found.setdefault((part.topic, queue), []).append(part)
+        for code, queue, queue_rows in by_queue(codes, queue_id):
+            queue_part = Part(names[code], queue, int(offset[queue_rows[0]]), entries[queue_rows])
+            parts_by_queue.setdefault((queue_part.topic, queue), []).append(queue_part)
     return [
-        Part(topic, queue, parts[0].first_offset, np.concatenate([part.entries for part in parts]))
-        for (topic, queue), parts in found.items()
+        Part(
+            topic,
+            queue,
+            queue_parts[0].first_offset,
+            np.concatenate([queue_part.entries for queue_part in queue_parts]),
+        )
+        for (topic, queue), queue_parts in parts_by_queue.items()
     ]

@@ -1,7 +1,7 @@
-"""Positions of a few rows in their queues: computed row by row with Python's numbers, or chosen by a codec before.
+"""Choose queues and offsets for a few rows, row by row and without numpy. Or take over those that a codec has chosen.
 
-`Topics.place` would give the same rows the same positions, but it is made for columns: it calls numpy fifty times, and
-each call takes some microseconds even for one row.
+`Topics.place` chooses the same queues and offsets, but it works on columns: it calls numpy fifty times, and each call
+takes some microseconds even for one row.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: row, size, tag
 _SEQ = struct.Struct(">q")
 assert _ENTRY.size == ENTRY.itemsize
 
-# A topic, a queue, its entries whose rows count from 0, and the size of their messages in bytes.
+# Topic, queue id, packed index entries (rows counted from 0), and the size of the messages in bytes.
 QueueRows = tuple[Topic, int, bytearray, int]
 
 
-class _Chosen:
-    """The rows chosen for one queue: their entries, and the size of their messages in bytes."""
+class _QueueBatch:
+    """The rows of the batch that go to one queue: their index entries, and the size of their messages in bytes."""
 
     __slots__ = ("entries", "queue", "size_bytes")
 
@@ -35,85 +35,88 @@ class _Chosen:
         self.queue, self.entries, self.size_bytes = queue, entries, size_bytes
 
 
-class FewPlaces:
-    """Positions of rows, chosen one after the other. Call `give_out` when nothing can refuse the rows any more."""
+class QueueOffsets:
+    """The queues and offsets of a batch of rows. Call `reserve_offsets` when nothing can refuse the rows any more."""
 
-    __slots__ = ("_chosen", "_dead", "_turns")
+    __slots__ = ("_chosen", "_dead_letter_keys", "_turns")
 
     def __init__(self) -> None:
-        self._chosen: dict[tuple[Topic, int], _Chosen] = {}
+        self._chosen: dict[tuple[Topic, int], _QueueBatch] = {}
         self._turns: dict[Topic, int] = {}
-        self._dead: list[str] = []  # the key of a counter for each dead letter
+        self._dead_letter_keys: list[str] = []  # for each dead letter the key of its counter
 
     @classmethod
     def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
-        """Take over positions that were chosen elsewhere like those of `choose` (SendRuns of small_batch.py)."""
-        places = cls()
+        """Take over queues and offsets that a codec has chosen in the same way (SendRuns of small_batch.py)."""
+        offsets = cls()
         for topic, queue_id, entries, size_bytes in queues:
-            places._chosen[topic, queue_id] = _Chosen(topic.queues[queue_id], entries, size_bytes)
-        places._turns = dict(turns)
-        return places
+            offsets._chosen[topic, queue_id] = _QueueBatch(topic.queues[queue_id], entries, size_bytes)
+        offsets._turns = dict(turns)
+        return offsets
 
     def choose(
         self, topic: Topic, row: int, queue_id: int, size_bytes: int, tag: str | None, properties: str | None
     ) -> tuple[int, int]:
-        """Choose the queue and offset of a row, which become final with `give_out`. `queue_id` -1: any queue."""
+        """Choose the queue and offset of a row, which become final with `reserve_offsets`. `queue_id` -1: any queue."""
         queues = topic.queues
         if topic.name.startswith(DLQ_PREFIX):
-            self._dead.append(of_dead_letter(topic.name, properties))
+            self._dead_letter_keys.append(of_dead_letter(topic.name, properties))
         if queue_id < 0:
-            # All queues in turn, after that of the last batch.
-            turn = self._turns.get(topic, topic.turn)
-            width = topic.write_queues or len(queues)
-            queue_id = turn % width
-            self._turns[topic] = (turn + 1) % width
-        # As in `Topics.place`: rows for a queue that no longer exists go to another one.
+            # Round robin, continued from the last batch.
+            next_queue = self._turns.get(topic, topic.turn)
+            queue_count = topic.write_queues or len(queues)
+            queue_id = next_queue % queue_count
+            self._turns[topic] = (next_queue + 1) % queue_count
+        # As in `Topics.place`: rows for a queue that does not exist go to another one.
         queue_id %= len(queues)
-        chosen = self._chosen.get((topic, queue_id))
-        if chosen is None:
-            chosen = self._chosen[topic, queue_id] = _Chosen(queues[queue_id], bytearray(), 0)
-        # Bytes from the start: numpy needs a microsecond to make an entry of a tuple.
-        entries = chosen.entries
-        offset = chosen.queue.next_offset + len(entries) // _ENTRY.size
+        queue_rows = self._chosen.get((topic, queue_id))
+        if queue_rows is None:
+            queue_rows = self._chosen[topic, queue_id] = _QueueBatch(queues[queue_id], bytearray(), 0)
+        # Packed directly, because numpy needs a microsecond to convert a tuple to an entry.
+        entries = queue_rows.entries
+        offset = queue_rows.queue.next_offset + len(entries) // _ENTRY.size
         entries += _ENTRY.pack(row, size_bytes, tag_number(topic)(tag) if tag else 0)
-        chosen.size_bytes += size_bytes
+        queue_rows.size_bytes += size_bytes
         return queue_id, offset
 
-    def give_out(self) -> None:
-        """Reserve these positions, so that no other row gets them."""
-        for chosen in self._chosen.values():
-            chosen.queue.next_offset += len(chosen.entries) // _ENTRY.size
+    def reserve_offsets(self) -> None:
+        """Advance the queues, so that no other row gets these offsets."""
+        for queue_rows in self._chosen.values():
+            queue_rows.queue.next_offset += len(queue_rows.entries) // _ENTRY.size
         for topic, turn in self._turns.items():
             topic.turn = turn
 
     def index(self, first_seq: int) -> None:
-        """Write the index entries. Row 0 of the batch has the sequence number `first_seq`."""
-        for chosen in self._chosen.values():
-            data = chosen.entries
-            # The sequence numbers were not known when the entries were packed. The index copies the entries.
-            if len(data) == _ENTRY.size:  # the usual case, without a call of numpy
-                _SEQ.pack_into(data, 0, _SEQ.unpack_from(data)[0] + first_seq)
-                entries = np.frombuffer(data, ENTRY)
+        """Add the entries to the queue indexes. Row 0 of the batch has the sequence number `first_seq`."""
+        for queue_rows in self._chosen.values():
+            packed = queue_rows.entries
+            # Add `first_seq`, which was not known when the entries were packed. The index copies the entries.
+            if len(packed) == _ENTRY.size:  # the usual case, without a call of numpy
+                _SEQ.pack_into(packed, 0, _SEQ.unpack_from(packed)[0] + first_seq)
+                entries = np.frombuffer(packed, ENTRY)
             else:
-                entries = np.frombuffer(data, ENTRY)
+                entries = np.frombuffer(packed, ENTRY)
                 entries["seq"] += first_seq
-            chosen.queue.index.extend(entries)
+            queue_rows.queue.index.extend(entries)
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
-        """Count the rows and bytes for each topic. `released`: count them as released scheduled messages, too."""
-        for (topic, _), chosen in self._chosen.items():
-            rows = len(chosen.entries) // _ENTRY.size
-            rates.put(topic.name, rows, chosen.size_bytes)
+        """Count the rows and bytes in the statistics of their topics.
+
+        `released`: also as released scheduled messages.
+        """
+        for (topic, _), queue_rows in self._chosen.items():
+            rows = len(queue_rows.entries) // _ENTRY.size
+            rates.put(topic.name, rows, queue_rows.size_bytes)
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, rows)
-        if self._dead:
-            rates.add_each(Stat.DEAD_NUMS, self._dead)
+        if self._dead_letter_keys:
+            rates.add_each(Stat.DEAD_NUMS, self._dead_letter_keys)
 
     def queues(self) -> list[tuple[str, int]]:
-        """Return the queues that got rows, as topic and number."""
+        """List the queues that got rows, as (topic, queue id)."""
         return [(topic.name, queue_id) for topic, queue_id in self._chosen]
 
 
 def tag_number(topic: Topic) -> Callable[[str], int]:
-    """Return the function that turns a tag into the number in this topic's index entries."""
+    """Choose the function that converts a tag to the number in this topic's index entries."""
     return tag_mask if topic.filter_type == "MULTI_TAG" else tag_hash

@@ -1,15 +1,15 @@
-"""Count messages and bytes per topic and group: sums per minute, hour and day, in memory.
+"""Count messages and bytes per topic and group, and compute sums and rates per minute, hour and day. In memory only.
 
-A counter only grows. The state of all counters is saved periodically for three windows:
+A counter only grows. Copies of all counters (states) are saved periodically for three windows:
 
     minute   every 10 s, 6 intervals back
     hour     every 10 min, 6 intervals back
     day      every hour, 24 intervals back
 
-The value of a window is the difference between the current counter and the window's oldest state. So counting costs one
-addition, and a counter needs 39 pairs of numbers, independent of the load. There are at most COUNTERS_MAX counters. If
-there are more topics and groups, counters that were idle for an hour are removed. If that is not enough, the new ones
-are not counted.
+The value of a window is the difference between the current counter and the window's oldest state. So counting costs
+one addition, and a counter needs 39 pairs of numbers, independent of the load. There are at most COUNTERS_MAX counters.
+If there are more topics and groups, counters that were idle for an hour are removed. If that is not enough, the new
+ones are not counted.
 
 Names and keys are those of RocketMQ's BrokerStatsManager, because its tools ask for them.
 """
@@ -58,33 +58,33 @@ STATS = frozenset(value for name, value in vars(Stat).items() if name.isupper())
 
 
 class Rate(NamedTuple):
-    """A counter over a window: the sum, the sum per second, and the average of one call of `add`."""
+    """A counter over a window: the sum, the sum per second, and the average added per call of `add`."""
 
     sum: int = 0
     per_second: float = 0.0
-    per_time: float = 0.0
+    average_per_add: float = 0.0
 
 
 class Rates:
-    """All counters. Belongs to the event loop. Times are monotonic milliseconds that the caller reads."""
+    """All counters. Belongs to the event loop. The caller passes times, in monotonic milliseconds."""
 
     def __init__(self) -> None:
         # Maps (stat, key) to a position in `_sums` and `_times`. These are lists, so that a window copies them as one
         # array.
-        self._rows: dict[tuple[str, str], int] = {}
+        self._positions: dict[tuple[str, str], int] = {}
         self._sums: list[int] = []
         self._times: list[int] = []
         self._free: list[int] = []  # positions of removed counters, which are reused first
-        self._got: dict[
+        self._got_counters: dict[
             tuple[str, str], tuple[int, int, int]
         ] = {}  # (topic, group) -> the positions of the three counters of `got`
-        # True until the next state of `hour`, because no counter can become idle before
-        self._no_room = False
+        # All counters are in use. No counter can become idle before `hour` saves its next state.
+        self._is_full = False
         self.minute = Window(10 * limits.SECOND_MS, 6)
         self.hour = Window(10 * limits.MINUTE_MS, 6)
         self.day = Window(limits.HOUR_MS, 24)
 
-    # -- what happens -----------------------------------------------------------------------------------------
+    # -- counting ----------------------------------------------------------------------------------------------
 
     def put(self, topic: str, rows: int, size_bytes: int) -> None:
         """Count messages that arrived in a topic."""
@@ -96,19 +96,19 @@ class Rates:
         """Count messages that were delivered to a group."""
         if not rows:
             return
-        places = self._got.get((topic, group))
-        if places is None:
+        counters = self._got_counters.get((topic, group))
+        if counters is None:
             key = of_group(topic, group)
             names = (Stat.GROUP_GET_NUMS, key), (Stat.GROUP_GET_SIZE, key), (Stat.BROKER_GET_NUMS, "")
-            for (stat, of), count in zip(names, (rows, size_bytes, rows), strict=True):
-                self.add(stat, of, count)
-            # Cached only if all three have a counter, because space for the others may become free.
-            if all(name in self._rows for name in names):
-                nums, sizes, broker_nums = (self._rows[name] for name in names)
-                self._got[topic, group] = nums, sizes, broker_nums
+            for (stat, counter_key), count in zip(names, (rows, size_bytes, rows), strict=True):
+                self.add(stat, counter_key, count)
+            # Cached only if all three have a counter, because the others may get one later.
+            if all(name in self._positions for name in names):
+                nums, sizes, broker_nums = (self._positions[name] for name in names)
+                self._got_counters[topic, group] = nums, sizes, broker_nums
             return
         # Unrolled: a loop over the three counters takes as long as the rest of this function.
-        nums, sizes, broker_nums = places
+        nums, sizes, broker_nums = counters
         sums, times = self._sums, self._times
         sums[nums] += rows
         sums[sizes] += size_bytes
@@ -124,9 +124,9 @@ class Rates:
 
     def add(self, stat: str, key: str, count: int) -> None:
         """Add `count` to a counter."""
-        row = self._rows.get((stat, key))
+        row = self._positions.get((stat, key))
         if row is None:
-            row = self._new_row(stat, key)
+            row = self._create_counter(stat, key)
         if row >= 0:  # otherwise there are too many counters, and nothing is counted
             self._sums[row] += count
             # The number of additions, for the average per call.
@@ -139,36 +139,36 @@ class Rates:
                 window.keep(now_ms, self._sums, self._times)
                 # The hour's states determine which counters are idle, so space may have become free.
                 if window is self.hour:
-                    self._no_room = False
+                    self._is_full = False
 
-    # -- what is asked ----------------------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------------------
 
     def total(self, stat: str, key: str = "") -> int:
-        """The whole count. 0 for a missing counter."""
-        row = self._rows.get((stat, key))
+        """Read the total of a counter since the start. 0 for a missing counter."""
+        row = self._positions.get((stat, key))
         return 0 if row is None else self._sums[row]
 
     def totals(self, stat: str) -> dict[str, int]:
-        """The whole counts of one kind, by key."""
-        return {key: self._sums[row] for (name, key), row in self._rows.items() if name == stat}
+        """Read the totals of one kind of counter since the start, by key."""
+        return {key: self._sums[row] for (name, key), row in self._positions.items() if name == stat}
 
     def rate(self, stat: str, key: str, window: Window, now_ms: int) -> Rate | None:
         """Compute the rate of a counter over one of the windows. None for a missing counter."""
-        row = self._rows.get((stat, key))
+        row = self._positions.get((stat, key))
         return None if row is None else window.rate(row, self._sums[row], self._times[row], now_ms)
 
     # -- inside -----------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._positions)
 
-    def _new_row(self, stat: str, key: str) -> int:
+    def _create_counter(self, stat: str, key: str) -> int:
         """Create a counter and return its position. -1 if there are too many counters."""
-        if len(self._rows) >= COUNTERS_MAX:
-            if not self._no_room:
+        if len(self._positions) >= COUNTERS_MAX:
+            if not self._is_full:
                 self._drop_idle()
-            if len(self._rows) >= COUNTERS_MAX:
-                self._no_room = True
+            if len(self._positions) >= COUNTERS_MAX:
+                self._is_full = True
                 return -1
         if self._free:
             row = self._free.pop()
@@ -176,17 +176,17 @@ class Rates:
             row = len(self._sums)
             self._sums.append(0)
             self._times.append(0)
-        self._rows[stat, key] = row
+        self._positions[stat, key] = row
         return row
 
     def _drop_idle(self) -> None:
-        # It may contain positions of counters that are removed below.
-        self._got.clear()
+        # The cache may contain counters that are removed below.
+        self._got_counters.clear()
         idle = self.hour.idle(self._times)
-        for name, row in list(self._rows.items()):
+        for name, row in list(self._positions.items()):
             if idle[row]:
-                del self._rows[name]
-                # The position will be reused: the windows must not show the past of the old counter.
+                del self._positions[name]
+                # The position will be reused, so the windows must forget the old counter.
                 self._sums[row] = self._times[row] = 0
                 self._free.append(row)
         for window in (self.minute, self.hour, self.day):
@@ -194,7 +194,7 @@ class Rates:
 
 
 class _State(NamedTuple):
-    """All counters at one time, by position. Counters beyond the end were created later, and were 0."""
+    """A copy of all counters at one time, by position. Counters beyond its end did not exist yet."""
 
     at_ms: int
     sums: Int64Array
@@ -213,7 +213,7 @@ class Window:
         return not self._states or now_ms - self._states[-1].at_ms >= self._interval_ms
 
     def keep(self, now_ms: int, sums: list[int], times: list[int]) -> None:
-        """Save a state. The oldest one is dropped."""
+        """Save the current counters as a state. The oldest state is dropped if the window is full."""
         self._states.append(_State(now_ms, np.array(sums, dtype=np.int64), np.array(times, dtype=np.int64)))
 
     def rate(self, row: int, total: int, times: int, now_ms: int) -> Rate:
@@ -221,7 +221,7 @@ class Window:
         if not self._states:
             return Rate()
         at_ms, sums_before, times_before = self._states[0]
-        # A counter that is newer than the state is beyond its end: all of its count is new.
+        # Otherwise the counter is newer than the state, and its whole count is new.
         if row < len(sums_before):
             total, times = total - int(sums_before[row]), times - int(times_before[row])
         passed_ms = now_ms - at_ms
@@ -236,15 +236,15 @@ class Window:
         # In the first hour no counter is idle, because it may have been busy before the oldest state.
         if len(self._states) < (self._states.maxlen or 0):
             return [False] * len(times)
-        before = self._states[0].times
-        same = np.array(times[: len(before)], dtype=np.int64) == before
-        return [*same.tolist(), *[False] * (len(times) - len(before))]
+        oldest_counts = self._states[0].times
+        is_unchanged = np.array(times[: len(oldest_counts)], dtype=np.int64) == oldest_counts
+        return [*is_unchanged.tolist(), *[False] * (len(times) - len(oldest_counts))]
 
     def clear(self, rows: Int64Array) -> None:
         """Set the saved counts of these positions to 0, because other counters will use them."""
         for _, sums, times in self._states:
-            mine = rows[rows < len(sums)]
-            sums[mine] = times[mine] = 0
+            saved_rows = rows[rows < len(sums)]
+            sums[saved_rows] = times[saved_rows] = 0
 
 
 def of_group(topic: str, group: str) -> str:
@@ -253,7 +253,7 @@ def of_group(topic: str, group: str) -> str:
 
 
 def of_dead_letter(topic: str, properties: str | None) -> str:
-    """Build the key of the counter for a row of `%DLQ%<group>`: the group, and the topic from which it had the message.
+    """Build the key of the counter for a row of `%DLQ%<group>`: the group and the original topic of the message.
 
     >>> of_dead_letter("%DLQ%g", None)  # without a word of its origin, as a client may send one
     '%DLQ%g@g'

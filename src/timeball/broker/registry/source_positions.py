@@ -30,42 +30,47 @@ class SourcePositions:
     """The known sources. Belongs to the event loop."""
 
     def __init__(self, meta: MetaLog) -> None:
-        self._kept = MetaTable(meta, "source", SourceState)
+        self._table = MetaTable(meta, "source", SourceState)
 
     def __len__(self) -> int:
-        """Return the number of known sources."""
-        return len(self._kept.values)
+        """The number of known sources."""
+        return len(self._table.values)
 
     def of(self, caller: str, source: str) -> dict[int, int]:
-        """Return the next position of an account's source in each partition, empty if nothing of it was sent."""
-        found = self._kept.values.get(_key(caller, source))
-        return {} if found is None else dict(found.positions)
+        """Find the next position of an account's source in each partition. Empty for an unknown source."""
+        state = self._table.values.get(_key(caller, source))
+        return {} if state is None else dict(state.positions)
 
     def moved(self, caller: str, step: SourceStep) -> Change:
-        """Build the row of a source after this step. Raise Conflict, OverLimit."""
-        stands = self.of(caller, step.source)
+        """Build the row with a source's positions after this step.
+
+        Raise Conflict if the step does not begin at the current positions, OverLimit for too many sources or
+        partitions.
+        """
+        current = self.of(caller, step.source)
         for partition, begin in step.begin.items():
             # A partition that is new here may begin anywhere.
-            at = stands.get(partition, begin)
-            if at != begin:
+            expected = current.get(partition, begin)
+            if expected != begin:
                 raise Conflict(
-                    f"source {step.source!r} stands at {at} in partition {partition}, this batch begins at {begin}: "
+                    f"source {step.source!r} stands at {expected} in partition {partition}, "
+                    f"this batch begins at {begin}: "
                     "it was sent before, or another process sends for this source; ask for the positions, go on there"
                 )
         # Partitions that are not in this step keep their positions.
-        key, positions = _key(caller, step.source), {**stands, **step.end}
+        key, positions = _key(caller, step.source), {**current, **step.end}
         if len(positions) > limits.SOURCE_PARTITIONS_MAX:
             raise OverLimit(
                 f"source {step.source!r}: at most {limits.SOURCE_PARTITIONS_MAX} partitions; use a source for each part"
             )
         # Positions never expire, so their number needs a bound.
-        if key not in self._kept.values and len(self) >= limits.SOURCES_MAX:
+        if key not in self._table.values and len(self) >= limits.SOURCES_MAX:
             raise OverLimit(
                 f"{limits.SOURCES_MAX} sources are known, and no more are taken: use one of their names"
             )
-        return self._kept.changed([(key, SourceState(step.source, positions))])
+        return self._table.changed([(key, SourceState(step.source, positions))])
 
 
 def _key(caller: str, source: str) -> str:
-    # Hashed with the account, so that no account moves another one's positions.
+    # Hashed with the account, so that no account can move the positions of another account.
     return hashlib.blake2b(msgspec.msgpack.encode([caller, source]), digest_size=_HASH_BYTES).hexdigest()

@@ -4,7 +4,7 @@ The names and numbers of a configuration are RocketMQ's. A topic may show fewer 
 removed, so that its messages can be read once it is shown again. `attributes` are set one by one with `+name=value`,
 and removed with `-name`. Names and values that Timeball does not know or cannot fulfil are refused.
 
-Most of a hundred thousand topics use only one of their queues, so a queue is created at its first use.
+Most of a hundred thousand topics use only one of their queues, so each `Queue` object is created at its first use.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_config(config: TopicConfig) -> None:
 
 
 def at_least(config: TopicConfig, queues: int) -> TopicConfig:
-    """Return the configuration with at least `queues` read and write queues. None (all queues) stays None."""
+    """Raise the read and write queues of a configuration to at least `queues`. None (all queues) stays None."""
     return msgspec.structs.replace(
         config,
         read_queues=None if config.read_queues is None else max(queues, config.read_queues),
@@ -102,10 +102,10 @@ class TopicFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class Queue:
-    """One queue: its index, and the offset of the next row that is appended."""
+    """One queue: its index, and the offset of the next message that is appended."""
 
     index: QueueIndex
-    # Ahead of the index while rows are not durable yet.
+    # Larger than the index while rows are not durable yet.
     next_offset: int
 
 
@@ -122,32 +122,32 @@ class Queues(Sequence[Queue]):
         return self._count
 
     @overload
-    def __getitem__(self, at: int) -> Queue: ...
+    def __getitem__(self, index: int) -> Queue: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Queue]: ...
-    def __getitem__(self, at: int | slice) -> Queue | list[Queue]:
-        if isinstance(at, slice):
-            return [self[each] for each in range(self._count)[at]]
+    def __getitem__(self, index: slice) -> list[Queue]: ...
+    def __getitem__(self, index: int | slice) -> Queue | list[Queue]:
+        if isinstance(index, slice):
+            return [self[queue_id] for queue_id in range(self._count)[index]]
         # Created at the first use: a topic with a thousand queues, three of them in use, costs three.
-        queue = self._made.get(at)
+        queue = self._made.get(index)
         if queue is None:
-            if not 0 <= at < self._count:
-                raise IndexError(f"queue {at} of {self._count}")
-            index = self._indexes.queue(self._topic, at)
-            queue = self._made[at] = Queue(index, index.max_offset)
+            if not 0 <= index < self._count:
+                raise IndexError(f"queue {index} of {self._count}")
+            queue_index = self._indexes.queue(self._topic, index)
+            queue = self._made[index] = Queue(queue_index, queue_index.max_offset)
         return queue
 
     def widen(self, count: int) -> None:
-        """Have at least `count` queues."""
+        """Increase the number of queues to at least `count`."""
         # Never fewer, because a hidden queue may still contain messages.
         self._count = max(self._count, count)
 
 
 class Topic:
-    """One topic. `turn` is the next queue for rows that name none.
+    """One topic. `turn` is the next queue (round robin) for messages without a queue.
 
-    A deleted topic is kept for its offsets. If they were given out again, a checkpoint or a consumer from before would
-    mistake the new topic's messages for the old ones. Rows before `emptied_before_seq` were deleted with the topic.
+    A deleted topic is kept for its offsets. If a new topic of this name began at offset 0 again, a checkpoint or a
+    consumer could mistake its messages for the old ones. Rows before `emptied_before_seq` were deleted with the topic.
     """
 
     __slots__ = (
@@ -160,7 +160,7 @@ class Topic:
         self.restore(facts)
 
     def restore(self, facts: TopicFacts) -> None:
-        """Set the state to `facts`. A topic never loses queues."""
+        """Set the state to `facts`. The number of queues never shrinks."""
         self.configure(facts.config, facts.queues)
         self.filter_type: FilterType = facts.filter_type
         self.deleted, self.made_by = facts.deleted, facts.made_by
@@ -170,12 +170,12 @@ class Topic:
         """Set the configuration that an operator chose, with at least `queues` queues."""
         self.queues.widen(queues)
         self.config, count = config, len(self.queues)
-        # The numbers of queues that consumers read and that producers write to.
+        # The first queues: so many are visible to consumers and producers.
         self.read_queues = count if config.read_queues is None else config.read_queues
         self.write_queues = count if config.write_queues is None else config.write_queues
 
     def facts(self) -> TopicFacts:
-        """Return the stored form of the topic."""
+        """Build the stored form of the topic."""
         return TopicFacts(
             len(self.queues),
             self.filter_type,

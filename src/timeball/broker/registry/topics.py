@@ -1,7 +1,7 @@
-"""All topics and their queues, and the offset that the next visible row of each queue gets.
+"""All topics and their queues, and the offset that the next message of each queue gets.
 
-The offset is given out when the row is appended, and its index entry is written when the row is durable. Both happen in
-log order on the event loop. So offsets have no gaps, and no entry names a row that may disappear in a crash.
+A row gets its offset when it is appended, and its index entry when it is durable. Both happen in log order on the event
+loop. So offsets have no gaps, and no index entry names a row that may disappear in a crash.
 
 The topic's filter type determines the `tag` of an entry (broker/filters/tags.py). It can change only while the topic is
 empty, because one queue cannot contain both kinds of entries.
@@ -47,23 +47,29 @@ __all__ = ["FilterType", "Placement", "Queue", "Topic", "Topics", "check_name", 
 
 @dataclass(slots=True)
 class Placement:
-    """The positions of one append's visible rows, for the indexes of their queues once the rows are durable."""
+    """The queues and offsets of the visible rows of one append. `index` adds them to the queue indexes later."""
 
     queue_id: Int64Array  # one element for each row, as in `queue_offset`
     queue_offset: Int64Array
     groups: list[tuple[Topic, int, Int64Array]]  # topic, queue, row numbers in order
-    sizes: Int64Array  # as RocketMQ would store each message, because its clients limit answers by these
-    tags: Int64Array  # of the index entries, by the filter type of each topic
-    dead: list[str]  # the key of a counter for each dead letter
+    sizes: Int64Array  # bytes as RocketMQ stores each message, because its clients limit responses by these
+    tags: Int64Array  # the tag fields of the index entries, by each topic's filter type
+    dead: list[str]  # for each dead letter the key of its counter
 
     def index(self, first_seq: int, row_seqs: Int64Array | None = None) -> None:
-        """Write the index entries. `row_seqs`: for sequence numbers that are not consecutive from `first_seq` on."""
+        """Add the rows to the queue indexes.
+
+        `row_seqs`: the rows' sequence numbers, if not consecutive from `first_seq`.
+        """
         for topic, queue_id, rows in self.groups:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
             topic.queues[queue_id].index.append(seqs, self.sizes[rows], self.tags[rows])
 
     def count(self, rates: Rates, *, released: bool = False) -> None:
-        """Count the rows and bytes for each topic. `released`: count them as released scheduled messages, too."""
+        """Count the rows and bytes in the statistics of their topics.
+
+        `released`: also as released scheduled messages.
+        """
         for topic, _, rows in self.groups:
             rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
             if released:
@@ -71,7 +77,7 @@ class Placement:
         rates.add_each(Stat.DEAD_NUMS, self.dead)
 
     def queues(self) -> list[tuple[str, int]]:
-        """Return the queues that got rows, as topic and number."""
+        """List the queues that got rows, as (topic, queue id)."""
         return [(topic.name, queue_id) for topic, queue_id, _ in self.groups]
 
 
@@ -81,13 +87,13 @@ class Topics:
     def __init__(self, files: Files, meta: MetaLog, *, queues_per_topic: int) -> None:
         self._files, self._meta = files, meta
         self._queues_per_topic = queues_per_topic
-        # Includes deleted ones, for their offsets and for the bound on their number.
+        # Includes deleted topics: their offsets must continue, and they count for the maximum number.
         self._topics: dict[str, Topic] = {}
         self.indexes = QueueIndexes(files)  # of all topics, in one set of files (decision 0026)
         self.made_by: dict[str, int] = {}  # account -> number of topics it has created, deleted ones included
         self.version = 0  # counts changes since the start, so that tools can see whether anything is new
-        # No queue may be opened before the index is loaded, which contains its entries.
-        self._has_index = False
+        # Before the index is loaded, no queue may be opened, because its entries are missing.
+        self._is_index_loaded = False
         meta.register("topic", self)
 
     def restore(self, name: str, value: bytes) -> None:
@@ -95,21 +101,21 @@ class Topics:
         facts = msgspec.json.decode(value, type=TopicFacts)
         topic = self._topics.get(name)
         if topic is None:
-            topic = self._add(name, facts)
+            topic = self._add_topic(name, facts)
         else:
             topic.restore(facts)
-        # Before `load`, the topic's queues must not be opened.
-        if self._has_index:
-            _empty(topic)
+        # Before `load`, queues must not be opened. `_fill` does this later.
+        if self._is_index_loaded:
+            _hide_deleted(topic)
 
     def load(self, reader: LogReader, lengths: Lengths, next_seq: int) -> None:
         """Recovery: fill the queues of the topics restored so far with the rows below `next_seq`.
 
         The entries come from the index files, and after their end from the log. `lengths` contains the (min_offset,
         max_offset) of each queue that the checkpoint guarantees. If the files contradict it, they are discarded and all
-        entries are built from the log. Raise Corrupt if the log has too few rows as well.
+        entries are built from the log. Raise Corrupt if the log has too few rows, too.
         """
-        # Set before the load, because the first read may already find a damaged file.
+        # Set before the load, because its first read may find a damaged file.
         self.indexes.rebuild = lambda begin, end: queue_entries.rebuild(
             reader, begin, end, self._is_multi_tag
         )
@@ -118,42 +124,44 @@ class Topics:
             queue_entries.check(reader, list(self.indexes.used()))
             self._fill(reader, covered_seq, lengths, next_seq)
         except Corrupt as error:
-            logger.warning("all queues built again from the log reason=%s", error)
-            # All entries are discarded, because it is unknown which ones are right.
+            logger.warning("all queue indexes rebuilt from the log reason=%s", error)
+            # Discard all entries, because it is unknown which are right.
             self.indexes.clear(reader.first_seq)
             self._fill(reader, reader.first_seq, lengths, next_seq)
 
-    def _fill(self, reader: LogReader, begin: int, lengths: Lengths, end: int) -> None:
+    def _fill(self, reader: LogReader, begin_seq: int, lengths: Lengths, end_seq: int) -> None:
+        """Index the rows [begin_seq, end_seq) of the log, and compare the queues with `lengths`. Raise Corrupt."""
         for index in self.indexes.used():
-            self._known(index.topic, index.queue_id)
-        for rows in reader.coalesced(begin, end, None, queue_entries.BATCH_ROWS, placed=True):
+            self._find_used_queue(index.topic, index.queue_id)
+        for rows in reader.coalesced(begin_seq, end_seq, None, queue_entries.BATCH_ROWS, placed=True):
             self.replay(rows.drop_columns(["seq"]), rows.column("seq").to_numpy())
         for name, queues in lengths.items():
-            for at, (low, high) in queues.items():
-                queue = self._known(name, at)
+            for queue_id, (min_offset, max_offset) in queues.items():
+                queue = self._find_used_queue(name, queue_id)
                 index = queue.index
-                if index.min_offset == index.max_offset < high:
-                    index.start_at(high)  # retention has removed all rows of the queue
-                # The checkpoint guarantees these entries. With fewer, files and log are of different states.
-                if index.max_offset != high:
-                    found = f"queue {at} of {name!r} ends at offset {index.max_offset}"
-                    raise Corrupt(f"{found}, but the checkpoint knows of {high}")
-                index.min_offset = max(index.min_offset, low)
-                # The checkpoint's end also counts for a queue without rows, so that offsets are never given out twice.
-                queue.next_offset = high
+                if index.min_offset == index.max_offset < max_offset:
+                    index.start_at(max_offset)  # retention has removed all rows of the queue
+                # The checkpoint guarantees these entries. If some are missing, files and log do not belong together.
+                if index.max_offset != max_offset:
+                    actual = f"queue {queue_id} of {name!r} ends at offset {index.max_offset}"
+                    raise Corrupt(f"{actual}, but the checkpoint knows of {max_offset}")
+                index.min_offset = max(index.min_offset, min_offset)
+                # Also for a queue whose rows were all removed, so that no offset is used twice.
+                queue.next_offset = max_offset
         for topic in self._topics.values():
-            _empty(topic)
-        self._has_index = True
+            _hide_deleted(topic)
+        self._is_index_loaded = True
 
-    def _known(self, name: str, queue_id: int) -> Queue:
-        """Find a queue that has had messages. Raise Corrupt if the log contains no such topic."""
-        topic = self._made(name)
-        # A queue with entries exists, so the topic must have it.
+    def _find_used_queue(self, name: str, queue_id: int) -> Queue:
+        """Find a queue that has index entries. Raise Corrupt if the log contains no such topic."""
+        topic = self._find_existing(name)
+        # The topic has at least this queue, because the queue has entries.
         topic.configure(topic.config, queue_id + 1)
         topic.queues[queue_id].next_offset = topic.queues[queue_id].index.max_offset
         return topic.queues[queue_id]
 
-    def _made(self, name: str) -> Topic:
+    def _find_existing(self, name: str) -> Topic:
+        """Find a topic, also a deleted one, whose rows are in the log. Raise Corrupt."""
         topic = self._topics.get(name)
         if topic is None:
             raise Corrupt(
@@ -166,14 +174,14 @@ class Topics:
         return topic is not None and topic.filter_type == "MULTI_TAG"
 
     def get(self, name: str) -> Topic:
-        """Return the topic. Raise NotFound."""
+        """Find a topic. Raise NotFound if it does not exist or was deleted."""
         topic = self.find_topic(name)
         if topic is None:
             raise NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist")
         return topic
 
     def find_topic(self, name: str) -> Topic | None:
-        """Find the topic, or None if it does not exist or was deleted."""
+        """Find a topic, or None if it does not exist or was deleted."""
         topic = self._topics.get(name)
         return None if topic is None or topic.deleted else topic
 
@@ -189,24 +197,27 @@ class Topics:
         filter_type: FilterType | None = None,
         made_by: str = "",
     ) -> Topic:
-        """Create a topic or change its configuration. Raise RequestError or OverLimit, which change nothing."""
+        """Create a topic or change its configuration. Raise RequestError or OverLimit, and then change nothing."""
         check_config(config)
-        # The larger number must exist, even if only a part of it is shown to readers or writers.
+        # The topic needs the larger number of queues, even if readers or writers see fewer.
         queues = max(config.read_queues or 0, config.write_queues or 0)
         topic = self.ensure(name, queues or self._queues_per_topic, filter_type=filter_type, made_by=made_by)
         if topic.config != config:
             topic.configure(config)
-            self._changed(topic)
+            self._append_state(topic)
         return topic
 
     def delete(self, name: str, next_seq: int) -> bool:
-        """Hide a topic and forget its messages, the rows before `next_seq`. Return False if there is no such topic."""
+        """Mark a topic as deleted and hide its messages, the rows before `next_seq`.
+
+        False if there is no such topic.
+        """
         topic = self.find_topic(name)
         if topic is None:
             return False
         topic.deleted, topic.emptied_before_seq = True, next_seq
-        _empty(topic)
-        self._changed(topic)
+        _hide_deleted(topic)
+        self._append_state(topic)
         return True
 
     def ensure(
@@ -217,11 +228,11 @@ class Topics:
         filter_type: FilterType | None = None,
         made_by: str = "",
     ) -> Topic:
-        """Return the topic, created or widened if needed. Raise InvalidName, OverLimit, RequestError.
+        """Find a topic. Create it if needed, and give it at least `queues` queues.
 
         The caller checks the permission (policy.py). `made_by`: the account for which a new topic is created, "" for
-        the broker itself. `filter_type` None: unchanged, and SINGLE_TAG for a new topic. A topic with messages refuses
-        another type (RequestError).
+        the broker itself. `filter_type` None: unchanged, or SINGLE_TAG for a new topic. Raise RequestError for another
+        type of a topic with messages, InvalidName, and OverLimit.
         """
         if filter_type is not None and filter_type not in get_args(FilterType):
             raise RequestError(f"filter type {filter_type[:80]!r}: it is {' or '.join(get_args(FilterType))}")
@@ -229,153 +240,160 @@ class Topics:
         if topic is None or topic.deleted:
             check_topic(name)
         if topic is None:
-            # Deleted ones count too, because they are kept for their offsets.
+            # Deleted topics count, because they are kept for their offsets.
             if len(self._topics) >= limits.TOPICS_MAX:
                 raise OverLimit(
                     f"{limits.TOPICS_MAX} topics exist or have existed; start with another folder"
                 )
-            kind = filter_type or "SINGLE_TAG"
-            facts = TopicFacts(queues or self._queues_per_topic, kind, made_by=made_by)
-            topic = self._add(name, facts)
-            self._changed(topic)
+            new_type = filter_type or "SINGLE_TAG"
+            facts = TopicFacts(queues or self._queues_per_topic, new_type, made_by=made_by)
+            topic = self._add_topic(name, facts)
+            self._append_state(topic)
             return topic
         if topic.deleted:
             self._revive(topic, queues or self._queues_per_topic)
         if filter_type not in (None, topic.filter_type):
-            # The index of its messages contains hashes or masks, and one must not be read as the other.
+            # Index entries contain a hash or a mask by the type, and one must not be read as the other.
             if any(queue.next_offset > queue.index.min_offset for queue in topic.queues):
                 raise RequestError(
                     f"topic {name!r} has messages: its filter type stays {topic.filter_type}; make another topic"
                 )
             topic.filter_type = filter_type
-            self._changed(topic)
+            self._append_state(topic)
         if queues is not None and queues > min(topic.read_queues, topic.write_queues):
             self._set_visible_queues(topic, queues)
         return topic
 
     def place(self, rows: pa.RecordBatch) -> Placement:
-        """Choose queues for rows of LOG_SCHEMA that are about to become visible, and give out their offsets.
+        """Choose queues and offsets for rows of LOG_SCHEMA that are about to become visible.
 
-        The rows have been accepted, so a topic that does not exist any more is created.
+        The rows have been accepted, so a topic that was deleted meanwhile is created again.
         """
         codes, names = codes_of(rows.column("topic"))
-        queue_id = filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
+        queue_ids = filled(rows.column("queue_id"), -1).to_numpy().astype(np.int64)
         topics = [self.find_topic(name) or self.ensure(name) for name in names]
-        # Usually a batch has one topic, and then nothing is sorted.
-        for of_topic in alike(codes) if len(topics) > 1 else [None]:
-            self._choose(topics[0 if of_topic is None else int(codes[of_topic[0]])], queue_id, of_topic)
-        queue_offset = np.empty(len(queue_id), dtype=np.int64)
+        # A batch with one topic, the usual case, needs no sort.
+        for topic_rows in alike(codes) if len(topics) > 1 else [None]:
+            self._choose_queues(
+                topics[0 if topic_rows is None else int(codes[topic_rows[0]])], queue_ids, topic_rows
+            )
+        queue_offsets = np.empty(len(queue_ids), dtype=np.int64)
         groups = []
-        for code, at, group in queue_entries.by_queue(codes, queue_id):
-            queue = topics[code].queues[at]
-            queue_offset[group] = queue.next_offset + np.arange(len(group))
-            # Given out before the rows are durable, like sequence numbers. An append that fails stops the log.
-            queue.next_offset += len(group)
-            groups.append((topics[code], at, group))
+        for code, queue_number, queue_rows in queue_entries.by_queue(codes, queue_ids):
+            queue = topics[code].queues[queue_number]
+            queue_offsets[queue_rows] = queue.next_offset + np.arange(len(queue_rows))
+            # Assigned before the rows are durable, like sequence numbers. A failed append stops the log, so no gap
+            # arises.
+            queue.next_offset += len(queue_rows)
+            groups.append((topics[code], queue_number, queue_rows))
         tags = queue_entries.index_tags(
             rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics]
         )
-        return Placement(queue_id, queue_offset, groups, stored_sizes(rows), tags, _dead(rows, groups))
+        return Placement(
+            queue_ids, queue_offsets, groups, stored_sizes(rows), tags, _dead_letter_keys(rows, groups)
+        )
 
     def replay(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
-        """Recovery: index visible rows of the log again, and skip those that a queue already has."""
+        """Recovery: add visible rows of the log to the queue indexes. Skip rows that an index already has."""
         codes, names = codes_of(rows.column("topic"))
-        queue_id, offset = (rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset"))
-        topics = [self._made(name) for name in names]
+        queue_ids, offsets = (
+            rows.column(c).to_numpy().astype(np.int64) for c in ("queue_id", "queue_offset")
+        )
+        topics = [self._find_existing(name) for name in names]
         tags = queue_entries.index_tags(
             rows, codes, names, [topic.filter_type == "MULTI_TAG" for topic in topics]
         )
         sizes = stored_sizes(rows)
-        for of_topic in alike(codes):
-            topic = topics[int(codes[of_topic[0]])]
-            topic.configure(topic.config, int(queue_id[of_topic].max()) + 1)
-        for code, at, mine in queue_entries.by_queue(codes, queue_id):
-            queue = topics[code].queues[at]
+        for topic_rows in alike(codes):
+            topic = topics[int(codes[topic_rows[0]])]
+            topic.configure(topic.config, int(queue_ids[topic_rows].max()) + 1)
+        for code, queue_number, queue_rows in queue_entries.by_queue(codes, queue_ids):
+            queue = topics[code].queues[queue_number]
             index = queue.index
-            if index.min_offset == index.max_offset < offset[mine[0]]:
+            if index.min_offset == index.max_offset < offsets[queue_rows[0]]:
                 # Retention has removed the earlier rows, so the queue begins with the first remaining one.
-                index.start_at(int(offset[mine[0]]))
+                index.start_at(int(offsets[queue_rows[0]]))
             # The index may already contain rows after the checkpoint, up to the end of its files.
-            mine = mine[offset[mine] >= index.max_offset]
-            if len(mine):
-                if int(offset[mine[0]]) != index.max_offset:
+            queue_rows = queue_rows[offsets[queue_rows] >= index.max_offset]
+            if len(queue_rows):
+                if int(offsets[queue_rows[0]]) != index.max_offset:
                     raise Corrupt(
-                        f"queue {at} of {topics[code].name!r} has no entry for offset {index.max_offset}"
+                        f"queue {queue_number} of {topics[code].name!r} has no entry for offset {index.max_offset}"
                     )
-                index.append(seqs[mine], sizes[mine], tags[mine])
+                index.append(seqs[queue_rows], sizes[queue_rows], tags[queue_rows])
             queue.next_offset = index.max_offset
         for topic in topics:
-            _empty(topic)
-        # Recovery may index many rows, and the open part of the index is in memory.
+            _hide_deleted(topic)
+        # The open part of the index is in memory, and recovery may add many rows.
         self.indexes.seal_if_large(int(seqs[-1]) + 1)
 
     def forget(self, first_seq: int) -> None:
-        """Forget entries of rows before `first_seq`, which retention has removed. Blocking."""
+        """Delete index files with only rows before `first_seq`, which retention has removed. Blocking."""
         for name in self.indexes.forget(first_seq):
             self._files.remove(name)
 
-    def _choose(self, topic: Topic, queue_id: Int64Array, rows: Int64Array | None) -> None:
-        mine = queue_id if rows is None else queue_id[rows]
-        free = mine < 0
-        if free.any():
-            count = int(free.sum())
+    def _choose_queues(self, topic: Topic, queue_ids: Int64Array, rows: Int64Array | None) -> None:
+        """Set the final queues of a topic's rows in `queue_ids`. -1 there means: any queue. `rows` None: all rows."""
+        chosen = queue_ids if rows is None else queue_ids[rows]
+        has_no_queue = chosen < 0
+        if has_no_queue.any():
+            count = int(has_no_queue.sum())
             # Arrow's memory is read-only, and the caller still needs its own column.
-            mine = mine.copy() if rows is None else mine
-            width = topic.write_queues or len(topic.queues)
-            mine[free] = (topic.turn + np.arange(count)) % width
-            # The next batch continues with the next queue, so that single sends also use all queues in turn.
-            topic.turn = (topic.turn + count) % width
-        # The number may be too high, if queues were removed after the scheduled message was made. The message must not
-        # be lost.
-        mine = mine % len(topic.queues)
-        queue_id[slice(None) if rows is None else rows] = mine
+            chosen = chosen.copy() if rows is None else chosen
+            queue_count = topic.write_queues or len(topic.queues)
+            chosen[has_no_queue] = (topic.turn + np.arange(count)) % queue_count
+            # The next batch continues here, so that single sends also use all queues in turn.
+            topic.turn = (topic.turn + count) % queue_count
+        # A scheduled message may name a queue that the topic does not have (any more). It must not be lost.
+        chosen = chosen % len(topic.queues)
+        queue_ids[slice(None) if rows is None else rows] = chosen
 
-    def _add(self, name: str, facts: TopicFacts) -> Topic:
+    def _add_topic(self, name: str, facts: TopicFacts) -> Topic:
         queues = Queues(self.indexes, name, facts.queues)
         topic = self._topics[name] = Topic(name, queues, facts)
         self.made_by[facts.made_by] = self.made_by.get(facts.made_by, 0) + 1
         return topic
 
     def _revive(self, topic: Topic, queues: int) -> None:
-        """Create a topic with the name of a deleted one: old messages stay hidden, and the offsets continue."""
+        """Create a deleted topic again: old messages stay hidden, and the offsets continue."""
         topic.deleted = False
         topic.configure(TopicConfig(queues, queues), queues)
-        _empty(topic)
-        self._changed(topic)
+        _hide_deleted(topic)
+        self._append_state(topic)
 
     def _set_visible_queues(self, topic: Topic, queues: int) -> None:
         """Show at least `queues` queues of a topic, including ones that were hidden."""
-        shown = at_least(topic.config, queues)
-        if queues > len(topic.queues) or shown != topic.config:
-            topic.configure(shown, queues)
-            self._changed(topic)
+        config = at_least(topic.config, queues)
+        if queues > len(topic.queues) or config != topic.config:
+            topic.configure(config, queues)
+            self._append_state(topic)
 
-    def _changed(self, topic: Topic) -> None:
-        """Write the topic to the log, before any message that is appended from now on."""
+    def _append_state(self, topic: Topic) -> None:
+        """Append the topic's state to the log. It precedes all messages that are appended from now on."""
         self._meta.put([(f"topic/{topic.name}", topic.facts())])
         self.version += 1
 
 
-def _dead(rows: pa.RecordBatch, groups: Sequence[tuple[Topic, int, Int64Array]]) -> list[str]:
-    """Return the key of a counter for each dead letter among rows of LOG_SCHEMA that have their queues."""
-    found = []
-    for topic, _, at in groups:
+def _dead_letter_keys(rows: pa.RecordBatch, groups: Sequence[tuple[Topic, int, Int64Array]]) -> list[str]:
+    """List the key of a counter for each dead letter among rows of LOG_SCHEMA. `groups`: as in `Placement`."""
+    keys = []
+    for topic, _, positions in groups:
         if topic.name.startswith(DLQ_PREFIX):
-            texts = rows.column("properties").take(pa.array(at)).to_pylist()
-            found += [of_dead_letter(topic.name, text) for text in texts]
-    return found
+            texts = rows.column("properties").take(pa.array(positions)).to_pylist()
+            keys += [of_dead_letter(topic.name, text) for text in texts]
+    return keys
 
 
-def _empty(topic: Topic) -> None:
-    """Hide the rows of a deleted topic. Their index entries stay until retention removes this part of the log."""
+def _hide_deleted(topic: Topic) -> None:
+    """Hide the messages that were deleted with the topic. Their index entries stay until retention removes the rows."""
     for queue in topic.queues if topic.emptied_before_seq else ():
         queue.index.hide(topic.emptied_before_seq)
 
 
 def check_topic(name: str) -> None:
-    """Raise InvalidName unless a topic may have this name. A retry topic's name may be longer than a user's."""
-    is_own = name.startswith(RETRY_PREFIX)
-    check_name(name, limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX, "topic")
+    """Raise InvalidName unless a topic may have this name. Names of retry topics may be longer."""
+    is_retry_topic = name.startswith(RETRY_PREFIX)
+    check_name(name, limits.OWN_TOPIC_BYTES_MAX if is_retry_topic else limits.TOPIC_BYTES_MAX, "topic")
 
 
 def check_name(name: str, bytes_max: int, what: str) -> None:

@@ -7,11 +7,11 @@
     expired             it is no longer pending; the row that ended it is older than the log
     not_found           no scheduled message of that name is known here
 
-Here "settle" means to end a scheduled message, or to give it another due time.
+In this package, "settle" means: end a scheduled message, or give it another due time.
 
 The schedule decides the race with the due time and with other requests. It does so on the event loop, in the order in
-which rows are appended to the log. A scheduled message that was handed out for release cannot be cancelled, and a
-cancelled one is not handed out. There is no third case (G7).
+which rows are appended to the log. A message whose release has begun cannot be cancelled, and a cancelled message is
+not released. There is no third case (G7).
 
 If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. A
 scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
@@ -32,7 +32,13 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.scheduled_lookup import CANCELLED, Candidate, Found, Names, pairs
+from timeball.broker.revoking.scheduled_lookup import (
+    CANCELLED,
+    Candidate,
+    LookupResult,
+    Names,
+    due_version_columns,
+)
 from timeball.io.clock import SchedulerClock
 from timeball.model.message import CANCELLED_BY, LogRow, encode_properties
 from timeball.model.rows import cancel_row
@@ -40,12 +46,14 @@ from timeball.model.wire import Verdict
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
-# Settles those of these scheduled messages that are pending, durably, and returns a verdict for each, by number.
+# Settles the candidates that are still pending, durably. Returns the verdicts of these candidates, by number.
 Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
 
 
 async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
-    """Call `act` for pending messages. Return a verdict for each scheduled message, and for each name without one.
+    """Look up the names, and call `act` for the messages that are not settled yet.
+
+    The result has a verdict for each message found, and for each name without a message.
 
     Raise OutOfRange or InvalidMessage for invalid names.
     """
@@ -55,19 +63,23 @@ async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
 
 
 async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
-    found = await look_ups.look_up(names)
-    told = {
-        number: Verdict("", ended.verdict, number, ended.at_ms) for number, ended in found.settled.items()
+    lookup = await look_ups.look_up(names)
+    verdicts = {number: Verdict("", end.verdict, number, end.at_ms) for number, end in lookup.settled.items()}
+    # By number: a message may be found by its id and by its key, but is settled once.
+    remaining = {
+        candidate.number: candidate for candidate in lookup.candidates if candidate.number not in verdicts
     }
-    # By number: one scheduled message may be found by its id and by its key, and is tried once.
-    left = {c.number: c for c in found.candidates if c.number not in told}
-    while left:
-        # Settling is one step on the event loop, so a scheduled message that is not in `acted` was settled by another
+    while remaining:
+        # `act` decides in one step on the event loop. So a message without a verdict was settled or moved by another
         # request.
-        acted = await act(list(left.values()))
-        told |= acted
-        left = await look_again(look_ups, [c for c in left.values() if c.number not in acted], told)
-    return verdicts(names.subjects, found, told)
+        settled_now = await act(list(remaining.values()))
+        verdicts |= settled_now
+        remaining = await recheck_unsettled(
+            look_ups,
+            [candidate for candidate in remaining.values() if candidate.number not in settled_now],
+            verdicts,
+        )
+    return list_verdicts(names.subjects, lookup, verdicts)
 
 
 async def cancel(
@@ -80,28 +92,33 @@ async def cancel(
     scheduler: Scheduler,
     rates: Rates,
 ) -> dict[int, Verdict]:
-    """Cancel these scheduled messages, durably (an Act). `by`: the account that requests it, which the rows name."""
-    now_ms = clock.now_ms()
-    chosen = [
-        c
-        for c, was in zip(candidates, stop_waiting(candidates, scheduler=scheduler).tolist(), strict=True)
-        if was
-    ]
-    if chosen:
-        # An operator may name a retry topic, so some of the scheduled messages may stand for leases.
-        lease_counts.end(np.array([c.number for c in chosen], dtype=np.int64))
-        # No await since the decision: the CANCEL rows stand in the log before any later release.
-        await appender.append_few(cancel_rows(chosen, now_ms, by))
-        rates.add_each(Stat.CANCELLED_NUMS, (each.topic for each in chosen))
-    return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in chosen}
+    """Cancel those candidates that are pending, durably (an `Act`). Other candidates have no verdict in the result.
 
-
-def stop_waiting(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
-    """Cancel those of these that are pending, and return which they were.
-
-    The caller must append their rows without an await before.
+    `by`: the account that requests the cancel. The CANCEL rows name it.
     """
-    return scheduler.cancel(*pairs(candidates))
+    now_ms = clock.now_ms()
+    pending = [
+        c
+        for c, is_pending in zip(
+            candidates, cancel_pending(candidates, scheduler=scheduler).tolist(), strict=True
+        )
+        if is_pending
+    ]
+    if pending:
+        # An operator may name a retry topic. Its scheduled messages are leases, which are counted.
+        lease_counts.end(np.array([c.number for c in pending], dtype=np.int64))
+        # No await since the decision: the CANCEL rows stand in the log before any later release.
+        await appender.append_few(cancel_rows(pending, now_ms, by))
+        rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in pending))
+    return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in pending}
+
+
+def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
+    """Cancel the pending ones of these messages in the schedule. The result has True for each cancelled candidate.
+
+    The caller must append their CANCEL or MOVED rows before its next await.
+    """
+    return scheduler.cancel(*due_version_columns(candidates))
 
 
 def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[LogRow]:
@@ -116,77 +133,84 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
     ]  # fmt: skip
 
 
-def verdicts(subjects: Iterable[str], found: Found, told: dict[int, Verdict]) -> list[Verdict]:
-    """Return one verdict for each scheduled message, in the order of `subjects`.
+def list_verdicts(
+    subjects: Iterable[str], lookup: LookupResult, verdict_by_number: dict[int, Verdict]
+) -> list[Verdict]:
+    """List the verdicts of all messages found, in the order of `subjects`, the requested names.
 
-    For each name, scheduled messages settled by this request come first, then the newest.
+    For each name, messages settled by this request come first, then the newest.
     """
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
-    for candidate in found.candidates:
+    for candidate in lookup.candidates:
         by_subject[candidate.subject].append(candidate)
-    result, told = [], dict(told)
+    result, verdict_by_number = [], dict(verdict_by_number)
     for subject in subjects:
-        told_of = []
-        for c in by_subject.get(subject, []):
-            verdict = told[c.number]
-            if not _is_overtaken(c, verdict, by_subject[subject]):
-                told_of.append(msgspec.structs.replace(verdict, subject=subject))
+        subject_verdicts = []
+        for candidate in by_subject.get(subject, []):
+            verdict = verdict_by_number[candidate.number]
+            if not _is_superseded(candidate, verdict, by_subject[subject]):
+                subject_verdicts.append(msgspec.structs.replace(verdict, subject=subject))
             if (
                 verdict.verdict == "cancelled"
-            ):  # a scheduled message that is named twice in one request is cancelled once
-                told[c.number] = msgspec.structs.replace(verdict, verdict=CANCELLED)
-        told_of.sort(
+            ):  # for a message named twice, the second verdict is `already_cancelled`
+                verdict_by_number[candidate.number] = msgspec.structs.replace(verdict, verdict=CANCELLED)
+        subject_verdicts.sort(
             key=lambda verdict: (verdict.verdict not in ("cancelled", "rescheduled"), -(verdict.seq or 0))
         )
-        if not told_of:
-            # Every name gets a verdict, also one without a scheduled message.
-            told_of = [_unknown(subject, found)]
-        result += told_of
+        if not subject_verdicts:
+            # Every name gets a verdict, even if it has no scheduled message.
+            subject_verdicts = [_missing_verdict(subject, lookup)]
+        result += subject_verdicts
     return result
 
 
-def _is_overtaken(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
-    """Return whether its id belongs to a later scheduled message too, and the time of its own end is unknown."""
+def _is_superseded(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
+    """Check whether a later message has the same id, while the end of this one is known only vaguely (no time)."""
     if (
         verdict.verdict not in (CANCELLED, "expired")
         or verdict.at_ms is not None
         or candidate.unique_key is None
     ):
         return False
-    # The id was used again. The caller means the later message, and the old one would only confuse the answer.
-    return any(c.unique_key == candidate.unique_key and c.number > candidate.number for c in others)
+    # The producer used the id again. The caller means the later message.
+    return any(
+        other.unique_key == candidate.unique_key and other.number > candidate.number for other in others
+    )
 
 
-def _unknown(subject: str, found: Found) -> Verdict:
-    seq = found.gone.get(subject)
+def _missing_verdict(subject: str, lookup: LookupResult) -> Verdict:
+    seq = lookup.expired_numbers.get(subject)
     return Verdict(subject, "not_found" if seq is None else "expired", seq)
 
 
-async def look_again(
-    look_ups: LookUps, lost: Sequence[Candidate], told: dict[int, Verdict]
+async def recheck_unsettled(
+    look_ups: LookUps, unsettled: Sequence[Candidate], verdicts: dict[int, Verdict]
 ) -> dict[int, Candidate]:
-    """Add to `told` the verdicts that follow from other requests. Return, by number, the messages to try again."""
-    if not lost:
-        return {}
-    # It was settled since the lookup, or its release is on its way to the disk. After the flush, the row is there.
-    await look_ups.writer.flushed()
-    found = await look_ups.look_up(Names(seqs=[c.number for c in lost]), thorough=True)
-    become, left = {c.number: c for c in found.candidates}, {}
-    for was in lost:
-        now, ended = become.get(was.number), found.settled.get(was.number)
-        if ended is not None:
-            told[was.number] = Verdict("", ended.verdict, was.number, ended.at_ms)
-        elif now is not None and (now.seq, now.at_seq) != (was.seq, was.at_seq):
-            left[was.number] = now  # moved, or retention removed the row from which its body was to be read
-        else:
-            told[was.number] = _faded(look_ups.outcomes, was)
-    return left
+    """Look up again the messages that `act` did not settle, and add the verdicts of other requests to `verdicts`.
 
-
-def _faded(outcomes: Outcomes, candidate: Candidate) -> Verdict:
-    """Return the verdict of a scheduled message that is not pending, and whose end is in no row of the log.
-
-    The schedule remembers a cancel until the due time.
+    The result contains, by number, the messages that moved meanwhile: the caller tries them again.
     """
-    was_cancelled = bool(outcomes.was_cancelled(*pairs([candidate]))[0])
+    if not unsettled:
+        return {}
+    # Each was settled since the lookup, and its row may not be durable yet. After the flush a lookup finds the row.
+    await look_ups.writer.flushed()
+    lookup = await look_ups.look_up(Names(seqs=[candidate.number for candidate in unsettled]), thorough=True)
+    current_by_number, remaining = {candidate.number: candidate for candidate in lookup.candidates}, {}
+    for before in unsettled:
+        now, end = current_by_number.get(before.number), lookup.settled.get(before.number)
+        if end is not None:
+            verdicts[before.number] = Verdict("", end.verdict, before.number, end.at_ms)
+        elif now is not None and (now.seq, now.at_seq) != (before.seq, before.at_seq):
+            remaining[before.number] = now  # it was moved, or retention removed the row with its body
+        else:
+            verdicts[before.number] = _remembered_verdict(look_ups.outcomes, before)
+    return remaining
+
+
+def _remembered_verdict(outcomes: Outcomes, candidate: Candidate) -> Verdict:
+    """Find the verdict of a message that is not pending, and for which the log has no RELEASE or CANCEL row.
+
+    The schedule remembers a cancel until the message's due time.
+    """
+    was_cancelled = bool(outcomes.was_cancelled(*due_version_columns([candidate]))[0])
     return Verdict("", CANCELLED if was_cancelled else "expired", candidate.number)

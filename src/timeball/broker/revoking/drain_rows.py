@@ -1,11 +1,12 @@
 """Build the rows that move pending messages from one group of a cluster to another.
 
-    handed    in the log of the giving group: a CANCEL row, which ends the scheduled message there and contains the
-    message sent      only the columns of the message, as an Arrow stream adopted   in the log of the receiving group: a
-    SCHEDULED row with the same due time
+    drain row     in the log of the drained group: a CANCEL row. It ends the scheduled message there, contains the
+                  message, and names the receiving group in a property (HANDED_TO)
+    transfer      between the groups: only the columns of the messages (`SENT`), as an Arrow stream
+    adopted row   in the log of the receiving group: a SCHEDULED row with the same due time
 
-The CANCEL row contains the message, so the log of the giving group is enough to send a transfer again. The files of the
-pending table may be rewritten meanwhile.
+The drain row contains the message, so a transfer can be sent again from the log alone. The files of the pending table
+may have been rewritten by then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.delivery import names, without_lists
+from timeball.broker.accepting.delivery import names, without_timing_lists
 from timeball.model import flatbuffer as fb
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import (
@@ -39,50 +40,56 @@ SENT = pa.schema(
         )
     ]
 )  # fmt: skip
-_MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
+_DRAIN_MARK = f"{HANDED_TO}{PROPERTY_NAME_END}"
 
 
-def handed_rows(scheduled_rows: pa.RecordBatch, heir: str, now_ms: int) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows that end READ_SCHEMA messages here and contain their messages for the group `heir`."""
-    # The list belongs to the strategy of this group.
-    scheduled_rows = without_lists(scheduled_rows)
+def build_drain_rows(scheduled_rows: pa.RecordBatch, target_group: str, now_ms: int) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows (CANCEL) that end these READ_SCHEMA messages here, and contain them for `target_group`."""
+    # The timing list is useful only to this group's strategy (delivery.without_timing_lists).
+    scheduled_rows = without_timing_lists(scheduled_rows)
     number, version = names(scheduled_rows)
-    nothing = pa.nulls(scheduled_rows.num_rows, pa.int64())
-    said = pc.fill_null(scheduled_rows.column("properties"), "")
+    null_column = pa.nulls(scheduled_rows.num_rows, pa.int64())
+    properties = pc.fill_null(scheduled_rows.column("properties"), "")
     # Some clients omit the separator after the last property. Without it, the mark would become part of that property.
-    is_open = pc.and_(pc.not_equal(said, ""), pc.invert(pc.ends_with(said, PROPERTY_END)))
-    ended = pc.if_else(is_open, pc.binary_join_element_wise(said, "", PROPERTY_END), said)
-    marked = pc.binary_join_element_wise(ended, encode_properties({HANDED_TO: heir}), "")
+    lacks_separator = pc.and_(pc.not_equal(properties, ""), pc.invert(pc.ends_with(properties, PROPERTY_END)))
+    terminated = pc.if_else(
+        lacks_separator, pc.binary_join_element_wise(properties, "", PROPERTY_END), properties
+    )
+    marked_properties = pc.binary_join_element_wise(
+        terminated, encode_properties({HANDED_TO: target_group}), ""
+    )
     changed = {
         "kind": pa.array(np.full(scheduled_rows.num_rows, Kind.CANCEL, dtype=np.int8)),
         # A CANCEL row has no queue offset, also if the message waited for a delay level.
-        "queue_offset": nothing,
-        "properties": marked,
+        "queue_offset": null_column,
+        "properties": marked_properties,
         "store_ms": pa.array(np.full(scheduled_rows.num_rows, now_ms, dtype=np.int64)),
         "accepted_ms": scheduled_rows.column("store_ms"),
         "source_seq": number,
         "version_seq": version,
-        "from_due_ms": nothing,
+        "from_due_ms": null_column,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, scheduled_rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 
-def is_handed(properties: str | None) -> bool:
-    """Check whether the properties of a CANCEL row mark its message as handed over."""
-    return properties is not None and (properties.startswith(_MARK) or f"{PROPERTY_END}{_MARK}" in properties)
-
-
-def encode_sent(handed: pa.RecordBatch) -> bytes:
-    """Encode the messages of handed rows for the transfer."""
-    # The mark is the last property, and values cannot contain the separators.
-    said = pc.replace_substring_regex(
-        handed.column("properties"), f"{_MARK}[^{PROPERTY_END}]*{PROPERTY_END}$", ""
+def has_drain_mark(properties: str | None) -> bool:
+    """Check whether a CANCEL row with these properties handed its message over to another group."""
+    return properties is not None and (
+        properties.startswith(_DRAIN_MARK) or f"{PROPERTY_END}{_DRAIN_MARK}" in properties
     )
-    said = pc.if_else(pc.equal(said, ""), pa.scalar(None, pa.string()), said)
+
+
+def encode_sent(drain_rows: pa.RecordBatch) -> bytes:
+    """Encode the messages of drain rows for the transfer, without the mark, as an Arrow stream of `SENT`."""
+    # The mark is the last property, and values cannot contain the separators.
+    properties = pc.replace_substring_regex(
+        drain_rows.column("properties"), f"{_DRAIN_MARK}[^{PROPERTY_END}]*{PROPERTY_END}$", ""
+    )
+    properties = pc.if_else(pc.equal(properties, ""), pa.scalar(None, pa.string()), properties)
     rows = pa.RecordBatch.from_arrays(
-        [said if name == "properties" else handed.column(name) for name in SENT.names], schema=SENT
+        [properties if name == "properties" else drain_rows.column(name) for name in SENT.names], schema=SENT
     )
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, SENT) as writer:
@@ -92,11 +99,11 @@ def encode_sent(handed: pa.RecordBatch) -> bytes:
 
 
 def decode_sent(data: bytes) -> pa.RecordBatch:
-    """Decode the rows of a transfer, in the schema `SENT`. Raises InvalidMessage for all other data."""
+    """Decode the rows of a transfer (schema `SENT`). Raises InvalidMessage for invalid or compressed data."""
     try:
         reader = pa.ipc.MessageReader.open_stream(data)
         if pa.ipc.read_schema(reader.read_next_message()) != SENT:
-            raise InvalidMessage("the columns of a transfer are others: use the same version on all nodes")
+            raise InvalidMessage("a transfer has unexpected columns: use the same version on all nodes")
         message = reader.read_next_message()
         if _may_be_compressed(message.metadata):
             # Decompression could turn a few kilobytes into gigabytes.
@@ -106,7 +113,7 @@ def decode_sent(data: bytes) -> pa.RecordBatch:
     except (pa.ArrowException, StopIteration, OSError, struct.error, LookupError) as error:
         raise InvalidMessage(f"not the rows of a transfer: {error}") from error
     if not rows.num_rows or rows.column("topic").null_count or rows.column("due_ms").null_count:
-        raise InvalidMessage("a transfer without rows, or with one that lacks its topic or instant")
+        raise InvalidMessage("a transfer has no rows, or a row without topic or due time")
     return rows
 
 
@@ -120,8 +127,8 @@ def _may_be_compressed(metadata: pa.Buffer) -> bool:
     return fb.field(header, fb.target(header, inner), fb.BATCH_COMPRESSION) is not None
 
 
-def adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:
-    """Build LOG_SCHEMA scheduled messages from the rows of a transfer."""
+def build_adopted_rows(sent: pa.RecordBatch, *, now_ms: int, host: str) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows (kind SCHEDULED) from the rows of a transfer. `host`: the node that adopts them."""
     return build_rows(
         sent.num_rows,
         **{name: sent.column(name) for name in SENT.names if name != "due_ms"},

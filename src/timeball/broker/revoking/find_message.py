@@ -1,7 +1,7 @@
-"""Lookup of the messages with one id and their positions: a read that settles nothing (wire.MessagePlace).
+"""Find the messages with an id: their states, their queue positions and, if permitted, their content.
 
-Copies on their way back to a consumer are left out unless the caller names their topic, as everywhere
-(scheduled_lookup.py).
+The lookup only reads. It ends no scheduled message. A `MessagePlace` (model/wire.py) describes one message. Copies that
+return to a consumer after a failed delivery are left out unless the caller names their topic (scheduled_lookup.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.consuming.group_places import Copy, GroupPlaces, by_message, copy_of
+from timeball.broker.consuming.group_places import Copy, GroupPlaces, copies_by_message, copy_of
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle
 from timeball.broker.revoking.look_ups import LookUps
@@ -42,14 +42,14 @@ _COLUMNS = [
 
 
 @dataclass(slots=True)
-class _Logged:
-    """The rows with an id, sorted by kind."""
+class _RowsByKind:
+    """The rows of the log that carry an id, grouped by kind."""
 
-    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the row that is in the queue
+    visible: dict[int, MessagePlace] = field(default_factory=dict)  # by the seq of the visible row
     copies: list[Copy] = field(default_factory=list)
     cancels: dict[int, dict[str, str]] = field(
         default_factory=dict
-    )  # properties of a CANCEL row, by its scheduled message
+    )  # properties of each CANCEL row, by the number of the cancelled message
 
 
 async def find_message(
@@ -63,95 +63,109 @@ async def find_message(
     file_keys: TableKeys,
     threads: Threads,
 ) -> list[MessagePlace]:
-    """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id."""
+    """Find the messages with the id in `names`, the newest first. The list is empty for an unknown id.
+
+    A message has no content if `may_read` refuses its topic.
+    """
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
 
-    async def look(named: list[Candidate]) -> dict[int, Verdict]:
-        # Files may contain scheduled messages whose end is no longer in the log, so the schedule decides which are
-        # pending.
-        waits = scheduling.outcomes.waits(*scheduled_lookup.pairs(named)).tolist()
-        candidates = [c for c, does in zip(named, waits, strict=True) if does]
-        topics.update({c.number: c.topic for c in candidates})
-        # The state may be seen with fewer permissions than the content.
-        shown = [c for c in candidates if may_read(c.topic)]
+    async def pending_verdicts(found: list[Candidate]) -> dict[int, Verdict]:
+        # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides which
+        # messages are pending.
+        are_pending = scheduling.outcomes.waits(*scheduled_lookup.due_version_columns(found)).tolist()
+        candidates = [
+            candidate for candidate, is_pending in zip(found, are_pending, strict=True) if is_pending
+        ]
+        topics.update({candidate.number: candidate.topic for candidate in candidates})
+        # The content needs a permission that the state does not need.
+        readable = [candidate for candidate in candidates if may_read(candidate.topic)]
         contents.update(
             await in_thread(
                 threads.files,
-                _contents,
-                shown,
+                _read_contents,
+                readable,
                 reader=log.reader,
                 hour_log=scheduling.hour_log,
                 file_keys=file_keys,
             )
         )
-        return {c.number: Verdict("", WAITING, c.number, due_ms=c.due_ms) for c in candidates}
+        return {
+            candidate.number: Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms)
+            for candidate in candidates
+        }
 
-    verdicts = await settle(look_ups, names, look)
-    # After the verdicts, so that messages released since then are found here.
-    logged = await in_thread(
-        threads.reader, _logged, names, may_read, reader=log.reader, key_index=log.key_index
+    verdicts = await settle(look_ups, names, pending_verdicts)
+    # Read after the verdicts: a message that was released meanwhile is then found as a visible row.
+    rows_by_kind = await in_thread(
+        threads.reader, _read_log, names, may_read, reader=log.reader, key_index=log.key_index
     )
-    copies = by_message(logged.copies, logged.visible)
+    copies_by_row = copies_by_message(rows_by_kind.copies, rows_by_kind.visible)
     places = {
-        one.seq: msgspec.structs.replace(one, groups=await groups.of(one, copies[one.seq]))
-        for one in logged.visible.values()
+        place.seq: msgspec.structs.replace(place, groups=await groups.of(place, copies_by_row[place.seq]))
+        for place in rows_by_kind.visible.values()
     }
-    for told in verdicts:
-        number = told.seq
-        # Released messages are visible: `logged` contains them, as far as the log still has their rows.
-        if told.verdict in ("released", "not_found") or number is None:
+    for verdict in verdicts:
+        number = verdict.seq
+        # A released message has a visible row, so it is in `places` unless the log no longer has that row.
+        if verdict.verdict in ("released", "not_found") or number is None:
             continue
-        state = "cancelled" if told.verdict == "already_cancelled" else told.verdict
+        state = "cancelled" if verdict.verdict == "already_cancelled" else verdict.verdict
         if number not in places:
             content = contents.get(number) if state == WAITING else None
-            said = logged.cancels.get(number, {})
+            cancel_properties = rows_by_kind.cancels.get(number, {})
             places[number] = MessagePlace(
-                state, number, topics.get(number), at_ms=told.at_ms, due_ms=told.due_ms, content=content,
-                by=said.get(CANCELLED_BY), reason=said.get(CANCEL_REASON),
+                state, number, topics.get(number), at_ms=verdict.at_ms, due_ms=verdict.due_ms, content=content,
+                by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
             )  # fmt: skip
     return [places[number] for number in sorted(places, reverse=True)]
 
 
-def _contents(
+def _read_contents(
     candidates: list[Candidate], *, reader: LogReader, hour_log: HourLog, file_keys: TableKeys
 ) -> dict[int, Content]:
-    """Return the content of these scheduled messages, as far as log or table still contain it (file thread)."""
+    """Read the content of these scheduled messages, by number (file thread).
+
+    Messages that are in neither log nor table any more are left out.
+    """
     if not candidates:
         return {}
-    numbers = {c.seq: c.number for c in candidates}
-    # Listed here, so that no listed file is removed before it is read: this thread removes the files, or they are
-    # kept for a day after they have left the table.
-    live = hour_log.pending.live
-    rows = scheduled_lookup.read(reader, file_keys, live, candidates).to_pylist()
-    return {numbers[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in numbers}
+    number_by_seq = {candidate.seq: candidate.number for candidate in candidates}
+    # Taken in this thread: it is the one that deletes files, or files stay for a day after they left the table. So no
+    # listed file disappears before it is read.
+    live_files = hour_log.pending.live
+    rows = scheduled_lookup.read_scheduled_rows(reader, file_keys, live_files, candidates).to_pylist()
+    return {
+        number_by_seq[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in number_by_seq
+    }
 
 
-def _logged(names: Names, may_read: MayRead, *, reader: LogReader, key_index: KeyIndex) -> _Logged:
-    """Read the rows of the log with these ids, and sort them by kind (reader thread)."""
-    found, hashes = _Logged(), hash_text(pa.array(names.ids, pa.string()))
+def _read_log(names: Names, may_read: MayRead, *, reader: LogReader, key_index: KeyIndex) -> _RowsByKind:
+    """Read the rows of the log with these ids, and group them by kind (reader thread)."""
+    result, hashes = _RowsByKind(), hash_text(pa.array(names.ids, pa.string()))
     rows = reader.read_rows(key_index.find_rows(hashes))
     bodies = rows.column("body")
-    for at, row in enumerate(rows.select(_COLUMNS).to_pylist()):
+    for index, row in enumerate(rows.select(_COLUMNS).to_pylist()):
         # The index contains hashes, and another id may have the same hash.
         if row["unique_key"] not in names.ids:
             continue
         if (copy := copy_of(row)) is not None and copy.topic != names.topic:
-            found.copies.append(copy)
+            result.copies.append(copy)
         elif row["kind"] == Kind.CANCEL and row["source_seq"] is not None:
-            found.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
-        elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _is_wanted(row["topic"], names):
+            result.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
+        elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _matches_names(row["topic"], names):
             # The body is taken from the column only for this row, as a redelivered message may have many rows.
-            content = _content(row, bodies[at].as_py()) if may_read(row["topic"]) else None
+            content = _content(row, bodies[index].as_py()) if may_read(row["topic"]) else None
             number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
-            found.visible[row["seq"]] = MessagePlace(
+            result.visible[row["seq"]] = MessagePlace(
                 "visible", number, row["topic"], row["queue_id"], row["queue_offset"], row["store_ms"],
                 row["due_ms"], content,
             )  # fmt: skip
-    return found
+    return result
 
 
-def _is_wanted(topic: str, names: Names) -> bool:
+def _matches_names(topic: str, names: Names) -> bool:
+    """Check whether visible messages of this topic belong to the answer."""
     if names.may is not None and not names.may(topic):
         return False
     return topic == names.topic if names.topic is not None else not is_on_its_way_back(topic)

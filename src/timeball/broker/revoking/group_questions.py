@@ -1,7 +1,7 @@
-"""The questions that a node of a cluster asks the leaders of other groups, and their answers.
+"""Requests between the groups of a cluster ("questions"), their answers, and the merge of the answers.
 
-The group that receives a question answers it from its own log, and never forwards it, so no question circulates. It
-checks the caller's permissions again, with the accounts of its node.
+A node asks the leaders of other groups. A group answers a question from its own log and never forwards it, so no
+question circulates. It checks the caller's permissions again, with the accounts of its node.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from timeball.model.access import Caller
 from timeball.model.errors import Unavailable
 from timeball.model.wire import HANDED, UNAVAILABLE, MessagePlace, Verdict
 
-ASK_S = 3.0  # the time limit of an answer, including a change of the group's leader
+ASK_S = 3.0  # time limit for an answer, long enough for a change of leader
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all questions. A group of an older version refuses unknown fields, which counts as no answer."""
+    """Base of all questions. A group with an older version refuses unknown fields. This counts as no answer."""
 
 
 class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
-    """Cancel the scheduled messages with these names that this group has."""
+    """Cancel the group's scheduled messages with these names."""
 
     ids: list[str] = []
     keys: list[str] = []
@@ -32,7 +32,7 @@ class CancelHere(Question, frozen=True, tag_field="ask", tag="cancel"):
 
 
 class RescheduleHere(Question, frozen=True, tag_field="ask", tag="reschedule"):
-    """Move the scheduled messages with these names that this group has, to a due time or by a delay from now."""
+    """Move the group's scheduled messages with these names to a due time, or to a delay from now."""
 
     ids: list[str] = []
     keys: list[str] = []
@@ -42,28 +42,28 @@ class RescheduleHere(Question, frozen=True, tag_field="ask", tag="reschedule"):
 
 
 class FindHere(Question, frozen=True, tag_field="ask", tag="find"):
-    """Find the messages with an id in this group."""
+    """Find the group's messages with an id."""
 
     id: str
     topic: str | None = None
 
 
 class RecallHere(Question, frozen=True, tag_field="ask", tag="recall"):
-    """Take back the message that a recall handle of this group names."""
+    """Cancel the message of a recall handle that this group created."""
 
     topic: str
     handle: str  # as the producer got it
 
 
 class RouteHere(Question, frozen=True, tag_field="ask", tag="route"):
-    """List the queues that this group has of a topic. `consumer_group`: for a consumer of this consumer group."""
+    """List the group's queues of a topic. `consumer_group`: the consumer group of the client that asks, if any."""
 
     topic: str
     consumer_group: str | None = None
 
 
 class AdoptHere(Question, frozen=True, tag_field="ask", tag="adopt"):
-    """Take over a transfer of a drained group. `transfer` 0: only answer whether this group would.
+    """Adopt a transfer of a drained group. `transfer` 0: only answer whether this group would accept the drain.
 
     `since_ms`: the start of the drain. `rows`: encoded by broker/revoking/drain_rows.py.
     """
@@ -78,17 +78,17 @@ AnyQuestion = CancelHere | RescheduleHere | FindHere | RecallHere | RouteHere | 
 
 
 class GroupRoute(msgspec.Struct, frozen=True):
-    """The queues of a topic in one group. `message_type`: the attribute with the type of messages that it accepts."""
+    """The queues of a topic in one group."""
 
     broker_name: str  # as RocketMQ's clients know this group
     read_queues: int
     write_queues: int
-    message_type: str  # RocketMQ's topic attribute
+    message_type: str  # the topic's attribute `message.type`: the messages that it accepts
     in_order: bool  # whether the consumer group of the question consumes in order
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The error of an operation. `verdict`: of a refused recall, known since `at_ms`."""
+    """The error of a refused operation. `verdict` and `at_ms`: only for a refused recall."""
 
     code: str  # TimeballError.code
     text: str
@@ -97,7 +97,10 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class GroupAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The answer of a group: the field of its question, or a refusal. Without `route` it does not have the topic."""
+    """The answer of a group: one field is set, that of its question or `refusal`.
+
+    `route` None as answer to RouteHere: the group does not have the topic.
+    """
 
     verdicts: list[Verdict] = []  # the answer to CancelHere and RescheduleHere
     places: list[MessagePlace] = []  # the answer to FindHere
@@ -110,70 +113,78 @@ class OtherGroups(Protocol):
     """The other groups of the cluster, as the broker sees them."""
 
     def names(self) -> Sequence[str]:
-        """Return their names. Raise Unavailable while they are not known."""
+        """List the names of the other groups. Raise Unavailable while they are not known."""
 
     async def ask(
         self, group: str, question: AnyQuestion, caller: Caller, within_s: float = ASK_S
     ) -> GroupAnswer | None:
-        """Ask a group's leader. Return None if there is no valid answer in time."""
+        """Ask a group's leader. None if there is no valid answer within `within_s` seconds."""
 
     def grpc_address(self, group: str) -> tuple[str, int] | None:
-        """Return the address of a group's leader for RocketMQ 5's clients, or None while it has none."""
+        """Find the address of a group's leader for RocketMQ 5's clients. None while the group has no leader."""
 
 
 # Merge of the answers that the groups of a cluster give for the messages that a caller has named.
 #
-#     found in one       its verdict; all of them, where several groups have messages of the name
-#     found in none      not_found, if all have answered
-#     one is silent      unavailable, before all else: the silent group may have messages of this name, too. The same
-# for                        a message that is being transferred between groups, as the sending group reports     handed
-# over        the verdict of the group that has it now. If none has it, `handed` remains: the others may have
-# answered before it arrived, so the caller should ask them once more
+#     some groups have messages    their verdicts
+#     no group has a message       `not_found`, if all groups have answered
+#     a group does not answer      `unavailable`, before all other verdicts: this group may have messages, too. The
+#                                  same for a message that is on its way from one group to another
+#     a message was handed over    the verdict of the group that has it now. If no group has it, `handed` remains: the
+#                                  others may have answered before it arrived, so the caller should ask them again
 #
-# Verdicts of other groups follow after `unavailable`, because their effect is durable. If the request is repeated,
-# these groups report it again. A lookup only reads, so if any group finds something, that is the answer.
+# The other verdicts follow after `unavailable`, because these cancels and moves are durable. If the request is
+# repeated, the groups report them again. A lookup changes nothing, so one group that finds messages is enough.
 
 DONE = ("cancelled", "rescheduled")
 NOT_FOUND = "not_found"
 
 
-def merge_verdicts(subjects: Iterable[str], told: Sequence[Sequence[Verdict] | None]) -> list[Verdict]:
-    """Merge the verdicts of all groups, in the order of `subjects`. None stands for a silent group."""
-    found: dict[str, list[Verdict]] = defaultdict(list)
-    unknown: dict[str, list[Verdict]] = {}
-    for verdicts in told:
+def merge_verdicts(
+    subjects: Iterable[str], group_verdicts: Sequence[Sequence[Verdict] | None]
+) -> list[Verdict]:
+    """Merge the verdicts of all groups, in the order of `subjects`, the requested names.
+
+    `group_verdicts` has an element for each group: None for a group that did not answer.
+    """
+    by_subject: dict[str, list[Verdict]] = defaultdict(list)
+    not_found: dict[str, list[Verdict]] = {}
+    for verdicts in group_verdicts:
         for verdict in verdicts or ():
             if verdict.verdict == NOT_FOUND:
-                # Every group without the message gives this verdict, and one of them is enough.
-                unknown[verdict.subject] = [verdict]
+                # Every group without the message gives this verdict. One of them is enough.
+                not_found[verdict.subject] = [verdict]
             else:
-                found[verdict.subject].append(verdict)
-    is_silent = any(verdicts is None for verdicts in told)
+                by_subject[verdict.subject].append(verdict)
+    is_silent = any(verdicts is None for verdicts in group_verdicts)
     merged = []
     for subject in dict.fromkeys(subjects):
-        told_of = [verdict for verdict in found[subject] if verdict.verdict != UNAVAILABLE]
+        known = [verdict for verdict in by_subject[subject] if verdict.verdict != UNAVAILABLE]
         # A group answers `unavailable` for a message that it is transferring to another group.
-        is_moving = len(told_of) < len(found[subject])
-        here = [verdict for verdict in told_of if verdict.verdict != HANDED]
+        is_moving = len(known) < len(by_subject[subject])
+        not_handed = [verdict for verdict in known if verdict.verdict != HANDED]
         # Stable: each group has its newest verdict first, and numbers of two groups have no common order.
-        known = sorted(here, key=lambda verdict: verdict.verdict not in DONE)
-        silence = [Verdict(subject, UNAVAILABLE)] if is_silent or is_moving else []
-        merged += silence + known or told_of[:1] or unknown[subject]
+        settled_first = sorted(not_handed, key=lambda verdict: verdict.verdict not in DONE)
+        unavailable = [Verdict(subject, UNAVAILABLE)] if is_silent or is_moving else []
+        merged += unavailable + settled_first or known[:1] or not_found[subject]
     return merged
 
 
-def merge_places(told: Sequence[Sequence[MessagePlace] | None]) -> list[MessagePlace]:
-    """Merge the positions from all groups. Raise Unavailable if there are none and a group is silent."""
-    found = [places for places in told if places]
-    if not found and any(places is None for places in told):
+def merge_places(group_places: Sequence[Sequence[MessagePlace] | None]) -> list[MessagePlace]:
+    """Merge the lookup results of all groups (None for a group that did not answer), pending messages first.
+
+    Raise Unavailable if no group found a message and a group did not answer.
+    """
+    answers = [places for places in group_places if places]
+    if not answers and any(places is None for places in group_places):
         raise Unavailable(
             "a group of the cluster did not answer, and the others have no such message; ask again"
         )
-    # With one group, its own order stays.
-    if len(found) == 1:
-        return list(found[0])
+    # A single group has sorted its messages already.
+    if len(answers) == 1:
+        return list(answers[0])
     # Pending messages first, then visible ones, the latest first.
     return sorted(
-        (place for places in found for place in places),
+        (place for places in answers for place in places),
         key=lambda place: (place.state != "waiting", -(place.at_ms or place.due_ms or 0)),
     )

@@ -1,14 +1,13 @@
-"""Cancel of all pending messages in whole ranges of numbers: those of a bulk job as one object, with a definite count.
+"""Cancel all pending messages in ranges of numbers, and count them. Used to cancel the messages of a bulk job together.
 
-The scheduled messages of a bulk attach never passed through the log one by one, so no index contains their numbers.
-They are read from the files of the pending table, row group by row group, starting with those due soonest. Each group
-is decided on the event loop, in some milliseconds, and its CANCEL rows are in the log before the next group is read. A
-call that is interrupted has cancelled the first groups, and a repeated call continues. Each scheduled message is
-settled as in cancel.py.
+The messages of a bulk attach were never rows of the log, so no index contains their numbers. They are read from the
+files of the pending table, row group by row group, starting with those due soonest. The event loop decides each row
+group within some milliseconds, and its CANCEL rows are in the log before the next row group is read. A call that is
+interrupted has cancelled the first row groups, and a repeated call continues. Each message is settled as in cancel.py.
 
-The list of files is made once, between two changes of the table, so every scheduled message of the ranges is in one of
-them. Meanwhile compaction may write a scheduled message to another file, with the same due time and number, but the
-listed files stay on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
+The list of files is made once, between two changes of the table, so every message of the ranges is in one of the files.
+Meanwhile compaction may write a scheduled message to another file, with the same due time and number, but the listed
+files stay on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
 
 Refused: numbers that are reserved but not attached yet, because scheduled messages attached after the answer would stay
 pending. Also refused: numbers of rows of the log, whose scheduled messages may not be in the table yet.
@@ -54,22 +53,22 @@ async def cancel_ranges(
     rates: Rates,
     gate: Gate,
 ) -> RangesCancelled:
-    """Cancel all scheduled messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
+    """Cancel all pending messages with first_seq <= number < first_seq + rows, for each (first_seq, rows).
 
     `attaching` is locked during each change of the pending table. Raise RequestError, OutOfRange, NotFound.
     """
     if not reason.isprintable():
-        # Other characters could end the property in the CANCEL row too early.
+        # Control characters separate the properties of a row, so they could end this one too early.
         raise RequestError(f"reason {reason!r}: printable characters only")
     async with gate.passing():
-        # Otherwise numbers may be used up while their files are not yet part of the table.
+        # During an attach the ranges count as attached, but the files are not part of the table yet.
         async with attaching:
-            check(ranges, reader=log.reader, attach_state=attach_state)
+            check_numbers(ranges, reader=log.reader, attach_state=attach_state)
             files = overlapping(scheduling.hour_log.pending.all(), ranges)
-        if pending_table.cache is not None:  # separate from the files of the reader thread, which are local
+        if pending_table.cache is not None:  # the reader thread's files read only local copies
             files = [DataFile(pending_table.data_files, file.entry) for file in files]
         with pending_table.catalog.keeping([file.entry.path for file in files]):
-            await in_thread(threads.reader, check_bulk, log.reader, ranges)
+            await in_thread(threads.reader, check_no_log_rows, log.reader, ranges)
             return await _cancel_all(
                 files,
                 ranges,
@@ -95,22 +94,23 @@ async def _cancel_all(
     file_thread: Executor,
     rates: Rates,
 ) -> RangesCancelled:
-    cancelled = already = 0
+    """Cancel the messages of the ranges file by file, and count them."""
+    cancelled = already_cancelled = 0
     for file in files:
-        # One row group at a time: only one is in memory, and reads of consumers run in between.
+        # Only one row group is in memory, and reads of consumers run between two row groups.
         for group in range(await in_thread(file_thread, file.group_count)):
             rows = await in_thread(file_thread, group_in_ranges, file, group, ranges)
             if rows.num_rows:
                 due_ms, seq = pairs_of(rows)
-                # Counted before the cancel, which would make all of them cancelled.
-                already += int(np.count_nonzero(outcomes.was_cancelled(due_ms, seq)))
+                # Counted before the cancel below, because afterwards all of them are cancelled.
+                already_cancelled += int(np.count_nonzero(outcomes.was_cancelled(due_ms, seq)))
                 cancelled += await _cancel(
                     rows, reason, clock=clock, writer=writer, scheduler=scheduler, rates=rates
                 )
-    # Releases may be on their way to the disk. A caller who looks the others up next must find them in the log.
+    # The RELEASE rows of the others may not be durable yet. A caller who looks them up next must find them.
     await writer.flushed()
     total = sum(rows for _, rows in ranges)
-    return RangesCancelled(total, cancelled, already, total - cancelled)
+    return RangesCancelled(total, cancelled, already_cancelled, total - cancelled)
 
 
 async def _cancel(
@@ -122,22 +122,26 @@ async def _cancel(
     scheduler: Scheduler,
     rates: Rates,
 ) -> int:
+    """Cancel the pending ones of these messages, durably. Returns their number."""
     now_ms = clock.now_ms()
-    chosen = scheduler.cancel(*pairs_of(rows))
-    if not chosen.any():
+    was_pending = scheduler.cancel(*pairs_of(rows))
+    if not was_pending.any():
         return 0
     # No await since the decision: the CANCEL rows stand in the log before any later release.
-    cancelled = rows.filter(pa.array(chosen))
-    _, durable = writer.append(cancel_rows(cancelled, now_ms, reason))
+    cancelled_rows = rows.filter(pa.array(was_pending))
+    _, durable = writer.append(cancel_rows(cancelled_rows, now_ms, reason))
     await durable
-    for found in cancelled.column("topic").value_counts().to_pylist():
-        rates.add(Stat.CANCELLED_NUMS, found["values"], found["counts"])
-    return int(np.count_nonzero(chosen))
+    for topic_count in cancelled_rows.column("topic").value_counts().to_pylist():
+        rates.add(Stat.CANCELLED_NUMS, topic_count["values"], topic_count["counts"])
+    return int(np.count_nonzero(was_pending))
 
 
-def check(ranges: Ranges, *, reader: LogReader, attach_state: AttachState) -> None:
-    """Raise unless all these numbers were given out, and none is still reserved for a future bulk attach."""
-    # Sorted, so that overlapping ranges are adjacent: a scheduled message named twice would make the count wrong.
+def check_numbers(ranges: Ranges, *, reader: LogReader, attach_state: AttachState) -> None:
+    """Raise OutOfRange for numbers that were not given out or are named twice, NotFound for reserved numbers.
+
+    Reserved numbers belong to a bulk job that has not attached its files yet.
+    """
+    # Sorted, so that overlapping ranges are adjacent. A message that is named twice would be counted twice.
     ordered = sorted(ranges)
     for (first_seq, rows), (next_first, _) in zip(ordered, [*ordered[1:], (1 << 62, 0)], strict=True):
         if first_seq + rows > min(next_first, reader.next_seq):
@@ -145,35 +149,34 @@ def check(ranges: Ranges, *, reader: LogReader, attach_state: AttachState) -> No
                 f"{rows} rows from seq {first_seq}: beyond the log's end, or the same numbers named twice"
             )
     reserved = list(attach_state.reserved.items())
-    begin, count = np.array(reserved, np.int64).reshape(-1, 2).T
-    for at in np.flatnonzero(overlap(begin, begin + count, ranges)).tolist():
-        set_aside, rows = reserved[at]
+    begins, counts = np.array(reserved, np.int64).reshape(-1, 2).T
+    for index in np.flatnonzero(overlap(begins, begins + counts, ranges)).tolist():
+        reserved_seq, rows = reserved[index]
         raise NotFound(
-            f"{rows} rows from seq {set_aside} are set aside for a job that has not attached them yet"
+            f"{rows} rows from seq {reserved_seq} are set aside for a job that has not attached them yet"
         )
 
 
-def check_bulk(reader: LogReader, ranges: Ranges) -> None:
-    """Raise OutOfRange if these are numbers of rows in the log (reader thread)."""
+def check_no_log_rows(reader: LogReader, ranges: Ranges) -> None:
+    """Raise OutOfRange if the log has rows with these numbers (reader thread)."""
     for first_seq, rows in ranges:
-        # Numbers of a bulk attach have no rows in the log. A row here means that the caller named other scheduled
-        # messages.
-        begin = max(first_seq, reader.first_seq)
-        if next(reader.rows(begin, max(begin, first_seq + rows)), None) is not None:
+        # Numbers of a bulk attach have no rows in the log, so the caller has named other messages.
+        begin_seq = max(first_seq, reader.first_seq)
+        if next(reader.rows(begin_seq, max(begin_seq, first_seq + rows)), None) is not None:
             raise OutOfRange(
                 f"{rows} rows from seq {first_seq}: not the range of a bulk attach; cancel these by number"
             )
 
 
 def group_in_ranges(file: DataFile, group: int, ranges: Ranges) -> pa.RecordBatch:
-    """Read the rows of one row group that are in the ranges (file thread)."""
+    """Read the identifying columns of those rows of a row group that are in the ranges (file thread)."""
     rows = file.identities(group)
-    inside = within(int64(rows.column("seq")), ranges)
-    return rows if inside.all() else rows.filter(pa.array(inside))
+    is_in_ranges = within(int64(rows.column("seq")), ranges)
+    return rows if is_in_ranges.all() else rows.filter(pa.array(is_in_ranges))
 
 
 def cancel_rows(rows: pa.RecordBatch, now_ms: int, reason: str) -> pa.RecordBatch:
-    """Build LOG_SCHEMA cancel rows for scheduled messages given by their identifying columns."""
+    """Build CANCEL rows (LOG_SCHEMA) from the identifying columns of scheduled messages."""
     return build_rows(
         rows.num_rows,
         kind=int(Kind.CANCEL),

@@ -1,10 +1,10 @@
 """Reschedule: a pending scheduled message gets another due time, in one atomic step.
 
-    MOVED    the same message under the same number, for the new due time; it settles the old due time
+    MOVED    the same message with the same number and the new due time. It settles the old due time
 
-One row does both, so after a power failure the message has either the old due time or the new one. For the schedule,
-one scheduled message was settled and another one was added, so it has no code for moves. The decision is the same as
-for a cancel: a scheduled message that was handed out is `released`, and is not moved.
+One row does both, so after a power failure the message has either the old due time or the new one. The schedule needs
+no code for moves: for it, one scheduled message is settled and another one is added. The decision is the same as for a
+cancel: a message whose release has begun gets the verdict `released`, and is not moved.
 
 Bodies are read before the decision, because no await may come between decision and append. A body does not change while
 its scheduled message is pending. The properties of an earlier delay (a level, a timer) are removed, because they no
@@ -24,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.accepting.delivery import as_moves, in_frames
+from timeball.broker.accepting.delivery import as_moved_rows, split_into_frames
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking import scheduled_lookup
-from timeball.broker.revoking.cancel import settle, stop_waiting
+from timeball.broker.revoking.cancel import cancel_pending, settle
 from timeball.broker.revoking.look_ups import LookUps
 from timeball.broker.revoking.scheduled_lookup import Candidate, Names
 from timeball.io.clock import SchedulerClock
@@ -63,18 +63,18 @@ async def reschedule(
     file_thread: Executor,
     rates: Rates,
 ) -> list[Verdict]:
-    """Move the pending messages with these names to a due time, or to a delay from now. Return their verdicts.
+    """Move the pending messages with these names to `due_ms`, or to `delay_ms` from now. Return their verdicts.
 
     Raise InvalidDelay, RequestError, and the errors of a send.
     """
-    instant_ms = _instant_ms(due_ms, delay_ms, settings=settings, clock=clock)
+    new_due_ms = _check_due_ms(due_ms, delay_ms, settings=settings, clock=clock)
     return await settle(
         look_ups,
         names,
         partial(
             _move,
             appender,
-            instant_ms,
+            new_due_ms,
             is_duration=delay_ms is not None,
             settings=settings,
             clock=clock,
@@ -87,27 +87,28 @@ async def reschedule(
     )
 
 
-def _instant_ms(
+def _check_due_ms(
     due_ms: int | None, delay_ms: int | None, *, settings: Settings, clock: SchedulerClock
 ) -> int:
+    """Compute the new due time in ms, and check it as a send would. Raise RequestError or InvalidDelay."""
     now_ms, delay_ms_max = clock.now_ms(), settings.delay_ms_max
     if (due_ms is None) == (delay_ms is None):
         raise RequestError("reschedule: give one of due_ms and delay_ms")
     # The delay is checked before the sum, because the sum might be a due time that has passed.
     if delay_ms is not None and not 0 <= delay_ms <= delay_ms_max:
         raise InvalidDelay(f"delay_ms {delay_ms}: between 0 and {delay_ms_max}")
-    instant_ms = now_ms + delay_ms if delay_ms is not None else due_ms
-    assert instant_ms is not None
-    if 0 <= instant_ms < limits.DUE_MS_MIN <= now_ms:
-        raise InvalidDelay(f"due_ms {instant_ms}: {limits.NO_MILLISECONDS}")
-    if not 0 <= instant_ms <= now_ms + delay_ms_max:
-        raise InvalidDelay(f"due_ms {instant_ms}: between 0 and {now_ms + delay_ms_max}")
-    return instant_ms
+    new_due_ms = now_ms + delay_ms if delay_ms is not None else due_ms
+    assert new_due_ms is not None
+    if 0 <= new_due_ms < limits.DUE_MS_MIN <= now_ms:
+        raise InvalidDelay(f"due_ms {new_due_ms}: {limits.NOT_MILLISECONDS_TEXT}")
+    if not 0 <= new_due_ms <= now_ms + delay_ms_max:
+        raise InvalidDelay(f"due_ms {new_due_ms}: between 0 and {now_ms + delay_ms_max}")
+    return new_due_ms
 
 
 async def _move(
     appender: Appender,
-    due_ms: int,
+    new_due_ms: int,
     candidates: list[Candidate],
     *,
     is_duration: bool,
@@ -119,23 +120,24 @@ async def _move(
     file_thread: Executor,
     rates: Rates,
 ) -> dict[int, Verdict]:
-    told: dict[int, Verdict] = {}
-    for at in range(0, len(candidates), ROWS_AT_ONCE):
-        # By version, because the rows that are read name it.
-        chunk = {c.seq: c for c in candidates[at : at + ROWS_AT_ONCE]}
+    """Move those candidates that are pending, durably, in frames of at most ROWS_AT_ONCE messages (an `Act`)."""
+    verdicts: dict[int, Verdict] = {}
+    for begin in range(0, len(candidates), ROWS_AT_ONCE):
+        # Keyed by version, because the rows read below contain the version (`seq`).
+        by_version = {candidate.seq: candidate for candidate in candidates[begin : begin + ROWS_AT_ONCE]}
         # Read before the decision, because reading may fail or wait, and nothing after the decision may.
         rows = await in_thread(
-            file_thread, scheduled_lookup.read,
-            log.reader, file_keys, scheduling.hour_log.pending.live, list(chunk.values()),
+            file_thread, scheduled_lookup.read_scheduled_rows,
+            log.reader, file_keys, scheduling.hour_log.pending.live, list(by_version.values()),
         )  # fmt: skip
-        for frame in in_frames(rows) if rows.num_rows else ():
-            told |= await _move_frame(
-                appender, due_ms, frame, [chunk[seq] for seq in frame.column("seq").to_pylist()],
+        for frame in split_into_frames(rows) if rows.num_rows else ():
+            verdicts |= await _move_frame(
+                appender, new_due_ms, frame, [by_version[seq] for seq in frame.column("seq").to_pylist()],
                 is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
                 outcomes=scheduling.outcomes, rates=rates,
             )  # fmt: skip
-    return told
+    return verdicts
 
 
 async def _move_frame(
@@ -152,71 +154,76 @@ async def _move_frame(
     outcomes: Outcomes,
     rates: Rates,
 ) -> dict[int, Verdict]:
-    writer.check_room()
+    """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame."""
+    writer.check_admission()
     now_ms = clock.now_ms()
-    due_ms = max(
-        due_ms, now_ms
-    )  # a due time in the past means now, so that the release does not count as late
+    due_ms = max(due_ms, now_ms)  # a past due time becomes now, so that the release does not count as late
     scheduled_rows = moved_scheduled_rows(
-        rows, [c.topic for c in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host
+        rows, [candidate.topic for candidate in candidates], due_ms=due_ms, now_ms=now_ms, host=settings.host
     )
     # Topics may have been deleted since the send.
     appender.make_topics(scheduled_rows)
     scheduled_rows = appender.prepare(scheduled_rows, now_ms)
-    # The race is decided here, on the event loop: a scheduled message that is being released meanwhile is no longer
-    # pending.
-    waited = stop_waiting(candidates, scheduler=scheduler)
-    chosen = [c for c, was in zip(candidates, waited.tolist(), strict=True) if was]
-    if not chosen:
+    # This call decides the race: a message whose release has begun is no longer pending.
+    was_pending = cancel_pending(candidates, scheduler=scheduler)
+    moved = [
+        candidate for candidate, is_moved in zip(candidates, was_pending.tolist(), strict=True) if is_moved
+    ]
+    if not moved:
         return {}
-    # After `stop_waiting` the append must not fail or wait, so every check that may refuse runs before it.
+    # After `cancel_pending` the append must not fail or wait, so every check that may refuse runs before it.
     first_seq = writer.next_seq
-    # The row of a move is the scheduled message's new version.
-    moves = [(due_ms, c.number, first_seq + at, c.due_ms) for at, c in enumerate(chosen)]
-    mask = pa.array(waited)
+    # The MOVED row is the message's new version.
+    moves = [
+        (due_ms, candidate.number, first_seq + index, candidate.due_ms)
+        for index, candidate in enumerate(moved)
+    ]
+    moved_mask = pa.array(was_pending)
     appended = appender.append(
-        as_moves(scheduled_rows.filter(mask), rows.filter(mask)), lambda: outcomes.moved.add(moves),
+        as_moved_rows(scheduled_rows.filter(moved_mask), rows.filter(moved_mask)), lambda: outcomes.moved.add(moves),
         is_duration=is_duration,
     )  # fmt: skip
     await appended.durable
-    rates.add_each(Stat.RESCHEDULED_NUMS, (each.topic for each in chosen))
-    return {c.number: Verdict("", REASON, c.number, now_ms, due_ms) for c in chosen}
+    rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
+    return {candidate.number: Verdict("", REASON, candidate.number, now_ms, due_ms) for candidate in moved}
 
 
 def moved_scheduled_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA messages for another due time from READ_SCHEMA messages. `topics`: of their messages."""
-    count = rows.num_rows
-    said = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
-    level = np.asarray(rows.column("queue_offset").is_valid())  # it is in the queue of a delay level
-    # A scheduled message of a level becomes a normal one: it leaves the level's queue, and gets its topic and queue
-    # back.
+    """Build LOG_SCHEMA rows of these READ_SCHEMA messages with another due time. `topics`: the real topic of each."""
+    row_count = rows.num_rows
+    row_properties = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
+    in_level_queue = np.asarray(rows.column("queue_offset").is_valid())  # of a delay level
+    # A message of a delay level leaves the level's queue. Its properties contain its real topic and queue.
     queues = [
-        int(properties[REAL_QUEUE]) if is_level else queue
-        for properties, is_level, queue in zip(
-            said, level.tolist(), rows.column("queue_id").to_pylist(), strict=True
+        int(properties[REAL_QUEUE]) if is_in_level else queue_id
+        for properties, is_in_level, queue_id in zip(
+            row_properties, in_level_queue.tolist(), rows.column("queue_id").to_pylist(), strict=True
         )
     ]
-    nothing, now = pa.nulls(count, pa.int64()), pa.array(np.full(count, now_ms, dtype=np.int64))
+    null_column, now_column = (
+        pa.nulls(row_count, pa.int64()),
+        pa.array(np.full(row_count, now_ms, dtype=np.int64)),
+    )
     changed = {
-        "kind": pa.array(np.full(count, Kind.SCHEDULED, dtype=np.int8)),
+        "kind": pa.array(np.full(row_count, Kind.SCHEDULED, dtype=np.int8)),
         "topic": pa.array(topics, pa.string()),
         "queue_id": pa.array(queues, pa.int32()),
-        "queue_offset": nothing,
-        "properties": pa.array([_unspent(properties) for properties in said], pa.string()),
-        "store_ms": now,
-        "store_host": pa.array([host] * count, pa.string()),
-        "due_ms": pa.array(np.full(count, due_ms, dtype=np.int64)),
-        "accepted_ms": nothing,
-        "source_seq": nothing,
+        "queue_offset": null_column,
+        "properties": pa.array([_without_spent(properties) for properties in row_properties], pa.string()),
+        "store_ms": now_column,
+        "store_host": pa.array([host] * row_count, pa.string()),
+        "due_ms": pa.array(np.full(row_count, due_ms, dtype=np.int64)),
+        "accepted_ms": null_column,
+        "source_seq": null_column,
     }
     return pa.RecordBatch.from_arrays(
         [changed.get(name, rows.column(name)) for name in LOG_SCHEMA.names], schema=LOG_SCHEMA
     )
 
 
-def _unspent(properties: dict[str, str]) -> str | None:
+def _without_spent(properties: dict[str, str]) -> str | None:
     # Properties of an earlier delay must not take effect again (consuming/retry.py).
-    kept = {name: value for name, value in properties.items() if name not in SPENT}
-    return encode_properties(kept) if kept else None
+    remaining = {name: value for name, value in properties.items() if name not in SPENT}
+    return encode_properties(remaining) if remaining else None

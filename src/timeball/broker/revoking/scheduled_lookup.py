@@ -1,18 +1,19 @@
 """Search for scheduled messages by id, key or number, and for the rows that ended them.
 
-    id, key   every scheduled message that carries it
-    number    that scheduled message
+    id, key   finds every scheduled message that carries it
+    number    finds the scheduled message with this number: the sequence number of its first row, which never changes
 
-A lookup reads the log and the pending table. A scheduled message that was moved has a row for each due time. The newest
-one is valid, and a RELEASE or CANCEL row with its number is its end.
+A lookup reads the log and the pending table. Each reschedule writes a row with a new due time. The sequence number of
+that row is the *version* of the message, and only the newest version is valid. A RELEASE or CANCEL row that names the
+number ends the message.
 
-Copies on their way back to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic. They
-carry their producer's id and keys, but the producer's message has been delivered, and a cancel of a copy would lose it.
+Copies that return to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic. They carry
+their producer's id and keys, but the producer's message has been delivered, and a cancel of a copy would lose it.
 
-Log and files are searched in a separate thread, so that no release waits for it, and consumers wait only while keys of
-the log are searched. Both are searched in the state of the table at the beginning. So a scheduled message that is moved
-meanwhile from the log to a file, or between files, is still found. A lookup is repeated if retention has removed some
-of its input (look_ups.py).
+Log and files are searched in a separate thread, so that no release waits for a search. Consumers wait only while the
+keys of the log are searched. A search uses the list of files from its beginning. So a scheduled message that compaction
+moves meanwhile from the log to a file, or between files, is still found. A lookup is repeated if retention has removed
+some of its input (look_ups.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.revoking.drain_rows import is_handed
+from timeball.broker.revoking.drain_rows import has_drain_mark
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.model import limits
@@ -83,50 +84,50 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A scheduled message that a caller has named: its number, and its due time and version in the schedule.
+    """A scheduled message that matches a name of the caller.
 
-    `at_seq`: the row of the log that now contains it, if there is one.
+    `due_ms` and `seq` identify it in the schedule. `at_seq`: the row of the log that now contains it, if there is one.
     """
 
-    subject: str
-    number: int  # its first row, which never changes
-    seq: int  # its version
+    subject: str  # the name by which it was found
+    number: int  # seq of its first row, which never changes
+    seq: int  # its version: the row that set its due time
     due_ms: int
     topic: str
     unique_key: str | None
     keys: str | None
-    accepted_ms: int  # from its first row. A move does not change it
+    accepted_ms: int  # store time of its first row, which a move does not change
     is_level: bool = False  # it is in the queue of a delay level
     in_table: bool = False  # it is in a file of the pending table
     at_seq: int | None = None
 
 
-class Settled(NamedTuple):
-    """The end of a scheduled message, and the time when it ended."""
+class End(NamedTuple):
+    """How and when a scheduled message ended."""
 
     verdict: str
     at_ms: int | None
 
 
 @dataclass(slots=True)
-class Found:
-    """The scheduled messages found, and the ends of those that are settled, by number.
+class LookupResult:
+    """The scheduled messages with a caller's names, and the ends of those that are settled, by number.
 
-    `gone`: the numbers of scheduled messages that are in neither log nor table any more, by the name used for them.
+    `expired_numbers` maps a name to its number, if log and table contain nothing of that message any more.
     """
 
     candidates: list[Candidate] = field(default_factory=list)
-    settled: dict[int, Settled] = field(default_factory=dict)
-    gone: dict[str, int] = field(default_factory=dict)
+    settled: dict[int, End] = field(default_factory=dict)
+    expired_numbers: dict[str, int] = field(default_factory=dict)
 
 
 def is_on_its_way_back(topic: str) -> bool:
-    """Return whether a scheduled message for this topic is a copy of a message that was delivered."""
+    """Check whether messages of this topic are copies that return to a consumer after a failed delivery."""
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
-class Axis(Enum):
-    """The kinds of names of a scheduled message."""
+class NameKind(Enum):
+    """The kinds of names by which a caller can ask for a scheduled message."""
 
     ID, KEY, SEQ = range(3)
 
@@ -143,19 +144,19 @@ class Search:
         reader: LogReader,
         key_index: KeyIndex,
         file_keys: TableKeys,
-        live: FileSet,
+        live_files: FileSet,
         moved: Moved,
         callers: Sequence[Names],
     ) -> None:
         self._reader, self._key_index, self._moved = reader, key_index, moved
-        self._file_keys, self._live = file_keys, live
+        self._file_keys, self._live_files = file_keys, live_files
         self._ids = {name for names in callers for name in names.ids}
         self._keys = {name for names in callers for name in names.keys}
         self._seqs = {seq for names in callers for seq in names.seqs}
-        # By name and its kind, then by number: one caller's id may be another caller's key.
-        self._found: dict[tuple[Axis, str], dict[int, Candidate]] = defaultdict(dict)
-        self._settled: dict[int, Settled] = {}  # by number
-        self._unknown: set[int] = set()  # numbers of which only the rows that end them may be left
+        # By (kind, name), then by number. The kind is needed because one caller's id may be another caller's key.
+        self._candidates: dict[tuple[NameKind, str], dict[int, Candidate]] = defaultdict(dict)
+        self._settled: dict[int, End] = {}  # by number
+        self._maybe_expired: set[int] = set()  # requested numbers without a row so far
 
     def search(self) -> None:
         """Search log and files (lookup thread).
@@ -167,135 +168,155 @@ class Search:
             self._search_numbers()
         self._search_log(hashes)
         if len(hashes):
-            # Hashes of different texts may be equal, so `_names` compares the texts.
-            for row in self._file_keys.find_keys(self._live, hashes):
-                for name in self._names(row):
-                    self._add_filed(name, row)
+            # Different texts may have the same hash, so `_matching_names` compares the texts.
+            for row in self._file_keys.find_keys(self._live_files, hashes):
+                for name in self._matching_names(row):
+                    self._add_from_file(name, row)
 
     def _search_numbers(self) -> None:
-        """Search the files and the log for the numbers."""
-        number_of = self._versions()
+        """Search the files, then the log, for the requested numbers."""
+        number_by_version = self._numbers_by_version()
         for row in self._file_keys.find_seqs(
-            self._live, np.array(list(number_of), dtype=np.int64)
+            self._live_files, np.array(list(number_by_version), dtype=np.int64)
         ).to_pylist():
-            # The caller may have named the row of a move, which is a version of another scheduled message.
-            if _number_in_table(row) == number_of[row["seq"]]:
-                self._add_filed((Axis.SEQ, str(number_of[row["seq"]])), row)
-        for version, number in self._versions().items():
+            # The caller may have named the seq of a MOVED row, which is a version of another message.
+            if _number_in_table(row) == number_by_version[row["seq"]]:
+                self._add_from_file((NameKind.SEQ, str(number_by_version[row["seq"]])), row)
+        for version, number in self._numbers_by_version().items():
             if (
-                not self._in_log(version, number)
+                not self._add_if_in_log(version, number)
                 and 0 < number < self._reader.next_seq
-                and number not in self._found[Axis.SEQ, str(number)]
+                and number not in self._candidates[NameKind.SEQ, str(number)]
             ):
-                self._unknown.add(number)
+                self._maybe_expired.add(number)
 
     def _search_log(self, hashes: UInt64Array) -> None:
-        """Search the log's key index for the names, and for the rows that ended the scheduled messages found so far."""
-        # The rows that end a scheduled message named by its number are found by its id.
-        known = {c.unique_key for of_name in self._found.values() for c in of_name.values()} - {None}
+        """Search the log's key index for the ids and keys, and for rows that ended the messages found so far."""
+        # RELEASE and CANCEL rows carry the message's id. So they are found for messages that were named by number, too.
+        candidate_ids = {
+            found.unique_key for by_number in self._candidates.values() for found in by_number.values()
+        } - {None}
         # One lookup for all names, because each lookup searches the index of every sealed segment.
         seqs = self._key_index.find_rows(
-            np.concatenate([hashes, hash_text(pa.array(known - self._ids, pa.string()))]) if known else hashes
+            np.concatenate([hashes, hash_text(pa.array(candidate_ids - self._ids, pa.string()))])
+            if candidate_ids
+            else hashes
         )
-        # Usually there are none: most scheduled messages that are cancelled have been in the table for long.
+        # Usually there are none, because compaction has moved most pending messages from the log to the table.
         for row in self._reader.read_rows(seqs).select(COLUMNS).to_pylist() if len(seqs) else ():
-            for name in self._names(row):
-                self._add_logged(name, row)
-            self._note_settling(row)
-            self._note_move(row)
+            for name in self._matching_names(row):
+                self._add_from_log(name, row)
+            self._record_end(row)
+            self._record_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
-        """Return the numbers to scan the log for. `thorough`: also those of messages without an id, for their ends."""
-        unknown = self._unknown.intersection(names.seqs)
-        return unknown | {c.number for c in self._of(names) if thorough and c.unique_key is None}
+        """Find the numbers for which the log must be scanned.
+
+        `thorough`: include found messages without an id, because no index leads to the rows that ended them.
+        """
+        maybe_expired = self._maybe_expired.intersection(names.seqs)
+        return maybe_expired | {
+            found.number for found in self._candidates_for(names) if thorough and found.unique_key is None
+        }
 
     def add_rows(self, rows: list[dict[str, Any]]) -> None:
-        """Add the rows that a scan of the log has found."""
+        """Add the rows that a scan of the log found for the numbers in `missing`."""
         for row in rows:
-            self._note_settling(row)
-            self._note_move(row)
-            if row["source_seq"] in self._unknown:
-                self._add_logged((Axis.SEQ, str(row["source_seq"])), row)
+            self._record_end(row)
+            self._record_move(row)
+            if row["source_seq"] in self._maybe_expired:
+                self._add_from_log((NameKind.SEQ, str(row["source_seq"])), row)
 
-    def result(self, names: Names) -> Found:
-        """Return all scheduled messages with one of a caller's names."""
-        candidates = [self._in_newest(c) for c in self._of(names)]
-        known = {c.number for c in candidates}
-        # These numbers were given out, but are in neither log nor table. The end is no longer known ("expired").
-        unknown = self._unknown.intersection(names.seqs) - known
-        gone = {str(seq): seq for seq in unknown if seq < self._reader.first_seq}
-        # Without a topic, copies on their way back to a group are hidden: they carry the id of a delivered message.
+    def result(self, names: Names) -> LookupResult:
+        """Collect the scheduled messages with one caller's names, at their newest versions."""
+        candidates = [self._at_newest_version(found) for found in self._candidates_for(names)]
+        found_numbers = {found.number for found in candidates}
+        # These numbers were given out, but are in neither log nor table. Their end is no longer known ("expired").
+        maybe_expired = self._maybe_expired.intersection(names.seqs) - found_numbers
+        expired_numbers = {str(seq): seq for seq in maybe_expired if seq < self._reader.first_seq}
+        # Without a topic, copies that return to a consumer are hidden: they carry the id of a delivered message.
         if names.topic is not None:
-            candidates = [c for c in candidates if c.topic == names.topic]
+            candidates = [found for found in candidates if found.topic == names.topic]
         else:
-            numbers = {str(seq) for seq in names.seqs}
-            candidates = [c for c in candidates if c.subject in numbers or not is_on_its_way_back(c.topic)]
+            requested_numbers = {str(seq) for seq in names.seqs}
+            candidates = [
+                found
+                for found in candidates
+                if found.subject in requested_numbers or not is_on_its_way_back(found.topic)
+            ]
         if names.may is not None:
-            candidates = [c for c in candidates if names.may(c.topic)]
-        return Found(candidates, self._settled, gone)
+            candidates = [found for found in candidates if names.may(found.topic)]
+        return LookupResult(candidates, self._settled, expired_numbers)
 
-    def _of(self, names: Names) -> list[Candidate]:
-        """Return the scheduled messages found for a caller's names, each scheduled message once for each name."""
-        asked = [
-            *((Axis.ID, name) for name in names.ids),
-            *((Axis.KEY, name) for name in names.keys),
-            *((Axis.SEQ, str(seq)) for seq in names.seqs),
+    def _candidates_for(self, names: Names) -> list[Candidate]:
+        """List the candidates for a caller's names: each message once per name that finds it."""
+        requested = [
+            *((NameKind.ID, name) for name in names.ids),
+            *((NameKind.KEY, name) for name in names.keys),
+            *((NameKind.SEQ, str(seq)) for seq in names.seqs),
         ]
-        found = {(c.subject, c.number): c for name in asked for c in self._found.get(name, {}).values()}
-        return list(found.values())
+        unique = {
+            (found.subject, found.number): found
+            for name in requested
+            for found in self._candidates.get(name, {}).values()
+        }
+        return list(unique.values())
 
-    def _in_newest(self, candidate: Candidate) -> Candidate:
-        """Update a candidate to its newest version in the schedule: the row found may be an old one in a file."""
+    def _at_newest_version(self, candidate: Candidate) -> Candidate:
+        """Update a candidate to its newest version. A file may still contain an older version."""
         moved_to = self._moved.newest(candidate.number)
         if moved_to is None or moved_to[1] <= candidate.seq:
             return candidate
         due_ms, version = moved_to
-        # Moved since the search: the row that moved it can be read, unless retention has removed it.
+        # Moved since the search: the MOVED row can be read, unless retention has removed it.
         at_seq = version if version >= self._reader.first_seq else None
         return replace(candidate, due_ms=due_ms, seq=version, in_table=False, at_seq=at_seq)
 
     # -- by number ---------------------------------------------------------------------------------------------
 
-    def _versions(self) -> dict[int, int]:
-        """Map the newest version of each requested number to that number."""
-        found = {}
+    def _numbers_by_version(self) -> dict[int, int]:
+        """Map the newest version of each requested number back to the number."""
+        number_by_version = {}
         for number in self._seqs:
             moved_to = self._moved.newest(number)
-            found[number if moved_to is None else moved_to[1]] = number
-        return found
+            number_by_version[number if moved_to is None else moved_to[1]] = number
+        return number_by_version
 
-    def _in_log(self, version: int, number: int) -> bool:
-        """Return whether this row is still in the log. Add it if it is a version of this scheduled message."""
+    def _add_if_in_log(self, version: int, number: int) -> bool:
+        """Add row `version` of the log if it is this message.
+
+        False if the log has only a half message or no such row.
+        """
         if not self._reader.first_seq <= version < self._reader.next_seq:
             return False
-        there = False
+        is_in_log = False
         for rows in self._reader.rows(version, version + 1):
             for row in rows.select(COLUMNS).to_pylist():
                 # A half message is not enough: later rows decide whether it became a scheduled message.
-                there = row["kind"] != Kind.SCHEDULED or row["due_ms"] is not None
-                if row["kind"] in KINDS and _number_of(row) == number:
-                    self._add_logged((Axis.SEQ, str(number)), row)
-        return there
+                is_in_log = row["kind"] != Kind.SCHEDULED or row["due_ms"] is not None
+                if row["kind"] in KINDS and _number_in_log(row) == number:
+                    self._add_from_log((NameKind.SEQ, str(number)), row)
+        return is_in_log
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    def _add_logged(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
-        """Add the message that a row of the log accepts, moves or ends. Half messages have no due time: ignored."""
+    def _add_from_log(self, name: tuple[NameKind, str], row: dict[str, Any]) -> None:
+        """Add the message that a row of the log accepts, moves or ends. Half messages (no due time) are ignored."""
         if row["due_ms"] is None:
             return
         if row["kind"] in KINDS:
             accepted_ms = row["store_ms"] if row["kind"] == Kind.SCHEDULED else row["accepted_ms"]
-            self._add(name, row, _number_of(row), _version_of(row), accepted_ms, at_seq=row["seq"])
+            self._add(name, row, _number_in_log(row), _version_of(row), accepted_ms, at_seq=row["seq"])
         elif row["kind"] in SETTLING:
             # Retention may have removed the scheduled message itself, or it was never in the log (bulk).
             self._add(name, row, row["source_seq"], _version_of(row), row["accepted_ms"])
 
-    def _add_filed(self, name: tuple[Axis, str], row: dict[str, Any]) -> None:
+    def _add_from_file(self, name: tuple[NameKind, str], row: dict[str, Any]) -> None:
         self._add(name, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
 
     def _add(
         self,
-        name: tuple[Axis, str],
+        name: tuple[NameKind, str],
         row: dict[str, Any],
         number: int,
         version: int,
@@ -304,13 +325,13 @@ class Search:
         in_table: bool = False,
         at_seq: int | None = None,
     ) -> None:
-        """Add the position of a message: its newest version counts, and of that version the last row of the log."""
-        of_name = self._found[name]
-        known = of_name.get(number)
+        """Add a message under a name. Its newest version wins, and for the same version the last row of the log."""
+        by_number = self._candidates[name]
+        known = by_number.get(number)
         if known is not None and known.seq > version:
             return
         if known is not None and known.seq == version:
-            of_name[number] = replace(
+            by_number[number] = replace(
                 known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
             )
             return
@@ -318,34 +339,34 @@ class Search:
         is_level = row.get("kind") in KINDS and row["queue_offset"] is not None
         # The CANCEL row must name the topic of the message, not that of the level.
         topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
-        of_name[number] = Candidate(
+        by_number[number] = Candidate(
             name[1], number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
             is_level, in_table, at_seq,
         )  # fmt: skip
 
-    def _note_settling(self, row: dict[str, Any]) -> None:
+    def _record_end(self, row: dict[str, Any]) -> None:
         if row["kind"] in SETTLING and row["due_ms"] is not None:
             verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
-            # A drain ends scheduled messages by CANCEL rows whose properties name the other group.
-            if verdict == CANCELLED and is_handed(row["properties"]):
+            # A drain also ends messages with CANCEL rows. The properties of these rows name the receiving group.
+            if verdict == CANCELLED and has_drain_mark(row["properties"]):
                 verdict = HANDED
-            self._settled[row["source_seq"]] = Settled(verdict, row["store_ms"])
+            self._settled[row["source_seq"]] = End(verdict, row["store_ms"])
 
-    def _note_move(self, row: dict[str, Any]) -> None:
-        """Add the row that moved a scheduled message which was found by its number."""
-        name = Axis.SEQ, str(row["source_seq"])
-        if row["kind"] == Kind.MOVED and row["source_seq"] in self._found.get(name, ()):
-            self._add_logged(name, row)
+    def _record_move(self, row: dict[str, Any]) -> None:
+        """Add a MOVED row as a version of a message that was requested and found by its number."""
+        name = NameKind.SEQ, str(row["source_seq"])
+        if row["kind"] == Kind.MOVED and row["source_seq"] in self._candidates.get(name, ()):
+            self._add_from_log(name, row)
 
-    def _names(self, row: dict[str, Any]) -> list[tuple[Axis, str]]:
-        """Return the requested ids and keys that the row carries."""
-        names = [(Axis.ID, row["unique_key"])] if row["unique_key"] in self._ids else []
+    def _matching_names(self, row: dict[str, Any]) -> list[tuple[NameKind, str]]:
+        """List the requested ids and keys that a row carries."""
+        names = [(NameKind.ID, row["unique_key"])] if row["unique_key"] in self._ids else []
         if row["keys"] is not None and self._keys:
-            names += [(Axis.KEY, key) for key in self._keys.intersection(row["keys"].split(" "))]
+            names += [(NameKind.KEY, key) for key in self._keys.intersection(row["keys"].split(" "))]
         return names
 
 
-def _number_of(row: dict[str, Any]) -> int:
+def _number_in_log(row: dict[str, Any]) -> int:
     return int(row["source_seq"] if row["kind"] == Kind.MOVED else row["seq"])
 
 
@@ -354,34 +375,38 @@ def _number_in_table(row: dict[str, Any]) -> int:
 
 
 def _version_of(row: dict[str, Any]) -> int:
-    """Return the version of a scheduled message that a row of the log contains or ends."""
-    # Such a row sets a due time, so it is a version itself. Other rows name the version that they repeat or end.
+    """Find the version that a row of the log sets, writes again or ends."""
+    # The first row and a reschedule set a due time, so they are versions themselves. Other rows name a version.
     if row["kind"] == Kind.SCHEDULED or row["from_due_ms"] is not None:
         return int(row["seq"])
     return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
 
 
-def read(
-    reader: LogReader, file_keys: TableKeys, live: FileSet, candidates: Sequence[Candidate]
+def read_scheduled_rows(
+    reader: LogReader, file_keys: TableKeys, live_files: FileSet, candidates: Sequence[Candidate]
 ) -> pa.RecordBatch:
     """Read the complete rows of these scheduled messages from log and table, in READ_SCHEMA (file thread).
 
-    Scheduled messages that are in neither are left out. A row of a delay level is returned as stored, under the
-    schedule's topic.
+    The rows are in no particular order, and messages that are in neither are left out. A message of a delay level has
+    the topic under which it is stored (SCHEDULE_TOPIC).
     """
-    at = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
-    # Retention may have removed rows since the lookup. These scheduled messages are in files then.
-    logged = at >= reader.first_seq
+    row_seqs = np.array([-1 if c.at_seq is None else c.at_seq for c in candidates], dtype=np.int64)
+    # Retention may have removed rows since the lookup. Their messages are in files then.
+    is_in_log = row_seqs >= reader.first_seq
     # Two names may lead to the same row, which is read once.
-    parts = [as_scheduled(reader.read_rows(np.unique(at[logged])))]
-    wanted = [c for c, is_logged in zip(candidates, logged.tolist(), strict=True) if not is_logged]
-    if wanted:
-        parts += [table_rows(rows) for rows in file_keys.rows_of(live, *pairs(wanted)) if rows.num_rows]
-    return pa.concat_batches(parts)
+    batches = [as_scheduled(reader.read_rows(np.unique(row_seqs[is_in_log])))]
+    in_table = [c for c, has_row in zip(candidates, is_in_log.tolist(), strict=True) if not has_row]
+    if in_table:
+        batches += [
+            table_rows(rows)
+            for rows in file_keys.rows_of(live_files, *due_version_columns(in_table))
+            if rows.num_rows
+        ]
+    return pa.concat_batches(batches)
 
 
-def pairs(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
-    """Return (due_ms, version) of each scheduled message, as columns."""
-    return np.array([c.due_ms for c in candidates], dtype=np.int64), np.array(
-        [c.seq for c in candidates], dtype=np.int64
+def due_version_columns(candidates: Sequence[Candidate]) -> tuple[Int64Array, Int64Array]:
+    """Build the columns due_ms and version of these messages, in their order."""
+    return np.array([candidate.due_ms for candidate in candidates], dtype=np.int64), np.array(
+        [candidate.seq for candidate in candidates], dtype=np.int64
     )

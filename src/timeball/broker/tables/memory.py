@@ -3,7 +3,7 @@
 A compaction and the key index of its files allocate hundreds of MB. All of it is freed in the end, but the allocators
 keep it for the next compaction, a minute later: Arrow's pool by design, and glibc's malloc because small pieces of
 Parquet metadata lie between free blocks. Without this module a broker that has compacted holds about 60 MB of unused
-memory, which looks like a cost of the scheduled messages. Without glibc only Arrow's pool returns memory.
+memory, which looks like a cost of the scheduled messages. On systems without glibc only Arrow's pool returns memory.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def collect_cycles_rarely() -> None:
 
 
 def give_back() -> bool:
-    """Return free memory to the operating system. True if malloc could also do so.
+    """Return free memory of Arrow and malloc to the operating system. False if this malloc cannot do it.
 
-    Takes milliseconds: not for the loop.
+    Takes milliseconds, so do not call it on the event loop.
     """
-    # Arrow's pool first, so that malloc has more to return.
+    # Arrow first: the memory that it frees can then be returned by malloc.
     pa.default_memory_pool().release_unused()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:

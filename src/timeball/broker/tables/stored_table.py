@@ -1,9 +1,9 @@
-"""A periodic duty for a pending table in an object store: keep local copies of all files with messages due soon.
+"""A periodic task for a pending table in an object store: keep local copies of all files with messages due soon.
 
-Every few seconds, files with messages due within the hour are pinned, so that they are not evicted from the cache. The
-missing ones are fetched, the earliest first. So no message is late if the store is unreachable for one hour. If a file
-could not be fetched before the due time of its messages, only these are late. They delay no others, none of them counts
-as settled (released or cancelled), and they are released once the file is there.
+Every few seconds, files with messages due within the hour are pinned in the cache, so that they are not evicted.
+Missing files are fetched, the earliest due first. So no message is late if the store is unreachable for one hour. If a
+file cannot be fetched in time, only its messages are late. They delay no others, none of them counts as settled
+(released or cancelled), and they are released once the file is local.
 
 A Delta table that could not follow the log is updated when the store answers again (table_changes.py).
 """
@@ -32,7 +32,7 @@ LOOK_MS = 5_000
 
 
 class StoredTable:
-    """The periodic duty. Belongs to the event loop."""
+    """The periodic task that fetches files and updates the Delta table. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -51,20 +51,20 @@ class StoredTable:
         self._unreadable: set[str] = set()  # files that were logged already
 
     async def look(self) -> None:
-        """Fetch the files that are due soon. Then let the Delta table follow the log, if the store answers."""
-        due = self._due_soon()
+        """Fetch the files that are due soon. Then update a Delta table that is behind the log, if the store answers."""
+        due_soon = self._due_soon()
         # Before the first fetch, because a fetch may evict other files to free space.
-        self._cache.pin(entry.path for entry in due)
-        # Separately, so that a file that can never be fetched does not stop the table from following.
-        for step in (partial(self._fetch, due), self._follow):
+        self._cache.pin(entry.path for entry in due_soon)
+        # Two separate steps: a file that can never be fetched must not prevent updates of the Delta table.
+        for step in (partial(self._fetch, due_soon), self._update_delta_table):
             try:
                 await step()
             except Unavailable:
-                # The cache counts, logs and shows this error. The next look tries again.
+                # The cache counts, logs and shows this error. The next call tries again.
                 continue
-        self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due)
+        self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due_soon)
 
-    async def _follow(self) -> None:
+    async def _update_delta_table(self) -> None:
         await in_thread(self._table_thread, self._cache.probe)
         await self._mover.catch_up()
 
@@ -73,21 +73,21 @@ class StoredTable:
             self._scheduler.settled_before_ms, soon_ms(self._clock, self._settings)
         )
 
-    async def _fetch(self, due: Sequence[FileEntry]) -> None:
-        missing = [entry.path for entry in due if not self._cache.is_local(entry.path)]
+    async def _fetch(self, due_soon: Sequence[FileEntry]) -> None:
+        missing = [entry.path for entry in due_soon if not self._cache.is_local(entry.path)]
         for begin in range(0, len(missing), THREADS):
-            some = missing[begin : begin + THREADS]
-            calls = (in_thread(self._cache.threads, self._cache.fetch, path) for path in some)
-            ends = await asyncio.gather(*calls, return_exceptions=True)
-            # After each few files: the first one may be due now, and the last one in an hour.
+            paths = missing[begin : begin + THREADS]
+            fetches = (in_thread(self._cache.threads, self._cache.fetch, path) for path in paths)
+            errors = await asyncio.gather(*fetches, return_exceptions=True)
+            # After each group of files: the first file may be due now, and the last one in an hour.
             self.look_again()
-            for path, end in zip(some, ends, strict=True):
-                if isinstance(end, Corrupt | NotFound):
-                    self._note_unreadable(path, end)
-                elif end is not None and not isinstance(end, Unavailable):
-                    raise end
-            # If all fail, the store is unreachable. If only some fail, the store cannot deliver these files.
-            if all(isinstance(end, Unavailable) for end in ends):
+            for path, error in zip(paths, errors, strict=True):
+                if isinstance(error, Corrupt | NotFound):
+                    self._log_unreadable(path, error)
+                elif error is not None and not isinstance(error, Unavailable):
+                    raise error
+            # If all fetches fail, the store is unreachable. If some succeed, only these files have a problem.
+            if all(isinstance(error, Unavailable) for error in errors):
                 return
         self.look_again()
 
@@ -96,7 +96,7 @@ class StoredTable:
         self._hour_log.look_again()
         self._scheduler.on_earlier()
 
-    def _note_unreadable(self, path: str, error: BaseException) -> None:
+    def _log_unreadable(self, path: str, error: BaseException) -> None:
         # The broker continues, because messages of other files are due too. The messages of this file wait until an
         # administrator restores it.
         if path not in self._unreadable:

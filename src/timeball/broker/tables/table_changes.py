@@ -1,7 +1,7 @@
-"""Change the pending table: reserve, attach, compact, rewrite. One change at a time.
+"""Change the pending table: reserve numbers, attach files, compact the log, rewrite files. One change at a time.
 
-The row of an attach in the log decides it. The steps around the row are in table/catalog.py. They run under one lock,
-because each attach begins at the end of the last one, and because a checkpoint cannot save the state between steps.
+An attach takes effect with its TABLE row in the log. Steps before and after the row (see table/catalog.py) run under
+one lock, because each attach begins where the previous one ended, and no checkpoint may be saved between the steps.
 """
 
 from __future__ import annotations
@@ -84,12 +84,13 @@ class TableChanges:
         # attach, so a bulk attach need not wait for a compaction.
         self._compact_lock = asyncio.Lock()
         self.tail_count = TailCount(attach_state.watermark, scheduled_since_watermark)
-        self.outside_compactor_until_ms = 0
+        self.external_compactor_until_ms = 0
         self.compactions = compact.Figures(clock.clock)
         # True while an attach is in the log but maybe not in the table. Recovery repeats only attaches after the
         # checkpoint, so no checkpoint may be saved now, and no later attach may overtake this one.
-        self.is_unfinished = False
-        # Updates a table that could not follow the log, because the disk was full or its object store did not answer.
+        self.has_unfinished_attach = False
+        # Set while the table is behind the log, because the disk was full or the object store did not answer. A call
+        # updates the table.
         self.behind: Callable[[], object] | None = None
 
     async def reserve(self, rows: int) -> int:
@@ -97,7 +98,7 @@ class TableChanges:
         self._attach_state.check_reserve(rows)
         body, now_ms = att.encode(att.Reservation(rows)), self._clock.now_ms()
         row = build_rows(1, kind=int(Kind.TABLE), body=body, store_ms=now_ms)
-        # After the row itself: the span of its frame includes the numbers, so no other row can get them.
+        # The numbers follow the row's own number. The span of its frame includes them, so no other row gets them.
         first_seq = self._log.writer.next_seq + 1
         _, durable = self._log.writer.append(
             row, span=1 + rows, on_durable=lambda: self._attach_state.reserve(first_seq, rows)
@@ -106,7 +107,7 @@ class TableChanges:
         return first_seq
 
     async def attach(self, attachment: Attachment) -> Attached:
-        """Attach files to the pending table atomically. See table/catalog.py for the order of the steps."""
+        """Attach files to the pending table atomically. table/catalog.py describes the steps."""
         attach.check_count(attachment)
         if attachment.job == "compact":
             self._check_compacts()
@@ -114,32 +115,35 @@ class TableChanges:
         return await asyncio.shield(self._loop.create_task(self._attach(attachment)))
 
     async def _attach(self, attachment: Attachment) -> Attached:
-        is_elsewhere = self._file_replication is not None or self._pending_table.cache is not None
-        if is_elsewhere and not self._attach_state.is_repeated(attachment):
-            # Outside the lock, because these steps wait for other replicas or an object store. All checks are repeated
-            # under the lock.
+        has_remote_copies = self._file_replication is not None or self._pending_table.cache is not None
+        if has_remote_copies and not self._attach_state.is_repeated(attachment):
+            # Before the lock is taken, because these steps wait for replicas or an object store. All checks are
+            # repeated under the lock.
             await self._check_files(attachment, self._clock.now_ms())
             await self._make_local(self._scheduling.hour_log.pending.entries(attachment.removes))
             await self._make_durable(attachment.files)
         async with self.lock:
-            ledger = self._attach_state
-            self._check_finished()
-            # A job that was interrupted between the row and its answer repeats the attach. It gets the same answer, and
-            # nothing is attached twice.
-            if ledger.is_repeated(attachment):
+            attach_state = self._attach_state
+            self._check_not_behind()
+            # A job that did not receive the answer repeats the attach. It gets the same answer, and nothing is attached
+            # twice.
+            if attach_state.is_repeated(attachment):
                 version = await in_thread(self._threads.table, lambda: self._pending_table.catalog.version)
-                return Attached(version=version, watermark=ledger.watermark, seq=0, repeated=True)
-            live = {file.entry.path for file in self._scheduling.hour_log.pending.all()}
+                return Attached(version=version, watermark=attach_state.watermark, seq=0, repeated=True)
+            live_paths = {file.entry.path for file in self._scheduling.hour_log.pending.all()}
             now_ms = self._clock.now_ms()
             self._campaigns.check_attach(attachment)
-            ledger.check(
-                attachment, durable_seq=self._log.reader.next_seq, is_live=live.__contains__, now_ms=now_ms
+            attach_state.check(
+                attachment,
+                durable_seq=self._log.reader.next_seq,
+                is_live=live_paths.__contains__,
+                now_ms=now_ms,
             )
             await self._check_files(attachment, now_ms)
             # Before the row: when the log contains the attach, a power failure must not lose the file.
             await in_thread(self._threads.table, self._pending_table.catalog.sync_data, attachment.files)
-            state = self._campaigns.attached(attachment, now_ms)
-            return await self._attach_checked(attachment, now_ms, state)
+            campaign_change = self._campaigns.attached(attachment, now_ms)
+            return await self._attach_checked(attachment, now_ms, campaign_change)
 
     async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
         await in_thread(self._threads.table,
@@ -148,7 +152,10 @@ class TableChanges:
         )  # fmt: skip
 
     async def _make_durable(self, entries: list[FileEntry]) -> None:
-        """Wait until the files are durable: in the store, or here and at enough replicas. Raises NotLeader."""
+        """Wait until the files are durable: in the object store, or on this disk and at enough replicas.
+
+        Raises NotLeader.
+        """
         await in_thread(self._threads.table, self._pending_table.catalog.sync_data, entries)
         await self._make_local(entries)
         if self._file_replication is not None and entries:
@@ -156,20 +163,23 @@ class TableChanges:
             await asyncio.wrap_future(self._file_replication.ship(paths))
 
     async def _attach_checked(
-        self, attachment: Attachment, now_ms: int, state: Change | None = None, resumes: str = ""
+        self, attachment: Attachment, now_ms: int, campaign_change: Change | None = None, resumes: str = ""
     ) -> Attached:
-        """Append the attach, and in the same frame its change of a campaign. Then update the caches."""
-        # Read before the attach removes the files, because the Delta log must name them as removed.
+        """Append the attach and the change of its campaign in one frame. Then update the schedule and the Delta table.
+
+        `resumes`: the campaign whose hold ends with this attach, or "".
+        """
+        # Read before the schedule forgets the removed files, because the Delta commit must name them.
         removed = self._scheduling.hour_log.pending.entries(attachment.removes)
         row = build_rows(1, kind=int(Kind.TABLE), body=att.encode(attachment), store_ms=now_ms)
-        rows = row if state is None else pa.concat_batches([row, state.rows])
+        rows = row if campaign_change is None else pa.concat_batches([row, campaign_change.rows])
         seq = self._log.writer.next_seq
         _, durable = self._log.writer.append(
             rows, on_durable=lambda: self._attach_state.apply(attachment, seq, now_ms)
         )
-        if state is not None:
-            state.keep()
-        self.is_unfinished = True
+        if campaign_change is not None:
+            campaign_change.keep()
+        self.has_unfinished_attach = True
         await durable
         await self._log.writer.synced()  # the table must not contain a row that `async` durability may lose
         try:
@@ -187,84 +197,89 @@ class TableChanges:
         return Attached(version=version, watermark=self._attach_state.watermark, seq=seq)
 
     async def _make_local(self, entries: Sequence[FileEntry]) -> None:
-        """Fetch those of these files that have messages due soon.
+        """Fetch local copies of those files that have messages due soon. Only for a table in an object store.
 
-        They are about to join the table, or must be opened before they leave it.
+        The files are about to join the table, or must be opened before they leave it.
         """
         if self._pending_table.cache is not None:
             await in_thread(
                 self._threads.table,
-                self._pending_table.cache.keep_near,
+                self._pending_table.cache.fetch_and_pin_due_soon,
                 entries,
                 soon_ms(self._clock, self._settings),
             )
             self._scheduling.hour_log.look_again()
 
     async def _commit(self, commit: Callable[[], int]) -> int:
-        """Update the table and return its version. If a disk is full or a store unreachable, this is done later."""
+        """Commit to the Delta table and return its version.
+
+        `catch_up` does it later if a disk or the store fails now.
+        """
         try:
             version = await in_thread(self._threads.table, commit)
         except (Unavailable, OverLimit) as error:
-            # Not a failure: the row is durable and the schedule is up to date. `catch_up` repeats the commit.
+            # The attach has succeeded: its row is durable and the schedule is up to date. `catch_up` repeats the
+            # commit.
             logger.warning("pending table is behind the log reason=%s", error)
             self.behind = commit
             return self._pending_table.catalog.version
-        self.is_unfinished = False
+        self.has_unfinished_attach = False
         return version
 
-    def follow_later(self, bring_up: Callable[[], object]) -> None:
-        """Treat the table as behind the log until `catch_up` has called `bring_up`."""
-        self.behind, self.is_unfinished = bring_up, True
+    def mark_behind_log(self, bring_up: Callable[[], object]) -> None:
+        """Mark the table as behind the log. The next `catch_up` calls `bring_up` to update it."""
+        self.behind, self.has_unfinished_attach = bring_up, True
 
     async def follow(self) -> None:
-        """Update the table. If a disk is full or its object store does not answer, log this and leave it for later."""
+        """Update a table that is behind the log, like `catch_up`. Log a failure, because later calls try again."""
         try:
             await self.catch_up()
         except (Unavailable, OverLimit) as error:
             logger.warning("pending table is behind the log reason=%s", error)
 
     async def catch_up(self) -> None:
-        """Update a table that could not follow the log. Raises Unavailable or OverLimit if it still cannot."""
+        """Update a table that is behind the log. Raises Unavailable or OverLimit if that still fails."""
         async with self.lock:
             if self.behind is not None:
                 await in_thread(self._threads.table, self.behind)
-                self.behind, self.is_unfinished = None, False
+                self.behind, self.has_unfinished_attach = None, False
 
-    def _check_finished(self) -> None:
+    def _check_not_behind(self) -> None:
+        """Raise OverLimit or Unavailable while the table is behind the log or an attach is unfinished."""
         if self.behind is not None and self._pending_table.cache is None:
             raise OverLimit(
                 "the pending table is behind the log until the disk has room; free some, then go on"
             )
         if self.behind is not None:
             raise Unavailable("the pending table is behind the log until its store answers; ask again later")
-        if self.is_unfinished:
+        if self.has_unfinished_attach:
             raise Unavailable("an attach has failed half way and the broker stops; start it again")
 
     def _check_store(self) -> None:
-        """Raise OverLimit or Unavailable if files that are written now could not join the table."""
+        """Raise OverLimit or Unavailable if files that are written now could not be attached."""
         if self.behind is not None:
-            self._check_finished()
+            self._check_not_behind()
         if self._pending_table.cache is not None and self._pending_table.cache.problem:
             raise Unavailable(self._pending_table.cache.problem)
 
-    async def _attach_written(self, attachment: Attachment) -> Attached:
-        """Attach files that this broker has written, or delete them if that fails."""
+    async def _attach_or_delete(self, attachment: Attachment) -> Attached:
+        """Attach files that this broker has written. Delete them if the attach is not in the log."""
         try:
             return await self.attach(attachment)
         except (Unavailable, OverLimit):
-            # Each try writes new files under new names. If a store is unreachable for an hour, these would fill the
-            # disk.
-            if self.behind is not None or not self.is_unfinished:
+            # Each attempt writes files with new names. While a store is unreachable, they would fill the disk.
+            if self.behind is not None or not self.has_unfinished_attach:
                 await in_thread(self._threads.background, compact.remove, self._files, attachment.files)
             raise
 
     def _check_compacts(self) -> None:
+        """Raise RequestError if the strategy does not use the pending table."""
         schedule = self._settings.strategy
         if schedule != "hour_log":
             raise RequestError(f"nothing is compacted with --strategy {schedule}: it has files of its own")
 
     async def adopt(self, waiting: Waiting) -> None:
-        """Move pending messages that another strategy stored, and may have rewritten, to the pending table.
+        """Move the pending messages of another strategy, which may have written them to the log again, to the table.
 
         Afterwards every pending message is in the table or in the log after the watermark, as `hour_log` requires.
         """
@@ -286,19 +301,19 @@ class TableChanges:
     async def compact(self, *, even_without_rows: bool = False) -> Attached | None:
         """Move the scheduled messages after the watermark from the log to the pending table. None if there are none.
 
-        `even_without_rows`: advance the watermark even if there are none, so that retention may remove older rows.
+        `even_without_rows`: advance the watermark also without messages, so that retention may remove older rows.
         """
         self._check_compacts()
-        ledger, end_seq, attached = self._attach_state, self._log.reader.next_seq, None
+        attach_state, end_seq, attached = self._attach_state, self._log.reader.next_seq, None
         try:
-            # A run holds its rows in memory, so a long tail takes several runs. Rows that arrive meanwhile are left for
-            # the next call.
-            while ledger.watermark < end_seq:
-                is_followed = ledger.watermark + compact.RUN_ROWS_MAX < end_seq
-                found = await self._compact(even_without_rows=even_without_rows or is_followed)
-                if found is None:
+            # All rows of a run are in memory, so a long tail takes several runs. Rows that arrive meanwhile are left
+            # for the next call.
+            while attach_state.watermark < end_seq:
+                has_next_run = attach_state.watermark + compact.RUN_ROWS_MAX < end_seq
+                result = await self._compact(even_without_rows=even_without_rows or has_next_run)
+                if result is None:
                     break
-                attached = found
+                attached = result
         except Exception:  # any error is counted and raised again
             self.compactions.failures += 1
             raise
@@ -312,7 +327,8 @@ class TableChanges:
             to_seq = min(self._log.reader.next_seq, from_seq + compact.RUN_ROWS_MAX)
             if to_seq <= from_seq:
                 return None
-            # Read after `to_seq` is durable: only then does it cover every scheduled message before `to_seq`.
+            # Read while all rows before `to_seq` are durable. Only then does the mark cover each message before
+            # `to_seq`.
             settled_before_ms, now_ms = self._scheduling.scheduler.settled_before_ms, self._clock.now_ms()
             settled = self._scheduling.scheduler.settled().seq
             attachment = await self._loop.run_in_executor(
@@ -325,24 +341,28 @@ class TableChanges:
             try:
                 if not attachment.files and not even_without_rows:
                     return None
-                attached = await self._attach_written(attachment)
+                attached = await self._attach_or_delete(attachment)
                 self.compactions.durations.add(self._clock.clock.monotonic_ns() - began_ns)
                 return attached
             finally:
                 await in_thread(self._threads.background, give_back)
 
     async def rewrite(self) -> Attached | None:
-        """Merge or split files of the pending table if that is worth the cost. None if it is not."""
+        """Merge or split some files of the pending table. None if no rewrite is worth its cost (rewrite.choose)."""
         self._check_store()
         async with self._compact_lock:
             now_ms = self._clock.now_ms()
             pending = self._scheduling.hour_log.pending
-            there = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
-            chosen = {entry.path for entry in rewrite.choose(there, now_ms)}
-            if not chosen:
+            available = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
+            chosen_paths = {entry.path for entry in rewrite.choose(available, now_ms)}
+            if not chosen_paths:
                 return None
-            # Read after the choice, without an await in between, so that no attach can have removed one of the files.
-            entries = [f.entry for f in self._scheduling.hour_log.pending.all() if f.entry.path in chosen]
+            # No await since the choice, so no attach can have removed one of the files.
+            entries = [
+                file.entry
+                for file in self._scheduling.hour_log.pending.all()
+                if file.entry.path in chosen_paths
+            ]
             settled, settled_before_ms = (
                 self._scheduling.scheduler.settled(),
                 self._scheduling.scheduler.settled_before_ms,
@@ -356,88 +376,97 @@ class TableChanges:
                 ),
             )  # fmt: skip
             try:
-                return await self._attach_written(attachment)
+                return await self._attach_or_delete(attachment)
             finally:
                 await in_thread(self._threads.background, give_back)
 
     async def resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
         """Rewrite the held messages of a paused campaign with later due times, and end the hold. Returns their number.
 
-        Requests that cancel single messages continue while the files are written. Afterwards no such request may run.
-        Then the files with messages that were cancelled meanwhile are written again without them.
+        Requests that cancel or move single messages continue while the files are written. Then they are blocked, and
+        files with messages that were settled meanwhile are written again without these messages.
         """
         # A separate task, as for any attach.
         return await asyncio.shield(self._loop.create_task(self._resume(campaign, facts, shift_ms)))
 
     async def _resume(self, campaign: str, facts: CampaignFacts, shift_ms: int) -> int:
         async with self._compact_lock:
-            # Messages that were handed out before the pause are settled (released or cancelled) when their rows are
-            # durable.
+            # Messages whose release or cancel began before the pause count as settled when their rows are durable.
             await self._log.writer.flushed()
             now_ms = self._clock.now_ms()
             entries = [
                 file.entry for file in overlapping(self._scheduling.hour_log.pending.all(), facts.ranges)
             ]
-            chosen = dict(enumerate(rewrite.runs(entries)))
-            low_ms = min(
+            runs = dict(enumerate(rewrite.runs(entries)))
+            earliest_due_ms = min(
                 self._scheduling.scheduler.settled_before_ms, self._scheduling.outcomes.holds.from_ms
             )
             # Check all files before writing the first one, because there may be thousands.
             await in_thread(
-                self._threads.background, rewrite.check_resume, list(chosen.values()),
-                low_ms=low_ms, shift_ms=shift_ms, now_ms=now_ms,
+                self._threads.background, rewrite.check_resume, list(runs.values()),
+                earliest_due_ms=earliest_due_ms, shift_ms=shift_ms, now_ms=now_ms,
             )  # fmt: skip
             settled = self._scheduling.scheduler.settled().seq
-            written: dict[int, list[FileEntry]] = {}
-            begun: list[FileEntry] = []
+            written_files: dict[int, list[FileEntry]] = {}
+            created_files: list[FileEntry] = []
             is_attaching = False
             try:
-                await self._write_resumed(written, chosen, settled, facts, shift_ms, now_ms, begun)
+                await self._write_resumed(
+                    written_files, runs, settled, facts, shift_ms, now_ms, created_files
+                )
                 if self._file_replication is not None or self._pending_table.cache is not None:
-                    # Make most files durable now, while other requests continue. The few files that are written again
-                    # follow below.
-                    await self._make_durable(begun)
+                    # Make most files durable now, while other requests continue. `_attach_resumed` does it for files
+                    # that are written again.
+                    await self._make_durable(created_files)
                 async with self._gate.alone(), self.lock:
                     # `within`: only messages of the campaign change their due time. Other messages in these files keep
                     # their due time and number, so if they were settled meanwhile, they are also settled in the new
                     # files.
-                    late = np.setdiff1d(self._scheduling.scheduler.settled().seq, settled)
-                    late = late[within(late, facts.ranges)]
-                    again = {at: run for at, run in chosen.items() if _may_hold(run, late)}
-                    settled = np.union1d(settled, late)
-                    await self._write_resumed(written, again, settled, facts, shift_ms, now_ms, begun)
-                    removes = [entry.path for run in chosen.values() for entry in run]
-                    if self.is_unfinished or len(self._scheduling.hour_log.pending.entries(removes)) < len(
-                        removes
-                    ):
+                    settled_meanwhile = np.setdiff1d(self._scheduling.scheduler.settled().seq, settled)
+                    settled_meanwhile = settled_meanwhile[within(settled_meanwhile, facts.ranges)]
+                    runs_to_repeat = {
+                        index: run for index, run in runs.items() if _may_contain(run, settled_meanwhile)
+                    }
+                    settled = np.union1d(settled, settled_meanwhile)
+                    await self._write_resumed(
+                        written_files, runs_to_repeat, settled, facts, shift_ms, now_ms, created_files
+                    )
+                    removes = [entry.path for run in runs.values() for entry in run]
+                    if self.has_unfinished_attach or len(
+                        self._scheduling.hour_log.pending.entries(removes)
+                    ) < len(removes):
                         raise Unavailable("the pending table has changed meanwhile; resume again")
                     is_attaching = True
-                    return await self._attach_resumed(campaign, facts, removes, written, now_ms)
+                    return await self._attach_resumed(campaign, facts, removes, written_files, now_ms)
             finally:
                 # Delete files that did not join the table. If the attach may be in the log, keep all files.
-                if not (is_attaching and self.is_unfinished):
-                    live = {entry.path for entry in self._scheduling.hour_log.pending.live_entries()}
-                    left = [entry for entry in begun if entry.path not in live]
-                    await in_thread(self._threads.background, compact.remove, self._files, left)
+                if not (is_attaching and self.has_unfinished_attach):
+                    live_paths = {entry.path for entry in self._scheduling.hour_log.pending.live_entries()}
+                    unused_files = [entry for entry in created_files if entry.path not in live_paths]
+                    await in_thread(self._threads.background, compact.remove, self._files, unused_files)
                 await in_thread(self._threads.background, give_back)
 
     async def _write_resumed(
         self,
-        written: dict[int, list[FileEntry]],
-        chosen: dict[int, list[FileEntry]],
+        written_files: dict[int, list[FileEntry]],
+        runs: dict[int, list[FileEntry]],
         settled: Int64Array,
         facts: CampaignFacts,
         shift_ms: int,
         now_ms: int,
-        begun: list[FileEntry],
+        created_files: list[FileEntry],
     ) -> None:
+        """Write the new files of these runs.
+
+        `written_files`: by index of the run. `created_files`: all files created so far.
+        """
         settled_before_ms = self._scheduling.scheduler.settled_before_ms
-        for at, run in chosen.items():  # only one run is in memory at a time
-            self._log.writer.check_room()
-            written[at] = await in_thread(
+        for index, run in runs.items():  # only one run is in memory at a time
+            self._log.writer.check_admission()
+            written_files[index] = await in_thread(
                 self._threads.background, rewrite.resume, self._files, self._pending_table.whole_files, run, settled,
                 ranges=facts.ranges, settled_before_ms=settled_before_ms, holds=self._scheduling.outcomes.holds,
-                shift_ms=shift_ms, now_ms=now_ms, begun=begun,
+                shift_ms=shift_ms, now_ms=now_ms, created=created_files,
             )  # fmt: skip
 
     async def _attach_resumed(
@@ -445,45 +474,47 @@ class TableChanges:
         campaign: str,
         facts: CampaignFacts,
         removes: list[str],
-        written: dict[int, list[FileEntry]],
+        written_files: dict[int, list[FileEntry]],
         now_ms: int,
     ) -> int:
-        entries = [entry for fresh in written.values() for entry in fresh]
+        """Attach the rewritten files of a resumed campaign, and end its hold. Returns the number of its messages."""
+        entries = [entry for run_files in written_files.values() for entry in run_files]
         attachment = Attachment(
             job="rewrite", job_id=rewrite.JOB_ID, epoch=self._log.reader.next_seq,
             files=entries, removes=removes, ranges=facts.ranges,
         )  # fmt: skip
         await self._make_durable(entries)
-        mine = [e for e in entries if within(np.array([e.min_seq]), facts.ranges).all()]
+        campaign_files = [entry for entry in entries if within(np.array([entry.min_seq]), facts.ranges).all()]
         running = msgspec.structs.replace(
             facts, state="running", since_ms=now_ms, held_from_ms=None,
-            last_due_ms=max((entry.max_due_ms for entry in mine), default=-1),
+            last_due_ms=max((entry.max_due_ms for entry in campaign_files), default=-1),
         )  # fmt: skip
-        state = self._campaigns.changed(campaign, running)
-        await self._attach_checked(attachment, now_ms, state, resumes=campaign)
-        return sum(entry.rows for entry in mine)
+        campaign_change = self._campaigns.changed(campaign, running)
+        await self._attach_checked(attachment, now_ms, campaign_change, resumes=campaign)
+        return sum(entry.rows for entry in campaign_files)
 
     def lease(self, lease_ms: int) -> None:
-        """Leave the log's tail to an external compactor for `lease_ms`, at most one hour."""
-        # Limited, so that after a compactor has died the tail grows for an hour at most.
-        self.outside_compactor_until_ms = self._clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
+        """Leave compaction to an external compactor for `lease_ms`, at most one hour."""
+        # Limited, so that the tail grows for at most an hour after a compactor has died.
+        self.external_compactor_until_ms = self._clock.elapsed_ms() + min(lease_ms, limits.HOUR_MS)
 
 
-def _may_hold(run: list[FileEntry], seq: Int64Array) -> bool:
-    return any(((seq >= entry.min_seq) & (seq <= entry.max_seq)).any() for entry in run)
+def _may_contain(run: list[FileEntry], numbers: Int64Array) -> bool:
+    """Check whether files of this run may contain one of these numbers."""
+    return any(((numbers >= entry.min_seq) & (numbers <= entry.max_seq)).any() for entry in run)
 
 
-# A periodic duty for the pending table: detect changes by other programs, and let the table follow the log.
+# A periodic task for the pending table: undo changes by other programs, and update a table that is behind the log.
 #
-# Once a second it checks whether another program has committed to the table, at the cost of two checks for a file name.
-# If so, the catalog lets the table follow the log again (table/catalog.py). The schedule opens none of the files that
-# are gone until they are put back. The duty also updates a table that fell behind the log because the disk was full.
+# Once a second it checks whether another program has committed to the Delta table, which costs two checks for a file
+# name. If so, the catalog commits the state of the log again (table/catalog.py). The schedule does not open data files
+# that the other program deleted until they are restored.
 
 LOOK_MS = 1_000
 
 
 class TableWatch:
-    """The periodic duty. Belongs to the event loop."""
+    """The periodic task that watches the table. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -499,25 +530,24 @@ class TableWatch:
         self._threads = threads
 
     async def watch_table(self) -> None:
-        """Let the table follow the log. Raises OverLimit or Unavailable if it cannot now."""
+        """Make the table match the log. Raises OverLimit or Unavailable if that fails now."""
         pending = self._scheduling.hour_log.pending
         if self._pending_table.cache is None:
-            # For a table in an object store, `StoredTable` does this, because it first checks whether the store
-            # answers.
+            # For a table in an object store `StoredTable` does this, after a check that the store answers.
             await self._mover.catch_up()
         await in_thread(self._threads.table, self._pending_table.catalog.look, self._clock.now_ms())
         # Another program may run VACUUM after its commit, so the catalog has checked all live files.
-        gone = frozenset(entry.path for entry in self._pending_table.catalog.foreign.missing)
-        back = [path for path in pending.missing - gone if await self._is_back(path)]
+        missing_paths = frozenset(entry.path for entry in self._pending_table.catalog.foreign.missing)
+        restored_paths = [path for path in pending.missing - missing_paths if await self._try_restore(path)]
         if self._pending_table.cache is None:
-            # Before the schedule tries to open them. For an object store, the local copies determine which files can be
-            # opened.
-            pending.miss(gone)
-        if back:
-            # Messages that are due by now are released at once, late.
-            pending.found(back)
+            # Reported before the schedule tries to open the files. With an object store, only local copies count.
+            pending.miss(missing_paths)
+        if restored_paths:
+            # Messages of these files that are due by now are released at once, late.
+            pending.found(restored_paths)
             self._scheduling.hour_log.look_again()
             self._scheduling.scheduler.on_earlier()
 
-    async def _is_back(self, path: str) -> bool:
-        return await in_thread(self._threads.reader, self._pending_table.catalog.data.put_back_one, path)
+    async def _try_restore(self, path: str) -> bool:
+        """Restore a deleted data file if a copy is left (reader thread). True if the file is there again."""
+        return await in_thread(self._threads.reader, self._pending_table.catalog.data.restore_file, path)

@@ -1,9 +1,9 @@
-"""Ask producers about half messages that they have not ended. One loop serves the producers of all edges.
+"""Transaction checks: ask producers about half messages that they have neither committed nor rolled back.
 
-Each edge registers an `Asker`, which has the list of its connected producers. The first edge with a producer for a half
-message asks about it. If no producer of the half message is connected, nothing is asked, and this does not count as a
-check. So a producer that was down for an hour finds its transactions when it returns. A half message is rolled back if
-it was asked about too often or is too old.
+One loop serves the producers of all edges. Each edge registers an `Asker`, which knows its connected producers. The
+first edge that has a producer for a half message asks it. If no producer is connected, this does not count as a check.
+So a producer that was down for an hour finds its transactions when it returns. A half message is rolled back after too
+many checks, or when it is too old.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from timeball.model.errors import Corrupt, OutOfRange, OverLimit, RequestError
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-# After a restart many half messages may be due at once. This limit per look lets clients keep up.
+LOOK_S = 1.0  # interval of the rounds
+# After a restart many half messages may be due at once. This limit per round lets the clients keep up.
 CHECKS_PER_LOOK = 1_000
 BYTES_PER_LOOK = 8 * 1024 * 1024
 
 
 class Asker(Protocol):
-    """The part of an edge that asks producers. Both methods run on the event loop."""
+    """The interface of an edge that asks its producers. Both methods run on the event loop."""
 
     def has_producer(self, half: Half) -> bool:
-        """Check whether a producer is connected that may be asked about this half message."""
+        """Check whether a producer that may be asked about this half message is connected."""
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
-        """Push the half message, a row of READ_SCHEMA, to a producer. Returns the bytes pushed.
+        """Push the half message, a row of READ_SCHEMA, to a producer.
 
-        0 means that no producer accepted it.
+        Returns the bytes pushed, 0 if none accepted it.
         """
 
 
 class TransactionChecks:
-    """Asks producers through the edges. `run` asks until it is cancelled."""
+    """Asks producers through the `askers` of the edges. `run` asks until it is cancelled."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TransactionChecks:
         self.askers: list[Asker] = []
 
     async def run(self) -> None:
-        """Ask about every open half message when it is due. Ends when cancelled."""
+        """Call `ask_due` once a second, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -75,25 +75,24 @@ class TransactionChecks:
                 return
 
     async def ask_due(self) -> None:
-        """Ask about all half messages that are due, or roll them back."""
+        """Ask about half messages that are due for a check, or roll them back. Limited by number and bytes."""
         now_ms, size_bytes = self._clock.elapsed_ms(), 0
-        given_up = []
+        rollbacks = []
         for _ in range(CHECKS_PER_LOOK):
             half = self._transactions.take_due(now_ms)
             if half is None:
                 break
-            why = self._transactions.given_up(half, now_ms)
-            if why is not None:
-                given_up.append(self._transactions.discard(half, why))
+            reason = self._transactions.reason_to_give_up(half, now_ms)
+            if reason is not None:
+                rollbacks.append(self._transactions.discard(half, reason))
             # Limited by bytes as well as by number, because each check pushes a whole message.
             elif size_bytes >= BYTES_PER_LOOK:
-                # Due again at once: the bytes of this look are used up, and this half message is first in the next
-                # look.
-                self._transactions.put_off(half, now_ms)
+                # The bytes of this round are used up. This half message is due again at once, for the next round.
+                self._transactions.postpone(half, now_ms)
                 break
             else:
                 size_bytes += await self._ask(half)
-        await asyncio.gather(*given_up)
+        await asyncio.gather(*rollbacks)
 
     async def _ask(self, half: Half) -> int:
         """Ask one producer of the half message, if any is connected. Returns the bytes pushed."""
@@ -104,9 +103,9 @@ class TransactionChecks:
                 self._reader_thread, self._reader.read_rows, np.array([half.seq], dtype=np.int64)
             )
         except OutOfRange:
-            return 0  # it has ended meanwhile, and retention has removed it
+            return 0  # the half message has ended meanwhile, and retention has removed it
         except Corrupt as error:
-            # Only this message cannot be asked about. The others can.
+            # The row is damaged, so only this half message cannot be asked about.
             logger.error("transaction not checked seq=%d reason=%s", half.seq, error)
             return 0
         # One producer of any edge is enough, because it answers for its group.

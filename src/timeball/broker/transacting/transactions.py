@@ -1,16 +1,17 @@
 """Transactions: half messages are in the log, but hidden until their producer commits or rolls them back.
 
+Rows of the log (in the last three, `source_seq` is the number of the half message):
+
     SCHEDULED without a due time   the half message as it was sent; its delay, if it has one, has not begun
-    RELEASE                      commit: the message is visible; `source_seq` is the number of the half message
-    MOVED                        commit of a message with a delay, which begins now: the half message, whose number is
-                                 `source_seq`, becomes a scheduled message with a due time
-    CANCEL                       rollback; `source_seq` is the number of the half message, and the body is the reason if
-                                 the broker rolled it back
+    RELEASE                        commit: the message is visible
+    MOVED                          commit of a message with a delay, which begins now: the half message becomes a
+                                   scheduled message with a due time
+    CANCEL                         rollback; the body is the reason if the broker rolled it back
 
 A half message ends once: the first request decides on the event loop, and later requests get its outcome. It is open
-until the row that ends it is durable. So after a crash in between, the broker finds either that row, or an open half
-message, and asks the producer again. Edges ask the producers (`take_due`): 6 s after the half message arrived, then
-every 30 s, at most 15 times.
+until the row that ends it is durable. So after a crash in between, the broker finds either this row, or an open half
+message, about which it asks the producer again. The edges ask the producers (transaction_checks.py): 6 s after the half
+message arrived, then every 30 s, at most 15 times.
 
 Retention keeps the log from the oldest open half message on. A producer that never answers cannot keep it longer than
 the retention time.
@@ -41,7 +42,7 @@ from timeball.model.errors import OutOfRange, OverLimit, TimeballError
 from timeball.model.key_hash import hash_text
 from timeball.model.message import (
     LOG_SCHEMA,
-    NO_INSTANT_MS,
+    NO_DUE_TIME_MS,
     SEND_COLUMNS,
     Int64Array,
     Kind,
@@ -53,7 +54,7 @@ from timeball.model.message import (
 
 logger = logging.getLogger(__name__)
 
-GROUP = "PGROUP"  # property with the group of producers that may be asked
+GROUP = "PGROUP"  # RocketMQ's property with the group of producers that may be asked
 IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's property: seconds before the first check
 LIFE_MS_MIN = limits.HOUR_MS  # fifteen checks take eight minutes; only tests have a retention of minutes
 
@@ -64,10 +65,9 @@ _DELAYS = ("due_ms", "delay_ms", "delay_level")
 _KEPT = [name for name in SEND_COLUMNS if name not in (*_DELAYS, "sys_flag")]
 _LOAD_ROWS = 1_024  # bodies in memory at a time during a start
 
-# So many of the largest messages fit into one request. Otherwise a turn could be refused as a whole, with commits of
-# other producers in it.
+# This many of the largest messages fit into one request. With more, a batch of commits could be refused as a whole.
 COMMITS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
-# Stale entries in the heap of check times, of half messages that have ended or were put off.
+# The heap of check times is swept when it has more stale entries than this (ended or postponed half messages).
 SWEEP_ENTRIES_MIN = 1_024
 
 Publish = Callable[[pa.RecordBatch, pa.RecordBatch], Awaitable[int]]
@@ -79,7 +79,7 @@ class Outcome(Enum):
 
     COMMITTED = "committed"
     ROLLED_BACK = "rolled back"
-    ENDED = "ended"  # one of the two; the log does not show which, because the message had no id
+    ENDED = "ended"  # committed or rolled back; without an id of the message, the log does not show which
     NOT_FOUND = "not found"  # this group has no such half message
 
 
@@ -92,24 +92,24 @@ class Half:
     topic: str
     unique_key: str | None
     store_ms: int
-    check_ms: int  # equals its valid entry in the heap; other entries of it are stale
+    check_ms: int  # entries in the heap with another time are stale
     checks: int = 0  # number of checks so far; saved in checkpoints
     begun_ms: int = 0  # time of its arrival, by the same clock
 
     def count_from(self, begun_ms: int) -> None:
-        """Set the time of its arrival, and move the next check accordingly."""
+        """Set the time of arrival, and move the next check by the same difference."""
         self.begun_ms, self.check_ms = begun_ms, self.check_ms + begun_ms - self.store_ms
 
 
 def at_once(properties: dict[str, str]) -> Mapping[str, int]:
-    """Return no delay columns, for messages without a delay."""
+    """Compute no delay columns: the message is visible at the commit."""
     return {}
 
 
 class Transactions:
     """The open half messages. Belongs to the event loop.
 
-    `publish` sends a batch, in which each row takes the place of the half message at the same position.
+    `publish` appends a batch of committed messages. Its second argument are their half messages in the same order.
     """
 
     def __init__(
@@ -131,8 +131,7 @@ class Transactions:
         # Invariant: a half message is in `_open` until the row that ends it is durable. It is in `_ending` while its
         # end is under way.
         self._open = {half.seq: half for half in halves}
-        # A store time in the future means that the clock was set back since. The time of such a half message starts
-        # now.
+        # A store time in the future means that the clock was set back since. Then the half message counts as new.
         for half in self._open.values():
             half.count_from(min(half.store_ms, clock.now_ms()))
         self._due = [(half.check_ms, half.seq) for half in self._open.values()]
@@ -141,35 +140,34 @@ class Transactions:
         self._commits: AsyncBatcher[tuple[Half, Delay], Outcome] = AsyncBatcher(
             self._commit, COMMITS_PER_TURN
         )
-        self._preparing = 0
+        self._rows_being_prepared = 0
 
-    # -- the log's side --------------------------------------------------------------------------------------
+    # -- rows in the log --------------------------------------------------------------------------------------
 
     def prepare(self, rows: pa.RecordBatch) -> tuple[int, asyncio.Future[int]]:
-        """Append admitted rows as half messages.
+        """Append rows of half messages (see `half_rows`).
 
-        Returns the first number, and a future that is done when they are durable. Raises OverLimit if too many are
-        open.
+        Returns the number of the first row, and a future that is done when they are durable. Raises OverLimit if too
+        many half messages are open.
         """
         # Each open half message takes memory, and keeps its segment of the log from retention.
-        if len(self._open) + self._preparing + rows.num_rows > limits.HALVES_OPEN_MAX:
+        if len(self._open) + self._rows_being_prepared + rows.num_rows > limits.HALVES_OPEN_MAX:
             raise OverLimit(f"{limits.HALVES_OPEN_MAX} transactions are open; end some first")
         first_seq = self._writer.next_seq
-        appended = self._writer.append(rows, on_durable=lambda: self._opened(with_seq(rows, first_seq)))
+        appended = self._writer.append(rows, on_durable=lambda: self._on_prepared(with_seq(rows, first_seq)))
         # Counted until durable, so that concurrent sends cannot exceed the limit together.
-        self._preparing += rows.num_rows
+        self._rows_being_prepared += rows.num_rows
         return appended
 
-    def _opened(self, rows: pa.RecordBatch) -> None:
-        self._preparing -= rows.num_rows
-        later_ms = self._clock.elapsed_ms() - self._clock.now_ms()
-        for half in _halves(rows):
-            half.count_from(half.store_ms + later_ms)
+    def _on_prepared(self, rows: pa.RecordBatch) -> None:
+        self._rows_being_prepared -= rows.num_rows
+        elapsed_minus_wall_ms = self._clock.elapsed_ms() - self._clock.now_ms()
+        for half in _read_halves(rows):
+            half.count_from(half.store_ms + elapsed_minus_wall_ms)
             self._open[half.seq] = half
             heapq.heappush(self._due, (half.check_ms, half.seq))
         if len(self._due) > SWEEP_ENTRIES_MIN + 2 * len(self._open):
-            # Remove stale entries: most half messages have ended by now, and a producer may have put off a check for a
-            # day.
+            # Remove stale entries now: their check times may be a day ahead, and most half messages have ended by then.
             self._due = [(half.check_ms, half.seq) for half in self._open.values()]
             heapq.heapify(self._due)
 
@@ -195,63 +193,66 @@ class Transactions:
         """Collect figures for users."""
         return {"open": len(self._open), "oldest_seq": self.oldest_seq}
 
-    # -- the producer's side ---------------------------------------------------------------------------------
+    # -- commit and rollback ---------------------------------------------------------------------------------
 
     async def end(self, seq: int, group: str, *, commit: bool, delay: Delay = at_once) -> Outcome:
-        """Commit or roll back a half message, and return its outcome, also if it has ended before. Durable on return.
+        """Commit or roll back a half message. Returns its outcome, also if it had ended before. Durable on return.
 
         `delay` computes the delay columns of SEND_COLUMNS from the properties of the half message. If `delay` or the
         admission raises an error, the half message stays open.
         """
         half = self._open.get(seq)
-        # The same answer as for a missing one: a group must not learn about another group's transactions.
+        # The same answer as for a missing half message: a group must not learn about transactions of other groups.
         if half is not None and half.group != group:
             return Outcome.NOT_FOUND
-        # A second end of the same half message, perhaps with the other decision, gets the outcome of the first.
+        # A second request for the same half message gets the outcome of the first, even if it decides differently.
         ending = self._ending.get(seq)
         if ending is not None:
             return await asyncio.shield(ending)
         if half is None:
-            return await in_thread(self._reader_thread, _look_up, self._reader, self._key_index, seq, group)
+            return await in_thread(
+                self._reader_thread, _find_outcome, self._reader, self._key_index, seq, group
+            )
         if commit:
-            return await self._begin(half, self._commits.put((half, delay)))
-        # A rollback reads no body, so a batch would gain nothing.
-        return await self._begin(half, asyncio.ensure_future(self._roll_back(half)))
+            return await self._finish(half, self._commits.put((half, delay)))
+        # A rollback reads no body, so a batch would save nothing.
+        return await self._finish(half, asyncio.ensure_future(self._roll_back(half)))
 
-    async def _begin(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
+    async def _finish(self, half: Half, ending: asyncio.Future[Outcome]) -> Outcome:
         self._ending[half.seq] = ending
         ending.add_done_callback(lambda _: self._ending.pop(half.seq, None))
         # Shielded, so that a half message also ends if the caller disconnects.
         return await asyncio.shield(ending)
 
     async def _commit(self, commits: list[tuple[Half, Delay]]) -> list[Outcome | TimeballError]:
+        """Commit a batch of half messages. The result has an outcome or an error for each."""
         seqs = np.array([half.seq for half, _ in commits], dtype=np.int64)
         rows = await in_thread(self._reader_thread, self._reader.read_rows, seqs)
         outcomes: list[Outcome | TimeballError] = []
         delays: list[Mapping[str, int]] = []
         for text, (_, delay) in zip(rows.column("properties").to_pylist(), commits, strict=True):
             try:
-                # An error of one half message must not refuse the others of the turn.
+                # An error of one half message must not refuse the other commits of the batch.
                 delays.append(delay(decode_properties(text or "")))
                 outcomes.append(Outcome.COMMITTED)
             except TimeballError as error:
                 outcomes.append(error)
         if delays:
-            good = np.array([outcome is Outcome.COMMITTED for outcome in outcomes])
-            halves = rows.filter(pa.array(good))
-            # One append for all commits of the turn. Each row names its half message as source.
-            await self._publish(_messages(halves, delays), halves)
+            is_valid = np.array([outcome is Outcome.COMMITTED for outcome in outcomes])
+            halves = rows.filter(pa.array(is_valid))
+            # One append for all commits of the batch. Each row names its half message as source.
+            await self._publish(_committed_batch(halves, delays), halves)
         return outcomes
 
-    async def _roll_back(self, half: Half, why: str = "") -> Outcome:
-        # The row has the id, so that a later end of the same half message finds it (`_look_up`).
+    async def _roll_back(self, half: Half, reason: str = "") -> Outcome:
+        # The row has the id, so that a later end of the same half message finds it (`_find_outcome`).
         row = build_rows(
             1,
             kind=int(Kind.CANCEL),
             topic=half.topic,
             queue_id=-1,
             unique_key=half.unique_key,
-            body=why.encode() or None,
+            body=reason.encode() or None,
             store_ms=self._clock.now_ms(),
             accepted_ms=half.store_ms,
             source_seq=half.seq,
@@ -260,44 +261,44 @@ class Transactions:
         await durable
         return Outcome.ROLLED_BACK
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     def take_due(self, now_ms: int) -> Half | None:
-        """Return a half message that is due for a check, and schedule its next check. None if no check is due."""
+        """Find a half message that is due for a check, and schedule its next check. None if no check is due."""
         while self._due and self._due[0][0] <= now_ms:
             check_ms, seq = heapq.heappop(self._due)
             half = self._open.get(seq)
-            # A change of `check_ms` does not search the heap, so skip entries that differ from the current value.
+            # `postpone` leaves the old entry in the heap, so skip entries with another time than `check_ms`.
             if half is None or half.check_ms != check_ms:
-                continue  # it has ended or was put off
+                continue  # it has ended or was postponed
             # Before the return: if the caller fails to ask, the half message must still be in the heap.
-            self.put_off(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
+            self.postpone(half, now_ms + limits.TRANSACTION_CHECK_INTERVAL_MS)
             if seq not in self._ending:
                 return half
         return None
 
-    def put_off(self, half: Half, check_ms: int) -> None:
+    def postpone(self, half: Half, check_ms: int) -> None:
         """Set the time of the next check."""
         half.check_ms = check_ms
         heapq.heappush(self._due, (check_ms, half.seq))
 
-    def given_up(self, half: Half, now_ms: int) -> str | None:
-        """Return the reason why this half message is not asked about any more. None if it still is."""
+    def reason_to_give_up(self, half: Half, now_ms: int) -> str | None:
+        """Find the reason to roll back this half message instead of another check. None if there is none."""
         if half.checks >= limits.TRANSACTION_CHECKS_MAX:
             return f"its producer was asked {half.checks} times"
         if now_ms - half.begun_ms > max(self._settings.retention_ms, LIFE_MS_MIN):
             return "it is older than the retention time"
         return None
 
-    async def discard(self, half: Half, why: str) -> None:
+    async def discard(self, half: Half, reason: str) -> None:
         """Roll back a half message that its producer has not ended. Durable on return."""
         if half.seq in self._open and half.seq not in self._ending:
             # Logged, because the producer assumes that it may still commit.
             logger.warning(
                 "half message rolled back seq=%d group=%s topic=%s unique_key=%s reason=%s",
-                half.seq, half.group, half.topic, half.unique_key, why,
+                half.seq, half.group, half.topic, half.unique_key, reason,
             )  # fmt: skip
-            await self._begin(half, asyncio.ensure_future(self._roll_back(half, why)))
+            await self._finish(half, asyncio.ensure_future(self._roll_back(half, reason)))
 
 
 def half_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -311,54 +312,54 @@ def half_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def ending_rows(rows: pa.RecordBatch, halves: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert admitted rows to rows that publish these half messages (READ_SCHEMA). Immediate rows become releases."""
-    is_now = rows.column("kind").to_numpy() == Kind.MESSAGE
-    accepted_ms = np.where(is_now, int64(halves.column("store_ms")), int64(rows.column("store_ms")))
-    kinds = np.where(is_now, np.int8(Kind.RELEASE), np.int8(Kind.SCHEDULED))
+    """Convert admitted rows to rows that commit these half messages (READ_SCHEMA): releases, or scheduled messages."""
+    is_immediate = rows.column("kind").to_numpy() == Kind.MESSAGE
+    accepted_ms = np.where(is_immediate, int64(halves.column("store_ms")), int64(rows.column("store_ms")))
+    kinds = np.where(is_immediate, np.int8(Kind.RELEASE), np.int8(Kind.SCHEDULED))
     rows = _with_column(_with_column(rows, "kind", pa.array(kinds)), "accepted_ms", pa.array(accepted_ms))
     return _with_column(rows, "source_seq", halves.column("seq"))
 
 
 def as_first_moves(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Convert prepared rows of `ending_rows` that are due later to moves.
+    """Convert the rows of `ending_rows` that are due later to MOVED rows, after `Appender.prepare`.
 
-    The scheduled message keeps the number of the half message.
+    Their scheduled messages keep the numbers of the half messages.
     """
     is_later = rows.column("kind").to_numpy() == Kind.SCHEDULED
-    from_ms = pa.array(np.full(len(is_later), NO_INSTANT_MS, dtype=np.int64), mask=~is_later)
+    from_ms = pa.array(np.full(len(is_later), NO_DUE_TIME_MS, dtype=np.int64), mask=~is_later)
     kinds = pa.array(np.where(is_later, np.int8(Kind.MOVED), np.int8(Kind.RELEASE)))
     return _with_column(_with_column(rows, "kind", kinds), "from_due_ms", from_ms)
 
 
 def first_versions(rows: pa.RecordBatch, first_seq: int) -> list[tuple[int, int, int, int]]:
-    """List the moves among rows in the log from `first_seq` on, in the form of schedule/moved.py."""
-    at = np.flatnonzero(rows.column("kind").to_numpy() == Kind.MOVED)
+    """List the MOVED rows among rows with numbers from `first_seq` on, in the form of schedule/moved.py."""
+    move_indexes = np.flatnonzero(rows.column("kind").to_numpy() == Kind.MOVED)
     names = ("due_ms", "source_seq", "from_due_ms")
-    due_ms, number, from_ms = (rows.column(name).take(pa.array(at)).to_pylist() for name in names)
-    return list(zip(due_ms, number, (first_seq + at).tolist(), from_ms, strict=True))
+    due_ms, numbers, from_ms = (rows.column(name).take(pa.array(move_indexes)).to_pylist() for name in names)
+    return list(zip(due_ms, numbers, (first_seq + move_indexes).tolist(), from_ms, strict=True))
 
 
 def _with_column(rows: pa.RecordBatch, name: str, values: pa.Array) -> pa.RecordBatch:
-    at = LOG_SCHEMA.get_field_index(name)
-    return rows.set_column(at, LOG_SCHEMA.field(at), values)
+    index = LOG_SCHEMA.get_field_index(name)
+    return rows.set_column(index, LOG_SCHEMA.field(index), values)
 
 
 def load(reader: LogReader, seqs: Int64Array, checks: Mapping[int, int]) -> list[Half]:
-    """Read these open half messages. `checks` contains their previous numbers of checks. Blocking."""
-    found: list[Half] = []
-    for at in range(0, len(seqs), _LOAD_ROWS):
-        found += _halves(reader.read_rows(seqs[at : at + _LOAD_ROWS]))
-    for half in found:
+    """Read these open half messages at a start. `checks` contains the numbers of their checks so far. Blocking."""
+    halves: list[Half] = []
+    for begin in range(0, len(seqs), _LOAD_ROWS):
+        halves += _read_halves(reader.read_rows(seqs[begin : begin + _LOAD_ROWS]))
+    for half in halves:
         half.checks = checks.get(half.seq, 0)
-    return found
+    return halves
 
 
-def _halves(rows: pa.RecordBatch) -> list[Half]:
-    found = []
+def _read_halves(rows: pa.RecordBatch) -> list[Half]:
+    halves = []
     for row in rows.select(["seq", "topic", "unique_key", "properties", "store_ms"]).to_pylist():
         properties = decode_properties(row["properties"] or "")
         check_ms = row["store_ms"] + _immunity_ms(properties)
-        found.append(
+        halves.append(
             Half(
                 row["seq"],
                 properties.get(GROUP, ""),
@@ -368,20 +369,20 @@ def _halves(rows: pa.RecordBatch) -> list[Half]:
                 check_ms,
             )
         )
-    return found
+    return halves
 
 
 def _immunity_ms(properties: dict[str, str]) -> int:
     text = properties.get(IMMUNITY, "")
-    # The text comes from a client. The default applies unless it is a number with at most nine digits.
+    # The text comes from a client. If it is no number with at most nine digits, the default applies.
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         return limits.TRANSACTION_FIRST_CHECK_MS
     return min(int(text) * limits.SECOND_MS, limits.DAY_MS)
 
 
-def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
+def _committed_batch(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.RecordBatch:
     """Build the batch that publishes committed half messages, with their delays."""
-    # RocketMQ's consumers read from these bits that the message was committed.
+    # RocketMQ's consumers see in these bits that the message was committed.
     sys_flag = rows.column("sys_flag").fill_null(0).to_numpy() & ~TRANSACTION_BITS | COMMITTED_BIT
     columns = {name: rows.column(name) for name in _KEPT}
     columns["sys_flag"] = pa.array(sys_flag.astype(np.int32))
@@ -390,9 +391,9 @@ def _messages(rows: pa.RecordBatch, delays: list[Mapping[str, int]]) -> pa.Recor
     return pa.RecordBatch.from_pydict(columns)
 
 
-def _look_up(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
-    """Find the outcome of a half message that is not open. Runs in the reader thread."""
-    # Outside the kept log: removed by retention, or never sent. The two cannot be distinguished.
+def _find_outcome(reader: LogReader, key_index: KeyIndex, seq: int, group: str) -> Outcome:
+    """Find the outcome of a half message that is not open (reader thread)."""
+    # Not in the log: retention has removed the row, or it was never sent. This cannot be distinguished.
     if not reader.first_seq <= seq < reader.next_seq:
         return Outcome.NOT_FOUND
     try:

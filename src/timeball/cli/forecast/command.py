@@ -1,7 +1,7 @@
 """`timeball forecast`: show how many pending messages fall due when, the peaks, and how many would be late.
 
-DuckDB counts in this process. With --master, or under spark-submit, Spark counts instead, for a table that is out of
-reach from here or too large. Both produce a load, and the further steps are the same.
+DuckDB counts in this process. With --master, or under spark-submit, Spark counts instead: for a table that is too large
+for this machine, or that only the Spark cluster can read. Both produce a `Load`, so all further steps are the same.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import typer
 
 from timeball.cli.forecast.options import (
     OTHER_TOPICS,
-    Asked,
     Bars,
     Extra,
     Moment,
+    Request,
     Window,
     parse_moment,
     parse_rates,
@@ -41,17 +41,20 @@ _DURATION = {"metavar": "DURATION", "parser": as_parameter(parse_duration_ms)}
 
 ByOption = Annotated[Bars, typer.Option("--by", help="Width of a bar; auto chooses.")]
 FromOption = Annotated[
-    Moment | None, typer.Option("--from", help="From here on, or so much later than now.", **_MOMENT)
+    Moment | None,
+    typer.Option("--from", help="Start of the window: a time, or a duration from now.", **_MOMENT),
 ]
 UntilOption = Annotated[
-    Moment | None, typer.Option("--until", help="Up to here, or so much later than now.", **_MOMENT)
+    Moment | None,
+    typer.Option("--until", help="End of the window: a time, or a duration from now.", **_MOMENT),
 ]
-ByTopicOption = Annotated[bool, typer.Option("--by-topic", help="Each topic apart as well.")]
+ByTopicOption = Annotated[bool, typer.Option("--by-topic", help="Also show each topic separately.")]
 TopicOption = Annotated[
     list[str] | None, typer.Option("--topic", metavar="TOPIC", help="Only this one; may be repeated.")
 ]
 VersionOption = Annotated[
-    int | None, typer.Option("--version", min=0, metavar="N", help="What waited at this table version.")
+    int | None,
+    typer.Option("--version", min=0, metavar="N", help="Messages pending at this version of the table."),
 ]
 TimestampOption = Annotated[
     int | None,
@@ -59,42 +62,48 @@ TimestampOption = Annotated[
         "--timestamp",
         metavar="INSTANT",
         parser=as_parameter(instant_ms),
-        help="What waited at the table's newest version of then.",
+        help="Messages pending at this time, by the newest table version of then.",
     ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Hold that older forecast against what came since.")
+    bool, typer.Option("--check", help="Compare that older forecast with the messages released since.")
 ]
-PeaksOption = Annotated[int, typer.Option("--peaks", min=0, help="How many of the fullest seconds.")]
+PeaksOption = Annotated[int, typer.Option("--peaks", min=0, help="Number of peak seconds to show.")]
 RateOption = Annotated[
     list[str] | None,
     typer.Option(
         "--consumer-rate",
         metavar="N|TOPIC=N",
-        help="What if consumers take so many a second: all, or this topic's; may be repeated.",
+        help="Assume that consumers take N a second, of all topics or of TOPIC; may be repeated.",
     ),
 ]
-BacklogOption = Annotated[int, typer.Option("--backlog", min=0, help="Rows that wait for consumers already.")]
+BacklogOption = Annotated[
+    int, typer.Option("--backlog", min=0, help="Messages that wait for consumers already.")
+]
 WithinOption = Annotated[
     int | None,
-    typer.Option("--within", help="Which rate is needed so that nothing waits longer?", **_DURATION),
+    typer.Option("--within", help="Compute the rate at which no message waits longer.", **_DURATION),
 ]
 ExtraRowsOption = Annotated[
-    int | None, typer.Option("--extra-rows", min=1, metavar="N", help="What if so many more were due?")
+    int | None, typer.Option("--extra-rows", min=1, metavar="N", help="Assume N more messages.")
 ]
-ExtraAtOption = Annotated[Moment | None, typer.Option("--extra-at", help="When these are due.", **_MOMENT)]
+ExtraAtOption = Annotated[
+    Moment | None, typer.Option("--extra-at", help="Due time of the extra messages.", **_MOMENT)
+]
 ExtraOverOption = Annotated[
-    int | None, typer.Option("--extra-over", help="Spread evenly over this time.", **_DURATION)
+    int | None,
+    typer.Option("--extra-over", help="Spread the extra messages evenly over this time.", **_DURATION),
 ]
 ExtraTopicOption = Annotated[
-    str | None, typer.Option("--extra-topic", metavar="TOPIC", help="The topic of all that is extra.")
+    str | None, typer.Option("--extra-topic", metavar="TOPIC", help="The topic of all extra messages.")
 ]
 ExtraFileOption = Annotated[
-    Path | None, typer.Option("--extra", metavar="FILE", help="What if these were due too? Parquet or CSV.")
+    Path | None,
+    typer.Option("--extra", metavar="FILE", help="Assume the messages of this file, too (Parquet or CSV)."),
 ]
 ExtraColumnOption = Annotated[
     str | None,
-    typer.Option("--extra-column", metavar="NAME", help="Its column of instants, if not due_ms or due."),
+    typer.Option("--extra-column", metavar="NAME", help="Its column of due times, if not due_ms or due."),
 ]
 PictureOption = Annotated[Path | None, typer.Option("--picture", metavar="FILE", help="Draw it (PNG, SVG).")]
 
@@ -140,34 +149,36 @@ def forecast(
     """
     rates = parse_rates(consumer_rates or [])
     if backlog and not rates and within_ms is None:
-        raise RequestError("--backlog says nothing without --consumer-rate or --within")
+        raise RequestError("--backlog has no effect without --consumer-rate or --within")
     window = Window(from_, until, version, timestamp_ms, check)
     extra = Extra(extra_rows, extra_at, extra_over_ms or 0, extra_topic, extra_file, extra_column)
-    asked = Asked(by, peaks, by_topic, topics or [], rates, backlog, within_ms)
-    answer_to(endpoint, counted_by(spark), window, extra, asked, picture, as_json)
+    request = Request(by, peaks, by_topic, topics or [], rates, backlog, within_ms)
+    run_forecast(endpoint, choose_engine(spark), window, extra, request, picture, as_json)
 
 
-def counted_by(spark: SparkOptions) -> SparkOptions | None:
-    """Choose Spark's options if Spark counts. None if this process counts."""
+def choose_engine(spark: SparkOptions) -> SparkOptions | None:
+    """Decide which engine counts: Spark with the returned options, or DuckDB in this process for None."""
     from timeball.spark.run import SUBMITTED
 
     if spark.master is not None or SUBMITTED in os.environ:
         return spark
     if spark != SparkOptions():
-        raise RequestError("--conf, --packages and --name say nothing without --master: this process counts")
+        raise RequestError(
+            "--conf, --packages and --name have no effect without --master: this process counts"
+        )
     return None
 
 
-def answer_to(
+def run_forecast(
     endpoint: str,
     spark: SparkOptions | None,
     window: Window,
     extra: Extra,
-    asked: Asked,
+    request: Request,
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Check the options, count, print the answer, and draw it if a picture is asked for."""
+    """Check the options, count, print the answer, and draw it if `picture` names a file."""
     from timeball.cli.forecast.picture import check_picture, draw
     from timeball.cli.forecast.report import answer, count, describe
 
@@ -175,9 +186,9 @@ def answer_to(
     extra.check()
     if picture is not None:
         check_picture(picture)  # checked before the counting, which may take minutes
-    apart = asked.by_topic or bool(asked.topics) or any(name != OTHER_TOPICS for name in asked.rates)
-    found = answer(count(endpoint, spark, window, by_topic=apart, quiet=as_json), asked, extra)
-    show(found.document, describe(found.document), as_json=as_json)
+    by_topic = request.by_topic or bool(request.topics) or any(name != OTHER_TOPICS for name in request.rates)
+    result = answer(count(endpoint, spark, window, by_topic=by_topic, quiet=as_json), request, extra)
+    show(result.document, describe(result.document), as_json=as_json)
     if picture is not None:
-        draw(found, picture)
+        draw(result, picture)
         print_note(f"drawn: {picture}")

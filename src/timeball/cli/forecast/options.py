@@ -33,13 +33,13 @@ class Bars(StrEnum):
 
 @dataclass(frozen=True)
 class Moment:
-    """A time, or a number of milliseconds after the time that the forecast is of."""
+    """A time in ms since 1970, or with `is_relative` a number of ms after the forecast's own time."""
 
     ms: int
     is_relative: bool = False
 
     def at_ms(self, now_ms: int) -> int:
-        """Convert it into a time, in milliseconds since 1970."""
+        """Compute the time, in milliseconds since 1970."""
         return now_ms + self.ms if self.is_relative else self.ms
 
 
@@ -54,7 +54,7 @@ def parse_moment(text: str) -> Moment:
     try:
         return Moment(instant_ms(text))
     except RequestError as error:
-        raise RequestError(f"{error}; or how long from now: 90s, 36h, 7d") from error
+        raise RequestError(f"{error}; or write a duration from now: 90s, 36h, 7d") from error
 
 
 def parse_rates(texts: Sequence[str]) -> dict[str, float]:
@@ -94,10 +94,12 @@ class Window:
         if self.version is not None and self.timestamp_ms is not None:
             raise RequestError("--version and --timestamp: give one of them")
         if self.is_checked and self.version is None and self.timestamp_ms is None:
-            raise RequestError("--check holds an older forecast against what came: name it with --version")
+            raise RequestError(
+                "--check compares an older forecast with the messages released since: name its version with --version"
+            )
 
     def bounds(self, now_ms: int) -> Due:
-        """Find the bounds of from <= due_ms < until. None for an open end. RequestError for an empty window."""
+        """Compute the bounds of from <= due_ms < until. None: no bound. RequestError for an empty window."""
         low = None if self.begin is None else self.begin.at_ms(now_ms)
         high = None if self.end is None else self.end.at_ms(now_ms)
         if high is not None and high <= (now_ms if low is None else low):
@@ -106,8 +108,8 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The requested parts of the answer: bars, peaks, topics, figures for consumer rates, and the needed rate."""
+class Request:
+    """The requested content of the answer: bars, peaks, topics, consumer rates, and the limit for the needed rate."""
 
     by: str
     peaks: int
@@ -120,7 +122,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Extra:
-    """A load that is not sent yet, from numbers, from a file, or both."""
+    """An assumed extra load: a number of rows at one time, the rows of a file, or both."""
 
     rows: int | None = None
     at: Moment | None = None
@@ -137,23 +139,23 @@ class Extra:
     def check(self) -> None:
         """Raise RequestError for an option that has no effect without another one. The error names both."""
         if (self.rows is None) != (self.at is None):
-            raise RequestError("--extra-rows and --extra-at: one says nothing without the other")
+            raise RequestError("--extra-rows and --extra-at: give both")
         if self.over_ms and self.rows is None:
-            raise RequestError("--extra-over says nothing without --extra-rows and --extra-at")
+            raise RequestError("--extra-over has no effect without --extra-rows and --extra-at")
         if self.topic is not None and self.is_none:
-            raise RequestError("--extra-topic says nothing without --extra-rows or --extra")
+            raise RequestError("--extra-topic has no effect without --extra-rows or --extra")
         if self.column is not None and self.file is None:
-            raise RequestError("--extra-column says nothing without --extra")
+            raise RequestError("--extra-column has no effect without --extra")
 
     def load(self, now_ms: int) -> Load:
-        """Build the load of the extra rows, each in its second."""
+        """Build the load of the extra rows: the number of rows by topic and second."""
         from timeball.spark.views.consumer_model import spread
         from timeball.spark.views.due_histogram import ALL_TOPICS, merge
         from timeball.spark.views.forecast import load_of_file
 
-        parts = []
+        loads = []
         if self.rows is not None and self.at is not None:
-            parts.append(spread(self.rows, self.at.at_ms(now_ms), self.over_ms, self.topic or ALL_TOPICS))
+            loads.append(spread(self.rows, self.at.at_ms(now_ms), self.over_ms, self.topic or ALL_TOPICS))
         if self.file is not None:
-            parts.append(load_of_file(self.file, self.column, self.topic))
-        return merge(parts)
+            loads.append(load_of_file(self.file, self.column, self.topic))
+        return merge(loads)

@@ -28,7 +28,7 @@ STYLES = ("-", "--", ":", "-.")
 
 
 def check_picture(file: Path) -> None:
-    """Refuse a file that could not be written later: RequestError for its name, SetupError for folder or matplotlib."""
+    """Check that the picture can be written. RequestError for a bad suffix, SetupError without folder or matplotlib."""
     if file.suffix.lower() not in KINDS:
         raise RequestError(f"--picture {file}: its name should end in {', '.join(KINDS)}")
     if not file.absolute().parent.is_dir():
@@ -39,51 +39,51 @@ def check_picture(file: Path) -> None:
         raise not_installed(error, PICTURE) from error
 
 
-def draw(found: Answer, file: Path) -> None:
+def draw(answer: Answer, file: Path) -> None:
     """Write the picture to the file, in the format of its suffix."""
     from matplotlib.figure import Figure
 
-    below = bool(found.queues)
-    figure = Figure(figsize=(10, 7.5 if below else 5), dpi=150, layout="constrained")
-    panels = figure.subplots(2 if below else 1, 1, sharex=True, squeeze=False)[:, 0]
+    has_backlog = bool(answer.queues)
+    figure = Figure(figsize=(10, 7.5 if has_backlog else 5), dpi=150, layout="constrained")
+    panels = figure.subplots(2 if has_backlog else 1, 1, sharex=True, squeeze=False)[:, 0]
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
         axes.set_axisbelow(True)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    _draw_load(found, panels[0])
-    if below:
-        _draw_backlog(found, panels[1])
+    _draw_load(answer, panels[0])
+    if has_backlog:
+        _draw_backlog(answer, panels[1])
     panels[-1].set_xlabel("UTC")
     figure.savefig(file)
 
 
-def _draw_load(found: Answer, axes: Any) -> None:
-    document = found.document
-    unit = _unit(found)
-    parts = _parts(found.load) if document.load.topics else {"waiting": found.load}
-    styles = [{"color": COLOURS[index % len(COLOURS)]} for index in range(len(parts))]
-    if found.extra is not None:
-        parts["extra"] = found.extra
+def _draw_load(answer: Answer, axes: Any) -> None:
+    document = answer.document
+    unit = _unit(answer)
+    loads = _largest_topics(answer.load) if document.load.topics else {"waiting": answer.load}
+    styles = [{"color": COLOURS[index % len(COLOURS)]} for index in range(len(loads))]
+    if answer.extra is not None:
+        loads["extra"] = answer.extra
         styles.append({"color": EXTRA, "hatch": "//"})
-    base: dict[int, int] = {}
-    for (name, load), style in zip(parts.items(), styles, strict=True):
+    heights: dict[int, int] = {}
+    for (name, load), style in zip(loads.items(), styles, strict=True):
         curve = load.curve(unit)
         starts = curve.start_s.tolist()
         axes.bar(
             curve.start_s.astype("datetime64[s]"),
             curve.rows,
             np.timedelta64(UNIT_S[unit], "s"),
-            bottom=[base.get(start, 0) for start in starts],
+            bottom=[heights.get(start, 0) for start in starts],
             align="edge",
             label=f"{name or '(none)'} ({load.total:,})",
             **style,
         )
         for start, rows in zip(starts, curve.rows.tolist(), strict=True):
-            base[start] = base.get(start, 0) + rows
-    highest = max(base.values(), default=0)
-    if found.came is not None:
-        highest = max(highest, _draw_came(found.came, unit, axes))
+            heights[start] = heights.get(start, 0) + rows
+    highest = max(heights.values(), default=0)
+    if answer.came is not None:
+        highest = max(highest, _draw_released(answer.came, unit, axes))
     axes.set_ylabel(f"Messages due, a {unit}")
     axes.set_title(f"{document.waiting + document.extra:,} messages, as of {show_version(document)}")
     if highest:
@@ -91,28 +91,28 @@ def _draw_load(found: Answer, axes: Any) -> None:
         axes.legend(loc="upper right", ncols=3, frameon=False)
 
 
-def _draw_came(came: Load, unit: Unit, axes: Any) -> int:
-    """Draw the released messages as an outline over the bars, and return its height."""
-    curve = came.curve(unit)
+def _draw_released(released: Load, unit: Unit, axes: Any) -> int:
+    """Draw the released messages as an outline over the bars. Returns the height of the outline."""
+    curve = released.curve(unit)
     if not len(curve.rows):
         return 0
     begin, end = curve.start_s, curve.start_s + UNIT_S[unit]
-    nothing = np.zeros(len(begin), np.int64)
+    zeros = np.zeros(len(begin), np.int64)
     corners = np.column_stack((begin, begin, end, end)).ravel().astype("datetime64[s]")
-    heights = np.column_stack((nothing, curve.rows, curve.rows, nothing)).ravel()
-    axes.plot(corners, heights, color=BACKLOG, linewidth=1.2, label=f"came ({came.total:,})")
+    heights = np.column_stack((zeros, curve.rows, curve.rows, zeros)).ravel()
+    axes.plot(corners, heights, color=BACKLOG, linewidth=1.2, label=f"came ({released.total:,})")
     return int(curve.rows.max())
 
 
-def _unit(found: Answer) -> Unit:
+def _unit(answer: Answer) -> Unit:
     """Choose the unit of the bars: the document's, or a coarser one if that gives more than BARS_MAX bars."""
-    both = merge([found.load, *([] if found.extra is None else [found.extra])])
-    unit = Unit(found.document.load.by)
-    return unit if len(found.document.load.curve) <= BARS_MAX else both.curve(bars_max=BARS_MAX).unit
+    total = merge([answer.load, *([] if answer.extra is None else [answer.extra])])
+    unit = Unit(answer.document.load.by)
+    return unit if len(answer.document.load.curve) <= BARS_MAX else total.curve(bars_max=BARS_MAX).unit
 
 
-def _parts(load: Load) -> dict[str, Load]:
-    """Split a load into its TOPICS_SHOWN largest topics and one part for all others."""
+def _largest_topics(load: Load) -> dict[str, Load]:
+    """Split a load by topic: the TOPICS_SHOWN largest topics, and one entry for all others."""
     topics = load.by_topic()
     shown = dict(list(topics.items())[:TOPICS_SHOWN])
     if len(topics) > len(shown):
@@ -120,30 +120,30 @@ def _parts(load: Load) -> dict[str, Load]:
     return shown
 
 
-def _draw_backlog(found: Answer, axes: Any) -> None:
-    for index, (name, queue) in enumerate(found.queues.items()):
-        seconds, rows = _thinned(*queue.backlog())
+def _draw_backlog(answer: Answer, axes: Any) -> None:
+    for index, (name, queue) in enumerate(answer.queues.items()):
+        seconds, rows = _thin_out(*queue.backlog())
         axes.plot(
             (seconds * 1_000).astype("datetime64[ms]"),
             rows,
             color=BACKLOG if index == 0 else COLOURS[index % len(COLOURS)],
             linestyle=STYLES[index % len(STYLES)],
             linewidth=1.4,
-            label=f"{_whose(name, found)} at {queue.rate:,.10g} a second",
+            label=f"{_consumers_label(name, answer)} at {queue.rate:,.10g} a second",
         )
     axes.set_ylabel("Messages that wait for consumers")
     axes.set_ylim(bottom=0)
     axes.legend(loc="upper right", frameon=False)
 
 
-def _whose(name: str, found: Answer) -> str:
+def _consumers_label(name: str, answer: Answer) -> str:
     if name != OTHER_TOPICS:
         return name
-    return "all topics" if len(found.queues) == 1 else "the other topics"
+    return "all topics" if len(answer.queues) == 1 else "the other topics"
 
 
-def _thinned(seconds: FloatArray, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Reduce a curve to at most CORNERS_MAX corners, the highest of each run of neighbours, so no peak is lost."""
+def _thin_out(seconds: FloatArray, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Reduce a curve to at most CORNERS_MAX points: the highest of each run of neighbours, so no peak is lost."""
     step = -(-len(rows) // CORNERS_MAX)
     if step <= 1:
         return seconds, rows

@@ -1,7 +1,7 @@
 """The answer of `timeball forecast`: scheduled messages counted on one snapshot, and an assumed extra load.
 
-With an extra load, every what-if figure appears twice: without it, and with it. The extra rows are cut to the window.
-Those outside are counted, so that a mistyped time is noticed.
+With an extra load, every what-if figure appears twice: without it, and with it. Only the extra rows within the window
+count. The number of the others is reported, so that a mistyped time is noticed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from timeball.cli.forecast.options import OTHER_TOPICS, Asked, Extra, Window
+from timeball.cli.forecast.options import OTHER_TOPICS, Extra, Request, Window
 from timeball.cli.options import SparkOptions, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms
@@ -30,8 +30,8 @@ from timeball.spark.views.snapshot import Snapshot, check_version
 
 
 @dataclass(frozen=True)
-class Counted:
-    """A load: the pending messages within the bounds, as of `now_ms` and one version of the table.
+class CountedLoad:
+    """The load of the pending messages within the bounds, as of `now_ms` and one version of the table.
 
     `came`: the messages released since, and the time up to which they were counted. `held`: by paused campaign, the
     number of messages that would be pending if it were resumed. `versions`: the version of each group if there are
@@ -53,8 +53,8 @@ Count = Callable[[str, Snapshot, Due, bool], Load]  # endpoint, snapshot, due, b
 
 def count(
     endpoint: str, spark: SparkOptions | None, window: Window, *, by_topic: bool = False, quiet: bool = False
-) -> Counted:
-    """Pin a snapshot and count with SQL: with DuckDB in this process, or on Spark when a master is named.
+) -> CountedLoad:
+    """Pin a snapshot in each group, and count its pending messages with DuckDB in this process, or on Spark.
 
     DuckDB counts millions of scheduled messages in less time than Spark takes to start. Spark is for a table that only
     the cluster can reach, or that is too large for one machine.
@@ -62,72 +62,74 @@ def count(
     reach(endpoint)  # fails at once without a broker, while the later calls retry
     groups = read_groups(endpoint)
     check_version(window.version, len(groups))
-    with _counting(spark, quiet) as counting:
-        found = {each.name: _count_group(each.endpoint, window, counting, by_topic) for each in groups}
-    return add_up(found)
+    with _open_engine(spark, quiet) as count_load:
+        counts = {group.name: _count_group(group.endpoint, window, count_load, by_topic) for group in groups}
+    return merge_counts(counts)
 
 
-def add_up(groups: dict[str, Counted]) -> Counted:
-    """Add up the counts of all groups."""
+def merge_counts(groups: dict[str, CountedLoad]) -> CountedLoad:
+    """Add up the counts of all groups. The times are the earliest ones of the groups."""
     if len(groups) == 1:
-        [only] = groups.values()
-        return only
-    parts = list(groups.values())
-    came = [each.came for each in parts if each.came is not None]
+        [single] = groups.values()
+        return single
+    counts = list(groups.values())
+    released = [counted.came for counted in counts if counted.came is not None]
     held: dict[str, int] = {}
-    for part in parts:
-        for campaign, rows in part.held.items():
+    for counted in counts:
+        for campaign, rows in counted.held.items():
             held[campaign] = held.get(campaign, 0) + rows
-    return Counted(
-        min(each.now_ms for each in parts),
+    return CountedLoad(
+        min(counted.now_ms for counted in counts),
         None,
-        all(each.is_whole for each in parts),
-        parts[0].due,
-        merge(each.load for each in parts),
-        (merge(load for load, _ in came), min(until_ms for _, until_ms in came)) if came else None,
+        all(counted.is_whole for counted in counts),
+        counts[0].due,
+        merge(counted.load for counted in counts),
+        (merge(load for load, _ in released), min(until_ms for _, until_ms in released))
+        if released
+        else None,
         held,
-        {name: each.version for name, each in groups.items() if each.version is not None},
+        {name: counted.version for name, counted in groups.items() if counted.version is not None},
     )
 
 
-def _count_group(endpoint: str, window: Window, counting: Count, by_topic: bool) -> Counted:
+def _count_group(endpoint: str, window: Window, count_load: Count, by_topic: bool) -> CountedLoad:
     with Endpoint(endpoint) as broker:
         version = window.version
         if window.timestamp_ms is not None:
             version = version_at(broker.status().table.uri, window.timestamp_ms)
-        shot = Snapshot.pin(broker, version=version, upcoming=True)
-        due = window.bounds(shot.now_ms)
-        load = counting(endpoint, shot, due, by_topic)
-        came = released_since(broker, shot, by_topic=by_topic) if window.is_checked else None
+        snapshot = Snapshot.pin(broker, version=version, upcoming=True)
+        due = window.bounds(snapshot.now_ms)
+        load = count_load(endpoint, snapshot, due, by_topic)
+        released = released_since(broker, snapshot, by_topic=by_topic) if window.is_checked else None
         # A pause is known for the present only: an older version may have been made before it.
-        is_now = window.version is None and window.timestamp_ms is None
-        paused = held(broker) if is_now else {}
-    return Counted(shot.now_ms, shot.version, shot.is_whole, due, load, came, paused)
+        is_present = window.version is None and window.timestamp_ms is None
+        paused = held(broker) if is_present else {}
+    return CountedLoad(snapshot.now_ms, snapshot.version, snapshot.is_whole, due, load, released, paused)
 
 
 @contextmanager
-def _counting(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
-    """Open the engine that counts: DuckDB in this process, or Spark."""
+def _open_engine(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
+    """Open DuckDB in this process, or Spark, and yield the function that counts with it."""
     if spark is None:
         from timeball.spark.views.duckdb_session import SqlSession
 
-        def count_here(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
-            with SqlSession(endpoint, snapshot=shot, bodies=False, due=due) as session:
+        def count_with_duckdb(endpoint: str, snapshot: Snapshot, due: Due, by_topic: bool) -> Load:
+            with SqlSession(endpoint, snapshot=snapshot, bodies=False, due=due) as session:
                 return session.due_load(by_topic=by_topic)
 
         with progress_bar(quiet=quiet) as progress:
-            progress.add_task("reading what waits", total=None)
-            yield count_here
+            progress.add_task("counting pending messages", total=None)
+            yield count_with_duckdb
         return
     from timeball.cli.spark import spark_session
 
     with spark_session(spark, "timeball-forecast") as session:
         from timeball.spark.views import spark_views
 
-        def count_there(endpoint: str, shot: Snapshot, due: Due, by_topic: bool) -> Load:
-            return spark_views.due_load(session, endpoint, shot, by_topic=by_topic, due=due)
+        def count_on_spark(endpoint: str, snapshot: Snapshot, due: Due, by_topic: bool) -> Load:
+            return spark_views.due_load(session, endpoint, snapshot, by_topic=by_topic, due=due)
 
-        yield count_there
+        yield count_on_spark
 
 
 # ---- the document -------------------------------------------------------------------------------------------
@@ -172,37 +174,37 @@ class Answer:
     queues: dict[str, Queue]
 
 
-def show_version(found: Forecast) -> str:
+def show_version(forecast: Forecast) -> str:
     """Format the version of the table that was counted, or of several groups the version of each."""
-    if not found.versions:
-        return f"version {found.version}"
-    return "versions " + ", ".join(f"{group} {version}" for group, version in found.versions.items())
+    if not forecast.versions:
+        return f"version {forecast.version}"
+    return "versions " + ", ".join(f"{group} {version}" for group, version in forecast.versions.items())
 
 
-def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
-    """Build the whole answer: filter the load by topic, add the extra load, and compute all figures."""
+def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
+    """Build the answer: filter the load by topic, add the extra load within the window, and compute all figures."""
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
-    load = counted.load.only(asked.topics) if asked.topics else counted.load
-    wished = None if extra.is_none else extra.load(counted.now_ms)
-    more = None
-    if wished is not None:
+    load = counted.load.only(request.topics) if request.topics else counted.load
+    whole_extra = None if extra.is_none else extra.load(counted.now_ms)
+    extra_in_window = None
+    if whole_extra is not None:
         until_s = None if until_ms is None else -(-until_ms // SECOND_MS)
-        more = wished.between(from_ms // SECOND_MS, until_s)
-    both = load if more is None else merge([load, more])
+        extra_in_window = whole_extra.between(from_ms // SECOND_MS, until_s)
+    total = load if extra_in_window is None else merge([load, extra_in_window])
     begin_s = from_ms // SECOND_MS
 
     def what_if(rows: Load) -> WhatIf | None:
-        return serve(rows, asked.rates, asked.backlog, begin_s) if asked.rates else None
+        return serve(rows, request.rates, request.backlog, begin_s) if request.rates else None
 
     def needed(rows: Load) -> float | None:
-        if asked.within_ms is None:
+        if request.within_ms is None:
             return None
-        return rate_needed(rows, asked.within_ms, asked.backlog, begin_s)
+        return rate_needed(rows, request.within_ms, request.backlog, begin_s)
 
-    came = None if counted.came is None else counted.came[0]
-    if came is not None and asked.topics:
-        came = came.only(asked.topics)
+    released = None if counted.came is None else counted.came[0]
+    if released is not None and request.topics:
+        released = released.only(request.topics)
     document = Forecast(
         now_ms=counted.now_ms,
         version=counted.version,
@@ -211,82 +213,86 @@ def answer(counted: Counted, asked: Asked, extra: Extra) -> Answer:
         from_ms=from_ms,
         until_ms=until_ms,
         waiting=load.total,
-        extra=0 if more is None else more.total,
-        extra_outside=0 if wished is None or more is None else wished.total - more.total,
+        extra=0 if extra_in_window is None else extra_in_window.total,
+        extra_outside=0
+        if whole_extra is None or extra_in_window is None
+        else whole_extra.total - extra_in_window.total,
         held=counted.held,
-        load=report(both, Unit(asked.by), peaks=asked.peaks, by_topic=asked.by_topic),
+        load=report(total, Unit(request.by), peaks=request.peaks, by_topic=request.by_topic),
         what_if=what_if(load),
-        what_if_extra=None if more is None else what_if(both),
-        within_ms=asked.within_ms,
+        what_if_extra=None if extra_in_window is None else what_if(total),
+        within_ms=request.within_ms,
         rate_needed=needed(load),
-        rate_needed_extra=None if more is None else needed(both),
+        rate_needed_extra=None if extra_in_window is None else needed(total),
         check=None
-        if came is None or counted.came is None
-        else check(load, came, (from_ms, until_ms), counted.came[1]),
+        if released is None or counted.came is None
+        else check(load, released, (from_ms, until_ms), counted.came[1]),
     )
-    return Answer(document, load, more, came, queues(both, asked.rates, asked.backlog, begin_s))
+    return Answer(
+        document, load, extra_in_window, released, queues(total, request.rates, request.backlog, begin_s)
+    )
 
 
 # ---- for people -----------------------------------------------------------------------------------------------
 
 TOPICS_SHOWN = 20
-_A_CELL = {60_000: "minute", 3_600_000: "hour"}
+_CELL_NAMES = {60_000: "minute", 3_600_000: "hour"}
 
 
-def describe(found: Forecast) -> Iterator[str]:
+def describe(forecast: Forecast) -> Iterator[str]:
     """Yield the answer for people, line by line."""
-    yield from bars(_bars(found))
-    yield _summary(found)
-    if not found.is_whole:
-        yield "the log no longer has all of its tail of then: this is what the table alone held, and what is left"
-    if found.extra_outside:
-        yield f"{found.extra_outside:,} extra rows lie outside of this time, and are not in it"
-    if found.held:
-        held, names = sum(found.held.values()), ", ".join(found.held)
-        yield f"{held:,} more are held by paused campaigns, and are not in it: {names}"
-    if found.load.peaks:
+    yield from bars(_bars(forecast))
+    yield _summary(forecast)
+    if not forecast.is_whole:
+        yield "the log no longer has all of its tail of then: the counts are of the table and of the rest of the tail"
+    if forecast.extra_outside:
+        yield f"{forecast.extra_outside:,} extra rows are due outside of this window, and are not counted"
+    if forecast.held:
+        held, names = sum(forecast.held.values()), ", ".join(forecast.held)
+        yield f"{held:,} more are held by paused campaigns, and are not counted: {names}"
+    if forecast.load.peaks:
         yield "peaks:"
-        yield from (f"  {_peak(peak, found.load.resolution_ms)}" for peak in found.load.peaks)
-    if found.load.topics:
+        yield from (f"  {_peak(peak, forecast.load.resolution_ms)}" for peak in forecast.load.peaks)
+    if forecast.load.topics:
         yield "topics:"
-        yield from _topics(found)
-    for name, what_if in (("as it is", found.what_if), ("with the extra rows", found.what_if_extra)):
+        yield from _topics(forecast)
+    for name, what_if in (("as it is", forecast.what_if), ("with the extra rows", forecast.what_if_extra)):
         if what_if is not None:
             yield from _what_if(name, what_if)
-    yield from _needed(found)
-    if found.check is not None:
-        yield from _check(found.check)
+    yield from _needed(forecast)
+    if forecast.check is not None:
+        yield from _check(forecast.check)
 
 
-def _bars(found: Forecast) -> dict[str, int]:
-    """Count rows by the bar's name. Empty bars are included, unless they are the majority of over BARS_MAX bars."""
-    unit, curve = Unit(found.load.by), found.load.curve
+def _bars(forecast: Forecast) -> dict[str, int]:
+    """Count rows by the bar's name. Empty bars are left out if there are over BARS_MAX bars, most of them empty."""
+    unit, curve = Unit(forecast.load.by), forecast.load.curve
     rows = {bar.at_ms: bar.rows for bar in curve}
     if curve:
         width_ms = UNIT_S[unit] * 1_000
-        every = range(curve[0].at_ms, curve[-1].at_ms + 1, width_ms)
-        if len(every) <= max(BARS_MAX, 2 * len(curve)):
-            rows = {at_ms: rows.get(at_ms, 0) for at_ms in every}
+        all_starts_ms = range(curve[0].at_ms, curve[-1].at_ms + 1, width_ms)
+        if len(all_starts_ms) <= max(BARS_MAX, 2 * len(curve)):
+            rows = {at_ms: rows.get(at_ms, 0) for at_ms in all_starts_ms}
     return {bar_name(at_ms, unit): count for at_ms, count in rows.items()}
 
 
-def _summary(found: Forecast) -> str:
-    until = "" if found.until_ms is None else f" until {instant(found.until_ms)}"
-    extra = f", {found.extra:,} extra" if found.extra else ""
+def _summary(forecast: Forecast) -> str:
+    until = "" if forecast.until_ms is None else f" until {instant(forecast.until_ms)}"
+    extra = f", {forecast.extra:,} extra" if forecast.extra else ""
     return (
-        f"{found.waiting:,} due from {instant(found.from_ms)}{until}{extra}; "
-        f"{show_version(found)}, as of {instant(found.now_ms)}"
+        f"{forecast.waiting:,} due from {instant(forecast.from_ms)}{until}{extra}; "
+        f"{show_version(forecast)}, as of {instant(forecast.now_ms)}"
     )
 
 
 def _peak(peak: Peak, resolution_ms: int) -> str:
     if resolution_ms > 1_000:
-        return f"{instant(peak.at_ms)}  {peak.rows:,} in the {_A_CELL[resolution_ms]}"
+        return f"{instant(peak.at_ms)}  {peak.rows:,} in the {_CELL_NAMES[resolution_ms]}"
     return f"{instant(peak.at_ms)}  {peak.rows:,} in the second, {peak.minute_rows:,} in its minute"
 
 
-def _topics(found: Forecast) -> Iterator[str]:
-    shown = list(found.load.topics.items())[:TOPICS_SHOWN]
+def _topics(forecast: Forecast) -> Iterator[str]:
+    shown = list(forecast.load.topics.items())[:TOPICS_SHOWN]
     width = max(len(name or "(none)") for name, _ in shown)
     for name, topic in shown:
         span = f"{instant(topic.first_ms)} to {instant(topic.last_ms)}"
@@ -294,8 +300,8 @@ def _topics(found: Forecast) -> Iterator[str]:
             f"  {name or '(none)':<{width}}  {topic.rows:,} rows, {span}, "
             f"at most {topic.peak.rows:,} at {instant(topic.peak.at_ms)}"
         )
-    if len(found.load.topics) > len(shown):
-        yield f"  and {len(found.load.topics) - len(shown):,} more"
+    if len(forecast.load.topics) > len(shown):
+        yield f"  and {len(forecast.load.topics) - len(shown):,} more"
 
 
 def _what_if(name: str, what_if: WhatIf) -> Iterator[str]:
@@ -330,14 +336,17 @@ def _outcome(outcome: Outcome) -> Iterator[str]:
     )
 
 
-def _needed(found: Forecast) -> Iterator[str]:
-    if found.within_ms is None or found.rate_needed is None:
+def _needed(forecast: Forecast) -> Iterator[str]:
+    if forecast.within_ms is None or forecast.rate_needed is None:
         return
     with_extra = (
-        "" if found.rate_needed_extra is None else f", {found.rate_needed_extra:,.1f} with the extra rows"
+        ""
+        if forecast.rate_needed_extra is None
+        else f", {forecast.rate_needed_extra:,.1f} with the extra rows"
     )
     yield (
-        f"to keep all within {show_ms(found.within_ms)}, one queue takes {found.rate_needed:,.1f} a second{with_extra}"
+        f"to keep all within {show_ms(forecast.within_ms)}, one queue takes {forecast.rate_needed:,.1f} a second"
+        f"{with_extra}"
     )
 
 
@@ -362,7 +371,7 @@ def show_span(span_ms: int) -> str:
     if span_ms < 60_000:
         return f"{span_ms / 1_000:.1f} s"
     seconds = round(span_ms / 1_000)
-    for whole, part, large, small in ((86_400, 3_600, "d", "h"), (3_600, 60, "h", "min")):
-        if seconds >= whole:
-            return f"{seconds // whole:,} {large} {seconds % whole // part} {small}"
+    for large_s, small_s, large_unit, small_unit in ((86_400, 3_600, "d", "h"), (3_600, 60, "h", "min")):
+        if seconds >= large_s:
+            return f"{seconds // large_s:,} {large_unit} {seconds % large_s // small_s} {small_unit}"
     return f"{seconds // 60} min {seconds % 60} s"

@@ -1,9 +1,9 @@
 """The facts on which nodes agree outside of the log: the leader of each group, the nodes, and shared secrets.
 
-A coordinator is asked a few times a second, and never for a message. Only one of its answers has to be correct: a
-group's record is changed by compare-and-swap of the revision that was read, and each change of leader adds 1 to the
-epoch. So an epoch has one leader, and a replica refuses messages of an epoch below the one that it has promised. All
-other answers may be late or wrong. This costs time, but no message:
+A node asks its coordinator a few times a second, but never for a message. Only one operation has to be correct: the
+compare-and-swap of a group's record. Each change of leader adds 1 to the record's epoch, so an epoch has one leader,
+and replicas refuse messages of an epoch below the one that they have promised. All other answers may be late or wrong.
+This costs time, but loses no message:
 
     a read is outdated          the compare-and-swap that follows fails
     a change is not reported    the next poll, 1 s later, reads it
@@ -35,7 +35,7 @@ Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"^[A-Za
 
 @dataclass(frozen=True)
 class Lease:
-    """A time-limited sign that a node is alive.
+    """A proof, limited in time, that a node is alive.
 
     `sent_ms` is the reading of the boot clock before the request that granted or renewed the lease.
     """
@@ -46,7 +46,7 @@ class Lease:
 
     @property
     def ends_ms(self) -> int:
-        """The reading of the boot clock from which on the holder must not rely on the lease."""
+        """The boot clock time from which the holder must not rely on the lease."""
         return self.sent_ms + self.ttl_ms - LEASE_MARGIN_MS
 
 
@@ -71,8 +71,8 @@ class Wish(msgspec.Struct, frozen=True):
         return f"the set {', '.join(map(node_of, self.replicas))}"
 
 
-class Asked(NamedTuple):
-    """A wish that waits for the leader. It disappears with the lease of the command that wrote it."""
+class PendingWish(NamedTuple):
+    """A wish that the leader has not carried out yet. It disappears with the lease of the command that wrote it."""
 
     wish: Wish
     lease_id: int
@@ -87,12 +87,12 @@ class GroupView:
     record: Record | None
     revision: int  # of the record, which a swap compares; 0 when there is no record
     holder: Holder | None
-    as_of: int  # revision of the store, for `wait_for_change`
-    asked: Asked | None = None
+    as_of: int  # revision of the store at this time, for `wait_for_change`
+    pending_wish: PendingWish | None = None
 
     @property
     def leader(self) -> str:
-        """The node that leads, as far as is known, or "" when there is none."""
+        """The node that leads as of this view, or "" when there is none."""
         if self.record is None or self.holder is None:
             return ""
         node = node_of(self.record.leader)
@@ -119,8 +119,9 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class Coordinator(Protocol):
-    """All methods but `close` raise Unavailable when no answer comes in time, SetupError when the operator must act.
+    """The shared state of a cluster, as one node reads and changes it.
 
+    All methods but `close` raise Unavailable when no answer comes in time, and SetupError when the operator must act.
     After Unavailable a change may or may not have been made: read again.
     """
 
@@ -128,7 +129,7 @@ class Coordinator(Protocol):
         """Request a new lease of this node."""
 
     async def renew(self, lease: Lease) -> Lease:
-        """Renew a lease, and return it with its new end. Raises LeaseLost."""
+        """Renew a lease. Returns the lease with its new end. Raises LeaseLost."""
 
     async def revoke(self, lease: Lease) -> None:
         """End a lease and delete every key that is bound to it (registration, holder, report, wish)."""
@@ -154,10 +155,10 @@ class Coordinator(Protocol):
         """Swap the record if it has this revision and the group is held with this lease, and remove the holder."""
 
     async def hold(self, group: str, lease: Lease) -> bool:
-        """Hold a group with the lease if it has no holder. Return whether this lease holds it now. Raises LeaseLost."""
+        """Hold a group with the lease if it has no holder. True if this lease holds it now. Raises LeaseLost."""
 
     async def resign(self, group: str, lease: Lease) -> None:
-        """Stop holding a group, if it is held with this lease, so that others need not wait for the lease's end."""
+        """Release a group, if this lease holds it, so that others need not wait for the end of the lease."""
 
     async def force(self, group: str, revision: int, record: Record) -> Swap:
         """Swap the record if it has this revision and the group has no holder."""
@@ -165,7 +166,7 @@ class Coordinator(Protocol):
     async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
         """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
 
-    async def settle(self, group: str, asked: Asked) -> None:
+    async def settle(self, group: str, pending: PendingWish) -> None:
         """Remove a wish, unless it is gone or has been replaced."""
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
@@ -175,7 +176,7 @@ class Coordinator(Protocol):
         """Read the figures that the nodes have published, by name."""
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
-        """Wait until something may have changed since a view's `as_of`, or until the timeout. Then read."""
+        """Wait until something may have changed since `after` (a view's `as_of`), or until the timeout. Then read."""
 
     async def register(self, node: Node, lease: Lease) -> None:
         """Publish this node for the others, until the lease ends. Raises LeaseLost."""
@@ -184,7 +185,7 @@ class Coordinator(Protocol):
         """Read the registered nodes, by name."""
 
     async def secret(self, name: str, proposal: bytes) -> bytes:
-        """Return the secret of this name. The first proposal becomes the secret and never changes."""
+        """Read the secret of this name. If there is none, `proposal` becomes the secret, which never changes."""
 
     async def close(self) -> None:
         """Close connections and watches. Leases stay until they end or are revoked."""
@@ -199,22 +200,22 @@ class Alone:
         self._lease = Lease(0, NEVER_MS, 0)
 
     async def grant(self, ttl_ms: int) -> Lease:
-        """Return a lease that never ends."""
+        """Grant a lease that never ends."""
         return self._lease
 
     async def renew(self, lease: Lease) -> Lease:
-        """Return the same lease."""
+        """Renew nothing: the lease never ends."""
         return lease
 
     async def revoke(self, lease: Lease) -> None:
         """Do nothing."""
 
     async def read(self, group: str) -> GroupView:
-        """Return a view of the group with this node as its leader."""
+        """Build a view of the group with this node as its leader."""
         return GroupView(group, self._record, 1, Holder(self._node.name, self._lease.id, 1), 1)
 
     async def read_all(self) -> dict[str, GroupView]:
-        """Return no group: without a cluster, groups have no names."""
+        """Report no group: without a cluster, groups have no names."""
         return {}
 
     async def lead(
@@ -232,7 +233,7 @@ class Alone:
         return Swap(False, await self.read(group))
 
     async def hold(self, group: str, lease: Lease) -> bool:
-        """Return True: this node always holds the group."""
+        """Succeed: this node always holds the group."""
         return True
 
     async def resign(self, group: str, lease: Lease) -> None:
@@ -246,14 +247,14 @@ class Alone:
         """Refuse: there is no other node."""
         return Swap(False, await self.read(group))
 
-    async def settle(self, group: str, asked: Asked) -> None:
+    async def settle(self, group: str, pending: PendingWish) -> None:
         """Do nothing."""
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
         """Do nothing: this node's metrics contain the figures."""
 
     async def reports(self) -> dict[str, ReplicaFigures]:
-        """Return no report."""
+        """Report nothing: there are no other nodes."""
         return {}
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
@@ -265,11 +266,11 @@ class Alone:
         self._node = node
 
     async def nodes(self) -> dict[str, Node]:
-        """Return this node."""
+        """List this node alone."""
         return {self._node.name: self._node}
 
     async def secret(self, name: str, proposal: bytes) -> bytes:
-        """Return the proposal: the node stores the secret in its log."""
+        """Take the proposal, because the node stores the secret in its log."""
         return proposal
 
     async def close(self) -> None:

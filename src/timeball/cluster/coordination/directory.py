@@ -13,13 +13,13 @@ from timeball.model.errors import SetupError, Unavailable
 logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
-AGAIN_S = 0.1  # pause after a request without an answer
+RETRY_S = 0.1  # pause after a request without an answer
 
 
 class Directory:
     """The groups and nodes as last read. Belongs to the event loop.
 
-    Groups and nodes that are gone stay known, so that a request for them gets "no leader now" as its answer.
+    Groups and nodes that have disappeared stay listed, so that a request for them is answered with "no leader now".
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -35,10 +35,10 @@ class Directory:
                 await self._coordinator.wait_for_change(as_of, POLL_S)
             except (Unavailable, SetupError) as error:
                 logger.warning("groups of the cluster not read reason=%s", error)
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_S)
 
     async def read(self) -> int:
-        """Read once, and return the revision for `wait_for_change`. Raises Unavailable and SetupError."""
+        """Read once. Returns the revision for `wait_for_change`. Raises Unavailable and SetupError."""
         views = await self._coordinator.read_all()
         self.nodes |= await self._coordinator.nodes()
         self.views |= views
@@ -46,11 +46,11 @@ class Directory:
 
     def hosts(self) -> set[str]:
         """Collect the host names and addresses of all known nodes, in lower case."""
-        listening = (address for node in self.nodes.values() for address in node.addresses.values())
-        return {parse_address(address)[0].lower() for address in listening}
+        addresses = (address for node in self.nodes.values() for address in node.addresses.values())
+        return {parse_address(address)[0].lower() for address in addresses}
 
     def leader(self, group: str) -> Node | None:
-        """Find the node that leads a group, or return None while there is none."""
+        """Find the node that leads a group. None while there is none."""
         view = self.views.get(group)
         if view is None or view.record is None or view.holder is None:
             return None
@@ -62,12 +62,14 @@ class Directory:
         view, leader = self.views.get(group), self.leader(group)
         if view is None or view.record is None:
             return []
-        names = ([leader.name] if leader else []) + [node_of(each) for each in view.record.replicas]
-        found = [self.nodes[name].addresses.get(edge) for name in dict.fromkeys(names) if name in self.nodes]
-        return [address for address in found if address]
+        names = ([leader.name] if leader else []) + [node_of(replica) for replica in view.record.replicas]
+        addresses = [
+            self.nodes[name].addresses.get(edge) for name in dict.fromkeys(names) if name in self.nodes
+        ]
+        return [address for address in addresses if address]
 
     def address(self, group: str, edge: str) -> Address | None:
-        """Find the address of a group's leader for an edge, or return None while there is none."""
+        """Find the address of a group's leader for an edge (such as "http"). None while there is no leader."""
         leader = self.leader(group)
         if leader is None or edge not in leader.addresses:
             return None

@@ -1,9 +1,9 @@
 """The Store on etcd: transactions and leases through the JSON gateway, and one watch that only serves as a hint.
 
-Each watch begins at the present revision, and its reader finds earlier changes by reading. So the watch needs no
-revision to resume from, and a compaction of etcd cannot break it. A member that is cut off from the others keeps its
-watches open without reporting anything. So when a watch has not reported, for a whole wait, a revision that a read
-has seen, it is considered dead and opened at another member.
+A watch begins at the present revision, and callers find earlier changes by reading. So the watch needs no revision to
+resume from, and a compaction of etcd cannot break it. An etcd member that is cut off from the others keeps its watches
+open without reporting anything. So a watch counts as dead if a read has returned a revision that the watch has not
+reported during a whole wait. It is then opened at another member.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class EtcdStore:
         # Attempts are short, because a request that hangs while etcd elects its own leader goes on hanging after the
         # election. A lease is renewed after a quarter of its TTL, so four attempts fit in before its holder stops.
         self._members = Members(access, attempt_s=ttl_ms / 8_000, deadline_s=ttl_ms / 1_000)
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self._prefix = ""
-        self._watched = ""  # the member at which the watch is open
+        self._watched_member = ""  # the member at which the watch is open
         self._changed = asyncio.Condition()
-        self._told = 0  # newest revision that the watch has reported
-        self._read = 0  # newest revision of a key that a transaction has read
+        self._reported_revision = 0  # newest revision that the watch has reported
+        self._read_revision = 0  # newest revision of a key among those that transactions have read
 
     @property
     def requests(self) -> int:
@@ -52,22 +52,24 @@ class EtcdStore:
     async def transact(
         self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
     ) -> Outcome:
-        """Carry out one of two lists of operations. Raises LeaseLost when a key is put with a lease that has ended."""
+        """Carry out `then` if all of `when` hold, else `otherwise`. Raises LeaseLost for a Put with an ended lease."""
         body = codec.txn_body(when, then, otherwise)
         outcome = await self._members.ask(
             codec.TXN, body, lambda answer: codec.read_txn(answer, then, otherwise)
         )
-        for found in outcome.reads:
-            self._read = max([self._read, *(each.revision for each in found)])
+        for key_values in outcome.reads:
+            self._read_revision = max(
+                [self._read_revision, *(key_value.revision for key_value in key_values)]
+            )
         return outcome
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Request a new lease. Return its id and the seconds that were granted."""
+        """Request a new lease. Returns its id and the granted TTL in seconds."""
         # If the answer is lost, a repeated request leaves an unused lease, which ends by itself.
         return await self._members.ask(codec.GRANT, codec.lease_body(0, ttl_s=ttl_s), codec.read_grant)
 
     async def renew(self, lease_id: int) -> int:
-        """Renew a lease and return the seconds that were granted. Raises LeaseLost."""
+        """Renew a lease. Returns the granted TTL in seconds. Raises LeaseLost."""
         body = codec.lease_body(lease_id)
         return await self._members.ask(
             codec.KEEPALIVE, body, lambda answer: codec.read_renewal(answer, lease_id)
@@ -81,7 +83,7 @@ class EtcdStore:
             pass
 
     async def time_to_live(self, lease_id: int) -> int | None:
-        """Return the seconds that are left of a lease, None when it has ended."""
+        """Read how many seconds of a lease are left. None when it has ended."""
         return await self._members.ask(
             codec.TIME_TO_LIVE, codec.lease_body(lease_id), codec.read_time_to_live
         )
@@ -90,16 +92,16 @@ class EtcdStore:
         """Wait until a key with this prefix may have changed after a revision, or until the timeout."""
         assert self._prefix in ("", prefix), "a store watches one prefix"
         self._prefix = prefix
-        if self._watching is None:
-            self._watching = asyncio.create_task(self._watch())
-        elif self._watching.done():
-            self._watching.result()  # raises: the task only ends by an error in this program
+        if self._watch_task is None:
+            self._watch_task = asyncio.create_task(self._watch())
+        elif self._watch_task.done():
+            self._watch_task.result()  # raises: the task only ends by an error in this program
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._told > after)
+                await self._changed.wait_for(lambda: self._reported_revision > after)
         except TimeoutError:
-            if self._told < self._read and self._watched:
-                self._members.leave(self._watched)
+            if self._reported_revision < self._read_revision and self._watched_member:
+                self._members.leave(self._watched_member)
                 await self._end_watch()  # the next wait opens a new one
 
     async def close(self) -> None:
@@ -108,18 +110,19 @@ class EtcdStore:
         await self._members.close()
 
     async def _watch(self) -> None:
+        """Watch the prefix for ever, at the next member after each failure."""
         is_failing = False
         while True:
-            endpoint = self._watched = self._members.preferred
+            endpoint = self._watched_member = self._members.preferred
             try:
-                told = self._members.follow(
+                revisions = self._members.follow(
                     endpoint, codec.WATCH, codec.watch_body(self._prefix), codec.read_watch
                 )
-                async with aclosing(told):
-                    async for revision in told:
+                async with aclosing(revisions):
+                    async for revision in revisions:
                         is_failing = False
                         async with self._changed:
-                            self._told = max(self._told, revision)
+                            self._reported_revision = max(self._reported_revision, revision)
                             self._changed.notify_all()
             except (BadAnswer, SetupError) as error:
                 if not is_failing:
@@ -129,7 +132,7 @@ class EtcdStore:
             await asyncio.sleep(WATCH_PAUSE_S)
 
     async def _end_watch(self) -> None:
-        task, self._watching = self._watching, None
+        task, self._watch_task = self._watch_task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
@@ -138,11 +141,11 @@ class EtcdStore:
 # Creates the coordinator that the settings describe, for nodes and for commands.
 
 
-def coordinator_of(settings: Settings, clock: Clock) -> Coordinator:
+def create_coordinator(settings: Settings, clock: Clock) -> Coordinator:
     """Create the coordinator for --cluster, --node and --etcd. Raises SetupError."""
-    endpoints = [each.strip() for each in settings.etcd.split(",") if each.strip()]
+    endpoints = [endpoint.strip() for endpoint in settings.etcd.split(",") if endpoint.strip()]
     tls = None
-    if any(each.startswith("https") for each in endpoints):
+    if any(endpoint.startswith("https") for endpoint in endpoints):
         tls = load_client_tls(settings.etcd_ca, settings.etcd_cert, settings.etcd_key)
     password = ""
     if settings.etcd_user:

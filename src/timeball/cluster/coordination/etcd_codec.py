@@ -5,7 +5,7 @@ false are omitted. A stream (keepalive, watch) answers with one JSON document pe
 `error`. Error codes are those of gRPC. etcd 3.4 and 3.6 write errors differently, but both with a `code` and a
 `message`.
 
-Answers are checked: an answer of another form, or to another request, counts as no answer.
+Answers are checked: one that has another form, or belongs to another request, raises BadAnswer.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ RESOURCE_EXHAUSTED, FAILED_PRECONDITION, UNIMPLEMENTED, UNAUTHENTICATED = 8, 9, 
 
 
 class BadAnswer(Exception):
-    """The answer is not etcd's, or not one to this request: ask another member."""
+    """The answer is not from etcd, or not to this request: ask another member."""
 
 
 class Misdirected(BadAnswer):
@@ -92,7 +92,7 @@ class _Token(msgspec.Struct):
     token: str
 
 
-class _Watched(msgspec.Struct):
+class _WatchEvent(msgspec.Struct):
     header: _Header
     created: bool = False
     canceled: bool = False
@@ -112,13 +112,13 @@ class _Error(msgspec.Struct):
     error: str = ""
 
 
-class _KeptAlive(msgspec.Struct):
+class _KeepAlive(msgspec.Struct):
     result: _Lease | None = None
     error: _Error | None = None
 
 
 class _WatchLine(msgspec.Struct):
-    result: _Watched | None = None
+    result: _WatchEvent | None = None
     error: _Error | None = None
 
 
@@ -126,40 +126,40 @@ def txn_body(when: Sequence[Comparison], then: Sequence[Operation], otherwise: S
     """Encode a transaction."""
     return msgspec.json.encode(
         {
-            "compare": [_compare(each) for each in when],
-            "success": [_operation(each) for each in then],
-            "failure": [_operation(each) for each in otherwise],
+            "compare": [_encode_comparison(item) for item in when],
+            "success": [_encode_operation(item) for item in then],
+            "failure": [_encode_operation(item) for item in otherwise],
         }
     )
 
 
 def read_txn(body: bytes, then: Sequence[Operation], otherwise: Sequence[Operation]) -> Outcome:
     """Decode the outcome of a transaction. Raises BadAnswer."""
-    answer = _decoded(body, _Txn)
-    asked = then if answer.succeeded else otherwise
-    if len(answer.responses) != len(asked) or answer.header.revision < 1:
-        raise BadAnswer(f"{len(answer.responses)} answers to {len(asked)} operations")
+    answer = _decode(body, _Txn)
+    operations = then if answer.succeeded else otherwise
+    if len(answer.responses) != len(operations) or answer.header.revision < 1:
+        raise BadAnswer(f"{len(answer.responses)} answers to {len(operations)} operations")
     reads = [
-        _found(operation, response.response_range)
-        for operation, response in zip(asked, answer.responses)
+        _read_range(operation, response.response_range)
+        for operation, response in zip(operations, answer.responses)
         if isinstance(operation, Read)
     ]
     return Outcome(answer.succeeded, answer.header.revision, reads)
 
 
 def read_grant(body: bytes) -> tuple[int, int]:
-    """Decode id and seconds of a new lease. Raises BadAnswer."""
-    answer = _decoded(body, _Lease)
+    """Decode the id and the TTL in seconds of a new lease. Raises BadAnswer."""
+    answer = _decode(body, _Lease)
     if answer.id == 0 or answer.ttl < 1:
         raise BadAnswer("a lease without an id or a time")
     return answer.id, answer.ttl
 
 
 def read_renewal(body: bytes, lease_id: int) -> int:
-    """Decode the seconds of a renewed lease. Raises LeaseLost, BadAnswer and the errors of `read_error`."""
-    answer = _decoded(body, _KeptAlive)
+    """Decode the TTL in seconds of a renewed lease. Raises LeaseLost, BadAnswer and the errors of `read_error`."""
+    answer = _decode(body, _KeepAlive)
     if answer.error is not None:
-        raise _meaning(answer.error, 200)
+        raise _to_exception(answer.error, 200)
     if answer.result is None or answer.result.id != lease_id:
         raise BadAnswer("the renewal of another lease")
     if answer.result.ttl < 1:  # etcd reports no error for a lease that has ended, only a TTL of 0
@@ -168,8 +168,8 @@ def read_renewal(body: bytes, lease_id: int) -> int:
 
 
 def read_time_to_live(body: bytes) -> int | None:
-    """Decode the seconds that a lease has left, None when it has ended. Raises BadAnswer."""
-    answer = _decoded(body, _Lease)
+    """Decode how many seconds of a lease are left. None when it has ended. Raises BadAnswer."""
+    answer = _decode(body, _Lease)
     return answer.ttl if answer.ttl >= 0 else None
 
 
@@ -185,19 +185,19 @@ def lease_body(lease_id: int, *, ttl_s: int = 0) -> bytes:
 
 def read_token(body: bytes) -> str:
     """Decode the token of an authentication. Raises BadAnswer."""
-    return _decoded(body, _Token).token
+    return _decode(body, _Token).token
 
 
 def watch_body(prefix: str) -> bytes:
     """Encode the request to watch the keys below a prefix, from the present revision on."""
-    return msgspec.json.encode({"create_request": _keys(prefix, is_prefix=True)})
+    return msgspec.json.encode({"create_request": _encode_keys(prefix, is_prefix=True)})
 
 
 def read_watch(line: bytes) -> int:
-    """Decode the revision of a possible change. Raises BadAnswer and the errors of `read_error`."""
-    answer = _decoded(line, _WatchLine)
+    """Decode the revision up to which a watch has reported. Raises BadAnswer and the errors of `read_error`."""
+    answer = _decode(line, _WatchLine)
     if answer.error is not None:
-        raise _meaning(answer.error, 200)
+        raise _to_exception(answer.error, 200)
     if answer.result is None or answer.result.canceled:
         raise BadAnswer(f"the watch ended: {answer.result.cancel_reason if answer.result else 'no result'}")
     return answer.result.header.revision
@@ -206,12 +206,12 @@ def read_watch(line: bytes) -> int:
 def read_error(body: bytes, status: int) -> Exception:
     """Convert an answer with a status other than 200 to an exception."""
     try:
-        return _meaning(_decoded(body, _Error), status)
+        return _to_exception(_decode(body, _Error), status)
     except BadAnswer:
         return Misdirected(f"HTTP {status}, and no error of etcd's: {body[:100]!r}")
 
 
-def _meaning(error: _Error, status: int) -> Exception:
+def _to_exception(error: _Error, status: int) -> Exception:
     code = error.grpc_code if error.grpc_code is not None else error.code
     text = error.message or error.error
     if code is None:
@@ -240,7 +240,7 @@ def _lease_lost(lease_id: int) -> LeaseLost:
     return LeaseLost(f"lease {lease_id:x} of this node has ended in etcd: it no longer leads")
 
 
-def _compare(comparison: Comparison) -> dict[str, Any]:
+def _encode_comparison(comparison: Comparison) -> dict[str, Any]:
     if isinstance(comparison, RevisionIs):
         target = {"target": "MOD", "mod_revision": comparison.revision}
     else:
@@ -248,40 +248,40 @@ def _compare(comparison: Comparison) -> dict[str, Any]:
     return {"key": comparison.key.encode(), "result": "EQUAL", **target}
 
 
-def _operation(operation: Operation) -> dict[str, Any]:
+def _encode_operation(operation: Operation) -> dict[str, Any]:
     if isinstance(operation, Put):
         put = {"key": operation.key.encode(), "value": operation.value, "lease": operation.lease_id}
         return {"request_put": put}
     if isinstance(operation, Delete):
         return {"request_delete_range": {"key": operation.key.encode()}}
-    return {"request_range": _keys(operation.key, is_prefix=operation.is_prefix)}
+    return {"request_range": _encode_keys(operation.key, is_prefix=operation.is_prefix)}
 
 
-def _keys(key: str, *, is_prefix: bool) -> dict[str, bytes]:
+def _encode_keys(key: str, *, is_prefix: bool) -> dict[str, bytes]:
     first = key.encode()
     # The range of all keys with this prefix ends before the prefix whose last byte is 1 higher. All prefixes of this
     # program end with "/", so there is no overflow.
     return {"key": first, "range_end": first[:-1] + bytes([first[-1] + 1])} if is_prefix else {"key": first}
 
 
-def _found(asked: Read, answer: _Range | None) -> list[KeyValue]:
+def _read_range(read: Read, answer: _Range | None) -> list[KeyValue]:
     if answer is None:
         return []
-    found = [KeyValue(kv.key.decode(), kv.value, kv.mod_revision, kv.lease) for kv in answer.kvs]
-    for each in found:
+    key_values = [KeyValue(kv.key.decode(), kv.value, kv.mod_revision, kv.lease) for kv in answer.kvs]
+    for key_value in key_values:
         if (
-            not (each.key.startswith(asked.key) if asked.is_prefix else each.key == asked.key)
-            or each.revision < 1
+            not (key_value.key.startswith(read.key) if read.is_prefix else key_value.key == read.key)
+            or key_value.revision < 1
         ):
-            raise BadAnswer(f"{each.key} in place of {asked.key}")
-    if answer.more or (not asked.is_prefix and len(found) > 1):
-        raise BadAnswer(f"not all of {asked.key}")
-    return found
+            raise BadAnswer(f"{key_value.key} in place of {read.key}")
+    if answer.more or (not read.is_prefix and len(key_values) > 1):
+        raise BadAnswer(f"not all of {read.key}")
+    return key_values
 
 
-def _decoded(body: bytes, kind: type[T]) -> T:
+def _decode(body: bytes, answer_type: type[T]) -> T:
     try:
-        return msgspec.json.decode(body, type=kind, strict=False)
+        return msgspec.json.decode(body, type=answer_type, strict=False)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # The text leaves out the answer itself, which may contain a secret.
+        # Do not include the answer in the text: it may contain a secret.
         raise BadAnswer(f"not an answer of etcd's: {error}") from error

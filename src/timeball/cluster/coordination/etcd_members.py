@@ -1,13 +1,13 @@
-"""Requests to etcd's members: tries one after the other until one answers, with time limits per attempt and per call.
+"""Requests to etcd's members, one after the other until one answers, with time limits per attempt and per call.
 
 All requests go to one member as long as it answers, over persistent connections. After a member that refuses, hangs
 or gives an invalid answer, the next one is tried. While etcd elects a leader of its own, no member answers, and all
 are tried in turn until the deadline. So a request may be carried out twice, or after its caller has given up. This is
 safe, because the callers' transactions compare revisions, and the second one fails.
 
-If a user is configured, a token is requested, and again whenever a member refuses it. Some releases of etcd refuse by
-closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is closed twice
-counts as refused, too.
+If a user is configured, a token is requested at first, and again whenever a member refuses it. Some releases of etcd
+refuse by closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is
+closed twice counts as refused, too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Members:
 
     def __init__(self, access: EtcdAccess, *, attempt_s: float, deadline_s: float) -> None:
         self._access = access
-        self._endpoints = [_checked(each) for each in access.endpoints]
+        self._endpoints = [_check_endpoint(endpoint) for endpoint in access.endpoints]
         if not self._endpoints:
             raise SetupError("etcd: no endpoint given")
         self._attempt_s, self._deadline_s = attempt_s, deadline_s
@@ -65,7 +65,10 @@ class Members:
         self.requests = 0  # number of requests sent, including those without an answer
 
     async def ask(self, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
-        """Send a request and return `read` of its answer. Raise the error in the answer, Unavailable or SetupError."""
+        """Ask the members in turn until one answers, and decode the answer with `read`.
+
+        Raises the error in the answer, Unavailable or SetupError.
+        """
         failures: dict[str, BadAnswer] = {}
         loop = asyncio.get_running_loop()
         try:
@@ -75,7 +78,7 @@ class Members:
                     for _ in self._endpoints:
                         endpoint = self.preferred
                         try:
-                            return await self._ask(endpoint, path, body, read)
+                            return await self._ask_member(endpoint, path, body, read)
                         except BadAnswer as failure:
                             failures[endpoint] = failure
                             self.leave(endpoint)
@@ -86,7 +89,7 @@ class Members:
 
     @property
     def preferred(self) -> str:
-        """The member that is tried first."""
+        """The endpoint of the member that is tried first."""
         return self._endpoints[self._preferred]
 
     def leave(self, endpoint: str) -> None:
@@ -97,14 +100,14 @@ class Members:
     async def follow(
         self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]
     ) -> AsyncGenerator[T]:
-        """Yield `read` of each line of a stream. Raise errors as `ask` does, and BadAnswer when the stream ends."""
+        """Yield `read(line)` for each line of a stream. Raises errors as `ask` does, and BadAnswer at its end."""
         headers = await self._headers(endpoint)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._attempt_s)
         self.requests += 1
         try:
             # etcd sends the response header together with the first line, which confirms the watch.
             async with asyncio.timeout(self._attempt_s):
-                response = await self._opened().post(
+                response = await self._open_session().post(
                     endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
                 )
             async with response:
@@ -118,7 +121,7 @@ class Members:
             self._forget_token(headers)
             raise BadAnswer(str(refused)) from refused
         except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
-            raise _failure(error) from error
+            raise _as_bad_answer(error) from error
         raise BadAnswer("the stream has ended")
 
     async def close(self) -> None:
@@ -131,7 +134,7 @@ class Members:
         if self._access.user and self._token == headers.get("authorization", ""):
             self._token = None
 
-    async def _ask(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+    async def _ask_member(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
         for attempt in range(3):
             headers = await self._headers(endpoint)
             try:
@@ -172,17 +175,17 @@ class Members:
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.requests += 1
         try:
-            async with self._opened().post(
+            async with self._open_session().post(
                 endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
             ) as response:
                 answer = await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer)
         except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
-            raise _failure(error) from error
+            raise _as_bad_answer(error) from error
         if response.status == 200:
             return answer
         raise codec.read_error(answer, response.status)
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__, because a session belongs to the running event loop
             self._session = open_session(self._access.tls)
         return self._session
@@ -190,8 +193,8 @@ class Members:
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
     line = b""
-    async for part in response.content.iter_any():
-        line += part
+    async for chunk in response.content.iter_any():
+        line += chunk
         while (end := line.find(b"\n")) >= 0:
             yield line[:end]
             line = line[end + 1 :]
@@ -199,7 +202,7 @@ async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             raise BadAnswer(f"a line of more than {ANSWER_BYTES_MAX} bytes")
 
 
-def _failure(error: aiohttp.ClientError | OSError) -> BadAnswer:
+def _as_bad_answer(error: aiohttp.ClientError | OSError) -> BadAnswer:
     if isinstance(error, TimeoutError):
         return BadAnswer("no answer in time")
     if isinstance(error, aiohttp.ClientSSLError):
@@ -210,13 +213,13 @@ def _failure(error: aiohttp.ClientError | OSError) -> BadAnswer:
 
 
 def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) -> Unavailable | SetupError:
-    words = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
-    if len(failures) == members and all(isinstance(each, Misdirected) for each in failures.values()):
-        return SetupError(f"etcd: {words}. Check the endpoints and certificates (docs/etcd.md)")
-    return Unavailable(f"etcd has not answered in {deadline_s:g} s: {words or 'no answer in time'}")
+    reasons = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
+    if len(failures) == members and all(isinstance(failure, Misdirected) for failure in failures.values()):
+        return SetupError(f"etcd: {reasons}. Check the endpoints and certificates (docs/etcd.md)")
+    return Unavailable(f"etcd has not answered in {deadline_s:g} s: {reasons or 'no answer in time'}")
 
 
-def _checked(endpoint: str) -> str:
+def _check_endpoint(endpoint: str) -> str:
     scheme, _, rest = endpoint.partition("://")
     if scheme not in ("http", "https") or not rest.rstrip("/") or "@" in rest or "/" in rest.rstrip("/"):
         raise SetupError(f"etcd: endpoint {endpoint!r} should be as https://etcd1.example:2379")
@@ -248,11 +251,11 @@ async def read_bounded(
     response: aiohttp.ClientResponse, bytes_max: int, refuse: Callable[[str], Exception]
 ) -> bytes:
     """Read the body of an answer. If it is longer than `bytes_max`, raise the exception that `refuse` creates."""
-    parts, left = list[bytes](), bytes_max
-    async for part in response.content.iter_any():
-        left -= len(part)
-        if left < 0:
+    chunks, remaining_bytes = list[bytes](), bytes_max
+    async for chunk in response.content.iter_any():
+        remaining_bytes -= len(chunk)
+        if remaining_bytes < 0:
             response.close()
             raise refuse(f"an answer of more than {bytes_max} bytes")
-        parts.append(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+    return b"".join(chunks)

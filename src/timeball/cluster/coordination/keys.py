@@ -12,9 +12,9 @@ The kind comes before the name, so that one range read returns the records of al
 change once a second, so they have a prefix that no node watches. The dot excludes a conflict, because the name of a
 cluster begins with a letter or a digit.
 
-The store repeats a swap whose answer was lost. The repetition then fails, because the first attempt has succeeded.
-This success is recognized by its traces: the record equals the proposed one (an epoch has one leader, so no other
-node writes the same), and the holder's key, if it was put, has the lease that only this process has.
+The store repeats a swap whose answer was lost. If the first attempt has succeeded, the repetition fails. The success is
+recognized by its result: the record equals the proposed one (an epoch has one leader, so no other node writes the
+same), and the holder's key, if it was put, has the lease that only this process has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,16 @@ from typing import TypeVar
 
 import msgspec
 
-from timeball.cluster.coordination.coordinator import Asked, GroupView, Holder, Lease, Name, Node, Swap, Wish
+from timeball.cluster.coordination.coordinator import (
+    GroupView,
+    Holder,
+    Lease,
+    Name,
+    Node,
+    PendingWish,
+    Swap,
+    Wish,
+)
 from timeball.cluster.coordination.store import (
     VALUE_BYTES_MAX,
     Comparison,
@@ -46,7 +55,7 @@ from timeball.monitoring.replica_figures import ReplicaFigures
 T = TypeVar("T")
 
 
-class _Held(msgspec.Struct, frozen=True):
+class _HolderValue(msgspec.Struct, frozen=True):
     node: str
 
 
@@ -55,9 +64,9 @@ class KeyCoordinator:
 
     def __init__(self, store: Store, clock: Clock, *, cluster: str, node: str) -> None:
         self._store, self._clock = store, clock
-        self._prefix = f"tb/{_checked(cluster, 'cluster')}/"
+        self._prefix = f"tb/{_check_name(cluster, 'cluster')}/"
         self._reports = f"tb/.reports/{cluster}/"
-        self._node = _checked(node, "node")
+        self._node = _check_name(node, "node")
 
     async def grant(self, ttl_ms: int) -> Lease:
         """Request a new lease of this node. The store may grant a longer one."""
@@ -66,7 +75,7 @@ class KeyCoordinator:
         return Lease(lease_id, ttl_s * 1_000, sent_ms)
 
     async def renew(self, lease: Lease) -> Lease:
-        """Renew a lease, and return it with its new end. Raises LeaseLost."""
+        """Renew a lease. Returns the lease with its new end. Raises LeaseLost."""
         sent_ms = self._clock.boot_ms()
         ttl_s = await self._store.renew(lease.id)
         return Lease(lease.id, ttl_s * 1_000, sent_ms)
@@ -77,16 +86,16 @@ class KeyCoordinator:
 
     async def read(self, group: str) -> GroupView:
         """Read a group's record, holder and wish in one transaction."""
-        outcome = await self._store.transact((), self._reads(group))
-        return self._view(group, outcome)
+        outcome = await self._store.transact((), self._reads_of_group(group))
+        return self._group_view_of(group, outcome)
 
     async def read_all(self) -> dict[str, GroupView]:
         """Read all groups that have a record, by name, in one transaction."""
-        kinds = [self._keys(kind) for kind in ("state", "holder", "wish")]
-        outcome = await self._store.transact((), [Read(keys, is_prefix=True) for keys in kinds])
+        prefixes = [self._prefix_of(kind) for kind in ("state", "holder", "wish")]
+        outcome = await self._store.transact((), [Read(prefix, is_prefix=True) for prefix in prefixes])
         states, holders, wishes = (
-            {kv.key.removeprefix(keys): kv for kv in found}
-            for keys, found in zip(kinds, outcome.reads, strict=True)
+            {key_value.key.removeprefix(prefix): key_value for key_value in key_values}
+            for prefix, key_values in zip(prefixes, outcome.reads, strict=True)
         )
         return {
             group: _group_view(group, state, holders.get(group), wishes.get(group), outcome.revision)
@@ -97,7 +106,7 @@ class KeyCoordinator:
         self, group: str, revision: int, record: Record, lease: Lease, *, displaces: str = ""
     ) -> Swap:
         """Swap the record if it has this revision, and hold the group with the lease. Raises LeaseLost."""
-        holder, held_revision = self._key("holder", group), 0
+        holder, held_revision = self._key_of("holder", group), 0
         if displaces:
             # Compare the revision of the dead node's key, so that a newer holder is not displaced.
             view = await self.read(group)
@@ -115,40 +124,40 @@ class KeyCoordinator:
 
     async def hand_over(self, group: str, revision: int, record: Record, lease: Lease) -> Swap:
         """Swap the record if it has this revision and the group is held with this lease, and remove the holder."""
-        holder = self._key("holder", group)
+        holder = self._key_of("holder", group)
         return await self._swap(group, revision, record, [LeaseIs(holder, lease.id)], [Delete(holder)])
 
     async def force(self, group: str, revision: int, record: Record) -> Swap:
         """Swap the record if it has this revision and the group has no holder."""
-        return await self._swap(group, revision, record, [RevisionIs(self._key("holder", group), 0)], [])
+        return await self._swap(group, revision, record, [RevisionIs(self._key_of("holder", group), 0)], [])
 
     async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
         """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
-        key, reads = self._key("wish", group), self._reads(group)
+        key, reads = self._key_of("wish", group), self._reads_of_group(group)
         outcome = await self._store.transact(
-            [RevisionIs(self._key("state", group), revision), RevisionIs(key, 0)],
+            [RevisionIs(self._key_of("state", group), revision), RevisionIs(key, 0)],
             [Put(key, msgspec.json.encode(wish), lease.id), *reads],
             reads,
         )
-        view = self._view(group, outcome)
-        return Swap(view.asked is not None and view.asked.lease_id == lease.id, view)
+        view = self._group_view_of(group, outcome)
+        return Swap(view.pending_wish is not None and view.pending_wish.lease_id == lease.id, view)
 
-    async def settle(self, group: str, asked: Asked) -> None:
+    async def settle(self, group: str, pending: PendingWish) -> None:
         """Remove a wish, unless it is gone or has been replaced."""
-        key = self._key("wish", group)
-        await self._store.transact([RevisionIs(key, asked.revision)], [Delete(key)])
+        key = self._key_of("wish", group)
+        await self._store.transact([RevisionIs(key, pending.revision)], [Delete(key)])
 
     async def hold(self, group: str, lease: Lease) -> bool:
-        """Hold a group with the lease if it has no holder. Return whether this lease holds it now. Raises LeaseLost."""
-        holder = self._key("holder", group)
+        """Hold a group with the lease if it has no holder. True if this lease holds it now. Raises LeaseLost."""
+        holder = self._key_of("holder", group)
         outcome = await self._store.transact(
             [RevisionIs(holder, 0)], [self._put_holder(group, lease), Read(holder)], [Read(holder)]
         )
-        return any(found.lease_id == lease.id for found in outcome.reads[0])
+        return any(key_value.lease_id == lease.id for key_value in outcome.reads[0])
 
     async def resign(self, group: str, lease: Lease) -> None:
-        """Stop holding a group, if it is held with this lease."""
-        holder = self._key("holder", group)
+        """Release a group, if this lease holds it."""
+        holder = self._key_of("holder", group)
         await self._store.transact([LeaseIs(holder, lease.id)], [Delete(holder)])
 
     async def wait_for_change(self, after: int, timeout_s: float) -> None:
@@ -159,14 +168,16 @@ class KeyCoordinator:
         """Publish this node for the others, until the lease ends. Raises LeaseLost."""
         assert node.name == self._node
         await self._store.transact(
-            (), [Put(self._key("nodes", node.name), msgspec.json.encode(node), lease.id)]
+            (), [Put(self._key_of("nodes", node.name), msgspec.json.encode(node), lease.id)]
         )
 
     async def nodes(self) -> dict[str, Node]:
         """Read the registered nodes, by name."""
-        prefix = self._keys("nodes")
+        prefix = self._prefix_of("nodes")
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True)])
-        return {found.key.removeprefix(prefix): _decoded(found, Node) for found in outcome.reads[0]}
+        return {
+            key_value.key.removeprefix(prefix): _decode(key_value, Node) for key_value in outcome.reads[0]
+        }
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
         """Publish the figures of this node's replica for operators, until the lease ends. Raises LeaseLost."""
@@ -178,14 +189,14 @@ class KeyCoordinator:
         """Read the figures that the nodes have published, by name."""
         outcome = await self._store.transact((), [Read(self._reports, is_prefix=True)])
         return {
-            found.key.removeprefix(self._reports): _decoded(found, ReplicaFigures)
-            for found in outcome.reads[0]
+            key_value.key.removeprefix(self._reports): _decode(key_value, ReplicaFigures)
+            for key_value in outcome.reads[0]
         }
 
     async def secret(self, name: str, proposal: bytes) -> bytes:
-        """Return the secret of this name. The first proposal becomes the secret and never changes."""
+        """Read the secret of this name. If there is none, `proposal` becomes the secret, which never changes."""
         assert 0 < len(proposal) <= VALUE_BYTES_MAX
-        key = self._key("secret", name)
+        key = self._key_of("secret", name)
         outcome = await self._store.transact(
             [RevisionIs(key, 0)], [Put(key, proposal), Read(key)], [Read(key)]
         )
@@ -198,30 +209,31 @@ class KeyCoordinator:
     async def _swap(
         self, group: str, revision: int, record: Record, when: Sequence[Comparison], then: Sequence[Operation]
     ) -> Swap:
-        state = self._key("state", group)
-        reads = self._reads(group)
+        """Write the record if its revision and `when` hold. Succeeds also if an earlier attempt has written it."""
+        state = self._key_of("state", group)
+        reads = self._reads_of_group(group)
         outcome = await self._store.transact(
             [RevisionIs(state, revision), *when],
             [Put(state, msgspec.json.encode(record)), *then, *reads],
             reads,
         )
-        view = self._view(group, outcome)
+        view = self._group_view_of(group, outcome)
         return Swap(outcome.succeeded or view.record == record, view)
 
-    def _reads(self, group: str) -> list[Read]:
-        return [Read(self._key(kind, group)) for kind in ("state", "holder", "wish")]
+    def _reads_of_group(self, group: str) -> list[Read]:
+        return [Read(self._key_of(kind, group)) for kind in ("state", "holder", "wish")]
 
     def _put_holder(self, group: str, lease: Lease) -> Put:
-        return Put(self._key("holder", group), msgspec.json.encode(_Held(self._node)), lease.id)
+        return Put(self._key_of("holder", group), msgspec.json.encode(_HolderValue(self._node)), lease.id)
 
-    def _key(self, kind: str, name: str) -> str:
-        return f"{self._prefix}{kind}/{_checked(name, kind)}"
+    def _key_of(self, kind: str, name: str) -> str:
+        return f"{self._prefix}{kind}/{_check_name(name, kind)}"
 
-    def _keys(self, kind: str) -> str:
+    def _prefix_of(self, kind: str) -> str:
         return f"{self._prefix}{kind}/"
 
-    def _view(self, group: str, outcome: Outcome) -> GroupView:
-        state, holder, wish = (found[0] if found else None for found in outcome.reads)
+    def _group_view_of(self, group: str, outcome: Outcome) -> GroupView:
+        state, holder, wish = (key_values[0] if key_values else None for key_values in outcome.reads)
         return _group_view(group, state, holder, wish, outcome.revision)
 
 
@@ -230,40 +242,42 @@ def _group_view(
 ) -> GroupView:
     return GroupView(
         group,
-        None if state is None else _record(state),
+        None if state is None else _decode_record(state),
         0 if state is None else state.revision,
-        None if holder is None else Holder(_decoded(holder, _Held).node, holder.lease_id, holder.revision),
+        None
+        if holder is None
+        else Holder(_decode(holder, _HolderValue).node, holder.lease_id, holder.revision),
         as_of,
-        None if wish is None else Asked(_decoded(wish, Wish), wish.lease_id, wish.revision),
+        None if wish is None else PendingWish(_decode(wish, Wish), wish.lease_id, wish.revision),
     )
 
 
-def _record(found: KeyValue) -> Record:
+def _decode_record(key_value: KeyValue) -> Record:
     # Refuse unknown fields, because the next swap would write the record without them.
-    unknown = set(_decoded(found, dict[str, object])) - set(Record.__struct_fields__)
+    unknown = set(_decode(key_value, dict[str, object])) - set(Record.__struct_fields__)
     if unknown:
-        raise _unreadable(found, f"unknown {', '.join(sorted(unknown))}")
-    return _decoded(found, Record)
+        raise _unreadable_key(key_value, f"unknown {', '.join(sorted(unknown))}")
+    return _decode(key_value, Record)
 
 
-def _decoded(found: KeyValue, kind: type[T]) -> T:
+def _decode(key_value: KeyValue, value_type: type[T]) -> T:
     try:
-        return msgspec.json.decode(found.value, type=kind)
+        return msgspec.json.decode(key_value.value, type=value_type)
     except msgspec.DecodeError as error:  # the base class of ValidationError
-        raise _unreadable(found, str(error)) from error
+        raise _unreadable_key(key_value, str(error)) from error
 
 
-def _unreadable(found: KeyValue, reason: str) -> SetupError:
+def _unreadable_key(key_value: KeyValue, reason: str) -> SetupError:
     return SetupError(
-        f"etcd key {found.key}: {reason}. A newer version of Timeball has written it (upgrade this node), or a person "
-        "has (put back what was there)"
+        f"etcd key {key_value.key}: {reason}. A newer version of Timeball has written it (upgrade this node), or a "
+        "person has (put back what was there)"
     )
 
 
-def _checked(name: str, what: str) -> str:
+def _check_name(name: str, kind: str) -> str:
     try:
         return msgspec.convert(name, Name)
     except msgspec.ValidationError as error:
         raise SetupError(
-            f"{what} name {name!r}: 1 to 64 letters, digits and _ . -, the first a letter or digit"
+            f"{kind} name {name!r}: 1 to 64 letters, digits and _ . -, the first a letter or digit"
         ) from error

@@ -1,7 +1,7 @@
 """A small key-value store with revisions, transactions and leases, modelled on etcd. `KeyCoordinator` is built on it.
 
     revision    counts the transactions that wrote something; each key has the revision that wrote it last
-    transaction if all comparisons hold, the first list of operations is carried out, else the second, atomically
+    transaction if all comparisons hold, the first list of operations is carried out, else the second; atomic
     lease       a key that is put with a lease is deleted when the lease ends
 
 There are two implementations: `etcd.py`, and the in-memory model of the tests. The tests compare the two step by
@@ -73,24 +73,24 @@ class Outcome(NamedTuple):
 
 
 class Store(Protocol):
-    """All methods but `close` raise Unavailable and SetupError, as those of a Coordinator do."""
+    """The operations of a store. All methods but `close` raise Unavailable and SetupError, as a Coordinator's do."""
 
     async def transact(
         self, when: Sequence[Comparison], then: Sequence[Operation], otherwise: Sequence[Operation] = ()
     ) -> Outcome:
-        """Carry out one of two lists of operations. Raises LeaseLost when a key is put with a lease that has ended."""
+        """Carry out `then` if all of `when` hold, else `otherwise`. Raises LeaseLost for a Put with an ended lease."""
 
     async def grant(self, ttl_s: int) -> tuple[int, int]:
-        """Request a new lease. Return its id and the seconds that were granted."""
+        """Request a new lease. Returns its id and the granted TTL in seconds."""
 
     async def renew(self, lease_id: int) -> int:
-        """Renew a lease and return the seconds that were granted. Raises LeaseLost."""
+        """Renew a lease. Returns the granted TTL in seconds. Raises LeaseLost."""
 
     async def revoke(self, lease_id: int) -> None:
         """End a lease, if it has not ended yet, and delete its keys."""
 
     async def time_to_live(self, lease_id: int) -> int | None:
-        """Return the seconds that are left of a lease, None when it has ended."""
+        """Read how many seconds of a lease are left. None when it has ended."""
 
     async def wait(self, prefix: str, after: int, timeout_s: float) -> None:
         """Wait until a key with this prefix may have changed after a revision, or until the timeout."""

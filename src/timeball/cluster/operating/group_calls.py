@@ -1,10 +1,9 @@
 """Questions to the leaders of the other groups, over HTTP, on behalf of this node's callers.
 
-A question is a POST to the leader's HTTP port, signed by the caller's account, so all nodes need the same access
-file. The question is repeated until its time limit when the connection fails, when the node does not serve yet, or
-when another node leads. An earlier attempt may have been carried out. A cancelled message is then reported as
-`already_cancelled`, as it is to a client that repeats a request. Any other error in the answer makes the group count
-as silent at once.
+A question is a POST to the leader's HTTP port, signed by the caller's account, so all nodes need the same access file.
+It is repeated until its time limit when the connection fails, when the node does not serve yet, or when another node
+leads. An earlier attempt may have been carried out: a message that it cancelled is then reported as
+`already_cancelled`, as to a client that repeats a request. After any other error, the group counts as silent at once.
 """
 
 from __future__ import annotations
@@ -29,19 +28,22 @@ from timeball.model.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
-AGAIN_S = 0.05
+RETRY_S = 0.05
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 PER_GROUP_MAX = 256  # connections to one node
-NOT_SERVED = (429, 503)  # statuses of a node that starts, stops, leads no more, or is overloaded
-LOOK_S = 0.1  # interval at which to check that the node being asked is still the leader
+NOT_SERVED = (
+    429,
+    503,
+)  # HTTP statuses of a node that starts, stops, does not lead any more, or is overloaded
+LEADER_CHECK_S = 0.1  # interval at which to check that the node being asked is still the leader
 PATH = "/v1/cluster/"
 
 
-class _NotNow(Exception):
-    """No answer now: repeat the question, perhaps to another node."""
+class _TryAgain(Exception):
+    """The node cannot answer now: repeat the question, perhaps to another node."""
 
 
-class _NoAnswer(Exception):
+class _FinalError(Exception):
     """A final error: repeating the question would not help."""
 
 
@@ -49,27 +51,27 @@ class GroupCalls:
     """The other groups of this node's cluster (an OtherGroups). Belongs to the event loop."""
 
     def __init__(
-        self, own: str, directory: Directory, clock: Clock, tls: ssl.SSLContext | None = None
+        self, own_group: str, directory: Directory, clock: Clock, tls: ssl.SSLContext | None = None
     ) -> None:
         """Create the client. With `tls` it uses HTTPS and checks the other nodes' certificates."""
-        self._own, self._directory, self._clock, self._tls = own, directory, clock, tls
+        self._own_group, self._directory, self._clock, self._tls = own_group, directory, clock, tls
         self._session: aiohttp.ClientSession | None = None
-        self._silent: set[str] = set()  # groups whose silence was logged
+        self._silent_groups: set[str] = set()  # groups whose silence was logged
 
     def names(self) -> Sequence[str]:
-        """List the names of the other groups. Raises Unavailable before etcd was read for the first time."""
-        if self._own not in self._directory.views:
+        """List the names of the other groups. Raises Unavailable until etcd has been read once."""
+        if self._own_group not in self._directory.views:
             raise Unavailable("which groups the cluster has is not known yet; ask again in a moment")
-        return sorted(name for name in self._directory.views if name != self._own)
+        return sorted(name for name in self._directory.views if name != self._own_group)
 
     def grpc_address(self, group: str) -> Address | None:
-        """Return the gRPC address (for RocketMQ 5 clients) of a group's leader, or None while it has no leader."""
+        """Find the gRPC address (for RocketMQ 5 clients) of a group's leader. None while it has no leader."""
         return self._directory.address(group, "grpc")
 
     async def ask(
         self, group: str, question: AnyQuestion, caller: Caller, within_s: float = ASK_S
     ) -> GroupAnswer | None:
-        """Ask a group and return its answer, or None when it is silent for `within_s` or answers with an error."""
+        """Ask a group's leader. Returns its answer, or None if there is none within `within_s`, or only an error."""
         body, reason = msgspec.json.encode(question), "it has no leader"
         try:
             async with asyncio.timeout(within_s):
@@ -79,15 +81,15 @@ class GroupCalls:
                         reason = "its leader does not answer in time"
                         try:
                             answer = await self._ask_leader(address, group, body, caller)
-                        except _NotNow as error:
+                        except _TryAgain as error:
                             reason = str(error)
                         else:
-                            self._silent.discard(group)
+                            self._silent_groups.discard(group)
                             return answer
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(RETRY_S)
         except TimeoutError:
             self._note_silence(group, reason)
-        except _NoAnswer as error:
+        except _FinalError as error:
             self._note_silence(group, str(error))
         return None
 
@@ -97,21 +99,21 @@ class GroupCalls:
             await self._session.close()
 
     def _note_silence(self, group: str, reason: str) -> None:
-        if group not in self._silent:  # log once, and not for each request
-            self._silent.add(group)
+        if group not in self._silent_groups:  # log once, and not for each request
+            self._silent_groups.add(group)
             logger.warning("group did not answer group=%s reason=%s", group, reason)
 
     async def _ask_leader(self, address: Address, group: str, body: bytes, caller: Caller) -> GroupAnswer:
-        """Ask a node as long as it is the leader. Raises _NotNow and _NoAnswer."""
-        asked = asyncio.ensure_future(self._post(address, group, body, caller))
+        """Ask a node as long as it is the leader. Raises _TryAgain and _FinalError."""
+        request = asyncio.ensure_future(self._post(address, group, body, caller))
         try:
-            while not (await asyncio.wait((asked,), timeout=LOOK_S))[0]:
+            while not (await asyncio.wait((request,), timeout=LEADER_CHECK_S))[0]:
                 # Give up a node that hangs once its group has another leader.
                 if self._directory.address(group, "http") != address:
-                    raise _NotNow("its leader did not answer, and leads no more")
-            return asked.result()
+                    raise _TryAgain("its leader did not answer, and leads no more")
+            return request.result()
         finally:
-            asked.cancel()
+            request.cancel()
 
     async def _post(self, address: Address, group: str, body: bytes, caller: Caller) -> GroupAnswer:
         host, port = address
@@ -120,26 +122,26 @@ class GroupCalls:
         headers = {**caller.signature(self._clock.wall_ms()), "content-type": "application/json"}
         try:
             # Pass a file object: aiohttp would write large bytes in one piece, which blocks the event loop.
-            async with self._opened().post(
+            async with self._open_session().post(
                 url, data=BytesIO(body), headers=headers, allow_redirects=False
             ) as response:
-                data, status = await read_bounded(response, ANSWER_BYTES_MAX, _NoAnswer), response.status
+                data, status = await read_bounded(response, ANSWER_BYTES_MAX, _FinalError), response.status
         except (aiohttp.ClientError, OSError) as error:
-            raise _NotNow(f"no answer of its leader: {type(error).__name__}: {error}") from error
+            raise _TryAgain(f"no answer of its leader: {type(error).__name__}: {error}") from error
         if status in NOT_SERVED:
-            raise _NotNow(f"its leader does not serve: {data[:200]!r}")
+            raise _TryAgain(f"its leader does not serve: {data[:200]!r}")
         if status in (401, 403):
-            raise _NoAnswer(
+            raise _FinalError(
                 f"it refuses account {caller.name!r}: the access file is to be the same on all nodes"
             )
         if status != 200:
-            raise _NoAnswer(f"its leader answers with status {status}: {data[:200]!r}")
+            raise _FinalError(f"its leader answers with status {status}: {data[:200]!r}")
         try:
             return msgspec.json.decode(data, type=GroupAnswer)
         except msgspec.DecodeError as error:
-            raise _NoAnswer(f"its leader's answer cannot be read: {error}") from error
+            raise _FinalError(f"its leader's answer cannot be read: {error}") from error
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:  # not in __init__, because a session belongs to the running event loop
             self._session = open_session(self._tls, PER_GROUP_MAX)
         return self._session

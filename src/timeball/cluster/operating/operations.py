@@ -1,9 +1,9 @@
 """The commands with which an operator changes a cluster.
 
-They only use the coordinator, so they run on any machine that reaches etcd. Changes of the set of replicas and
-hand-overs are made by the leader. A command asks the leader with a wish, and the record shows the
+The commands use only the coordinator, so they run on any machine that reaches etcd. The leader itself changes the set
+of replicas and hands over. A command requests this with a *wish*, a key in etcd, and the group's record shows the
 outcome. The wish is bound to a lease of the command, so an interrupted command withdraws its wish, unless the leader
-has carried it out already. The first record of a group and a forced record are written here.
+has carried it out already. The first record of a group and a forced record are written by the commands.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POLL_S = 1.0
 WISH_TTL_MS = 10_000
 ETCD_START_S = 10.0  # for an etcd that is being started, until its members have elected their leader
 ETCD_PAUSE_S = 0.1  # between two attempts meanwhile
-# A candidate without a majority holds the group for some seconds, then gives it up for a moment. Force waits for this
+# A candidate without a majority holds the group for some seconds, then releases it for a moment. `force` waits for this
 # moment.
 FORCE_S = 15.0
 
@@ -37,11 +37,12 @@ class Operations:
     async def plan_first(self, names: Sequence[str], wait_s: float) -> Record:
         """Build the record of a new group, once these nodes have registered. Raises RequestError, Unavailable.
 
-        If the group already has a record with these nodes, return it: a deployment may repeat its commands.
+        If the group already has a record with these nodes, this record is returned, so that a deployment may repeat the
+        command.
         """
         if not names or len(set(names)) != len(names):
             raise RequestError(f"--nodes {','.join(names)}: name each node once")
-        view = await self._first_view(min(wait_s, ETCD_START_S))
+        view = await self._read_group(min(wait_s, ETCD_START_S))
         if view.record is not None:
             if {node_of(replica) for replica in view.record.replicas} == set(names):
                 return view.record
@@ -49,19 +50,21 @@ class Operations:
                 f"group {self._group} has a record already, with replicas {_nodes(view.record.replicas)}: change them "
                 "with 'timeball cluster add-replica' and 'remove-replica'"
             )
-        registered = await self._registered(view, names, wait_s)
+        registered = await self._wait_for_nodes(view, names, wait_s)
         nodes = [registered[name] for name in names]
         for node in nodes:
             if node.group not in ("", self._group):
                 raise Conflict(f"node {node.name} keeps group {node.group}, not {self._group}")
         reports = await self._coordinator.reports()
-        rows = {node.name: reports[node.name].log_seq if node.name in reports else 0 for node in nodes}
-        filled, empty = ([name for name in rows if bool(rows[name]) is has] for has in (True, False))
-        if filled and empty:
+        log_rows = {node.name: reports[node.name].log_seq if node.name in reports else 0 for node in nodes}
+        with_data, empty = (
+            [name for name in log_rows if bool(log_rows[name]) is has_rows] for has_rows in (True, False)
+        )
+        if with_data and empty:
             # A majority of empty logs would elect a leader, which would cut the log that has data.
             raise Conflict(
-                f"{', '.join(filled)} has data, {', '.join(empty)} has none: make the group with --nodes "
-                f"{','.join(filled)}, then 'timeball cluster add-replica {empty[0]}'"
+                f"{', '.join(with_data)} has data, {', '.join(empty)} has none: make the group with --nodes "
+                f"{','.join(with_data)}, then 'timeball cluster add-replica {empty[0]}'"
             )
         return Record(max(node.promised for node in nodes), "", tuple(node.replica for node in nodes))
 
@@ -69,14 +72,14 @@ class Operations:
         """Write the first record. Raises Conflict when another command has written one with other replicas."""
         swap = await self._coordinator.change(self._group, 0, record)
         if not swap.won:
-            found = (await self._coordinator.read(self._group)).record
-            if found is not None and set(found.replicas) == set(record.replicas):
+            current = (await self._coordinator.read(self._group)).record
+            if current is not None and set(current.replicas) == set(record.replicas):
                 return
             raise Conflict(
                 f"group {self._group} has got a record meanwhile: look with 'timeball cluster status'"
             )
 
-    async def _first_view(self, wait_s: float) -> GroupView:
+    async def _read_group(self, wait_s: float) -> GroupView:
         """Read the group, from an etcd that may just have been started. Raises Unavailable after `wait_s`."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + wait_s
@@ -88,7 +91,7 @@ class Operations:
                     raise
                 await asyncio.sleep(ETCD_PAUSE_S)
 
-    async def _registered(self, view: GroupView, names: Sequence[str], wait_s: float) -> dict[str, Node]:
+    async def _wait_for_nodes(self, view: GroupView, names: Sequence[str], wait_s: float) -> dict[str, Node]:
         loop = asyncio.get_running_loop()
         until_s, as_of = loop.time() + wait_s, view.as_of
         while True:
@@ -120,7 +123,7 @@ class Operations:
         if node.replica in record.replicas:
             return view, None
         kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
-        return self._may_ask(view), Wish((*kept, node.replica))
+        return self._check_askable(view), Wish((*kept, node.replica))
 
     async def plan_remove(self, name: str) -> tuple[GroupView, Wish | None]:
         """Build the wish for a set without this node (None: it is not in the set). Raises RequestError, Unavailable."""
@@ -134,7 +137,7 @@ class Operations:
             raise Conflict(
                 f"{name} leads group {self._group}: 'timeball cluster hand-over --to {node_of(kept[0])}' first"
             )
-        return self._may_ask(view), Wish(kept)
+        return self._check_askable(view), Wish(kept)
 
     async def plan_hand_over(self, name: str) -> tuple[GroupView, Wish | None]:
         """Build the wish that this node leads (None: it leads already). Raises RequestError, Unavailable.
@@ -142,15 +145,15 @@ class Operations:
         An empty name stands for the follower with the longest acknowledged log.
         """
         view, record = await self._group_record()
-        self._may_ask(view)
+        self._check_askable(view)
         followers = [node for node in map(node_of, record.replicas) if node != view.leader]
         if not name:
             report = (await self._coordinator.reports()).get(view.leader)
             peers = {} if report is None else report.peers
-            known = [node for node in followers if node in peers]
-            if not known:
+            connected = [node for node in followers if node in peers]
+            if not connected:
                 raise Unavailable(f"no follower of group {self._group} is connected with {view.leader}")
-            name = max(known, key=lambda node: peers[node].acked_seq)
+            name = max(connected, key=lambda node: peers[node].acked_seq)
         if name == view.leader:
             return view, None
         if name not in followers:
@@ -168,22 +171,25 @@ class Operations:
         try:
             swap = await self._coordinator.ask(self._group, view.revision, wish, lease)
             if not swap.won:
-                what = "something else is asked for" if swap.view.asked else "its record has changed"
-                raise Conflict(f"group {self._group}: {what} meanwhile; look with 'timeball cluster status'")
+                reason = "something else is asked for" if swap.view.pending_wish else "its record has changed"
+                raise Conflict(
+                    f"group {self._group}: {reason} meanwhile; look with 'timeball cluster status'"
+                )
             async with asyncio.timeout(wait_s):
-                return await self._until_true(swap.view, wish, lease)
+                return await self._wait_until_fulfilled(swap.view, wish, lease)
         except TimeoutError:
-            now = await self._coordinator.read(self._group)
-            if is_true(now, wish):
-                return now
+            current = await self._coordinator.read(self._group)
+            if is_fulfilled(current, wish):
+                return current
             raise Unavailable(
-                f"group {self._group}: not done within {wait_s:.0f} s, and taken back: {await self._hindrance(wish)}"
+                f"group {self._group}: not done within {wait_s:.0f} s, and taken back: "
+                f"{await self._find_obstacle(wish)}"
             ) from None
         finally:
             await asyncio.shield(self._coordinator.revoke(lease))
 
-    async def _until_true(self, view: GroupView, wish: Wish, lease: Lease) -> GroupView:
-        while not is_true(view, wish):
+    async def _wait_until_fulfilled(self, view: GroupView, wish: Wish, lease: Lease) -> GroupView:
+        while not is_fulfilled(view, wish):
             await self._coordinator.wait_for_change(view.as_of, POLL_S)
             try:
                 lease = await self._coordinator.renew(lease)
@@ -196,12 +202,12 @@ class Operations:
                 await asyncio.sleep(POLL_S)  # the lease (WISH_TTL_MS) outlasts several of these attempts
         return view
 
-    async def _hindrance(self, wish: Wish) -> str:
-        """Find the most likely obstacle, from the nodes' reports."""
-        (found,) = [each for each in await survey(self._coordinator) if each.group == self._group]
-        wanted = wish.hand_over_to or node_of(wish.replicas[-1])
-        about = [problem for problem in found.problems if wanted in problem.split()]
-        return (about or found.problems or [f"{wanted} has not caught up yet"])[0]
+    async def _find_obstacle(self, wish: Wish) -> str:
+        """Find the most likely reason why the wish is not fulfilled, from the nodes' reports."""
+        (group,) = [surveyed for surveyed in await survey(self._coordinator) if surveyed.group == self._group]
+        node = wish.hand_over_to or node_of(wish.replicas[-1])
+        matching = [problem for problem in group.problems if node in problem.split()]
+        return (matching or group.problems or [f"{node} has not caught up yet"])[0]
 
     # -- force -------------------------------------------------------------------------------------------------------
 
@@ -258,18 +264,18 @@ class Operations:
             )
         return view, view.record
 
-    def _may_ask(self, view: GroupView) -> GroupView:
+    def _check_askable(self, view: GroupView) -> GroupView:
         if not view.leader:
             raise Unavailable(
                 f"group {self._group} has no leader that could do it: look with 'timeball cluster status'"
             )
-        if view.asked is not None:
-            raise Conflict(f"group {self._group}: {view.asked.wish.describe()} is asked for already")
+        if view.pending_wish is not None:
+            raise Conflict(f"group {self._group}: {view.pending_wish.wish.describe()} is asked for already")
         return view
 
 
-def is_true(view: GroupView, wish: Wish) -> bool:
-    """Check whether the wish is fulfilled according to the record."""
+def is_fulfilled(view: GroupView, wish: Wish) -> bool:
+    """Check whether the group's record fulfils the wish."""
     if wish.hand_over_to:
         return view.leader == wish.hand_over_to
     return view.record is not None and set(view.record.replicas) == set(wish.replicas)
@@ -279,36 +285,36 @@ def _nodes(replicas: Sequence[str]) -> str:
     return ", ".join(map(node_of, replicas))
 
 
-# The leader's reaction to a wish of its operators: another set of replicas, or a hand-over to another node.
+# The leader's reaction to a wish: another set of replicas, or a hand-over to another node.
 #
-# The wish is read together with the record, at every read until it is gone. The leader passes it to the protocol and
+# The leader reads the wish together with the record, until the wish is removed. It passes the wish to the protocol, and
 # removes it when the record shows that it is fulfilled. The wish also disappears when the operator's command ends.
 
 
-class Step(StrEnum):
-    """The next action for a wish."""
+class WishStep(StrEnum):
+    """The leader's next action for a wish."""
 
     NOTHING = "nothing"
     SETTLE = "settle"  # remove the wish: it is fulfilled
     WANT = "want"  # pass the wanted set to the protocol
-    FORGET = "forget"  # the wish is gone: the protocol is to drop the wanted set
+    FORGET = "forget"  # the wish has been withdrawn: tell the protocol to drop the wanted set
     HAND_OVER = "hand over"  # begin the hand-over
 
 
-def next_step(view: GroupView, state: Replica) -> Step:
+def next_wish_step(view: GroupView, state: Replica) -> WishStep:
     """Choose the action for the group's wish on a replica in this state."""
     lead, record = state.lead, view.record
     if lead is None or state.role is not Role.LEADER or record is None:
-        return Step.NOTHING
-    if view.asked is None:
-        return Step.FORGET if lead.wanted else Step.NOTHING
-    wish = view.asked.wish
+        return WishStep.NOTHING
+    if view.pending_wish is None:
+        return WishStep.FORGET if lead.wanted else WishStep.NOTHING
+    wish = view.pending_wish.wish
     if wish.replicas:
-        return Step.SETTLE if set(record.replicas) == set(wish.replicas) else Step.WANT
+        return WishStep.SETTLE if set(record.replicas) == set(wish.replicas) else WishStep.WANT
     if wish.hand_over_to == state.rules.node:
-        return Step.SETTLE
+        return WishStep.SETTLE
     peer = lead.peers.get(wish.hand_over_to)
     # The node was sent everything and lacks at most the commit in flight, so the hand-over stops sends only briefly.
     is_ready = peer is not None and peer.acked is not None and peer.sent == state.log.end
-    is_in = wish.hand_over_to in map(node_of, record.replicas)
-    return Step.HAND_OVER if is_ready and is_in else Step.NOTHING
+    is_member = wish.hand_over_to in map(node_of, record.replicas)
+    return WishStep.HAND_OVER if is_ready and is_member else WishStep.NOTHING

@@ -1,4 +1,4 @@
-"""The state of a cluster from the coordinator and the nodes' reports, with its problems as sentences for operators.
+"""The state of a cluster, from the coordinator and the nodes' reports, with a sentence for each problem.
 
 Reports are up to 1 s old. The lag of each replica comes from the leader's report, so all lags are of the same time.
 """
@@ -12,32 +12,36 @@ from timeball.cluster.protocol.replica import majority, node_of
 from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
 from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
 
-OFFSET_MS_MAX = 500.0  # if such a clock is ahead and its node leads, it releases messages this much too early
+OFFSET_MS_MAX = 500.0  # a leader whose clock is ahead releases messages too early by this much
 LAG_ROWS_MAX = 1_000_000
 
 
 async def survey(coordinator: Coordinator) -> list[ReplicaGroup]:
-    """Describe all groups, including groups without a record."""
+    """Describe all groups by name, including those that have nodes but no record yet."""
     views, nodes = await coordinator.read_all(), await coordinator.nodes()
     reports = await coordinator.reports()
-    known = set(views) | {node.group for node in nodes.values() if node.group}
-    return [_group(name, views.get(name), nodes, reports) for name in sorted(known)]
+    names = set(views) | {node.group for node in nodes.values() if node.group}
+    return [_describe_group(name, views.get(name), nodes, reports) for name in sorted(names)]
 
 
-def _group(
+def _describe_group(
     name: str, view: GroupView | None, nodes: dict[str, Node], reports: dict[str, ReplicaFigures]
 ) -> ReplicaGroup:
     record = view.record if view is not None else None
-    standing = view.leader if view is not None else ""
-    led = reports.get(standing)
+    holder = view.leader if view is not None else ""
+    lead_report = reports.get(holder)
     is_sealing = (
-        record is not None and led is not None and led.epoch == record.epoch and led.role == "sealing"
+        record is not None
+        and lead_report is not None
+        and lead_report.epoch == record.epoch
+        and lead_report.role == "sealing"
     )
-    leader = "" if is_sealing else standing
-    in_record = record.replicas if record is not None else ()
-    others = [node.replica for node in nodes.values() if node.group == name and node.replica not in in_record]
+    leader = "" if is_sealing else holder
+    members = record.replicas if record is not None else ()
+    others = [node.replica for node in nodes.values() if node.group == name and node.replica not in members]
     replicas = [
-        _replica(each, each in in_record, nodes, reports, led) for each in (*in_record, *sorted(others))
+        _describe_replica(replica, replica in members, nodes, reports, lead_report)
+        for replica in (*members, *sorted(others))
     ]
     return ReplicaGroup(
         name,
@@ -45,84 +49,87 @@ def _group(
         record.epoch if record else 0,
         record.generation if record else 0,
         replicas,
-        view.asked.wish.describe() if view is not None and view.asked is not None else "",
-        list(_problems(name, view, replicas, led, leader)),
+        view.pending_wish.wish.describe() if view is not None and view.pending_wish is not None else "",
+        list(_group_problems(name, view, replicas, lead_report, leader)),
     )
 
 
-def _replica(
+def _describe_replica(
     replica: str,
-    is_in: bool,
+    is_in_record: bool,
     nodes: dict[str, Node],
     reports: dict[str, ReplicaFigures],
-    led: ReplicaFigures | None,
+    lead_report: ReplicaFigures | None,
 ) -> ReplicaState:
     name = node_of(replica)
     node, report = nodes.get(name), reports.get(name)
     if node is None or node.replica != replica or report is None or report.replica != replica:
         return ReplicaState(
-            name, replica, "gone" if node is None or node.replica != replica else "silent", is_in
+            name, replica, "gone" if node is None or node.replica != replica else "silent", is_in_record
         )
-    peer = _peer(led, report)
-    lag = None if peer is None or led is None else max(0, led.log_seq - peer.acked_seq)
+    peer = _leader_figures_of(lead_report, report)
+    lag = None if peer is None or lead_report is None else max(0, lead_report.log_seq - peer.acked_seq)
     return ReplicaState(
-        name, replica, report.role, is_in, report.log_seq, report.committed_seq, report.applied_seq, lag,
+        name, replica, report.role, is_in_record, report.log_seq, report.committed_seq, report.applied_seq, lag,
         None if peer is None else peer.clock_offset_ms, report.version, report.since_ms,
     )  # fmt: skip
 
 
-def _peer(led: ReplicaFigures | None, report: ReplicaFigures) -> PeerFigures | None:
+def _leader_figures_of(lead_report: ReplicaFigures | None, report: ReplicaFigures) -> PeerFigures | None:
     """Find the leader's figures of a replica. The leader itself has lag 0 and clock offset 0."""
-    if led is None:
+    if lead_report is None:
         return None
-    if led.replica == report.replica:
-        return PeerFigures(led.replica, led.log_seq, 0.0)
-    peer = led.peers.get(node_of(report.replica))
+    if lead_report.replica == report.replica:
+        return PeerFigures(lead_report.replica, lead_report.log_seq, 0.0)
+    peer = lead_report.peers.get(node_of(report.replica))
     return peer if peer is not None and peer.replica == report.replica else None
 
 
-def _problems(
+def _group_problems(
     group: str,
     view: GroupView | None,
     replicas: list[ReplicaState],
-    led: ReplicaFigures | None,
+    lead_report: ReplicaFigures | None,
     leader: str,
 ) -> Iterator[str]:
     if view is None or view.record is None:
-        names = ",".join(each.node for each in replicas)
+        names = ",".join(replica.node for replica in replicas)
         yield f"group {group} has no record yet: 'timeball cluster init --group {group} --nodes {names}' makes it"
         return
-    members = [each for each in replicas if each.is_in_record]
-    there = [each for each in members if each.role not in ("gone", "silent")]
+    members = [replica for replica in replicas if replica.is_in_record]
+    running = [replica for replica in members if replica.role not in ("gone", "silent")]
     if not leader:
         yield f"group {group} has no leader: nothing is accepted or released"
-    if len(there) < majority(view.record.replicas):
+    if len(running) < majority(view.record.replicas):
         yield (
-            f"{len(there)} of {len(members)} replicas run, and {majority(view.record.replicas)} are needed: start the "
-            "others; if their disks are gone for good, see 'timeball cluster force --help'"
+            f"{len(running)} of {len(members)} replicas run, and {majority(view.record.replicas)} are needed: start "
+            "the others; if their disks are gone for good, see 'timeball cluster force --help'"
         )
-    for each in replicas:
-        yield from _of_replica(each, led)
+    for replica in replicas:
+        yield from _replica_problems(replica, lead_report)
     if len(members) < 3:
         yield f"replicas: {len(members)}; with fewer than three the loss of one stops the group"
-    versions = sorted({each.version for each in replicas if each.version})
+    versions = sorted({replica.version for replica in replicas if replica.version})
     if len(versions) > 1:
         yield f"replicas run versions {', '.join(versions)}: finish the upgrade"
 
 
-def _of_replica(each: ReplicaState, led: ReplicaFigures | None) -> Iterator[str]:
-    if each.role == "gone":
-        yield f"replica {each.node} ({each.replica}) is missing: its node does not run, or does not reach etcd"
-    elif each.role == "silent":
-        yield f"replica {each.node} has not reported yet"
-    elif not each.is_in_record:
+def _replica_problems(replica: ReplicaState, lead_report: ReplicaFigures | None) -> Iterator[str]:
+    if replica.role == "gone":
+        yield f"replica {replica.node} ({replica.replica}) is missing: its node does not run, or does not reach etcd"
+    elif replica.role == "silent":
+        yield f"replica {replica.node} has not reported yet"
+    elif not replica.is_in_record:
         yield (
-            f"node {each.node} is a learner and counts for nothing yet: 'timeball cluster add-replica {each.node}' "
-            "makes it a replica"
+            f"node {replica.node} is a learner and counts for nothing yet: 'timeball cluster add-replica "
+            f"{replica.node}' makes it a replica"
         )
-    elif led is not None and each.lag_rows is None:
-        yield f"replica {each.node} is not connected with the leader: look at its --replication-port"
-    elif each.lag_rows is not None and each.lag_rows > LAG_ROWS_MAX:
-        yield f"replica {each.node} is {each.lag_rows:,} rows behind"
-    if each.clock_offset_ms is not None and abs(each.clock_offset_ms) > OFFSET_MS_MAX:
-        yield f"the clock of {each.node} is {each.clock_offset_ms / 1_000:+.1f} s off the leader's: look at its NTP"
+    elif lead_report is not None and replica.lag_rows is None:
+        yield f"replica {replica.node} is not connected with the leader: look at its --replication-port"
+    elif replica.lag_rows is not None and replica.lag_rows > LAG_ROWS_MAX:
+        yield f"replica {replica.node} is {replica.lag_rows:,} rows behind"
+    if replica.clock_offset_ms is not None and abs(replica.clock_offset_ms) > OFFSET_MS_MAX:
+        yield (
+            f"the clock of {replica.node} is {replica.clock_offset_ms / 1_000:+.1f} s off the leader's: "
+            "look at its NTP"
+        )

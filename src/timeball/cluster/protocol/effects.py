@@ -1,9 +1,8 @@
 """Effects: the output of the protocol, which the runtime carries out.
 
-The runtime carries out the effects of a step one after the other and finishes each before the next. It passes on the
-next event only after the last of them. So an acknowledgement listed after a `Sync` is sent when the bytes are on the
-disk. The first disk operation that fails ends the process (docs/decisions/0003-fail-stop.md), and the rest of the
-list is skipped.
+The runtime carries out the effects of a step one after the other, and passes on the next event after the last of them.
+So an acknowledgement listed after a `Sync` is sent when the bytes are on the disk. The first disk operation that fails
+ends the process (docs/decisions/0003-fail-stop.md), and the rest of the list is skipped.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class AppendEpoch(Effect, frozen=True):
 
 
 class Commit(Effect, frozen=True):
-    """Treat all rows before `position` as committed: acknowledge them to senders, index them, make them visible."""
+    """Mark all rows before `position` as committed: acknowledge them to senders, index them, make them visible."""
 
     position: Position
 
@@ -132,7 +131,7 @@ class Apply(Effect, frozen=True):
 
 
 class PassOn(Effect, frozen=True):
-    """Pass a message about data files to the data file thread. The message is of the promised epoch."""
+    """Pass a message about data files, of the promised epoch, to the thread of the data files."""
 
     node: str
     message: Message

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from timeball.cluster.protocol import following
+from timeball.cluster.protocol import following, leading
 from timeball.cluster.protocol.effects import (
     AppendEpoch,
     Dial,
@@ -30,15 +30,14 @@ from timeball.cluster.protocol.effects import (
 )
 from timeball.cluster.protocol.events import Proposed, Seen
 from timeball.cluster.protocol.following import Step
-from timeball.cluster.protocol.leading import meet
 from timeball.cluster.protocol.messages import Begin, Bytes, Fetch, Hello, Promise
-from timeball.cluster.protocol.positions import BEGINNING, Ends, continuing, knowledge
+from timeball.cluster.protocol.positions import BEGINNING, Ends, find_resume_position, log_order_key
 from timeball.cluster.protocol.replica import Lead, Record, Replica, Role, Seal, majority, node_of
 
 
-def see(state: Replica, event: Seen) -> Step:
-    """Handle a record that was read, and become a candidate if the group has no holder."""
-    state = adopt(state, event.revision, event.record)
+def handle_seen(state: Replica, event: Seen) -> Step:
+    """Handle a record that was read from etcd, and become a candidate if the group has no holder."""
+    state = store_record(state, event.revision, event.record)
     if event.revision != state.revision:
         return state, []
     vacant_since_ms = 0 if event.holder is not None else state.vacant_since_ms or state.now_ms
@@ -50,14 +49,15 @@ def see(state: Replica, event: Seen) -> Step:
     # The record names this replica after a hand-over, or after a swap of its own whose answer was lost. The comparison
     # with `promised` is rule 2 of replica.py.
     if state.role is Role.FOLLOWER and record.leader == state.rules.replica and record.epoch > state.promised:
-        return seal(state, record)
-    return stand(state, "") if event.holder is None and not _is_handed_over(state) else (state, [])
+        return start_sealing(state, record)
+    return become_candidate(state, "") if event.holder is None and not _is_handed_over(state) else (state, [])
 
 
 def _is_handed_over(state: Replica) -> bool:
     """Check whether the record has just named another replica, which needs a moment to create the holder's key.
 
-    A later epoch of this replica would only disturb it. The wait is bounded, because the other replica may have died.
+    If this replica began a later epoch now, it would only disturb the hand-over. The wait is bounded by
+    `hand_over_ms`, because the other replica may have died.
     """
     record = state.record
     return (
@@ -68,8 +68,8 @@ def _is_handed_over(state: Replica) -> bool:
     )
 
 
-def adopt(state: Replica, revision: int, record: Record) -> Replica:
-    """Store a record unless it is older than the known one, and become learner or follower accordingly."""
+def store_record(state: Replica, revision: int, record: Record) -> Replica:
+    """Store a record, unless it is older than the stored one. It makes this replica a follower or a learner."""
     if revision < state.revision:
         return state
     revised_ms = state.now_ms if revision > state.revision else state.revised_ms
@@ -80,19 +80,19 @@ def adopt(state: Replica, revision: int, record: Record) -> Replica:
     return state
 
 
-def replace_leader(state: Replica, node: str) -> Step:
+def replace_dead_leader(state: Replica, node: str) -> Step:
     """Become a candidate in place of a node that has died, unless the record names another leader by now."""
     if state.record is None or node_of(state.record.leader) != node:
         return state, []
-    return stand(state, node)
+    return become_candidate(state, node)
 
 
-def stand(state: Replica, displaces: str) -> Step:
+def become_candidate(state: Replica, displaces: str) -> Step:
     """Become a candidate: propose to lead in the next epoch."""
     record = state.record
-    if state.role is not Role.FOLLOWER or record is None or not state.rules.stands:
+    if state.role is not Role.FOLLOWER or record is None or not state.rules.may_be_candidate:
         return state, []
-    if _stands_back(state):
+    if _defers_to_others(state):
         return state, []
     # This replica has promised a later epoch, so the record is outdated and the swap would fail.
     if record.epoch < state.promised:
@@ -102,75 +102,75 @@ def stand(state: Replica, displaces: str) -> Step:
     return replace(state, role=Role.CANDIDATE), [proposed]
 
 
-def _stands_back(state: Replica) -> bool:
-    """Check whether this replica lets others, whose clocks are right, become candidates first.
+def _defers_to_others(state: Replica) -> bool:
+    """Check whether this replica waits because its clock deviates, so that others become candidates first.
 
     A leader releases messages by its own clock, so a deviating clock should not lead. But a group without a leader
-    releases nothing, so this replica waits for at most `stand_back_ms`.
+    releases nothing, so this replica waits for at most `defer_ms`.
     """
     waited_ms = state.now_ms - state.vacant_since_ms if state.vacant_since_ms else 0
-    return state.off_ms > state.rules.off_ms_max and waited_ms < state.rules.stand_back_ms
+    return state.deviation_ms > state.rules.deviation_ms_max and waited_ms < state.rules.defer_ms
 
 
-def hear(state: Replica, event: Proposed) -> Step:
-    """Handle the answer to this replica's proposal."""
+def handle_proposed(state: Replica, event: Proposed) -> Step:
+    """Handle the outcome of this candidate's swap of the record."""
     if state.role is Role.CANDIDATE:
         state = replace(state, role=Role.FOLLOWER)
     if not event.succeeded:
         return state, []  # the swap failed, or its outcome is unknown until the record is read
-    state = adopt(state, event.revision, event.record)
+    state = store_record(state, event.revision, event.record)
     if state.role is Role.FOLLOWER and event.record.epoch > state.promised:
-        return seal(state, event.record)
+        return start_sealing(state, event.record)
     return state, [Resign()]  # this replica has promised a later epoch since it proposed
 
 
-def seal(state: Replica, record: Record) -> Step:
+def start_sealing(state: Replica, record: Record) -> Step:
     """Promise the new epoch, then ask all other replicas for their promise."""
-    assert record.epoch > state.promised, "a replica never stands twice in one epoch"
+    assert record.epoch > state.promised, "a replica never is a candidate twice in one epoch"
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
     effects += [KeepPromise(record.epoch), Hold(), Dial(record.epoch)]
     state = replace(
         state, role=Role.SEALING, promised=record.epoch, source=None, unsynced_bytes=0,
         seal=Seal(record.epoch, state.now_ms, {}),
     )  # fmt: skip
-    return _judge(state, effects)
+    return _continue_election(state, effects)
 
 
-def greet(state: Replica, node: str) -> Step:
+def send_hello(state: Replica, node: str) -> Step:
     """Send HELLO on a new connection that was opened here."""
     if not state.epoch:
         return state, []
     return state, [Send(node, Hello(state.epoch, state.rules.group, state.rules.replica))]
 
 
-def collect(state: Replica, node: str, promise: Promise) -> Step:
+def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
     """Count a promise of this candidate's epoch."""
     assert state.seal
     promises = {**state.seal.promises, node: promise}
     state = replace(state, seal=replace(state.seal, promises=promises))
-    return (state, []) if state.seal and state.seal.fetching else _judge(state, [])
+    return (state, []) if state.seal and state.seal.fetching else _continue_election(state, [])
 
 
-def fetched(state: Replica, node: str, message: Begin | Bytes) -> Step:
-    """Write frames of a longer log, then fetch more or look again for the longest log."""
+def handle_fetched(state: Replica, node: str, message: Begin | Bytes) -> Step:
+    """Write fetched frames of a longer log. Then fetch more, or continue the election once this log is as long."""
     seal = state.seal
     assert seal
     if seal.fetching != node:
         return state, []
     state, effects = following.write(state, message)
-    goal = seal.promises[node].ends
+    wanted_ends = seal.promises[node].ends
     if isinstance(message, Begin):
         return state, effects
-    if knowledge(state.log.ends) < knowledge(goal):
+    if log_order_key(state.log.ends) < log_order_key(wanted_ends):
         return state, [*effects, Send(node, Fetch(seal.epoch, *state.log.end))]
     if state.unsynced_bytes:
         effects.append(Sync())
     state = replace(state, seal=replace(seal, fetching=""), unsynced_bytes=0)
-    return _judge(state, effects)
+    return _continue_election(state, effects)
 
 
-def lose(state: Replica, node: str) -> Step:
-    """Drop the promise of a node whose connection ended. The node promises again on the next connection."""
+def handle_disconnect(state: Replica, node: str) -> Step:
+    """Drop the promise of a node whose connection has ended. The node promises again on its next connection."""
     assert state.seal
     promises = {name: promise for name, promise in state.seal.promises.items() if name != node}
     if state.seal.fetching == node:
@@ -180,60 +180,60 @@ def lose(state: Replica, node: str) -> Step:
 
 
 def give_up(state: Replica) -> Step:
-    """Become a follower again. Nothing was served, so the process need not end."""
+    """Become a follower again. This candidate has served nothing, so its process need not end."""
     effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
     state = replace(state, role=Role.FOLLOWER, seal=None, source=None, unsynced_bytes=0)
     if state.record:
-        state = adopt(state, state.revision, state.record)
+        state = store_record(state, state.revision, state.record)
     return state, [*effects, HangUp(), Resign()]
 
 
 def has_majority(state: Replica) -> bool:
-    """Check whether most replicas of the swapped record, this one included, have promised the epoch."""
+    """Check whether a majority of the record's replicas, this one included, has promised the epoch."""
     assert state.seal and state.record
     promised = {state.rules.replica, *(promise.replica for promise in state.seal.promises.values())}
     replicas = state.record.replicas
     return len(promised.intersection(replicas)) >= majority(replicas)
 
 
-def _judge(state: Replica, effects: list[Effect]) -> Step:
-    """With a majority of promises, fetch the longest log, or open the epoch when this replica has it."""
+def _continue_election(state: Replica, effects: list[Effect]) -> Step:
+    """Wait for a majority of promises. Then fetch the longest log, or open the epoch if this replica has it."""
     if not has_majority(state):
         return state, effects
     assert state.seal and state.record
-    most, node = _most(state)
+    longest, node = _find_longest_log(state)
     if not node:
-        return _open(state, effects)
-    at = continuing(most, state.log.ends, state.seal.promises[node].first_seq)
-    if at == BEGINNING and state.applied_seq:
-        state, anew = following.begin_anew(state)
-        return state, [*effects, HangUp(), Resign(), *anew]
-    # After the common part, the local log is of a lower epoch than the last one of the other log. The leader of that
-    # epoch had all committed rows, so the rest of the local log was never committed and may be removed.
-    state, cuts = following.cut_log(state, at)
+        return _open_epoch(state, effects)
+    common_end = find_resume_position(longest, state.log.ends, state.seal.promises[node].first_seq)
+    if common_end == BEGINNING and state.applied_seq:
+        state, restart = following.stop_for_restart(state)
+        return state, [*effects, HangUp(), Resign(), *restart]
+    # After the common part, the local log has frames of a lower epoch than the last epoch of the other log. The leader
+    # of that last epoch had all committed rows, so the rest of the local log was never committed and may be removed.
+    state, cut_effects = following.cut_log(state, common_end)
     fetch = Send(node, Fetch(state.epoch, *state.log.end))
     assert state.seal
-    return replace(state, seal=replace(state.seal, fetching=node)), [*effects, *cuts, fetch]
+    return replace(state, seal=replace(state.seal, fetching=node)), [*effects, *cut_effects, fetch]
 
 
-def _most(state: Replica) -> tuple[Ends, str]:
-    """Find the longest log by its epoch ends, and the node that has it ("" for this one)."""
+def _find_longest_log(state: Replica) -> tuple[Ends, str]:
+    """Find the ends of the most complete log, and the node that has it ("" for this one)."""
     assert state.seal and state.record
-    most, found = state.log.ends, ""
+    longest, owner = state.log.ends, ""
     for node, promise in state.seal.promises.items():
         # Ignore learners: a learner's log may lack committed rows or hold rows of an abandoned epoch.
-        if promise.replica in state.record.replicas and knowledge(promise.ends) > knowledge(most):
-            most, found = promise.ends, node
-    return most, found
+        if promise.replica in state.record.replicas and log_order_key(promise.ends) > log_order_key(longest):
+            longest, owner = promise.ends, node
+    return longest, owner
 
 
-def _open(state: Replica, effects: list[Effect]) -> Step:
-    """Append the EPOCH row, and send each replica that has promised the end of the common log."""
+def _open_epoch(state: Replica, effects: list[Effect]) -> Step:
+    """Become SYNCING: append the EPOCH row, and send CUT to each replica that has promised."""
     seal, record = state.seal, state.record
     assert seal and record
     lead = Lead(seal.epoch, state.now_ms, record.replicas, {})
     state = replace(state, role=Role.SYNCING, seal=None, lead=lead)
     for node, promise in seal.promises.items():
-        state, more = meet(state, node, promise)
-        effects += more
+        state, further_effects = leading.handle_promise(state, node, promise)
+        effects += further_effects
     return state, [*effects, AppendEpoch(lead.epoch)]

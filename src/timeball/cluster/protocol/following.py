@@ -6,8 +6,8 @@ log after this position. That part belongs to an abandoned epoch and was never c
 
 A batch is everything that has arrived: it is written, synced once and acknowledged once. A batch has at most
 `batch_bytes` and does not span two segments. So after a power failure, a hole in the last segment is normally a torn
-batch, whose rows were not acknowledged. It is damage only if a whole frame after the hole has a `synced_to` more than
-`batch_bytes` after the hole. Then the bytes at the hole had been synced before.
+batch, whose rows were not acknowledged. The hole is damage only if a whole frame after it has a `synced_to` more than
+`batch_bytes` after the hole, because then the bytes in the hole had been synced.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Step = tuple[Replica, list[Effect]]
 def receive(state: Replica, node: str, message: Message) -> Step:
     """Handle a message of a leader or a candidate. Raises PeerError."""
     if isinstance(message, Hello):
-        return _promise(state, node, message)
+        return _handle_hello(state, node, message)
     if message.epoch < state.promised:
         return state, [Send(node, Refuse(state.promised))]
     source = state.source
@@ -65,7 +65,7 @@ def receive(state: Replica, node: str, message: Message) -> Step:
         return state, []  # the connection has been replaced, or has sent no HELLO
     match message:
         case Cut():
-            return _agree(state, source, message)
+            return _handle_cut(state, source, message)
         case Begin() | Data() if source.matched:
             return write(state, message)
         case Fetch():
@@ -75,14 +75,15 @@ def receive(state: Replica, node: str, message: Message) -> Step:
             return state, [PassOn(node, message)]
         case Ping():
             pong = Pong(message.epoch, state.wall_ms, message.boot_ms)
-            state = replace(state, off_ms=message.off_ms)
+            state = replace(state, deviation_ms=message.deviation_ms)
             state, effects = _apply(replace(state, committed_seq=max(state.committed_seq, message.committed)))
             return state, [Send(node, pong), *effects]
         case _:
             raise PeerError(f"{type(message).__name__} from {node}, which has not said where the logs agree")
 
 
-def _promise(state: Replica, node: str, hello: Hello) -> Step:
+def _handle_hello(state: Replica, node: str, hello: Hello) -> Step:
+    """Promise the epoch in a HELLO durably and accept its sender as the source, or refuse a lower epoch."""
     if hello.epoch < state.promised:
         return state, [Send(node, Refuse(state.promised))]
     effects: list[Effect] = []
@@ -97,23 +98,26 @@ def _promise(state: Replica, node: str, hello: Hello) -> Step:
     return replace(state, promised=hello.epoch, source=Source(node), unsynced_bytes=0), effects
 
 
-def _agree(state: Replica, source: Source, message: Cut) -> Step:
-    at = Position(message.ordinal, message.position, message.end_seq)
-    if at > state.log.end:
-        raise PeerError(f"CUT at {at}, but the log ends at {state.log.end}")
-    if at == BEGINNING and state.applied_seq:
-        return begin_anew(state)
-    assert at.seq >= state.applied_seq, f"CUT at seq {at.seq} below committed rows, up to {state.applied_seq}"
-    state, effects = cut_log(state, at)
-    ack = Ack(message.epoch, *at)
+def _handle_cut(state: Replica, source: Source, message: Cut) -> Step:
+    """Remove the log after the common end that the source names. From now on its frames are accepted."""
+    cut_at = Position(message.ordinal, message.position, message.end_seq)
+    if cut_at > state.log.end:
+        raise PeerError(f"CUT at {cut_at}, but the log ends at {state.log.end}")
+    if cut_at == BEGINNING and state.applied_seq:
+        return stop_for_restart(state)
+    assert cut_at.seq >= state.applied_seq, (
+        f"CUT at seq {cut_at.seq} below committed rows, up to {state.applied_seq}"
+    )
+    state, effects = cut_log(state, cut_at)
+    ack = Ack(message.epoch, *cut_at)
     return replace(state, source=replace(source, matched=True)), [*effects, Send(source.node, ack)]
 
 
-def begin_anew(state: Replica) -> Step:
+def stop_for_restart(state: Replica) -> Step:
     """End the process: the other log begins after rows that this log lacks, and the caches cannot skip rows.
 
-    The next start has applied no row, so its log may be cut to the beginning. The replica keeps its incarnation: all
-    rows that it has acknowledged are covered by a committed snapshot in the other log (see `positions.continuing`).
+    The next start has applied no row, so its log may be cut to the beginning. The replica keeps its incarnation: a
+    committed snapshot in the other log covers all rows that it has acknowledged (`positions.find_resume_position`).
     """
     reason = "the others have dropped rows that this log lacks"
     return replace(state, role=Role.STOPPED, source=None, seal=None), [StopServing(reason)]
@@ -122,7 +126,7 @@ def begin_anew(state: Replica) -> Step:
 def cut_log(state: Replica, at: Position) -> Step:
     """Remove the log after `at`, including the header of an empty segment.
 
-    The next writer may begin that segment with another header.
+    The header goes too, because the next leader may begin that segment with another header.
     """
     if at == state.log.end and state.log.is_at_a_frame:
         return state, []
@@ -131,19 +135,19 @@ def cut_log(state: Replica, at: Position) -> Step:
 
 
 def write(state: Replica, message: Begin | Data | Bytes) -> Step:
-    """Write frames or begin a segment, exactly at the end of the log. Raises PeerError for any other position."""
+    """Write frames or begin a segment at the end of the log. Raises PeerError for any other position."""
     log = state.log
     if isinstance(message, Begin):
         if log.ordinal and (message.ordinal != log.ordinal + 1 or message.first_seq != log.seq):
             raise PeerError(f"BEGIN of segment {message.ordinal} behind {log.ordinal}")
-        # Sync first: recovery relies on it that only the last segment can be torn.
+        # Sync first: recovery relies on the rule that only the last segment can be torn.
         effects: list[Effect] = [Sync()] if state.unsynced_bytes else []
-        begun = Log(log.ends, message.ordinal, len(message.header), message.first_seq)
-        return replace(state, log=begun, unsynced_bytes=0), [*effects, BeginSegment(message)]
-    if (message.ordinal, message.position) != (log.ordinal, log.place):
+        new_log = Log(log.ends, message.ordinal, len(message.header), message.first_seq)
+        return replace(state, log=new_log, unsynced_bytes=0), [*effects, BeginSegment(message)]
+    if (message.ordinal, message.position) != (log.ordinal, log.next_byte):
         raise PeerError(
             f"frames for segment {message.ordinal}, byte {message.position}; the log goes on in "
-            f"{log.ordinal} at {log.place}"
+            f"{log.ordinal} at {log.next_byte}"
         )
     frames = read_frames(message.frames, message.ordinal, message.position, log.seq)
     ends = log.ends
@@ -166,8 +170,8 @@ def write(state: Replica, message: Begin | Data | Bytes) -> Step:
         committed_seq=max(state.committed_seq, committed),
     )
     if state.unsynced_bytes >= state.rules.batch_bytes:
-        state, more = flush(state)
-        effects += more
+        state, further_effects = flush(state)
+        effects += further_effects
     return state, effects
 
 
@@ -179,12 +183,12 @@ def flush(state: Replica) -> Step:
         if state.source and state.source.matched:
             effects.append(Send(state.source.node, Ack(state.promised, *state.log.end)))
         state = replace(state, unsynced_bytes=0)
-    state, more = _apply(state)
-    return state, effects + more
+    state, further_effects = _apply(state)
+    return state, effects + further_effects
 
 
 def _apply(state: Replica) -> Step:
-    """Apply the rows that are committed and synced here.
+    """Apply the rows that are committed and on this disk.
 
     Nothing is applied before the source has matched, because until then this log may differ from the leader's.
     """
@@ -202,26 +206,26 @@ def _apply(state: Replica) -> Step:
 # the CRC-32C of every frame is verified here, and its numbers are compared with those of the message around it.
 
 
-class Shipped(NamedTuple):
-    """A frame of a message: its epoch and its end."""
+class CheckedFrame(NamedTuple):
+    """The epoch and the end of a frame whose checksum and numbers are right."""
 
     epoch: int
     end: Position
 
 
-def read_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[Shipped]:
-    """Decode the frames from `position` on. Raises PeerError unless they are whole and in sequence."""
-    buffer, found, place, seq = pa.py_buffer(frames), [], 0, first_seq
-    while place < len(frames):
+def read_frames(frames: bytes, ordinal: int, position: int, first_seq: int) -> list[CheckedFrame]:
+    """Check frames that belong at `position` of a segment. Raises PeerError unless they are whole and in sequence."""
+    buffer, checked, offset, seq = pa.py_buffer(frames), [], 0, first_seq
+    while offset < len(frames):
         try:
-            frame = fmt.read_frame(buffer, place, origin=position)
+            frame = fmt.read_frame(buffer, offset, origin=position)
         except Corrupt as error:
             raise PeerError(f"frames for segment {ordinal}: {error}") from error
         if frame is None or frame.first_seq != seq:
             raise PeerError(
-                f"frames for segment {ordinal}, byte {position + place}: expected seq {seq}, "
+                f"frames for segment {ordinal}, byte {position + offset}: expected seq {seq}, "
                 f"got {'no frame' if frame is None else frame.first_seq}"
             )
-        place, seq = frame.end, frame.next_seq
-        found.append(Shipped(frame.epoch, Position(ordinal, position + place, seq)))
-    return found
+        offset, seq = frame.end, frame.next_seq
+        checked.append(CheckedFrame(frame.epoch, Position(ordinal, position + offset, seq)))
+    return checked

@@ -33,27 +33,27 @@ from timeball.cluster.protocol.effects import (
 from timeball.cluster.protocol.events import Appended, Shipped
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.messages import Ack, Complete, Cut, Data, Ping, Pong, Promise
-from timeball.cluster.protocol.positions import BEGINNING, Position, continuing, extend
+from timeball.cluster.protocol.positions import BEGINNING, Position, extend, find_resume_position
 from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role, majority, node_of
 
 # Longest round trip of a PING whose PONG counts. The measured offset of the clock is wrong by at most half of it.
 QUICK_MS = 200
 
 
-def meet(state: Replica, node: str, promise: Promise) -> Step:
-    """Begin with a replica that has promised the epoch: send it the end of the common log."""
+def handle_promise(state: Replica, node: str, promise: Promise) -> Step:
+    """Add a replica that has promised the epoch, and send it the position up to which both logs agree (CUT)."""
     lead = _lead(state)
-    at = continuing(state.log.ends, promise.ends, state.first.seq)
-    peer = Peer(promise.replica, at, heard_ms=state.now_ms, met_seq=state.log.end.seq)
+    common_end = find_resume_position(state.log.ends, promise.ends, state.first.seq)
+    peer = Peer(promise.replica, common_end, heard_ms=state.now_ms, seq_at_connect=state.log.end.seq)
     lead = _with_peer(lead, node, peer)
-    return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *at))]
+    return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *common_end))]
 
 
-def append(state: Replica, event: Appended) -> Step:
-    """Send a commit to the replicas that have everything before it, then write and sync it."""
+def handle_appended(state: Replica, event: Appended) -> Step:
+    """Send a new commit to the replicas that have everything before it, then write and sync it."""
     lead, log = _lead(state), state.log
-    if state.role is Role.LEADER and not may_go_on(state, event.now_ms):
-        return stop(state, "the lease is over")
+    if state.role is Role.LEADER and not may_keep_leading(state, event.now_ms):
+        return stop_leading(state, "the lease is over")
     end = Position(event.ordinal, event.position + len(event.frames), event.end_seq)
     data = Data(lead.epoch, event.ordinal, event.position, event.end_seq, lead.committed.seq, event.frames)
     effects: list[Effect] = []
@@ -67,14 +67,14 @@ def append(state: Replica, event: Appended) -> Step:
             peers[node] = replace(peer, sent=end)
     effects += [BeginSegment(event.begin)] if event.begin else []
     effects += [Write(event.ordinal, event.position, event.frames), Sync()]
-    lead = replace(lead, peers=peers, opened=lead.opened or end)
+    lead = replace(lead, peers=peers, opening_end=lead.opening_end or end)
     log = Log(extend(log.ends, lead.epoch, end), end.ordinal, end.end, end.seq)
-    state, more = count(replace(state, lead=lead, log=log))
-    return state, effects + more
+    state, further_effects = advance_commit(replace(state, lead=lead, log=log))
+    return state, effects + further_effects
 
 
-def acknowledge(state: Replica, node: str, ack: Ack) -> Step:
-    """Count an acknowledgement, and send the replica the frames that it lacks."""
+def handle_ack(state: Replica, node: str, ack: Ack) -> Step:
+    """Record an acknowledgement, commit what it completes, and ship the frames that the replica still lacks."""
     lead = _lead(state)
     peer = lead.peers.get(node)
     if peer is None:
@@ -82,12 +82,12 @@ def acknowledge(state: Replica, node: str, ack: Ack) -> Step:
     acked = Position(ack.ordinal, ack.position, ack.end_seq)
     peer = replace(peer, acked=acked, heard_ms=state.now_ms)
     # Count first: the next message to the replica states the committed end, so the Commit effect must come before it.
-    state, effects = count(replace(state, lead=_with_peer(lead, node, peer)))
-    state, more = _supply(state, node)
-    return state, effects + more
+    state, effects = advance_commit(replace(state, lead=_with_peer(lead, node, peer)))
+    state, further_effects = _ship_next(state, node)
+    return state, effects + further_effects
 
 
-def hear(state: Replica, node: str) -> Step:
+def note_answer(state: Replica, node: str) -> Step:
     """Record that a replica has answered."""
     lead = _lead(state)
     if node not in lead.peers:
@@ -96,7 +96,7 @@ def hear(state: Replica, node: str) -> Step:
     return replace(state, lead=_with_peer(lead, node, peer)), []
 
 
-def complete(state: Replica, node: str, message: Complete) -> Step:
+def handle_complete(state: Replica, node: str, message: Complete) -> Step:
     """Record up to which row a replica has all data files."""
     lead = _lead(state)
     peer = lead.peers.get(node)
@@ -106,18 +106,18 @@ def complete(state: Replica, node: str, message: Complete) -> Step:
     return replace(state, lead=_with_peer(lead, node, peer)), []
 
 
-def have_enough(state: Replica, others: Collection[str]) -> bool:
-    """Check that these replicas and this one are a majority of each set that counts (all of it with `--acks all`)."""
-    lead, having = _lead(state), {*others, state.rules.replica}
+def has_quorum(state: Replica, others: Collection[str]) -> bool:
+    """Check that `others` and this replica are a majority of each set that counts. With `--acks all`, the whole set."""
+    lead, holders = _lead(state), {*others, state.rules.replica}
     return all(
-        len(having.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
+        len(holders.intersection(replicas)) >= (len(replicas) if state.rules.acks_all else majority(replicas))
         for replicas in (lead.replicas, lead.joining)
         if replicas
     )
 
 
-def shipped(state: Replica, event: Shipped) -> Step:
-    """Continue after frames that were read from the segments."""
+def handle_shipped(state: Replica, event: Shipped) -> Step:
+    """Record that a Ship effect has sent frames from the segments."""
     lead = _lead(state)
     peer = lead.peers.get(event.node)
     if peer is None or not peer.is_shipping:
@@ -126,7 +126,7 @@ def shipped(state: Replica, event: Shipped) -> Step:
     return replace(state, lead=_with_peer(lead, event.node, peer)), []
 
 
-def _supply(state: Replica, node: str) -> Step:
+def _ship_next(state: Replica, node: str) -> Step:
     """Ship older frames, one message at a time, to a replica that has acknowledged everything sent before."""
     lead = _lead(state)
     peer = lead.peers[node]
@@ -134,125 +134,125 @@ def _supply(state: Replica, node: str) -> Step:
         return state, []
     if peer.sent > BEGINNING and peer.sent.seq < state.first.seq:
         # Retention has deleted the next frames while the replica was catching up. It begins again from the first
-        # segment, as in `meet`.
+        # segment, as in `handle_promise`.
         lead = _with_peer(lead, node, replace(peer, sent=BEGINNING, acked=None))
         return replace(state, lead=lead), [Send(node, Cut(lead.epoch, *BEGINNING))]
     lead = _with_peer(lead, node, replace(peer, is_shipping=True))
     return replace(state, lead=lead), [Ship(node, lead.epoch, peer.sent)]
 
 
-def lose(state: Replica, node: str) -> Step:
-    """Remove a replica whose connection ended. It begins again with a promise."""
+def handle_disconnect(state: Replica, node: str) -> Step:
+    """Remove a replica whose connection has ended. It sends a promise again on its next connection."""
     lead = _lead(state)
     peers = {name: peer for name, peer in lead.peers.items() if name != node}
-    handing_to = "" if lead.handing_to == node and not lead.is_proposed else lead.handing_to
-    lead = replace(lead, peers=peers, handing_to=handing_to)
-    # A joining set that waits for this replica no longer counts, and is only wanted again. If its swap is in flight,
-    # the set may be in the record already, so it goes on counting.
+    hand_over_node = "" if lead.hand_over_node == node and not lead.is_proposed else lead.hand_over_node
+    lead = replace(lead, peers=peers, hand_over_node=hand_over_node)
+    # A new set that waits for this replica no longer counts: it becomes a requested set again. But if its swap is in
+    # flight, the set may be in the record already, so it still counts.
     if lead.joining and not lead.is_proposed and node in {node_of(replica) for replica in lead.joining}:
         lead = replace(lead, joining=(), wanted=lead.joining)
     return replace(state, lead=lead), []
 
 
-def reached(state: Replica, replicas: tuple[str, ...]) -> Position:
+def find_quorum_position(state: Replica, replicas: tuple[str, ...]) -> Position:
     """Find the position up to which a majority of these replicas (all with `--acks all`) has the log on disk."""
     lead = _lead(state)
     ends = {peer.replica: peer.acked for peer in lead.peers.values() if peer.acked}
     ends[state.rules.replica] = state.log.end
-    order = sorted((ends.get(replica, BEGINNING) for replica in replicas), reverse=True)
-    return order[-1 if state.rules.acks_all else majority(replicas) - 1]
+    descending = sorted((ends.get(replica, BEGINNING) for replica in replicas), reverse=True)
+    return descending[-1 if state.rules.acks_all else majority(replicas) - 1]
 
 
 def is_of_own_epoch(lead: Lead, position: Position) -> bool:
-    """Check whether a frame of the leader's epoch ends at or before this position."""
-    return lead.opened is not None and position >= lead.opened
+    """Check that the log up to this position contains a frame of the leader's own epoch (I4)."""
+    return lead.opening_end is not None and position >= lead.opening_end
 
 
-def count(state: Replica) -> Step:
-    """Commit up to the position that a majority has, in the old set and, during a change, also in the new one."""
+def advance_commit(state: Replica) -> Step:
+    """Commit up to the position that a majority of the set, and during a change also of the new set, has on disk."""
     lead = _lead(state)
-    to = min(reached(state, replicas) for replicas in (lead.replicas, lead.joining) if replicas)
-    if to <= lead.committed or not is_of_own_epoch(lead, to):
+    end = min(find_quorum_position(state, replicas) for replicas in (lead.replicas, lead.joining) if replicas)
+    if end <= lead.committed or not is_of_own_epoch(lead, end):
         return state, []
-    state = replace(state, lead=replace(lead, committed=to), committed_seq=to.seq, applied_seq=to.seq)
-    effects: list[Effect] = [Commit(to)]
+    state = replace(state, lead=replace(lead, committed=end), committed_seq=end.seq, applied_seq=end.seq)
+    effects: list[Effect] = [Commit(end)]
     if state.role is Role.SYNCING:
         state = replace(state, role=Role.LEADER)
         effects.append(Serve(lead.epoch))
     return state, effects
 
 
-def tick(state: Replica) -> Step:
-    """Stop if this leader cannot or must not lead, else send PING with the end of the committed log."""
+def handle_tick(state: Replica) -> Step:
+    """Stop if the lease is over or no majority answers, else send PING with the end of the committed log."""
     lead = _lead(state)
-    if not may_go_on(state, state.now_ms):
-        return stop(state, "the lease is over")
-    if state.now_ms - max(_heard_ms(state), lead.since_ms) > state.rules.quorum_ms:
-        return stop(state, "no majority answers")
+    if not may_keep_leading(state, state.now_ms):
+        return stop_leading(state, "the lease is over")
+    if state.now_ms - max(_majority_heard_ms(state), lead.since_ms) > state.rules.quorum_ms:
+        return stop_leading(state, "no majority answers")
     ping = Ping(lead.epoch, state.wall_ms, state.now_ms, lead.committed.seq)
-    off_ms = clocks_off_ms(state)
+    deviations_ms = clock_deviations_ms(state)
     return state, [
-        Send(node, replace(ping, off_ms=off_ms.get(node, 0)))
+        Send(node, replace(ping, deviation_ms=deviations_ms.get(node, 0)))
         for node, peer in lead.peers.items()
         if peer.acked is not None
     ]
 
 
-def hear_clock(state: Replica, node: str, pong: Pong) -> Step:
-    """Record that a replica has answered, and how far its clock is ahead of this one."""
-    state, effects = hear(state, node)
+def handle_pong(state: Replica, node: str, pong: Pong) -> Step:
+    """Record that a replica has answered, and the offset of its clock, if the answer was quick."""
+    state, effects = note_answer(state, node)
     lead = _lead(state)
     round_trip_ms = state.now_ms - pong.boot_ms
     # The other clock was read at an unknown moment of the round trip, so a slow answer is too imprecise.
     if node in lead.peers and 0 <= round_trip_ms <= QUICK_MS:
-        peer = replace(lead.peers[node], ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
+        peer = replace(lead.peers[node], clock_ahead_ms=pong.wall_ms - (state.wall_ms - round_trip_ms // 2))
         state = replace(state, lead=_with_peer(lead, node, peer))
     return state, effects
 
 
-def clocks_off_ms(state: Replica) -> dict[str, int]:
+def clock_deviations_ms(state: Replica) -> dict[str, int]:
     """Compute how far each other node's clock deviates from the median of the set. Empty if too few are known."""
     lead = _lead(state)
     ahead_ms = {
-        node: peer.ahead_ms
+        node: peer.clock_ahead_ms
         for node, peer in lead.peers.items()
-        if peer.ahead_ms is not None and peer.replica in lead.replicas
+        if peer.clock_ahead_ms is not None and peer.replica in lead.replicas
     }
-    known = sorted([0, *ahead_ms.values()])
-    if len(known) < majority(lead.replicas) or len(known) < 3:
+    offsets_ms = sorted([0, *ahead_ms.values()])
+    if len(offsets_ms) < majority(lead.replicas) or len(offsets_ms) < 3:
         return {}  # of two clocks that differ, either may be wrong
     # With an even count, use the middle value nearer to the leader's own clock, by which it has released messages.
-    middle = min(known[(len(known) - 1) // 2 : len(known) // 2 + 1], key=abs)
-    return {node: abs(ahead - middle) for node, ahead in ahead_ms.items()}
+    median_ms = min(offsets_ms[(len(offsets_ms) - 1) // 2 : len(offsets_ms) // 2 + 1], key=abs)
+    return {node: abs(ahead - median_ms) for node, ahead in ahead_ms.items()}
 
 
-def may_go_on(state: Replica, now_ms: int) -> bool:
-    """Check that the lease holds, or that all other replicas answer.
+def may_keep_leading(state: Replica, now_ms: int) -> bool:
+    """Check that the lease is valid, or that all other replicas have answered lately.
 
     While all others answer, none of them can be part of a majority that another leader has.
     """
     if now_ms <= state.lease_until_ms:
         return True
     others = [replica for replica in _lead(state).replicas if replica != state.rules.replica]
-    heard = {peer.replica: peer.heard_ms for peer in _lead(state).peers.values()}
-    return state.rules.leads_without_coordinator and all(
-        now_ms - heard.get(replica, 0) <= state.rules.quorum_ms // 2 and replica in heard
+    heard_ms = {peer.replica: peer.heard_ms for peer in _lead(state).peers.values()}
+    return state.rules.may_lead_without_lease and all(
+        now_ms - heard_ms.get(replica, 0) <= state.rules.quorum_ms // 2 and replica in heard_ms
         for replica in others
     )
 
 
-def _heard_ms(state: Replica) -> int:
-    """Find the latest time at which a majority, this replica included, had answered."""
+def _majority_heard_ms(state: Replica) -> int:
+    """Find the latest time since which a majority has answered. This replica counts as answering now."""
     lead = _lead(state)
-    heard = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
-    heard[state.rules.replica] = state.now_ms
-    return sorted((heard.get(replica, 0) for replica in lead.replicas), reverse=True)[
+    heard_ms = {peer.replica: peer.heard_ms for peer in lead.peers.values()}
+    heard_ms[state.rules.replica] = state.now_ms
+    return sorted((heard_ms.get(replica, 0) for replica in lead.replicas), reverse=True)[
         majority(lead.replicas) - 1
     ]
 
 
-def stop(state: Replica, reason: str) -> Step:
-    """End this leader's process. The next start reads the disk and follows."""
+def stop_leading(state: Replica, reason: str) -> Step:
+    """End this leader's process. The next start reads the log from the disk and begins as a follower."""
     stopped = replace(state, role=Role.STOPPED, lead=None, seal=None, source=None)
     return stopped, [StopServing(reason), HangUp(), Resign()]
 

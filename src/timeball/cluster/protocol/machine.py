@@ -60,103 +60,107 @@ def step(state: Replica, event: Event) -> tuple[Replica, list[Effect]]:
         case LeaseExtended():
             return replace(state, lease_until_ms=event.until_ms), []
         case Connected():
-            return election.greet(state, event.node)
+            return election.send_hello(state, event.node)
         case Disconnected():
-            return _disconnect(state, event)
-    return _lead(state, event) if state.role in LEADS else _follow(state, event)
+            return _handle_disconnect(state, event)
+    return _step_leader(state, event) if state.role in LEADS else _step_follower(state, event)
 
 
-def _follow(state: Replica, event: Event) -> Step:
+def _step_follower(state: Replica, event: Event) -> Step:
+    """Handle an event as a learner, follower, candidate or sealing candidate."""
     match event:
         case Flush():
             return following.flush(state) if state.role is not Role.SEALING else (state, [])
         case Seen():
-            return election.see(state, event)
+            return election.handle_seen(state, event)
         case Proposed():
-            return election.hear(state, event)
+            return election.handle_proposed(state, event)
         case LeaderDied():
-            return election.replace_leader(state, event.node)
-    return state, []  # an event for a leader; this replica leads no more
+            return election.replace_dead_leader(state, event.node)
+    return state, []  # an event for a leader, but this replica does not lead any more
 
 
-def _lead(state: Replica, event: Event) -> Step:
+def _step_leader(state: Replica, event: Event) -> Step:
+    """Handle an event while this replica is SYNCING or LEADER."""
     match event:
         case Appended():
-            state, effects = leading.append(state, event)
+            state, effects = leading.handle_appended(state, event)
         case Shipped():
-            state, effects = leading.shipped(state, event)
+            state, effects = leading.handle_shipped(state, event)
         case Seen():
-            return replicas.see(state, event)
+            return replicas.handle_seen(state, event)
         case Proposed():
-            return replicas.conclude(state, event)
+            return replicas.handle_proposed(state, event)
         case ReplicasWanted():
-            return replicas.want(state, event)
+            return replicas.request_set(state, event)
         case HandOver():
             return replicas.hand_over(state, event.node)
         case _:
             return state, []
-    return _advanced(state, effects)
+    return _then_advance(state, effects)
 
 
-def _advanced(state: Replica, effects: list[Effect]) -> Step:
-    state, more = replicas.advance(state)
-    return state, effects + more
+def _then_advance(state: Replica, effects: list[Effect]) -> Step:
+    """Let a pending change of the set, or a hand-over, take its next step after an event of the log."""
+    state, further_effects = replicas.advance(state)
+    return state, effects + further_effects
 
 
 def _receive(state: Replica, node: str, message: Message) -> Step:
     if isinstance(message, Hello) and message.epoch > state.promised:
         if state.role in LEADS:
-            return leading.stop(state, f"epoch {message.epoch} has begun")
+            return leading.stop_leading(state, f"epoch {message.epoch} has begun")
         if state.role is Role.SEALING:
             state, effects = election.give_up(state)
-            state, more = following.receive(state, node, message)
-            return state, effects + more
+            state, further_effects = following.receive(state, node, message)
+            return state, effects + further_effects
         return following.receive(state, node, message)
     if isinstance(message, Refuse):
         # A REFUSE of this epoch or a lower one comes from an older connection. Only a later epoch ends this one.
-        return _refused(state, message) if message.epoch > state.promised else (state, [])
+        return _handle_refusal(state, message) if message.epoch > state.promised else (state, [])
     if state.epoch and message.epoch == state.epoch and not isinstance(message, Hello):
-        return _answered(state, node, message)
+        return _handle_answer(state, node, message)
     return following.receive(state, node, message)
 
 
-def _answered(state: Replica, node: str, message: Message) -> Step:
+def _handle_answer(state: Replica, node: str, message: Message) -> Step:
     """Handle an answer in the epoch that this replica leads or is a candidate for."""
     if state.role is Role.SEALING:
         match message:
             case Promise():
-                return election.collect(state, node, message)
+                return election.handle_promise(state, node, message)
             case Begin() | Bytes():
-                return election.fetched(state, node, message)
+                return election.handle_fetched(state, node, message)
         return state, []
     match message:
         case Promise():
-            state, effects = leading.meet(state, node, message)
+            state, effects = leading.handle_promise(state, node, message)
         case Ack():
-            state, effects = leading.acknowledge(state, node, message)
+            state, effects = leading.handle_ack(state, node, message)
         case Pong():
-            state, effects = leading.hear_clock(state, node, message)
+            state, effects = leading.handle_pong(state, node, message)
         case Have() | Want() | File():
-            state, effects = leading.hear(state, node)
+            state, effects = leading.note_answer(state, node)
             effects = [*effects, PassOn(node, message)]
         case Complete():
-            state, effects = leading.complete(state, node, message)
+            state, effects = leading.handle_complete(state, node, message)
         case _:
             return state, []
-    return _advanced(state, effects)
+    return _then_advance(state, effects)
 
 
-def _refused(state: Replica, message: Refuse) -> Step:
+def _handle_refusal(state: Replica, message: Refuse) -> Step:
+    """Stop leading, or give up the candidacy: another replica has promised a later epoch."""
     if state.role in LEADS:
-        return leading.stop(state, f"epoch {message.epoch} is promised")
+        return leading.stop_leading(state, f"epoch {message.epoch} is promised")
     return election.give_up(state) if state.role is Role.SEALING else (state, [])
 
 
-def _disconnect(state: Replica, event: Disconnected) -> Step:
+def _handle_disconnect(state: Replica, event: Disconnected) -> Step:
     if event.opened_here:
         if state.role in LEADS:
-            return leading.lose(state, event.node)
-        return election.lose(state, event.node) if state.role is Role.SEALING else (state, [])
+            return leading.handle_disconnect(state, event.node)
+        return election.handle_disconnect(state, event.node) if state.role is Role.SEALING else (state, [])
     if state.source and state.source.node == event.node:
         return replace(state, source=None), []
     return state, []
@@ -164,7 +168,7 @@ def _disconnect(state: Replica, event: Disconnected) -> Step:
 
 def _tick(state: Replica) -> Step:
     if state.role in LEADS:
-        return leading.tick(state)
+        return leading.handle_tick(state)
     if state.seal and state.now_ms - state.seal.since_ms > state.rules.quorum_ms:
         return election.give_up(state)
     return state, []

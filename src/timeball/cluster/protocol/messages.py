@@ -49,18 +49,18 @@ CHUNK_BYTES_MAX = 4 << 20  # of a data file
 PATH_BYTES_MAX = 1_024
 SEGMENT_HEADER_BYTES = 64
 
-Text = TypeVar("Text", bound=msgspec.Struct)
+JsonPayload = TypeVar("JsonPayload", bound=msgspec.Struct)
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message. Subclasses declare which of their fields are sent in the header and which in the payload.
+    """One message. A subclass declares which of its fields are sent in the header, and encodes the others as payload.
 
-    `HEADED` names the fields in the header's ordinal, position, end_seq and committed, in this order. None stands for
-    a header field that the type does not use and that is sent as 0.
+    `HEADER_FIELDS` names the fields that are sent as the header's ordinal, position, end_seq and committed, in this
+    order. None stands for a header field that the type does not use: it is sent as 0.
     """
 
     TYPE: ClassVar[int] = 0
-    HEADED: ClassVar[tuple[str | None, str | None, str | None, str | None]] = (None, None, None, None)
+    HEADER_FIELDS: ClassVar[tuple[str | None, str | None, str | None, str | None]] = (None, None, None, None)
     PAYLOAD_BYTES: ClassVar[tuple[int, int]] = (0, 0)  # minimum and maximum
 
     epoch: int
@@ -70,12 +70,12 @@ class Message(msgspec.Struct, frozen=True):
         return b""
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Decode the fields in `payload`, by name. Raises PeerError."""
         return {}
 
 
-class OfPath(Message, frozen=True):
+class PathMessage(Message, frozen=True):
     """A message whose payload is the path of a data file."""
 
     PAYLOAD_BYTES = (1, PATH_BYTES_MAX)
@@ -85,12 +85,12 @@ class OfPath(Message, frozen=True):
         return self.path.encode()  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Decode the path."""
-        return {"path": _text(payload)}
+        return {"path": _decode_path(payload)}
 
 
-class OfFrames(Message, frozen=True):
+class FramesMessage(Message, frozen=True):
     """A message whose payload is frames of the log."""
 
     PAYLOAD_BYTES = (1, FRAMES_BYTES_MAX)
@@ -100,13 +100,13 @@ class OfFrames(Message, frozen=True):
         return self.frames  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Take the payload as frames, unchecked (following.py checks them)."""
         return {"frames": payload}
 
 
 class Hello(Message, frozen=True):
-    """Request to promise this epoch and to accept nothing more from lower epochs."""
+    """Request to promise this epoch: the receiver then accepts no message of a lower epoch."""
 
     TYPE, PAYLOAD_BYTES = 1, (1, TEXT_BYTES_MAX)
     group: str
@@ -115,18 +115,18 @@ class Hello(Message, frozen=True):
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
-        return msgspec.json.encode(HelloText(self.group, self.replica, self.version))
+        return msgspec.json.encode(HelloJson(self.group, self.replica, self.version))
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Decode the JSON."""
-        return _fields(_read_json(payload, HelloText))
+        return _as_dict(_read_json(payload, HelloJson))
 
 
 class Begin(Message, frozen=True):
     """Request to begin this segment, in which the log continues."""
 
-    TYPE, HEADED = 2, ("ordinal", "size_bytes", "first_seq", None)
+    TYPE, HEADER_FIELDS = 2, ("ordinal", "size_bytes", "first_seq", None)
     PAYLOAD_BYTES = (SEGMENT_HEADER_BYTES, SEGMENT_HEADER_BYTES)
     ordinal: int
     size_bytes: int
@@ -138,15 +138,15 @@ class Begin(Message, frozen=True):
         return self.header
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Take the payload as the segment's header."""
         return {"header": payload}
 
 
-class Data(OfFrames, frozen=True):
+class Data(FramesMessage, frozen=True):
     """Request to write these frames at exactly this position."""
 
-    TYPE, HEADED = 3, ("ordinal", "position", "end_seq", "committed")
+    TYPE, HEADER_FIELDS = 3, ("ordinal", "position", "end_seq", "committed")
     ordinal: int
     position: int
     end_seq: int
@@ -157,16 +157,16 @@ class Data(OfFrames, frozen=True):
 class Cut(Message, frozen=True):
     """Request to remove the log after this position: that part belongs to an abandoned epoch."""
 
-    TYPE, HEADED = 4, ("ordinal", "position", "end_seq", None)
+    TYPE, HEADER_FIELDS = 4, ("ordinal", "position", "end_seq", None)
     ordinal: int
     position: int
     end_seq: int
 
 
 class Fetch(Message, frozen=True):
-    """Request of a candidate for the replica's log from this position on, which the candidate lacks."""
+    """A candidate's request for the log from this position on, which the candidate lacks."""
 
-    TYPE, HEADED = 5, ("ordinal", "position", "end_seq", None)
+    TYPE, HEADER_FIELDS = 5, ("ordinal", "position", "end_seq", None)
     ordinal: int
     position: int
     end_seq: int
@@ -175,12 +175,12 @@ class Fetch(Message, frozen=True):
 class Ping(Message, frozen=True):
     """Report the end of the committed log and ask for the replica's clock."""
 
-    TYPE, HEADED = 6, ("off_ms", "wall_ms", "boot_ms", "committed")
+    TYPE, HEADER_FIELDS = 6, ("deviation_ms", "wall_ms", "boot_ms", "committed")
     wall_ms: int
     boot_ms: int
     committed: int
     # Deviation of the replica's clock from the median of the group, as an absolute value. 0 also if it is not known.
-    off_ms: int = 0
+    deviation_ms: int = 0
 
 
 class File(Message, frozen=True):
@@ -189,9 +189,9 @@ class File(Message, frozen=True):
     Without a piece the message announces that the sender has the file. A size of 0 means that it does not.
     """
 
-    TYPE, HEADED = 7, (None, "position", "size_bytes", None)
+    TYPE, HEADER_FIELDS = 7, (None, "position", "size_bytes", None)
     PAYLOAD_BYTES = (6, 6 + PATH_BYTES_MAX + CHUNK_BYTES_MAX)
-    LEAD: ClassVar[Struct] = Struct("<HI")  # bytes of the path, CRC-32C of the whole file
+    PREFIX: ClassVar[Struct] = Struct("<HI")  # bytes of the path, CRC-32C of the whole file
     position: int  # of the piece
     size_bytes: int  # of the file
     path: str
@@ -201,26 +201,26 @@ class File(Message, frozen=True):
     def payload(self) -> bytes:
         """Encode the path, the checksum of the whole file, and the piece."""
         path = self.path.encode()
-        return self.LEAD.pack(len(path), self.crc32c) + path + self.chunk
+        return self.PREFIX.pack(len(path), self.crc32c) + path + self.chunk
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Decode path, checksum and piece."""
-        length, crc32c = cls.LEAD.unpack_from(payload)
-        begin = cls.LEAD.size + length
+        length, crc32c = cls.PREFIX.unpack_from(payload)
+        begin = cls.PREFIX.size + length
         if begin > len(payload) or not 0 < length <= PATH_BYTES_MAX:
             raise PeerError(f"FILE names a path of {length} bytes in a payload of {len(payload)}")
         return {
-            "path": _text(payload[cls.LEAD.size : begin]),
+            "path": _decode_path(payload[cls.PREFIX.size : begin]),
             "crc32c": crc32c,
             "chunk": payload[begin:],
         }
 
 
-class Want(OfPath, frozen=True):
+class Want(PathMessage, frozen=True):
     """Request for a piece of this data file, from this byte on."""
 
-    TYPE, HEADED = 8, (None, "position", None, None)
+    TYPE, HEADER_FIELDS = 8, (None, "position", None, None)
     position: int
     path: str
 
@@ -236,19 +236,19 @@ class Promise(Message, frozen=True):
 
     def payload(self) -> bytes:
         """Encode the fields as JSON."""
-        return msgspec.json.encode(PromiseText(self.replica, self.ends, self.version, self.first_seq))
+        return msgspec.json.encode(PromiseJson(self.replica, self.ends, self.version, self.first_seq))
 
     @classmethod
-    def fields_of(cls, payload: bytes) -> dict[str, object]:
+    def decode_payload(cls, payload: bytes) -> dict[str, object]:
         """Decode the JSON and check that the epoch ends are in order."""
-        text = _read_json(payload, PromiseText)
+        text = _read_json(payload, PromiseJson)
         if any(min(end) < 0 for end in text.ends) or text.first_seq < 0 or not are_in_order(text.ends):
             raise PeerError("PROMISE lists epochs that are not in the order of a log")
-        return _fields(text)
+        return _as_dict(text)
 
 
 class Refuse(Message, frozen=True):
-    """Refusal: the sender has promised this later epoch, so the receiver must stop leading."""
+    """Refusal: the sender has promised this later epoch, so the receiver must not lead."""
 
     TYPE = 12
 
@@ -256,26 +256,26 @@ class Refuse(Message, frozen=True):
 class Ack(Message, frozen=True):
     """Acknowledgement: the log up to this position is synced to the sender's disk."""
 
-    TYPE, HEADED = 13, ("ordinal", "position", "end_seq", None)
+    TYPE, HEADER_FIELDS = 13, ("ordinal", "position", "end_seq", None)
     ordinal: int
     position: int
     end_seq: int
 
 
-class Bytes(OfFrames, frozen=True):
+class Bytes(FramesMessage, frozen=True):
     """Frames that answer a FETCH: like DATA, in the other direction."""
 
-    TYPE, HEADED = 14, ("ordinal", "position", "end_seq", None)
+    TYPE, HEADER_FIELDS = 14, ("ordinal", "position", "end_seq", None)
     ordinal: int
     position: int
     end_seq: int
     frames: bytes
 
 
-class Have(OfPath, frozen=True):
+class Have(PathMessage, frozen=True):
     """Confirmation that this data file and its directory entry are synced to the sender's disk."""
 
-    TYPE, HEADED = 15, (None, None, "size_bytes", None)
+    TYPE, HEADER_FIELDS = 15, (None, None, "size_bytes", None)
     size_bytes: int
     path: str
 
@@ -283,7 +283,7 @@ class Have(OfPath, frozen=True):
 class Pong(Message, frozen=True):
     """Answer to a PING: the sender's wall clock, and the boot clock copied from the PING."""
 
-    TYPE, HEADED = 16, (None, "wall_ms", "boot_ms", None)
+    TYPE, HEADER_FIELDS = 16, (None, "wall_ms", "boot_ms", None)
     wall_ms: int
     boot_ms: int
 
@@ -291,11 +291,11 @@ class Pong(Message, frozen=True):
 class Complete(Message, frozen=True):
     """Confirmation that all data files that the committed rows below `end_seq` name are on the sender's disk."""
 
-    TYPE, HEADED = 17, (None, None, "end_seq", None)
+    TYPE, HEADER_FIELDS = 17, (None, None, "end_seq", None)
     end_seq: int
 
 
-class HelloText(msgspec.Struct, frozen=True):
+class HelloJson(msgspec.Struct, frozen=True):
     """The JSON payload of HELLO."""
 
     group: str
@@ -303,7 +303,7 @@ class HelloText(msgspec.Struct, frozen=True):
     version: int
 
 
-class PromiseText(msgspec.Struct, frozen=True):
+class PromiseJson(msgspec.Struct, frozen=True):
     """The JSON payload of PROMISE."""
 
     replica: str
@@ -312,10 +312,10 @@ class PromiseText(msgspec.Struct, frozen=True):
     first_seq: int = 0
 
 
-_ALL = (
+_TYPES = (
     Hello, Begin, Data, Cut, Fetch, Ping, File, Want, Promise, Refuse, Ack, Bytes, Have, Pong, Complete,
 )  # fmt: skip
-KINDS: dict[int, type[Message]] = {kind.TYPE: kind for kind in _ALL}
+KINDS: dict[int, type[Message]] = {kind.TYPE: kind for kind in _TYPES}
 
 
 class Header(NamedTuple):
@@ -323,64 +323,66 @@ class Header(NamedTuple):
 
     kind: type[Message]
     epoch: int
-    headed: dict[str, int]
+    fields: dict[str, int]
     length: int
 
 
 def encode(message: Message) -> tuple[bytes, bytes]:
-    """Encode a message as header and payload, in two parts so that frames are not copied."""
+    """Encode a message as header and payload. They stay separate, so that frames are not copied."""
     payload = message.payload()
-    least, most = message.PAYLOAD_BYTES
-    assert least <= len(payload) <= most, f"{type(message).__name__} of {len(payload)} bytes"
-    values = (0 if name is None else getattr(message, name) for name in message.HEADED)
+    bytes_min, bytes_max = message.PAYLOAD_BYTES
+    assert bytes_min <= len(payload) <= bytes_max, f"{type(message).__name__} of {len(payload)} bytes"
+    values = (0 if name is None else getattr(message, name) for name in message.HEADER_FIELDS)
     return HEADER.pack(MAGIC, message.TYPE, message.epoch, *values, len(payload)), payload
 
 
 def read_header(raw: bytes | memoryview) -> Header:
     """Decode and check a header of 45 bytes. Raises PeerError."""
-    magic, number, epoch, *values, length = HEADER.unpack(raw)
-    kind = KINDS.get(number)
+    magic, type_number, epoch, *values, length = HEADER.unpack(raw)
+    kind = KINDS.get(type_number)
     if magic != MAGIC or kind is None:
         raise PeerError(
-            f"no message of the replication protocol (magic {magic:#x}, type {number}): is the port right, and does "
-            "every node run the same version?"
+            f"no message of the replication protocol (magic {magic:#x}, type {type_number}): is the port right, and "
+            "does every node run the same version?"
         )
-    least, most = kind.PAYLOAD_BYTES
-    if not least <= length <= most:
-        raise PeerError(f"{kind.__name__} with a payload of {length} bytes, {least} to {most} are allowed")
+    bytes_min, bytes_max = kind.PAYLOAD_BYTES
+    if not bytes_min <= length <= bytes_max:
+        raise PeerError(
+            f"{kind.__name__} with a payload of {length} bytes, {bytes_min} to {bytes_max} are allowed"
+        )
     if epoch < 0 or min(values) < 0:
         raise PeerError(f"{kind.__name__} with a number below zero")
-    if any(value for name, value in zip(kind.HEADED, values, strict=True) if name is None):
+    if any(value for name, value in zip(kind.HEADER_FIELDS, values, strict=True) if name is None):
         raise PeerError(f"{kind.__name__} with a number in a field that it does not have")
-    headed = {name: value for name, value in zip(kind.HEADED, values, strict=True) if name is not None}
-    return Header(kind, epoch, headed, length)
+    fields = {name: value for name, value in zip(kind.HEADER_FIELDS, values, strict=True) if name is not None}
+    return Header(kind, epoch, fields, length)
 
 
 def read_message(header: Header, payload: bytes) -> Message:
     """Build the message from its header and its whole payload. Raises PeerError."""
     assert len(payload) == header.length
-    return header.kind(epoch=header.epoch, **header.headed, **header.kind.fields_of(payload))
+    return header.kind(epoch=header.epoch, **header.fields, **header.kind.decode_payload(payload))
 
 
-def _read_json(payload: bytes, kind: type[Text]) -> Text:
+def _read_json(payload: bytes, kind: type[JsonPayload]) -> JsonPayload:
     try:
         return msgspec.json.decode(payload, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise PeerError(f"{kind.__name__} cannot be read: {error}") from error
 
 
-def _fields(text: msgspec.Struct) -> dict[str, object]:
+def _as_dict(text: msgspec.Struct) -> dict[str, object]:
     return {name: getattr(text, name) for name in text.__struct_fields__}
 
 
-def _text(raw: bytes) -> str:
+def _decode_path(raw: bytes) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise PeerError("a path that is not UTF-8") from error
 
 
-# Decoder of the byte stream of one connection into messages.
+# Decoder of a connection's byte stream.
 
 
 class Receiver:
@@ -396,25 +398,25 @@ class Receiver:
         The caller may overwrite `data` once the iterator is exhausted.
         """
         # The buffer is nearly always empty. Then each payload is copied only once, out of `data`.
-        held, place = self._buffer, 0
-        if held:
-            held += data
-        with memoryview(held or data) as view:
+        buffer, offset = self._buffer, 0
+        if buffer:
+            buffer += data
+        with memoryview(buffer or data) as view:
             while True:
                 if self._header is None:
-                    if len(view) - place < HEADER.size:
+                    if len(view) - offset < HEADER.size:
                         break
                     # Check the header before its payload has arrived: a bad length must not make the buffer grow.
-                    self._header = read_header(view[place : place + HEADER.size])
-                    place += HEADER.size
+                    self._header = read_header(view[offset : offset + HEADER.size])
+                    offset += HEADER.size
                 header = self._header
-                if len(view) - place < header.length:
+                if len(view) - offset < header.length:
                     break
-                payload = bytes(view[place : place + header.length])
-                place += header.length
+                payload = bytes(view[offset : offset + header.length])
+                offset += header.length
                 self._header = None
                 yield read_message(header, payload)
-        if held:
-            del held[:place]
+        if buffer:
+            del buffer[:offset]
         else:
-            held += data[place:]
+            buffer += data[offset:]

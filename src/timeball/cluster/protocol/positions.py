@@ -42,13 +42,13 @@ class EpochEnd(NamedTuple):
 Ends = tuple[EpochEnd, ...]
 
 
-def last(ends: Ends) -> Position:
+def last_position(ends: Ends) -> Position:
     """Find the end of the last frame in a log with these ends."""
     return ends[-1].position if ends else BEGINNING
 
 
-def knowledge(ends: Ends) -> tuple[int, Position]:
-    """Build the key by which logs are compared: the last epoch first, then the length."""
+def log_order_key(ends: Ends) -> tuple[int, Position]:
+    """Build the key by which logs are compared. The log with the later last epoch is greater, then the longer one."""
     return (ends[-1].epoch, ends[-1].position) if ends else (0, BEGINNING)
 
 
@@ -60,37 +60,37 @@ def are_in_order(ends: Ends) -> bool:
     )
 
 
-def matching(mine: Ends, theirs: Ends) -> Position:
+def common_end(mine: Ends, theirs: Ends) -> Position:
     """Find the position up to which both logs are equal."""
-    known = {end.epoch: end.position for end in mine}
+    own_ends = {end.epoch: end.position for end in mine}
     for end in reversed(theirs):
-        if end.epoch in known:
-            return min(known[end.epoch], end.position)
+        if end.epoch in own_ends:
+            return min(own_ends[end.epoch], end.position)
     return BEGINNING
 
 
-def continuing(sender: Ends, receiver: Ends, kept_from_seq: int) -> Position:
+def find_resume_position(sender: Ends, receiver: Ends, sender_first_seq: int) -> Position:
     """Find the position from which the sender's log continues the receiver's log.
 
-    The sender has its rows from `kept_from_seq` on. The position is the end of the common log, or the beginning when
-    the sender has deleted the next rows. In the second case the receiver's rows are not needed any more: the sender
-    has a committed snapshot with everything of them that still counts.
+    The position is the end of the common log, or BEGINNING if the sender has deleted the next rows (its log begins with
+    row `sender_first_seq`). In the second case the receiver's rows are not needed any more: the sender has a committed
+    snapshot that contains all of their state that still counts.
     """
-    at = matching(sender, receiver)
-    return at if at.seq >= kept_from_seq else BEGINNING
+    end = common_end(sender, receiver)
+    return end if end.seq >= sender_first_seq else BEGINNING
 
 
 def cut(ends: Ends, at: Position) -> Ends:
     """Compute the ends of the log after a cut at `at`."""
-    kept = [end for end in ends if end.position <= at]
-    if at > last(tuple(kept)):
+    remaining = [end for end in ends if end.position <= at]
+    if at > last_position(tuple(remaining)):
         # `at` lies within this epoch, which now ends there.
-        kept.append(EpochEnd(ends[len(kept)].epoch, *at))
-    return tuple(kept)
+        remaining.append(EpochEnd(ends[len(remaining)].epoch, *at))
+    return tuple(remaining)
 
 
 def extend(ends: Ends, epoch: int, position: Position) -> Ends:
-    """Compute the ends after a frame of `epoch` that ends at `position`."""
+    """Compute the ends of the log after a frame of `epoch` was added, which ends at `position`."""
     if ends and ends[-1].epoch == epoch:
         return (*ends[:-1], EpochEnd(epoch, *position))
     assert not ends or ends[-1].epoch < epoch, f"a frame of epoch {epoch} behind one of {ends[-1].epoch}"

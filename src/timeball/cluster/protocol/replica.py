@@ -1,4 +1,4 @@
-"""The state of one replica, as one immutable record. The decisions are in election, leading, following and replicas.
+"""The state of one replica, as one immutable record. The modules election, leading, following and replicas change it.
 
     LEARNER --caught up, in the record--> FOLLOWER --no holder--> CANDIDATE --swapped--> SEALING
        ^                                   ^    ^                     | lost                | majority promised, and
@@ -26,7 +26,7 @@ from enum import StrEnum
 import msgspec
 
 from timeball.cluster.protocol.messages import Promise
-from timeball.cluster.protocol.positions import BEGINNING, Ends, Position, last
+from timeball.cluster.protocol.positions import BEGINNING, Ends, Position, last_position
 
 # The record of a group: the entry in the coordinator that each change of leader replaces by compare-and-swap.
 #
@@ -45,12 +45,12 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def node_of(replica: str) -> str:
-    """Extract the node from a replica (`node/incarnation`)."""
+    """Extract the node's name from a replica (`node/incarnation`)."""
     return replica.partition("/")[0]
 
 
 def majority(replicas: tuple[str, ...]) -> int:
-    """Compute how many replicas are more than half."""
+    """Compute the smallest number of replicas that is more than half."""
     return len(replicas) // 2 + 1
 
 
@@ -70,20 +70,20 @@ class Rules(msgspec.Struct, frozen=True):
     """The settings of a replica, constant while it runs."""
 
     replica: str  # node and incarnation
-    group: str = "cluster/g1"  # as HELLO names it: the cluster and its group
+    group: str = "cluster/g1"  # as in HELLO: cluster and group
     acks_all: bool = False  # a commit needs every replica of the set, not a majority
-    stands: bool = True  # False: this replica never becomes a candidate
-    # A leader that hears from no majority for this time stops. A candidate that does not get to lead gives up after it.
+    may_be_candidate: bool = True  # False: this replica never becomes a candidate
+    # A leader to which no majority answers for this time stops. A candidate that does not lead by then gives up.
     quorum_ms: int = 3_000
-    # A leader whose lease is over goes on while all other replicas of the set answer it. As long as they all answer,
+    # A leader whose lease has ended continues while all other replicas of the set answer. As long as they all answer,
     # no majority can have elected another leader.
-    leads_without_coordinator: bool = True
+    may_lead_without_lease: bool = True
     # A replica that a hand-over names has this time to begin before another one becomes a candidate.
     hand_over_ms: int = 500
-    # A replica whose clock deviates from the median by more than `off_ms_max` lets others become candidates first, for
-    # at most `stand_back_ms`.
-    off_ms_max: int = 500
-    stand_back_ms: int = 10_000
+    # A replica whose clock deviates from the group's median by more than `deviation_ms_max` waits for at most
+    # `defer_ms`, so that others become candidates first.
+    deviation_ms_max: int = 500
+    defer_ms: int = 10_000
     # A replica syncs after at most this many bytes. So a torn batch is no longer than this, and recovery can tell a
     # torn batch from damage (log/recovery.py).
     batch_bytes: int = 8 << 20
@@ -99,25 +99,27 @@ class Log(msgspec.Struct, frozen=True):
 
     ends: Ends = ()
     ordinal: int = 0  # of the last segment that was begun, 0 when there is none
-    place: int = 0  # byte in this segment at which the next frame goes
+    next_byte: int = 0  # byte of this segment at which the next frame will be written
     seq: int = 0  # sequence number of the next row
 
     @property
     def end(self) -> Position:
         """The end of the last frame."""
-        return last(self.ends)
+        return last_position(self.ends)
 
     @property
     def is_at_a_frame(self) -> bool:
         """True if the log ends with a frame, and False if the header of an empty segment follows the last frame."""
-        return (self.ordinal, self.place) == self.end[:2]
+        return (self.ordinal, self.next_byte) == self.end[:2]
 
 
 class Source(msgspec.Struct, frozen=True):
     """The leader or candidate whose messages this replica accepts."""
 
     node: str
-    matched: bool = False  # its CUT has named the end of the common log, so its frames may be written
+    matched: bool = (
+        False  # True once its CUT has named the end of the common log: then its frames may be written
+    )
 
 
 class Seal(msgspec.Struct, frozen=True):
@@ -133,15 +135,15 @@ class Peer(msgspec.Struct, frozen=True):
     """Another replica, as seen by the leader over one connection."""
 
     replica: str
-    sent: Position  # the log was sent up to here
+    sent: Position  # end of the frames sent so far
     acked: Position | None = None  # None until the replica has confirmed the end of the common log
     is_shipping: bool = False  # older frames are being read from the segments for it
     heard_ms: int = 0  # boot clock at its last answer
-    # Length of this leader's log when the connection began. A replica may join the set when it has the data files of
-    # all rows below. The files of later rows need no check: a majority had each before its row was appended.
-    met_seq: int = 0
+    # End of this leader's log when the connection began. A replica may join the set once it has the data files of all
+    # rows below it. The files of later rows need no check: a majority had each file before its row was appended.
+    seq_at_connect: int = 0
     complete_seq: int = -1  # it has the data files of all rows below this one
-    ahead_ms: int | None = None  # its clock minus this one, by its last quick answer; None: not known
+    clock_ahead_ms: int | None = None  # its clock minus this one, from its last quick answer; None: unknown
 
 
 class Lead(msgspec.Struct, frozen=True):
@@ -151,12 +153,12 @@ class Lead(msgspec.Struct, frozen=True):
     since_ms: int
     replicas: tuple[str, ...]  # whose acknowledgements count
     peers: dict[str, Peer]  # by node
-    opened: Position | None = None  # end of the epoch's first frame, which holds the EPOCH row
+    opening_end: Position | None = None  # end of the epoch's first frame, which holds the EPOCH row
     committed: Position = BEGINNING
-    wanted: tuple[str, ...] = ()  # a requested set of replicas that does not count yet
-    joining: tuple[str, ...] = ()  # a new set whose majority is needed as well, until it is in the record
+    wanted: tuple[str, ...] = ()  # the set that an operator requested; it does not count yet
+    joining: tuple[str, ...] = ()  # the new set: commits need its majority as well, until it is in the record
     is_proposed: bool = False  # a swap of the record is in flight
-    handing_to: str = ""  # the node to which this leader hands over
+    hand_over_node: str = ""  # the node to which this leader hands over
 
 
 class Replica(msgspec.Struct, frozen=True):
@@ -176,7 +178,7 @@ class Replica(msgspec.Struct, frozen=True):
     source: Source | None = None
     unsynced_bytes: int = 0
     vacant_since_ms: int = 0  # when the group was first read without a holder; 0: it has one
-    off_ms: int = 0  # deviation of the local clock from the median, as the last leader's PING stated
+    deviation_ms: int = 0  # deviation of the local clock from the median, as the last leader's PING stated
     committed_seq: int = 0  # as the leader's messages state
     applied_seq: int = 0
     seal: Seal | None = None

@@ -1,16 +1,16 @@
-"""The data files of the pending table in a group: sent to the replicas before a row names them, fetched where missing.
+"""Replication of the pending table's data files: replicas receive a file before a row of the log names it.
 
-A separate thread reads, writes and syncs the files, so that a commit waits for at most one piece, which the replica's
-thread sends or receives between two polls. The receiver sets the pace: when a piece is written, it asks for the next
-one (WANT), one file at a time.
+A separate thread reads, writes and syncs the files. So a commit waits for at most one piece of a file, which the
+replica's thread sends or receives between two polls. The receiver sets the pace: it requests one file at a time, and
+the next piece (WANT) once it has written the last one.
 
-    leader     announces each new file (FILE without a piece), and counts HAVE; a row may name the file when enough
+    leader     announces each new file (FILE without a piece), and counts HAVE; a row may name the file once enough
                replicas have it
-    replica    asks for the announced files, then for missing files that committed rows name; it removes files that
+    replica    requests announced files, and then the missing files that committed rows name; it removes files that
                have left the table, and segments that the leader may have deleted
-    new leader asks for its missing files before its broker is built (`complete`)
+    new leader requests its missing files before its broker is built (`complete`)
 
-A replica confirms a file only when its checksum was right and its name is on the disk (`IncomingFile`).
+A replica confirms a file only after its checksum was right and its name is on the disk (`IncomingFile`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import NamedTuple, Protocol, TypeVar
 import google_crc32c
 import pyarrow as pa
 
-from timeball.cluster.protocol.leading import have_enough
+from timeball.cluster.protocol.leading import has_quorum
 from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
 from timeball.cluster.protocol.replica import Replica, Role, node_of
 from timeball.io.clock import Clock
-from timeball.io.files import Files, no_room_to_sync
+from timeball.io.files import Files, full_disk_as_over_limit
 from timeball.model import limits
 from timeball.model.errors import NotFound, NotLeader, OverLimit, PeerError, TimeballError
 from timeball.table import live_files
@@ -40,10 +40,10 @@ from timeball.table.layout import FOLDER
 
 logger = logging.getLogger(__name__)
 
-LOOK_MS = 50  # interval of the thread's periodic work
-REMOVE_LOOK_MS = 1_000  # interval of the search for files to remove
-ANSWER_MS = 3_000  # a file of which no piece arrives for this long is requested again
-AGAIN_MS = 1_000  # pause after a failure, before a file is requested again
+WORK_EVERY_MS = 50  # interval of the thread's periodic work
+REMOVE_EVERY_MS = 1_000  # interval of the search for files to remove
+ANSWER_MS = 3_000  # a request is given up when no piece arrives for this long
+RETRY_MS = 1_000  # pause before a file is requested again after a failure
 # A file that no row names may belong to a future attach. Files left by failed jobs are removed after this time.
 UNNAMED_MS = limits.DAY_MS
 
@@ -71,19 +71,19 @@ class CommittedFiles(NamedTuple):
 class KeptLog(Protocol):
     """The replica's log, as far as this module uses it."""
 
-    def let_go(self, before_seq: int) -> None:
-        """Remove the segments that lie completely before a row. Belongs to the replica's thread."""
+    def delete_segments_before(self, before_seq: int) -> None:
+        """Delete the segments whose rows are all below `before_seq`. Belongs to the replica's thread."""
 
 
-class Told(NamedTuple):
+class AnnouncedFile(NamedTuple):
     """A file that a leader has announced."""
 
     node: str
     size_bytes: int
 
 
-class Asked:
-    """The file that is being requested."""
+class FileRequest:
+    """The file that this replica is requesting, piece by piece."""
 
     def __init__(self, node: str, path: str, size_bytes: int, now_ms: int) -> None:
         self.node, self.path, self.size_bytes, self.heard_ms = node, path, size_bytes, now_ms
@@ -111,20 +111,20 @@ class DataFiles:
         self._files, self._log, self._link, self._clock = files, log, link, clock
         # A file that has left the table stays readable for the retention time, at most a day, for readers of an older
         # version of the table. A single broker does the same (broker/maintenance.py).
-        self._readable_ms = min(retention_ms, limits.DAY_MS)
+        self._keep_readable_ms = min(retention_ms, limits.DAY_MS)
         self._on_failure, self._committed = on_failure, committed
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._live, self._outgoing = CommittedFiles(), OutgoingFiles(files)
         self._missing: dict[str, int] = {}  # live files that are not on this disk: path -> size in bytes
-        self._told: dict[str, Told] = {}
-        self._asked: Asked | None = None
-        self._not_before_ms: dict[str, int] = {}  # path -> when it may be asked for again
+        self._announced: dict[str, AnnouncedFile] = {}
+        self._request: FileRequest | None = None
+        self._retry_at_ms: dict[str, int] = {}  # path -> when it may be asked for again
         self._removable: dict[str, int] = {}  # path -> when it may be removed, unless it is live by then
         self._shipments: list[Shipment] = []
-        self._complete: Future[None] | None = None
-        self._is_led = False  # True: this replica leads, so the broker maintains the table
-        self._looked_ms = self._removed_ms = 0
-        self._let_go_seq = 0  # segments before this row were removed
+        self._completion: Future[None] | None = None
+        self._is_leading = False  # True: this replica leads, so the broker maintains the table
+        self._worked_ms = self._removed_ms = 0
+        self._removed_before_seq = 0  # segments before this row were removed
         self._thread = threading.Thread(target=self._run, name="data files", daemon=True)
 
     def start(self) -> None:
@@ -150,33 +150,33 @@ class DataFiles:
         return future
 
     def complete(self) -> Future[None]:
-        """Fetch the files that a new leader lacks. The future is done when all files of the rows so far are here."""
+        """Fetch the files that a new leader lacks. The future is done when it has the files of all committed rows."""
         future: Future[None] = Future()
         self._calls.put(partial(self._begin_leading, future))
         return future
 
     def received(self, node: str, message: Message) -> None:
         """Queue a message about a data file (see FileWork)."""
-        # Look the replica up now: when the queued call runs, the node's name may stand for another disk.
+        # Look the replica up now: when the queued call runs, the node may have another disk.
         lead = self._link.state.lead
         replica = lead.peers[node].replica if lead and node in lead.peers else ""
-        self._calls.put(partial(self._take, node, replica, message))
+        self._calls.put(partial(self._handle_message, node, replica, message))
 
     def closed(self, node: str) -> None:
         """Queue the end of a connection (see FileWork)."""
-        self._calls.put(partial(self._lose, node))
+        self._calls.put(partial(self._handle_disconnect, node))
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self.begin()
-            while self.turn(LOOK_MS / 1_000):
+            while self.turn(WORK_EVERY_MS / 1_000):
                 pass
         except BaseException as error:  # every exception, because no caller waits for this thread
             self._on_failure(error)
         finally:
-            self._drop_asked()
+            self._drop_request()
             for shipment in self._shipments:
                 shipment.fail(NotLeader("this node stops; ask again, another one answers soon"))
 
@@ -186,7 +186,7 @@ class DataFiles:
         self._removable.update(dict.fromkeys(sweep(self._files), now_ms + UNNAMED_MS))
 
     def turn(self, timeout_s: float) -> bool:
-        """Run one call, if one arrives in time, and the periodic work. Return False once `stop` was called."""
+        """Run one call, if one arrives in time, and the periodic work. False once `stop` was called."""
         try:
             call = self._calls.get(timeout=timeout_s) if timeout_s else self._calls.get_nowait()
         except Empty:
@@ -195,53 +195,55 @@ class DataFiles:
             if call is None:
                 return False
             call()
-        self._look()
+        self._do_periodic_work()
         return True
 
-    def _look(self) -> None:
+    def _do_periodic_work(self) -> None:
         now_ms = self._clock.boot_ms()
-        if now_ms - self._looked_ms < LOOK_MS:
+        if now_ms - self._worked_ms < WORK_EVERY_MS:
             return
-        self._looked_ms, state = now_ms, self._link.state
+        self._worked_ms, state = now_ms, self._link.state
         for shipment in self._shipments:
-            self._tell(shipment, state)
-            shipment.look(state)
-        self._shipments = [each for each in self._shipments if not each.done.done()]
-        if not self._is_led:
+            self._announce(shipment, state)
+            shipment.recount(state)
+        self._shipments = [shipment for shipment in self._shipments if not shipment.done.done()]
+        if not self._is_leading:
             self._follow(state, now_ms)
 
     def _follow(self, state: Replica, now_ms: int) -> None:
-        """Update the live files, fetch those that are missing, and remove those that have left the table."""
-        self._look_up(now_ms)
-        asked = self._asked
-        if asked is not None and now_ms - asked.heard_ms > ANSWER_MS:
-            self._put_off(asked, "no answer")
-        self._ask()
+        """As a follower: update the live files, fetch missing ones, and remove those that have left the table."""
+        self._update_live_files(now_ms)
+        request = self._request
+        if request is not None and now_ms - request.heard_ms > ANSWER_MS:
+            self._postpone(request, "no answer")
+        self._request_next()
         if self._live.seq and not self._missing:
-            self._tell_complete(state)
-        if self._live.seq and now_ms - self._removed_ms >= REMOVE_LOOK_MS:
+            self._report_complete(state)
+        if self._live.seq and now_ms - self._removed_ms >= REMOVE_EVERY_MS:
             self._removed_ms = now_ms
             self._remove(now_ms)
 
-    def _look_up(self, now_ms: int) -> None:
-        before, self._live = self._live.entries, self._committed()
+    def _update_live_files(self, now_ms: int) -> None:
+        """Compare the files of the applied rows with those before: find missing ones, and mark removed ones."""
+        previous, self._live = self._live.entries, self._committed()
         entries = self._live.entries
-        if entries is not before:
-            for path in entries.keys() - before.keys():
+        if entries is not previous:
+            for path in entries.keys() - previous.keys():
                 if not self._has(path, entries[path].size_bytes):
                     self._missing[path] = entries[path].size_bytes
-            for path in before.keys() - entries.keys():
+            for path in previous.keys() - entries.keys():
                 self._missing.pop(path, None)
-                self._removable[path] = now_ms + self._readable_ms
-        # This replica does not need segments that the leader may have deleted: its next start reads the snapshot.
-        if self._live.log_from_seq > self._let_go_seq:
-            self._let_go_seq = self._live.log_from_seq
-            self._link.post(partial(self._log.let_go, self._let_go_seq))
+                self._removable[path] = now_ms + self._keep_readable_ms
+        # Delete the segments that the leader may have deleted: the next start of this replica reads the snapshot.
+        if self._live.log_from_seq > self._removed_before_seq:
+            self._removed_before_seq = self._live.log_from_seq
+            self._link.post(partial(self._log.delete_segments_before, self._removed_before_seq))
 
-    def _tell_complete(self, state: Replica) -> None:
-        if self._complete is not None and state.lead and self._live.seq >= state.committed_seq:
-            self._is_led = True
-            self._complete.set_result(None)
+    def _report_complete(self, state: Replica) -> None:
+        """Complete the future of a new leader, or tell the leader that this learner has all files."""
+        if self._completion is not None and state.lead and self._live.seq >= state.committed_seq:
+            self._is_leading = True
+            self._completion.set_result(None)
         elif state.role is Role.LEARNER and state.source and state.source.matched:
             self._send(state.source.node, Complete(state.promised, self._live.seq))
 
@@ -249,54 +251,56 @@ class DataFiles:
         due = [path for path, due_ms in self._removable.items() if due_ms <= now_ms]
         for path in due:
             del self._removable[path]
-            if path not in self._live.entries and path not in self._told:
+            if path not in self._live.entries and path not in self._announced:
                 live_files.remove(self._files, path)
 
     # -- leading -----------------------------------------------------------------------------------------------------
 
     def _begin_leading(self, future: Future[None]) -> None:
-        self._told.clear()
-        self._drop_asked()
-        self._complete = future
+        self._announced.clear()
+        self._drop_request()
+        self._completion = future
 
     def _ship(self, paths: list[str], future: Future[None]) -> None:
         try:
-            # Compute the checksums too, which takes long the first time.
+            # This also computes the checksums, which takes long the first time.
             sizes = {path: self._outgoing.describe(path)[0] for path in paths}
         except TimeballError as error:
             future.set_exception(error)
             return
         self._shipments.append(Shipment(sizes, future))
-        self._looked_ms = 0  # announce the files at the next turn
+        self._worked_ms = 0  # announce the files at the next turn
 
-    def _tell(self, shipment: Shipment, state: Replica) -> None:
-        for node in shipment.nodes_to_tell(state):
+    def _announce(self, shipment: Shipment, state: Replica) -> None:
+        for node in shipment.take_nodes_to_inform(state):
             for path in shipment.sizes:
                 size_bytes, crc32c = self._outgoing.describe(path)
                 self._send(node, File(state.promised, 0, size_bytes, path, crc32c, b""))
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
-    def _take(self, node: str, replica: str, message: Message) -> None:
+    def _handle_message(self, node: str, replica: str, message: Message) -> None:
         match message:
             case Have():
                 for shipment in self._shipments:
-                    shipment.has(self._link.state, replica, message.path, message.size_bytes)
+                    shipment.add_holder(self._link.state, replica, message.path, message.size_bytes)
             case Want() | File() if PATH.fullmatch(message.path) is None:
                 logger.error("not the path of a data file, ignored node=%s path=%r", node, message.path)
             case Want():
                 self._send(node, self._outgoing.piece(message))
             case File() if message.size_bytes and not message.chunk:
-                self._hear_of(node, message)
+                self._handle_announcement(node, message)
             case File():
                 self._receive(node, message)
 
-    def _lose(self, node: str) -> None:
+    def _handle_disconnect(self, node: str) -> None:
         for shipment in self._shipments:
-            shipment.lose(node)
-        self._told = {path: told for path, told in self._told.items() if told.node != node}
-        if self._asked is not None and self._asked.node == node:
-            self._drop_asked()
+            shipment.drop_node(node)
+        self._announced = {
+            path: announced for path, announced in self._announced.items() if announced.node != node
+        }
+        if self._request is not None and self._request.node == node:
+            self._drop_request()
 
     def _send(self, node: str, message: Message) -> None:
         # A leader sends on the connection that it opened. A follower answers on the connection of the leader.
@@ -304,91 +308,95 @@ class DataFiles:
 
     # -- receiving ---------------------------------------------------------------------------------------------------
 
-    def _hear_of(self, node: str, file: File) -> None:
+    def _handle_announcement(self, node: str, file: File) -> None:
+        """Confirm an announced file that is on this disk, or request it."""
         self._removable[file.path] = self._clock.boot_ms() + UNNAMED_MS
         if self._has(file.path, file.size_bytes):
             self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
             return
-        self._told[file.path] = Told(node, file.size_bytes)
-        self._ask()
+        self._announced[file.path] = AnnouncedFile(node, file.size_bytes)
+        self._request_next()
 
-    def _ask(self) -> None:
+    def _request_next(self) -> None:
         """Request the next file, unless one is being received."""
-        if self._asked is not None:
+        if self._request is not None:
             return
         now_ms, state = self._clock.boot_ms(), self._link.state
-        found = self._next(state, now_ms)
-        if found is None:
+        request = self._choose_request(state, now_ms)
+        if request is None:
             return
-        self._asked = found
-        self._send(found.node, Want(state.promised, 0, found.path))
+        self._request = request
+        self._send(request.node, Want(state.promised, 0, request.path))
 
-    def _next(self, state: Replica, now_ms: int) -> Asked | None:
-        for path, told in self._told.items():
-            if self._not_before_ms.get(path, 0) <= now_ms:
-                return Asked(told.node, path, told.size_bytes, now_ms)
+    def _choose_request(self, state: Replica, now_ms: int) -> FileRequest | None:
+        """Choose the next file: announced files first, then missing files of committed rows. None if there is none."""
+        for path, announced in self._announced.items():
+            if self._retry_at_ms.get(path, 0) <= now_ms:
+                return FileRequest(announced.node, path, announced.size_bytes, now_ms)
         node = self._node_for(state, now_ms)
         for path, size_bytes in self._missing.items() if node else ():
-            if self._not_before_ms.get(path, 0) <= now_ms:
-                return Asked(node, path, size_bytes, now_ms)
+            if self._retry_at_ms.get(path, 0) <= now_ms:
+                return FileRequest(node, path, size_bytes, now_ms)
         return None
 
     def _node_for(self, state: Replica, now_ms: int) -> str:
-        """Choose the node to ask for a missing file ("": none).
+        """Choose the node from which to request a missing file ("": none).
 
         A follower asks the leader, a new leader asks the other replicas in turn.
         """
         if state.lead is None:
             return state.source.node if state.source and state.source.matched else ""
         nodes = sorted(node for node, peer in state.lead.peers.items() if peer.acked is not None)
-        return nodes[now_ms // AGAIN_MS % len(nodes)] if nodes else ""
+        return nodes[now_ms // RETRY_MS % len(nodes)] if nodes else ""
 
     def _has(self, path: str, size_bytes: int) -> bool:
         name = f"{FOLDER}/{path}"
         return self._files.exists(name) and self._files.size(name) == size_bytes
 
     def _receive(self, node: str, file: File) -> None:
-        asked = self._asked
-        if asked is None or (asked.node, asked.path) != (node, file.path):
-            return  # a late piece of a file that was given up
+        request = self._request
+        if request is None or (request.node, request.path) != (node, file.path):
+            return  # a late piece of an earlier request
         if not file.size_bytes:
-            self._put_off(asked, "the other replica does not have it")
+            self._postpone(request, "the other replica does not have it")
             return
         try:
-            is_whole = self._add(asked, file)
+            is_whole = self._add_piece(request, file)
         except (PeerError, OverLimit) as error:
-            self._put_off(asked, str(error))
+            self._postpone(request, str(error))
             return
         if not is_whole:
-            assert asked.incoming is not None
-            self._send(node, Want(self._link.state.promised, asked.incoming.received_bytes, asked.path))
+            assert request.incoming is not None
+            self._send(node, Want(self._link.state.promised, request.incoming.received_bytes, request.path))
             return
-        self._asked = None
-        self._missing.pop(asked.path, None)
-        self._not_before_ms.pop(asked.path, None)
-        if self._told.pop(asked.path, None) is not None:
+        self._request = None
+        self._missing.pop(request.path, None)
+        self._retry_at_ms.pop(request.path, None)
+        if self._announced.pop(request.path, None) is not None:
             self._send(node, Have(self._link.state.promised, file.size_bytes, file.path))
         logger.info("data file received path=%s size_bytes=%d node=%s", file.path, file.size_bytes, node)
-        self._ask()
+        self._request_next()
 
-    def _add(self, asked: Asked, file: File) -> bool:
-        if asked.size_bytes != file.size_bytes:
-            raise PeerError(f"{file.path} has {file.size_bytes} bytes there, {asked.size_bytes} are expected")
-        if asked.incoming is None:
-            asked.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
-        asked.heard_ms = self._clock.boot_ms()
-        return asked.incoming.add(file.position, file.crc32c, file.chunk)
+    def _add_piece(self, request: FileRequest, file: File) -> bool:
+        if request.size_bytes != file.size_bytes:
+            raise PeerError(
+                f"{file.path} has {file.size_bytes} bytes there, {request.size_bytes} are expected"
+            )
+        if request.incoming is None:
+            request.incoming = IncomingFile(self._files, file.path, file.size_bytes, file.crc32c)
+        request.heard_ms = self._clock.boot_ms()
+        return request.incoming.add(file.position, file.crc32c, file.chunk)
 
-    def _put_off(self, asked: Asked, reason: str) -> None:
-        """Give the file up, and do not request it again for AGAIN_MS."""
-        logger.warning("data file not received path=%s node=%s reason=%s", asked.path, asked.node, reason)
-        self._not_before_ms[asked.path] = self._clock.boot_ms() + AGAIN_MS
-        self._drop_asked()
+    def _postpone(self, request: FileRequest, reason: str) -> None:
+        """Stop requesting the file, for RETRY_MS at least."""
+        logger.warning("data file not received path=%s node=%s reason=%s", request.path, request.node, reason)
+        self._retry_at_ms[request.path] = self._clock.boot_ms() + RETRY_MS
+        self._drop_request()
 
-    def _drop_asked(self) -> None:
-        if self._asked is not None and self._asked.incoming is not None:
-            self._asked.incoming.drop()
-        self._asked = None
+    def _drop_request(self) -> None:
+        if self._request is not None and self._request.incoming is not None:
+            self._request.incoming.drop()
+        self._request = None
 
 
 # A data file that arrives from another replica, piece by piece.
@@ -409,16 +417,16 @@ class IncomingFile:
         """Create the temporary file. `path` is relative to the table."""
         self.path, self.size_bytes, self.crc32c = path, size_bytes, crc32c
         self._files, self._name = files, f"{FOLDER}/{path}"
-        self._folder, _, last = self._name.rpartition("/")
+        self._folder, _, file_name = self._name.rpartition("/")
         # Delta Lake tools ignore files whose name begins with '_'.
-        self._temporary = f"{self._folder}/_{last}{SUFFIX}"
+        self._temporary_name = f"{self._folder}/_{file_name}{SUFFIX}"
         files.make_dir(self._folder)
-        self._file = files.create(self._temporary)
+        self._file = files.create(self._temporary_name)
         self.received_bytes = self._synced_bytes = 0
         self._crc = 0
 
     def add(self, position: int, crc32c: int, chunk: bytes) -> bool:
-        """Write a piece. Return True when the file has its final name, durably. Raises PeerError for a wrong piece."""
+        """Write a piece. True once the file is complete and durable. Raises PeerError for a wrong piece."""
         end = position + len(chunk)
         if (position, crc32c) != (self.received_bytes, self.crc32c) or not chunk or end > self.size_bytes:
             raise PeerError(
@@ -435,27 +443,27 @@ class IncomingFile:
             raise PeerError(f"{self.path}: CRC-32C {self._crc:#010x}, expected {self.crc32c:#010x}")
         self._sync()
         self._file.close()
-        self._files.rename(self._temporary, self._name)
+        self._files.rename(self._temporary_name, self._name)
         self._files.sync_dir(self._folder)
         return True
 
     def _sync(self) -> None:
-        with no_room_to_sync(f"receiving {self.path}"):
+        with full_disk_as_over_limit(f"receiving {self.path}"):
             self._file.sync()
 
     def drop(self) -> None:
         """Remove the temporary file."""
         self._file.close()
-        self._files.remove(self._temporary)
+        self._files.remove(self._temporary_name)
 
 
 def sweep(files: Files) -> list[str]:
-    """Remove incomplete files of an earlier run, and return the paths of all data files.
+    """Remove incomplete files of an earlier run. Returns the paths of all data files.
 
     The folders are synced before the return, because the names given by a killed process may be only in the page
     cache.
     """
-    found: list[str] = []
+    paths: list[str] = []
     for bucket in files.list_dir(FOLDER):
         if not bucket.startswith("bucket="):
             continue
@@ -463,16 +471,16 @@ def sweep(files: Files) -> list[str]:
             if name.endswith(SUFFIX):
                 files.remove(f"{FOLDER}/{bucket}/{name}")
             else:
-                found.append(f"{bucket}/{name}")
+                paths.append(f"{bucket}/{name}")
         files.sync_dir(f"{FOLDER}/{bucket}")
-    return found
+    return paths
 
 
 # Data files to be sent: pieces of memory-mapped files, and the checksum of each whole file.
 
 PIECE_BYTES = 256 << 10  # a commit may wait for one piece to be sent, which takes 2 ms at 1 Gbit/s
 MAPPED_MAX = 16  # files that stay mapped
-DESCRIBED_MAX = 2 * limits.ATTACH_FILES_MAX  # checksums that are kept: enough for two of the largest attaches
+CHECKSUMS_MAX = 2 * limits.ATTACH_FILES_MAX  # checksums that are kept: enough for two of the largest attaches
 CRC_STEP_BYTES = 1 << 20
 
 T = TypeVar("T")
@@ -484,18 +492,18 @@ class OutgoingFiles:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._mapped: dict[str, pa.Buffer] = {}
-        self._described: dict[str, tuple[int, int]] = {}  # path -> size, CRC-32C
+        self._checksums: dict[str, tuple[int, int]] = {}  # path -> size, CRC-32C
 
     def describe(self, path: str) -> tuple[int, int]:
-        """Return a file's size and the CRC-32C of the whole file. Raises NotFound."""
-        if path not in self._described:
+        """Find the size of a file and the CRC-32C of its content. Raises NotFound."""
+        if path not in self._checksums:
             content, crc = self._map(path), 0
             # Compute in steps, so that other threads run in between.
             for begin in range(0, content.size, CRC_STEP_BYTES):
                 crc = google_crc32c.extend(crc, bytes(content[begin : begin + CRC_STEP_BYTES]))
-            self._described[path] = content.size, crc
-            _shorten(self._described, DESCRIBED_MAX)
-        return self._described[path]
+            self._checksums[path] = content.size, crc
+            _trim(self._checksums, CHECKSUMS_MAX)
+        return self._checksums[path]
 
     def piece(self, want: Want) -> File:
         """Read the piece that was requested. The size is 0 when the file is not on this disk."""
@@ -510,20 +518,20 @@ class OutgoingFiles:
     def _map(self, path: str) -> pa.Buffer:
         if path not in self._mapped:
             self._mapped[path] = self._files.map_readonly(f"{FOLDER}/{path}")
-            _shorten(self._mapped, MAPPED_MAX)
+            _trim(self._mapped, MAPPED_MAX)
         return self._mapped[path]
 
 
-def _shorten(kept: dict[str, T], count_max: int) -> None:
+def _trim(entries: dict[str, T], count_max: int) -> None:
     """Remove the oldest entries until at most `count_max` are left."""
-    while len(kept) > count_max:
-        del kept[next(iter(kept))]
+    while len(entries) > count_max:
+        del entries[next(iter(entries))]
 
 
-# Data files on their way from a leader to other replicas: the informed nodes, and the replicas that have each file.
+# Data files that a leader sends to other replicas: the informed nodes, and the replicas that have each file.
 #
-# A replica counts for a file only while the connection lasts on which it has confirmed the file. The next connection
-# may come from another disk, which is informed of the files again. That disk is another replica (another incarnation),
+# A replica counts for a file only as long as the connection on which it has confirmed the file. The next connection may
+# come from another disk, to which the files are announced again. That disk is another replica (another incarnation),
 # and a late confirmation of the old one does not count for it.
 
 
@@ -533,39 +541,41 @@ class Shipment:
     def __init__(self, sizes: dict[str, int], done: Future[None]) -> None:
         """Begin with sizes in bytes by path. `done` is set when enough replicas have all files."""
         self.sizes, self.done = sizes, done
-        self._told: set[str] = set()  # nodes
-        self._having: dict[str, set[str]] = defaultdict(set)  # path -> replicas
-        self._open = set(sizes)  # files that too few replicas have
+        self._announced_to: set[str] = set()  # nodes
+        self._holders: dict[str, set[str]] = defaultdict(set)  # path -> replicas
+        self._unfinished = set(sizes)  # files that too few replicas have so far
 
-    def nodes_to_tell(self, state: Replica) -> list[str]:
-        """List the connected nodes that have not been informed of the files, and count them as informed from now on."""
+    def take_nodes_to_inform(self, state: Replica) -> list[str]:
+        """List the connected nodes to which the files were not announced yet, and mark them as informed."""
         peers = state.lead.peers if state.lead else {}
-        found = [node for node, peer in peers.items() if peer.acked is not None and node not in self._told]
-        self._told.update(found)
-        return found
+        nodes = [
+            node for node, peer in peers.items() if peer.acked is not None and node not in self._announced_to
+        ]
+        self._announced_to.update(nodes)
+        return nodes
 
-    def has(self, state: Replica, replica: str, path: str, size_bytes: int) -> None:
-        """Count a replica (node and incarnation) for a file, if the size is right."""
+    def add_holder(self, state: Replica, replica: str, path: str, size_bytes: int) -> None:
+        """Record that a replica (node and incarnation) has a file, if the size is right."""
         if self.sizes.get(path) != size_bytes:
             return
-        self._having[path].add(replica)
-        if state.lead and have_enough(state, self._having[path]):
-            self._open.discard(path)
+        self._holders[path].add(replica)
+        if state.lead and has_quorum(state, self._holders[path]):
+            self._unfinished.discard(path)
         self._end_if_done()
 
-    def lose(self, node: str) -> None:
+    def drop_node(self, node: str) -> None:
         """Stop counting a node whose connection has ended. It is informed again when it is back."""
-        self._told.discard(node)
-        for replicas in self._having.values():
+        self._announced_to.discard(node)
+        for replicas in self._holders.values():
             replicas -= {replica for replica in replicas if node_of(replica) == node}
-        self._open = set(self.sizes)
+        self._unfinished = set(self.sizes)
 
-    def look(self, state: Replica) -> None:
-        """Count again, because the set of replicas may have changed. Fail when this node leads no more."""
+    def recount(self, state: Replica) -> None:
+        """Count again, because the set of replicas may have changed. Fail if this node does not lead any more."""
         if state.role is not Role.LEADER or state.lead is None:
             self.fail(NotLeader("this node leads no more; ask again, another one answers soon"))
             return
-        self._open = {path for path in self._open if not have_enough(state, self._having[path])}
+        self._unfinished = {path for path in self._unfinished if not has_quorum(state, self._holders[path])}
         self._end_if_done()
 
     def fail(self, error: BaseException) -> None:
@@ -574,5 +584,5 @@ class Shipment:
             self.done.set_exception(error)
 
     def _end_if_done(self) -> None:
-        if not self._open and not self.done.done():
+        if not self._unfinished and not self.done.done():
             self.done.set_result(None)

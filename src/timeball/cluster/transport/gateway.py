@@ -1,12 +1,13 @@
 """The ports of a node that does not lead: forwards connections to the leader, byte by byte.
 
-So every node answers on every port, and a client's address stays valid when the leader changes. A connection that
-arrives while no node leads waits up to WAIT_S for a leader. The forwarded bytes are not read: the leader handles TLS
-and accounts.
+So every node accepts connections on every port, and a client's address stays valid when the leader changes. A
+connection that arrives while no node leads waits up to WAIT_S for a leader. The forwarded bytes are not interpreted:
+the leader handles TLS and accounts.
+
 
 The first HTTP request of a connection is an exception, because a load balancer asks each node about itself
-(local_http.py). With TLS, reading it needs this node's certificate and a way to check the leader's certificate.
-Without the latter, HTTP is forwarded unread, too.
+(local_http.py). With TLS, reading this request needs this node's certificate and a way to check the leader's
+certificate. Without the latter, HTTP is also forwarded unread.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 5.0  # for a leader
-LOOK_S = 0.02  # between two attempts to reach a leader
+WAIT_S = 5.0  # how long a client's connection waits for a leader
+RETRY_S = 0.02  # between two attempts to reach a leader
 DIAL_S = 1.0
-LAST_S = 1.0  # for the last answers of a leader that hands over to this node
+LAST_S = 1.0  # time for the last answers of a leader that hands over to this node
 CHUNK_BYTES = 256 * 1024
 HTTP = "http"  # the edge
 
@@ -53,8 +54,10 @@ class Gateway:
         """Forward connections on `ports` (edge -> port) to `address(edge)`, which is None while no other node leads."""
         self._host, self._ports, self._address, self._http = host, ports, address, http
         self._servers: list[asyncio.Server] = []
-        self._pumps: set[asyncio.Task[None]] = set()
-        self._dialling: set[asyncio.Task[None]] = set()  # the subset that waits for a leader
+        self._forwardings: set[asyncio.Task[None]] = set()
+        self._awaiting_leader: set[asyncio.Task[None]] = (
+            set()
+        )  # those that have no connection to a leader yet
 
     async def start(self) -> None:
         """Listen. Raises SetupError."""
@@ -76,14 +79,14 @@ class Gateway:
                 ) from error
 
     def stop_listening(self) -> None:
-        """Free the ports for this node's own edges, and close connections that wait for a leader.
+        """Free the ports for this node's own servers, and close the connections that wait for a leader.
 
-        Their clients connect again and reach this node's own edges.
+        Their clients connect again, and reach this node's own servers.
         """
         for server in self._servers:
             server.close()
         self._servers.clear()
-        for task in self._dialling:
+        for task in self._awaiting_leader:
             task.cancel()
 
     async def drain(self) -> None:
@@ -93,39 +96,39 @@ class Gateway:
         does not know which of its messages were accepted.
         """
         self.stop_listening()
-        if self._pumps:
-            await asyncio.wait(set(self._pumps), timeout=LAST_S)
+        if self._forwardings:
+            await asyncio.wait(set(self._forwardings), timeout=LAST_S)
         await self.close()
 
     async def close(self) -> None:
         """Stop listening, and close the connections."""
         self.stop_listening()
-        for task in self._pumps:
+        for task in self._forwardings:
             task.cancel()
-        await asyncio.gather(*self._pumps, return_exceptions=True)
+        await asyncio.gather(*self._forwardings, return_exceptions=True)
 
     async def _forward(self, edge: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._pumps.add(task)
-        task.add_done_callback(self._pumps.discard)
-        task.add_done_callback(self._dialling.discard)
+        self._forwardings.add(task)
+        task.add_done_callback(self._forwardings.discard)
+        task.add_done_callback(self._awaiting_leader.discard)
         try:
             head = b""
             if self._http is not None and edge == HTTP:
-                read = await read_head(reader)
-                answer = self._http.answers.answer(read or b"")
+                request_head = await read_head(reader)
+                answer = self._http.answers.answer(request_head or b"")
                 if answer is not None:
                     writer.write(answer)
-                if answer is not None or read is None:
+                if answer is not None or request_head is None:
                     return
-                head = read
-            self._dialling.add(task)
-            found = await self._connect(edge)
-            self._dialling.discard(task)
-            if found is not None:
-                found[1].write(head)
-                await _join(reader, writer, *found)
+                head = request_head
+            self._awaiting_leader.add(task)
+            leader_streams = await self._connect(edge)
+            self._awaiting_leader.discard(task)
+            if leader_streams is not None:
+                leader_streams[1].write(head)
+                await _copy_both_ways(reader, writer, *leader_streams)
         except OSError:
             return  # the client is gone
         except asyncio.CancelledError:
@@ -134,7 +137,7 @@ class Gateway:
             writer.close()
 
     async def _connect(self, edge: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the leader, or return None when there was none for WAIT_S."""
+        """Connect to the leader. None when there was none for WAIT_S."""
         tls = self._http.tls_to_leader if self._http is not None and edge == HTTP else None
         loop = asyncio.get_running_loop()
         until_s = loop.time() + WAIT_S
@@ -144,28 +147,28 @@ class Gateway:
                 with suppress(OSError, TimeoutError):
                     async with asyncio.timeout(DIAL_S):
                         return await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=tls)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(RETRY_S)
         return None
 
 
-async def _join(
+async def _copy_both_ways(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    far_reader: asyncio.StreamReader,
-    far_writer: asyncio.StreamWriter,
+    leader_reader: asyncio.StreamReader,
+    leader_writer: asyncio.StreamWriter,
 ) -> None:
     """Copy bytes both ways until both directions have ended, or one connection breaks."""
     try:
-        async with asyncio.TaskGroup() as both:
-            both.create_task(_pump(reader, far_writer))
-            both.create_task(_pump(far_reader, writer))
+        async with asyncio.TaskGroup() as directions:
+            directions.create_task(_copy(reader, leader_writer))
+            directions.create_task(_copy(leader_reader, writer))
     except* OSError:
         pass  # one connection broke; the other one is closed as well, so that its peer notices
     finally:
-        far_writer.close()
+        leader_writer.close()
 
 
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while data := await reader.read(CHUNK_BYTES):
         writer.write(data)
         await writer.drain()

@@ -1,11 +1,11 @@
-"""The answers that a follower gives on its HTTP port itself: leader, health and metrics. The leader answers all others.
+"""HTTP requests that a follower answers itself: leader, health and metrics. All others are forwarded to the leader.
 
     GET /leader/<group>    503, with the leader's name, so that a load balancer sends no clients to this node
     GET /health/live       200
     GET /health/ready      200 while there is a leader, to which this port forwards
     GET /metrics           this replica's figures
 
-The first request of a connection decides. Either it is answered here and the connection is closed, or the whole
+The first request of a connection decides: either it is answered here and the connection is closed, or the whole
 connection is forwarded.
 """
 
@@ -60,25 +60,25 @@ class LocalAnswers:
         self._process = ProcessCollector(registry=None)
 
     def answer(self, head: bytes) -> bytes | None:
-        """Build the answer to a request with this head, or return None when the leader must answer it."""
+        """Build the answer to a request with this head. None when the leader must answer it."""
         request = _parse(head)
         if request is None or request.method not in ("GET", "HEAD"):
             return None
-        found = self._answer(request)
-        if found is None:
+        response = self._answer(request)
+        if response is None:
             return None
         try:
             self._check(request.method, request.path, request.headers)
         except Forbidden as error:
-            found = 403, _problem(403, error.code, str(error)), JSON
-        return _encode(*found, is_head=request.method == "HEAD")
+            response = 403, _problem(403, error.code, str(error)), JSON
+        return _encode(*response, is_head=request.method == "HEAD")
 
     def _answer(self, request: Request) -> tuple[int, bytes, str] | None:
         figures = self._figures()
         match request.path.strip("/").split("/"):
             case ["leader", group] if unquote(group) == figures.group:
-                facts = {"group": figures.group, "leader": figures.leader, "role": figures.role}
-                return 503, msgspec.json.encode(facts), JSON
+                document = {"group": figures.group, "leader": figures.leader, "role": figures.role}
+                return 503, msgspec.json.encode(document), JSON
             case ["leader", _]:
                 return 404, _problem(404, "not_found", f"this node keeps group {figures.group}"), JSON
             case ["health", "live"]:
@@ -88,10 +88,10 @@ class LocalAnswers:
             case ["health", "ready"]:
                 return 503, _problem(503, "unavailable", f"group {figures.group} has no leader"), JSON
             case ["metrics"]:
-                return self._measure(request, figures)
+                return self._answer_metrics(request, figures)
         return None
 
-    def _measure(self, request: Request, figures: ReplicaFigures) -> tuple[int, bytes, str]:
+    def _answer_metrics(self, request: Request, figures: ReplicaFigures) -> tuple[int, bytes, str]:
         try:
             self._authenticate(request.headers)
         except Unauthorized as error:
@@ -100,7 +100,7 @@ class LocalAnswers:
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes | None:
-    """Read the head of the first request, or the bytes that arrived instead. Return None after HEAD_S."""
+    """Read the head of the first request, or the bytes that arrived instead. None after HEAD_S."""
     with suppress(asyncio.LimitOverrunError):  # too long for a head: the bytes stay in the reader
         try:
             async with asyncio.timeout(HEAD_S):
@@ -115,15 +115,15 @@ async def read_head(reader: asyncio.StreamReader) -> bytes | None:
 def _parse(head: bytes) -> Request | None:
     if not head.endswith(END_OF_HEAD):
         return None
-    first, *lines = head.decode("latin-1").split("\r\n")
-    words = first.split(" ")
-    if len(words) != 3:
+    request_line, *lines = head.decode("latin-1").split("\r\n")
+    fields = request_line.split(" ")
+    if len(fields) != 3:
         return None
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-    return Request(words[0], words[1].partition("?")[0], headers)
+    return Request(fields[0], fields[1].partition("?")[0], headers)
 
 
 def _problem(status: int, code: str, detail: str) -> bytes:

@@ -1,7 +1,7 @@
 """JSON of the Flight edge: actions, tickets and acknowledgements as typed values. Does no I/O.
 
-All JSON from clients is decoded here, once, after its number of bytes was checked. It becomes structs of wire.py, which
-have a bound for every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a
+All JSON from clients is decoded here, once, after its size was checked. The results are structs of wire.py, which limit
+every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a
 typed error that names the field. Decoding costs no more than reading the bytes.
 
 Invariant: the results of `decode_action` and `decode_ticket` satisfy every bound of `wire.py`, so the server checks
@@ -27,87 +27,99 @@ from timeball.table import attachment
 # ---- actions --------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
-    # verb: (type of the body, its largest size in bytes, description). attach has a separate decoder
-    "status": (wire.Nothing, wire.BODY_BYTES_MAX, "what the broker holds, and how late it is"),
-    "create_topic": (wire.CreateTopic, wire.BODY_BYTES_MAX, "make a topic with so many queues"),
+    # verb: (type of the body, largest size of the body in bytes, description); `attach` has a separate decoder
+    "status": (wire.Nothing, wire.BODY_BYTES_MAX, "the broker's figures: messages, lateness, limits"),
+    "create_topic": (wire.CreateTopic, wire.BODY_BYTES_MAX, "create a topic with a number of queues"),
     "topics": (wire.Nothing, wire.BODY_BYTES_MAX, "all topics and their queues"),
     "queues": (wire.Queues, wire.BODY_BYTES_MAX, "first and next offset of each queue of a topic"),
-    "offsets": (wire.GetOffsets, wire.BODY_BYTES_MAX, "how far a group has come in a topic"),
-    "commit": (wire.Commit, wire.BODY_BYTES_MAX, "remember how far a group has come"),
+    "offsets": (wire.GetOffsets, wire.BODY_BYTES_MAX, "the stored offsets of a group in a topic"),
+    "commit": (wire.Commit, wire.BODY_BYTES_MAX, "store offsets of a group"),
     "source_positions": (
         wire.SourcePositions,
         wire.BODY_BYTES_MAX,
-        "how far a source of batches has been sent",
+        "the positions up to which a source has been sent",
     ),
-    "ack": (wire.Acknowledge, wire.CANCEL_BODY_BYTES_MAX, "messages of a group are dealt with"),
+    "ack": (wire.Acknowledge, wire.CANCEL_BODY_BYTES_MAX, "acknowledge messages of a group"),
     "change_invisible_time": (
         wire.ChangeInvisibleTime,
         wire.CANCEL_BODY_BYTES_MAX,
-        "messages of a group come again sooner or later",
+        "change when leased messages of a group are delivered again",
     ),
-    "dead_letter": (wire.DeadLetter, wire.CANCEL_BODY_BYTES_MAX, "a group gives messages up"),
-    "get": (wire.Get, wire.BODY_BYTES_MAX, "where a message is: waiting, visible, cancelled"),
-    "cancel": (wire.Cancel, wire.CANCEL_BODY_BYTES_MAX, "do not deliver these scheduled messages"),
+    "dead_letter": (
+        wire.DeadLetter,
+        wire.CANCEL_BODY_BYTES_MAX,
+        "move messages to the dead letters of a group",
+    ),
+    "get": (wire.Get, wire.BODY_BYTES_MAX, "the state of a message: waiting, visible, cancelled"),
+    "cancel": (wire.Cancel, wire.CANCEL_BODY_BYTES_MAX, "cancel scheduled messages"),
     "reschedule": (
         wire.Reschedule,
         wire.CANCEL_BODY_BYTES_MAX,
-        "deliver these scheduled messages at another instant",
+        "change the due time of scheduled messages",
     ),
-    "cancel_range": (wire.CancelRange, wire.CANCEL_BODY_BYTES_MAX, "do not keep what waits of a bulk job"),
-    "groups": (wire.Groups, wire.BODY_BYTES_MAX, "consumer groups: how far behind, what they hold"),
-    "dead_letters": (wire.DeadLetters, wire.BODY_BYTES_MAX, "messages that a group has given up"),
+    "cancel_range": (
+        wire.CancelRange,
+        wire.CANCEL_BODY_BYTES_MAX,
+        "cancel the pending messages of a bulk job",
+    ),
+    "groups": (wire.Groups, wire.BODY_BYTES_MAX, "consumer groups: their lags and leases"),
+    "dead_letters": (wire.DeadLetters, wire.BODY_BYTES_MAX, "the dead letters of a group"),
     "resend_dead_letters": (
         wire.ResolveDeadLetters,
         wire.BODY_BYTES_MAX,
-        "send them to the group again",
+        "deliver dead letters to the group again",
     ),
-    "delete_dead_letters": (wire.ResolveDeadLetters, wire.BODY_BYTES_MAX, "put them aside for good"),
-    "drain": (wire.Drain, wire.BODY_BYTES_MAX, "hand over all that waits to another group of the cluster"),
-    "campaigns": (wire.Campaigns, wire.BODY_BYTES_MAX, "bulk writes as objects, and how each was left"),
-    "campaign": (wire.ChangeCampaign, wire.BODY_BYTES_MAX, "plan, pause, resume or cancel a bulk write"),
-    "starts": (wire.Starts, wire.BODY_BYTES_MAX, "when the log was taken up again after a stop"),
-    "reserve": (wire.Reserve, wire.BODY_BYTES_MAX, "set aside sequence numbers for a later attach"),
-    "attach": (None, wire.ATTACH_BODY_BYTES_MAX, "make files part of the pending table, all or none"),
+    "delete_dead_letters": (wire.ResolveDeadLetters, wire.BODY_BYTES_MAX, "delete dead letters"),
+    "drain": (wire.Drain, wire.BODY_BYTES_MAX, "move all pending messages to another group of the cluster"),
+    "campaigns": (wire.Campaigns, wire.BODY_BYTES_MAX, "campaigns (bulk writes) and their states"),
+    "campaign": (wire.ChangeCampaign, wire.BODY_BYTES_MAX, "plan, pause, resume or cancel a campaign"),
+    "starts": (wire.Starts, wire.BODY_BYTES_MAX, "the times at which the broker was started again"),
+    "reserve": (wire.Reserve, wire.BODY_BYTES_MAX, "reserve sequence numbers for a later attach"),
+    "attach": (None, wire.ATTACH_BODY_BYTES_MAX, "attach data files to the pending table, all or none"),
     "compact": (wire.Nothing, wire.BODY_BYTES_MAX, "move the log's tail to the pending table now"),
-    "compactor": (wire.Lease, wire.BODY_BYTES_MAX, "an outside compactor is at work"),
+    "compactor": (wire.Lease, wire.BODY_BYTES_MAX, "renew the lease of an external compactor"),
     "dispatcher": (
         wire.DispatcherLease,
         wire.BODY_BYTES_MAX,
-        "a dispatcher outside brings due messages in files",
+        "renew the lease of an external dispatcher",
     ),
 }
 
-LARGE_OF_ADMINS = ("attach", "cancel_range")  # their bodies may have more than BODY_BYTES_MAX
+LARGE_ADMIN_ACTIONS = (
+    "attach",
+    "cancel_range",
+)  # larger than BODY_BYTES_MAX, so the permission is checked before decoding
 
 ActionRequest = wire.Request | attachment.Attachment
 
 
 def body_bytes_max(verb: str) -> int:
-    """Look up the largest size of this action's body, in bytes. Raises NotFound for an unknown verb."""
+    """Look up the size limit of an action's body, in bytes. Raises NotFound for an unknown verb."""
     if verb not in ACTIONS:
-        raise NotFound(f"no action {_short(verb)!r}; there are: {', '.join(ACTIONS)}")
+        raise NotFound(f"no action {_shortened(verb)!r}; there are: {', '.join(ACTIONS)}")
     return ACTIONS[verb][1]
 
 
 def decode_action(verb: str, body: bytes) -> ActionRequest:
     """Decode the body of an action. An empty body means `{}`. Raises NotFound, OverLimit and RequestError."""
-    check_size(f"the body of action {_short(verb)}", len(body), body_bytes_max(verb))
+    check_size(f"the body of action {_shortened(verb)}", len(body), body_bytes_max(verb))
     kind = ACTIONS[verb][0]
     if kind is None:
         return attachment.decode(body)
     request: Any = _decode(body or b"{}", kind, f"the body of action {verb}")
     if isinstance(request, wire.Cancel | wire.Reschedule):
-        _check_names(verb, request)
+        _check_single_selector(verb, request)
     if isinstance(request, wire.Reschedule) and (request.due_ms is None) == (request.delay_ms is None):
         raise RequestError("reschedule: say when by due_ms or delay_ms, one of them")
     return request  # type: ignore[no-any-return]  # a struct of ACTIONS
 
 
-def _check_names(verb: str, request: wire.Cancel | wire.Reschedule) -> None:
-    named = [name for name in ("ids", "keys", "seqs") if getattr(request, name)]
-    if len(named) != 1:
+def _check_single_selector(verb: str, request: wire.Cancel | wire.Reschedule) -> None:
+    """Raise RequestError unless the request names its messages in exactly one way."""
+    selectors = [name for name in ("ids", "keys", "seqs") if getattr(request, name)]
+    if len(selectors) != 1:
         raise RequestError(
-            f"{verb}: name the messages by ids, keys or seqs, one of them; got {named or 'none'}"
+            f"{verb}: name the messages by ids, keys or seqs, one of them; got {selectors or 'none'}"
         )
 
 
@@ -125,7 +137,9 @@ def decode_ticket(data: bytes) -> wire.Ticket:
     if isinstance(ticket, wire.ReadLog) and ticket.columns is not None:
         for name in ticket.columns:
             if name not in READ_SCHEMA.names or ticket.columns.count(name) > 1:
-                raise RequestError(f"the ticket: columns: {name!r} is no column of the log, or there twice")
+                raise RequestError(
+                    f"the ticket: columns: {name!r} is no column of the log, or is named twice"
+                )
     return ticket
 
 
@@ -136,26 +150,31 @@ _IO_ERROR = "5"  # Arrow's StatusCode, which its clients read as a FlightServerE
 _DETAIL = "Failed"
 
 
-def metadata_text(metadata: memoryview) -> str:
-    """Decode the text that accompanies a batch, "" if there is none. Raises InvalidMessage."""
+def decode_metadata(metadata: memoryview) -> str:
+    """Decode the metadata of a batch as UTF-8, "" if there is none. Raises InvalidMessage."""
     try:
         return str(metadata, "utf-8")
     except UnicodeDecodeError as error:
         raise InvalidMessage("the metadata of a batch is JSON, and must be UTF-8") from error
 
 
-def send_key(metadata: str) -> wire.SendKey:
-    """Decode the idempotency key of a batch. Raises InvalidMessage, OverLimit and RequestError."""
+def decode_send_key(metadata: str) -> wire.SendKey:
+    """Decode the metadata of a batch with an idempotency key. Raises InvalidMessage, OverLimit and RequestError."""
     check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
     key: wire.SendKey = _decode(metadata.encode(), wire.SendKey, "the metadata of a batch")
     return key
 
 
-def source_step(metadata: str) -> wire.SourceStep:
-    """Decode the positions of a source's batch. Raises InvalidMessage, OverLimit and RequestError."""
+def decode_source_step(metadata: str) -> wire.SourceStep:
+    """Decode the metadata of a source's batch: the positions before and after it, by partition.
+
+    Raises InvalidMessage, OverLimit and RequestError.
+    """
     check_size("the metadata of a batch", len(metadata), wire.BODY_BYTES_MAX)
     step: wire.SourceStep = _decode(metadata.encode(), wire.SourceStep, "the metadata of a batch")
-    if step.begin.keys() != step.end.keys() or any(end < step.begin[at] for at, end in step.end.items()):
+    if step.begin.keys() != step.end.keys() or any(
+        end < step.begin[partition] for partition, end in step.end.items()
+    ):
         raise RequestError("the metadata of a batch: each partition has a begin, and an end behind it")
     return step
 
@@ -166,16 +185,16 @@ def encode(answer: object) -> bytes:
 
 
 def encode_refusal(error: BaseException) -> bytes:
-    """Encode the refusal of one batch."""
+    """Encode the answer to a refused batch: the error's code and text."""
     return _encoder.encode(wire.SendRefusal(_code(error), sentence(error)))
 
 
-def details(error: BaseException) -> str:
-    """Build the text of the gRPC status UNKNOWN, with which a failed call ends."""
+def status_text(error: BaseException) -> str:
+    """Build the message of the gRPC status with which a failed call ends, as Arrow's own server writes it."""
     return f"{sentence(error)}. Detail: {_DETAIL}"
 
 
-def trailers(error: BaseException) -> bytes:
+def error_trailers(error: BaseException) -> bytes:
     """Encode the four trailers that carry an error to the client, as Arrow's own server writes them."""
     return b"".join(
         (
@@ -196,7 +215,7 @@ def _code(error: BaseException) -> str:
     return error.code if isinstance(error, TimeballError) else TimeballError.code
 
 
-def _short(text: str) -> str:
+def _shortened(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
@@ -205,10 +224,10 @@ def _short(text: str) -> str:
 T = TypeVar("T")
 
 
-def check_size(what: str, size_bytes: int, size_bytes_max: int) -> None:
-    """Raise OverLimit if there are too many bytes, before any are copied or parsed."""
+def check_size(subject: str, size_bytes: int, size_bytes_max: int) -> None:
+    """Raise OverLimit if there are too many bytes. Call it before the bytes are copied or parsed."""
     if size_bytes > size_bytes_max:
-        raise OverLimit(f"{what} has {size_bytes} bytes; at most {size_bytes_max}")
+        raise OverLimit(f"{subject} has {size_bytes} bytes; at most {size_bytes_max}")
 
 
 @cache  # there are few types, and building a decoder takes longer than decoding
@@ -216,10 +235,10 @@ def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind)
 
 
-def _decode(data: bytes, kind: Any, what: str) -> Any:
+def _decode(data: bytes, kind: Any, subject: str) -> Any:
     try:
         return _decoder_of(kind).decode(data)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{what}: {with_valid_fields(str(error), kind)}") from error
+        raise RequestError(f"{subject}: {with_valid_fields(str(error), kind)}") from error
     except (msgspec.DecodeError, UnicodeError, RecursionError, ValueError) as error:
-        raise InvalidMessage(f"{what} is not JSON: {error}") from error
+        raise InvalidMessage(f"{subject} is not JSON: {error}") from error

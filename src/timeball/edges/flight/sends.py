@@ -1,10 +1,9 @@
-"""Batches from streams to the broker's batcher, and their answers back.
+"""Passes batches from streams to the broker, and the broker's answers back to the slots of the batches.
 
 broker/accepting/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain rows
-of the pending table's files that a dispatcher brings. The broker decides them in the order in which they arrive.
+of the pending table's files, sent by a dispatcher. The broker decides them in the order in which they arrive.
 
-Invariant: every slot that was handed over is settled once, even if the broker fails. Here, settling a slot means to
-give it the answer to its batch.
+Invariant: every slot is settled once, even if the broker fails.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ class _Piece(Piece, gc=False):
 
 
 class Sends:
-    """Hands the batches of send streams to the broker. An Edge of accepting/ingress.py. Belongs to the event loop."""
+    """Passes the batches of send streams to the broker. An Edge of accepting/ingress.py. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
 
     def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a few rows, or a batch with the types of SEND_SCHEMA. Its slot is settled later.
+        """Pass on a list of rows, or a batch with the types of SEND_SCHEMA. The slot is settled later.
 
-        `key`: the JSON of wire.SendKey, or "" for a batch without an idempotency key.
+        `key` is the JSON of wire.SendKey, or "" for a batch without an idempotency key.
         """
         piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
         try:
             if key:
-                said = codec.send_key(key)
-                anew = said.if_settled == "send"
-                self._broker.keyed_sends.put(piece, said.idempotency_key, said.attempt, anew=anew)
+                send_key = codec.decode_send_key(key)
+                anew = send_key.if_settled == "send"
+                self._broker.keyed_sends.put(piece, send_key.idempotency_key, send_key.attempt, anew=anew)
             else:
                 self._broker.sends.put(piece)
         except Exception as error:  # of any kind: the stream sends this answer before all later ones
             self.refuse([piece], error)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Settle the slots of batches that are durable."""
+        """Settle the slots of batches that the broker has accepted."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
             ack = wire.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
@@ -68,45 +67,52 @@ class Sends:
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Settle the slots of batches that were refused."""
         for piece in pieces:
-            piece.slot.settle(refusal(error))
+            piece.slot.settle(refusal_answer(error))
 
 
 class SourcedSends(Sends):
-    """Hands over the batches of streams from a source. Each batch states the records it is made of."""
+    """Passes on the batches of source streams.
+
+    The metadata of each batch has the source's positions before and after it.
+    """
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch. `key`: the JSON of wire.SourceStep."""
+        """Pass on a batch. `key` is the JSON of wire.SourceStep."""
         piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
         try:
-            self._broker.sourced_sends.put(piece, codec.source_step(key))
+            self._broker.sourced_sends.put(piece, codec.decode_source_step(key))
         except Exception as error:  # of any kind: the stream sends this answer before all later ones
             self.refuse([piece], error)
 
 
 class Releases:
-    """Hands batches of release streams to the broker, and its answers back. Belongs to the event loop."""
+    """Passes the batches of release streams to the broker. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._tasks: set[asyncio.Task[bytes]] = set()
 
     def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
-        """Hand over a batch. A release names its scheduled messages, so it can be repeated safely without a key."""
+        """Pass on a batch. `key` is ignored: a release names its scheduled messages, so repeating it is safe."""
         task = asyncio.get_running_loop().create_task(self._release(batch, caller))
         self._tasks.add(task)  # the loop itself only has a weak reference to the task
         task.add_done_callback(partial(self._answer, slot))
 
     async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
-        brought = await self._broker.release(batch, caller)
-        return codec.encode(wire.ReleaseAck(brought.released, brought.left))
+        result = await self._broker.release(batch, caller)
+        return codec.encode(wire.ReleaseAck(result.released, result.left))
 
     def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:
+        """Settle the slot of a batch with the result of its release."""
         self._tasks.discard(task)
         error = Unavailable(STOPPING) if task.cancelled() else task.exception()
-        slot.settle(task.result() if error is None else refusal(error))
+        slot.settle(task.result() if error is None else refusal_answer(error))
 
 
-def refusal(error: BaseException) -> bytes:
-    """Encode the answer to a batch that was refused. The text of an internal fault is only logged."""
+def refusal_answer(error: BaseException) -> bytes:
+    """Log an error, and encode it as the answer to a refused batch.
+
+    The text of an internal fault is only in the log.
+    """
     log_failure(logger, "send", error)
     return codec.encode_refusal(error)

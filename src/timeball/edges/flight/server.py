@@ -21,7 +21,7 @@ from typing import Any
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec, protobuf, verbs
 from timeball.edges.flight.calls import FlightCall, framed
-from timeball.edges.flight.exchange import Columns, Shared, Upload
+from timeball.edges.flight.exchange import ColumnsOf, Upload, UploadContext
 from timeball.edges.flight.reads import Reads
 from timeball.edges.flight.sends import STOPPING, Releases, Sends, SourcedSends
 from timeball.edges.flight.window import BYTES_ALL_STREAMS_MAX
@@ -47,7 +47,7 @@ RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # for incomplete requests of actions and 
 FRAME_BYTES_MAX = 1024 * 1024  # of DATA: a batch arrives in a few frames
 CALLS_MAX = 1_024  # actions, reads and long polls
 STREAMS_MAX = 256  # each has a window and READ_AHEAD_BYTES
-DRAIN_S = 5.0  # the time for the streams' last answers when the broker stops
+DRAIN_S = 5.0  # for the last answers of the streams when the broker stops
 
 Handler = Callable[[FlightCall, bytes], Awaitable[None]]
 
@@ -58,21 +58,31 @@ class FlightEdge:
     call = Call
 
     def __init__(self, broker: Broker, status: verbs.Status | None = None, security: Security = OPEN) -> None:
-        """Build the edge. `status` answers the action of that name if the process adds figures to those of the broker.
+        """Build the edge.
 
+        `status` answers the action `status`. By default it is the broker's own status, without figures of the process.
         `security` decides who may connect, and has the TLS certificate.
         """
-        self._broker, self._served = broker, verbs.Served.by(broker, status or broker.status)
+        self._broker, self._served = broker, verbs.ServedBroker.by(broker, status or broker.status)
         self._security, self._clock = security, broker.clock.clock
-        self._sends, self._sourced, self._releases = Sends(broker), SourcedSends(broker), Releases(broker)
+        self._sends, self._source_sends, self._releases = (
+            Sends(broker),
+            SourcedSends(broker),
+            Releases(broker),
+        )
         self._budget = MemoryQuota(BYTES_ALL_STREAMS_MAX, MESSAGE_BYTES_MAX)
         self._reads = Reads(self._served, self._check_open)
         self._calls = SharedLimit("calls", CALLS_MAX)
         self._send_streams = SharedLimit("send streams", STREAMS_MAX)
-        self._decoding = ThreadPoolExecutor(1, "flight-decodes")
+        self._decode_thread = ThreadPoolExecutor(1, "flight-decodes")
         self._uploads: set[Upload] = set()  # the open streams of batches
-        self._shared = Shared(
-            self._choose, broker.policy.allow, self._budget, self._decoding, self._send_streams, self._uploads
+        self._context = UploadContext(
+            self._choose_sink,
+            broker.policy.allow,
+            self._budget,
+            self._decode_thread,
+            self._send_streams,
+            self._uploads,
         )
         self._is_closing = False
         self._handlers: dict[str, Handler] = {
@@ -89,14 +99,14 @@ class FlightEdge:
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
         self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"), broker.settings.codec)
-        self._watch: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
         self.port = -1
 
     async def start(self) -> None:
         """Listen. Raises SetupError when the address cannot be used."""
         settings = self._broker.settings
         self.port = await self._server.start(settings.host, settings.port, self._security.tls, "--port")
-        self._watch = asyncio.create_task(self._server.watch())
+        self._watch_task = asyncio.create_task(self._server.watch())
 
     @property
     def connections(self) -> int:
@@ -104,23 +114,29 @@ class FlightEdge:
         return self._server.connections
 
     def open(
-        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Call, now_s: float
+        self,
+        method: Method | None,
+        streams: Streams,
+        number: int,
+        is_half_closed: bool,
+        call: Call,
+        now_s: float,
     ) -> Exchange:
         """Create the call of a new stream (see http2.server.Service)."""
         if method is not None and method.takes_stream:
             return Upload(
                 streams,
                 number,
-                is_heard,
+                is_half_closed,
                 call,
                 self.room,
                 self._serve,
                 now_s,
                 self._admit_sender,
-                self._shared,
+                self._context,
             )
         return FlightCall(
-            streams, number, is_heard, call, self.room, self._serve, now_s, self._admit, self._calls
+            streams, number, is_half_closed, call, self.room, self._serve, now_s, self._admit, self._calls
         )
 
     def caller(self, headers: Mapping[str, str]) -> Caller:
@@ -128,16 +144,19 @@ class FlightEdge:
         return self._security.caller(headers, self._clock.wall_ms())
 
     async def close(self) -> None:
-        """Refuse new calls, answer those under way, and cut the others after DRAIN_S."""
+        """Refuse new calls, end reads, and answer received batches.
+
+        Streams with unanswered batches are cut after DRAIN_S.
+        """
         if self._is_closing:
             return
         self._is_closing = True
         uploads = list(self._uploads)
         for upload in uploads:
             upload.stop()
-        for stream in self._server.open_streams():
-            if isinstance(stream, FlightCall) and stream.task and not stream.method.outlives_client:
-                stream.task.cancel()  # long polls, and reads of the log
+        for call in self._server.open_streams():
+            if isinstance(call, FlightCall) and call.task and not call.method.outlives_client:
+                call.task.cancel()  # long polls, and reads of the log
         if uploads:
             await asyncio.wait(
                 [asyncio.ensure_future(upload.window.emptied()) for upload in uploads], timeout=DRAIN_S
@@ -146,9 +165,9 @@ class FlightEdge:
             if upload.window and not upload.window.is_aborted:
                 logger.warning("stream cut unanswered_batches=%d", len(upload.window))
         await self._server.close()
-        if self._watch is not None:
-            self._watch.cancel()
-        self._decoding.shutdown(wait=False)
+        if self._watch_task is not None:
+            self._watch_task.cancel()
+        self._decode_thread.shutdown(wait=False)
         self._reads.close()
 
     # ---- Flight's methods -------------------------------------------------------------------------------
@@ -156,7 +175,7 @@ class FlightEdge:
     async def _serve(self, call: Any, message: bytes) -> None:
         """Answer a call that is not a stream of batches."""
         try:
-            await self._handlers.get(call.method.name, _refuse)(call, message)
+            await self._handlers.get(call.method.name, _refuse_method)(call, message)
             call.finish()
         except asyncio.CancelledError:
             call.refuse(Unavailable(STOPPING))  # has no effect if the client has disconnected
@@ -165,39 +184,43 @@ class FlightEdge:
             call.refuse(error)
 
     async def _do_action(self, call: FlightCall, message: bytes) -> None:
-        """Answer an action: a JSON body in, one JSON body out."""
-        verb, body = protobuf.action(message)
+        """Answer an action. The body of the request and the answer are JSON."""
+        verb, body = protobuf.parse_action(message)
         codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
-        if verb in codec.LARGE_OF_ADMINS:  # checked before the body is decoded, and again by the broker
+        if verb in codec.LARGE_ADMIN_ACTIONS:  # checked before the body is decoded, and again by the broker
             self._broker.policy.allow(call.call.caller, Verb.ADMIN)
         request = codec.decode_action(verb, bytes(body))
         answer = await verbs.perform(self._served, verb, request, call.call.caller)
-        call.answer(protobuf.result(codec.encode(answer)))
+        call.answer(protobuf.encode_result(codec.encode(answer)))
 
     async def _list_actions(self, call: FlightCall, message: bytes) -> None:
         """List the verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
-            call.send_messages(framed(protobuf.action_type(verb, text)))
+            call.send_messages(framed(protobuf.encode_action_type(verb, text)))
 
     async def _get_schema(self, call: FlightCall, message: bytes) -> None:
         """Send message.READ_SCHEMA, which is the schema of every DoGet."""
-        call.send_messages(framed(protobuf.result(READ_SCHEMA.serialize().to_pybytes())))
+        call.send_messages(framed(protobuf.encode_result(READ_SCHEMA.serialize().to_pybytes())))
 
-    def _choose(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, Columns]:
-        """Choose the taker of a DoExchange's batches, and its columns, by the path. Raises NotFound and Forbidden."""
+    def _choose_sink(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, ColumnsOf]:
+        """Choose by the path where the batches of a DoExchange go, and which columns they have.
+
+        Raises NotFound for an unknown path, and Forbidden.
+        """
         if path == SEND_PATH:
             return self._sends, partial(SendColumns, codec=self._broker.settings.codec)
         if path == SOURCE_PATH:
-            return self._sourced, SourceColumns
+            return self._source_sends, SourceColumns
         if path == RELEASE_PATH:
-            # before a batch is received; `release` checks it again
+            # checked before a batch is received, and by `Broker.release` for each batch
             self._broker.policy.allow(caller, Verb.ADMIN)
             return self._releases, ReleaseColumns
         raise NotFound("no such exchange; descriptor paths are ['send'], ['source'] and ['release']")
 
-    # ---- inside -----------------------------------------------------------------------------------------
+    # ---- admission --------------------------------------------------------------------------------------
 
     def _admit(self, call: Call) -> Caller:
+        """Identify the caller of a call. Raises Unauthorized, and Unavailable once the edge closes."""
         caller = self.caller(call.headers)
         self._check_open()
         return caller
@@ -223,5 +246,5 @@ def _method(name: str) -> Method:
     return Method(name, name == "DoExchange", True, bytes, bytes, outlives_client=name == "DoAction")
 
 
-async def _refuse(call: FlightCall, message: bytes) -> None:
+async def _refuse_method(call: FlightCall, message: bytes) -> None:
     raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")

@@ -1,11 +1,11 @@
-"""From a decoded request to the broker's verb, and from the result to the JSON of the answer. Runs on the event loop.
+"""Performs decoded requests by the broker's verbs, and builds their answers. Runs on the event loop.
 
-A function per verb would have one line each; `perform` is a table of these lines. Errors raised here are Timeball's, or
-an internal fault. Of a fault the client learns only the name, and the log contains all of it.
+Most verbs need a single line of code, so `perform` is a table of these lines. Errors raised here are TimeballErrors, or
+internal faults. The client is only told the name of an internal fault, and the details are in the log.
 
-The members of a group share its messages out, each leased for a time, and answer with receipts. A receipt travels as a
-sealed text (receipt_handles.py) in a column beside those of the log. Messages from the group's retry topic are shown
-under the requested topic, because their receipts are made for that topic.
+The members of a group share its messages. Each message is leased for a time, and answered with its receipt. A receipt
+is sent as a sealed text (receipt_handles.py) in an additional column of the rows. Messages from the group's retry topic
+are returned under the requested topic, because their receipts are made for that topic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
-from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topic import Topic
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
@@ -31,48 +31,50 @@ from timeball.table.attachment import Attachment
 
 Status = Callable[[Caller], dict[str, object]]
 
-_TOPIC = READ_SCHEMA.get_field_index("topic")
-_ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
+_TOPIC_COLUMN = READ_SCHEMA.get_field_index("topic")
+_ROW_ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
 
 
-class HandedOut(NamedTuple):
-    """Rows in wire.RECEIVED_SCHEMA, or their Arrow message, and the receipts whose texts they contain."""
+class LeasedRows(NamedTuple):
+    """Leased messages in wire.RECEIVED_SCHEMA, as a batch or an encoded Arrow message, and their receipts."""
 
     rows: pa.RecordBatch | bytes
     receipts: list[AnyReceipt]
 
 
-class Served(NamedTuple):
-    """The broker that serves the requests, its status, and the encoder of its receipts."""
+class ServedBroker(NamedTuple):
+    """The broker that serves the requests, the function for its status, and the codec of its receipts."""
 
     broker: Broker
     status: Status
     handles: ReceiptHandles
 
     @classmethod
-    def by(cls, broker: Broker, status: Status) -> Served:
-        """Bundle a broker with its status."""
+    def by(cls, broker: Broker, status: Status) -> ServedBroker:
+        """Bundle a broker with its status and the codec of its receipts."""
         return cls(broker, status, ReceiptHandles(broker.tables.receipt_secret.get))
 
 
-async def perform(served: Served, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
-    """Perform an action for a caller. The result is encoded as the JSON of the answer."""
+async def perform(served: ServedBroker, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
+    """Perform an action for a caller. The result is what the JSON of the answer encodes."""
     broker = served.broker
     match request:
         case wire.Acknowledge():  # first, because most requests are acknowledgements
             return {"valid": await acknowledge(served, request, caller)}
         case wire.Nothing():
-            return await _plain(served, verb, caller)
+            return await _perform_plain(served, verb, caller)
         case wire.CreateTopic():
             await broker.create_topic(request.topic, request.queues, caller)
             return {}
         case wire.Queues():
             ranges = broker.queues(request.topic, caller)
-            return {"queues": {str(q): {"min": low, "max": high} for q, (low, high) in ranges.items()}}
+            return {
+                "queues": {str(queue): {"min": low, "max": high} for queue, (low, high) in ranges.items()}
+            }
         case wire.GetOffsets():
-            return {"offsets": _by_text(broker.offsets(request.group, request.topic, caller))}
+            return {"offsets": _with_text_keys(broker.offsets(request.group, request.topic, caller))}
         case wire.SourcePositions():
-            return {"positions": _by_text(broker.sourced_sends.positions(request.source, caller))}
+            return {"positions": _with_text_keys(broker.sourced_sends.positions(request.source, caller))}
         case wire.Commit():
             await broker.commit_offsets(request.group, request.topic, dict(request.offsets), caller)
             return {}
@@ -96,9 +98,9 @@ async def perform(served: Served, verb: str, request: codec.ActionRequest, calle
                 )
             }  # fmt: skip
         case wire.CancelRange() | wire.Campaigns() | wire.ChangeCampaign() | wire.Drain():
-            return await _bulk(broker, request, caller)
+            return await _perform_bulk(broker, request, caller)
         case wire.Groups() | wire.DeadLetters() | wire.ResolveDeadLetters():
-            return await _of_groups(broker, verb, request, caller)
+            return await _perform_for_groups(broker, verb, request, caller)
         case wire.Starts():
             return {
                 "starts": await asyncio.to_thread(broker.starts, request.from_seq, request.to_seq, caller)
@@ -116,17 +118,18 @@ async def perform(served: Served, verb: str, request: codec.ActionRequest, calle
     raise AssertionError(f"no verb for {request!r}")
 
 
-def _by_text(numbers: dict[int, int]) -> dict[str, int]:
-    # Names in JSON are texts.
+def _with_text_keys(numbers: dict[int, int]) -> dict[str, int]:
+    # The keys of JSON objects are strings.
     return {str(number): value for number, value in numbers.items()}
 
 
-async def _of_groups(
+async def _perform_for_groups(
     broker: Broker,
     verb: str,
     request: wire.Groups | wire.DeadLetters | wire.ResolveDeadLetters,
     caller: Caller,
 ) -> Any:
+    """Perform an action on consumer groups or their dead letters."""
     if isinstance(request, wire.Groups):
         if request.group is None:
             return await broker.groups.page(request.rows, request.after, caller)
@@ -138,11 +141,12 @@ async def _of_groups(
     return await resolve(request.group, request.dead_letters, caller)
 
 
-async def _bulk(
+async def _perform_bulk(
     broker: Broker,
     request: wire.CancelRange | wire.Campaigns | wire.ChangeCampaign | wire.Drain,
     caller: Caller,
 ) -> Any:
+    """Perform an action on many messages at once: a range, a campaign, or all pending messages."""
     if isinstance(request, wire.Drain):
         return await broker.drain(request.heir, dry_run=request.dry_run, caller=caller)
     if isinstance(request, wire.CancelRange):
@@ -155,7 +159,8 @@ async def _bulk(
     )  # fmt: skip
 
 
-async def _plain(served: Served, verb: str, caller: Caller) -> Any:
+async def _perform_plain(served: ServedBroker, verb: str, caller: Caller) -> Any:
+    """Perform an action without arguments."""
     if verb == "status":
         return served.status(caller)
     if verb == "topics":
@@ -165,27 +170,27 @@ async def _plain(served: Served, verb: str, caller: Caller) -> Any:
 
 
 async def rows(broker: Broker, request: wire.ReadQueue | wire.Pull, caller: Caller) -> pa.RecordBatch:
-    """Read the rows of a queue read or a pull, in READ_SCHEMA."""
+    """Read the rows for a queue read or a pull, in READ_SCHEMA."""
     if isinstance(request, wire.Pull):
         return await broker.pull(request.topic, request.offsets, request.rows, request.wait_ms, caller)
     return await broker.read_queue(request.topic, request.queue_id, request.offset, request.rows, caller)
 
 
 async def receive(
-    served: Served,
-    filters: FiltersKept,
+    served: ServedBroker,
+    filters: FilterCache,
     request: wire.Receive,
     caller: Caller,
     on_wait: Callable[[], None] = lambda: None,
-) -> HandedOut:
-    """Lease messages to a member. If the topic does not exist but a message may create it, wait for that message.
+) -> LeasedRows:
+    """Lease messages to a member of a group. If a message may still create the topic, wait for that message.
 
     `on_wait` is called before the wait for messages.
     """
     broker = served.broker
     policy = broker.policy
-    # The filter is checked before the wait for a topic, so that a wrong one is refused at once.
-    _wanted(filters, request, None)
+    # Check the filter before waiting for the topic, so that an invalid filter is refused at once.
+    _build_filter(filters, request, None)
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     group = policy.joined(request.group, caller)
     loop = asyncio.get_running_loop()
@@ -193,7 +198,7 @@ async def receive(
     if request.wait_ms and policy.is_awaited(request.topic):
         on_wait()
         if not await broker.waiters.wait(request.topic, request.wait_ms / 1000):
-            return _handed_out(served, request, Received(NO_ROWS, []))
+            return _encode_leased(served, request, Received(NO_ROWS, []))
     elif request.latest:
         await broker.begin(request.group, request.topic, time_parsing.END, caller)
     received = await broker.consuming.receive(
@@ -202,17 +207,17 @@ async def receive(
             request.topic,
             rows=request.rows,
             invisible_ms=request.invisible_ms,
-            wanted=_wanted(filters, request, broker.tables.topics.find_topic(request.topic)),
+            wanted=_build_filter(filters, request, broker.tables.topics.find_topic(request.topic)),
             in_order=group.consume_message_orderly,
             in_log=True,
         ),
         max(0, round(1000 * (deadline_s - loop.time()))),
         on_wait,
     )
-    return _handed_out(served, request, received)
+    return _encode_leased(served, request, received)
 
 
-def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) -> Filter:
+def _build_filter(filters: FilterCache, request: wire.Receive, topic: Topic | None) -> Filter:
     """Build the filter of a receive. Raises InvalidFilter."""
     text = request.tag or request.sql
     # Messages in a retry topic passed the filter when they were first handed out.
@@ -222,15 +227,18 @@ def _wanted(filters: FiltersKept, request: wire.Receive, topic: Topic | None) ->
     return filters.get(text, kind, bit_mask=topic is not None and topic.filter_type == "MULTI_TAG")
 
 
-async def acknowledge(served: Served, request: wire.Acknowledge, caller: Caller) -> list[bool]:
-    """Acknowledge receipts. False for each lease that had ended before."""
+async def acknowledge(served: ServedBroker, request: wire.Acknowledge, caller: Caller) -> list[bool]:
+    """Acknowledge messages. The result has False for each lease that had ended before."""
     return await served.broker.consuming.acknowledge(_receipts(served, request, caller))
 
 
 async def change_invisible_time(
-    served: Served, request: wire.ChangeInvisibleTime, caller: Caller
+    served: ServedBroker, request: wire.ChangeInvisibleTime, caller: Caller
 ) -> list[str | None]:
-    """Change the end of leases. Returns their receipts, or None for a lease that had ended before."""
+    """Change the end of leases.
+
+    The result has the new receipt of each lease, None for a lease that had ended before.
+    """
     receipts, handles = _receipts(served, request, caller), served.handles
     consuming, delay_ms, counts = served.broker.consuming, request.invisible_ms, request.counts
     changed = await asyncio.gather(
@@ -244,14 +252,18 @@ async def change_invisible_time(
     return [None if receipt is None else handles.encode(receipt) for receipt in changed]
 
 
-async def dead_letter(served: Served, request: wire.DeadLetter, caller: Caller) -> list[bool]:
-    """Move messages to the group's dead letters. False for each lease that had ended before."""
+async def dead_letter(served: ServedBroker, request: wire.DeadLetter, caller: Caller) -> list[bool]:
+    """Move messages to the group's dead letters. The result has False for each lease that had ended before."""
     receipts, consuming = _receipts(served, request, caller), served.broker.consuming
-    return list(await asyncio.gather(*(consuming.dead_letter(one, request.reason) for one in receipts)))
+    return list(
+        await asyncio.gather(*(consuming.dead_letter(receipt, request.reason) for receipt in receipts))
+    )
 
 
 def _receipts(
-    served: Served, request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter, caller: Caller
+    served: ServedBroker,
+    request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter,
+    caller: Caller,
 ) -> list[AnyReceipt]:
     """Decode the receipts of a request. Raises Forbidden and InvalidReceipt."""
     policy = served.broker.policy
@@ -261,19 +273,30 @@ def _receipts(
     return [decode(text, request.group, request.topic) for text in request.receipts]
 
 
-def _handed_out(served: Served, request: wire.Receive, received: Received) -> HandedOut:
-    rows, texts = received.handed_out, [served.handles.encode(receipt) for receipt in received.receipts]
-    if isinstance(rows, NumberedRows) and _ENCODER is not None:
+def _encode_leased(served: ServedBroker, request: wire.Receive, received: Received) -> LeasedRows:
+    """Add the receipts to received rows, and set the requested topic.
+
+    A list of rows is encoded directly to an Arrow message, if the compiled encoder supports these rows.
+    """
+    rows, receipt_texts = (
+        received.handed_out,
+        [served.handles.encode(receipt) for receipt in received.receipts],
+    )
+    if isinstance(rows, NumberedRows) and _ROW_ENCODER is not None:
         topic = request.topic
-        message = _ENCODER.encode(
+        arrow_message = _ROW_ENCODER.encode(
             [
-                (*row[:_TOPIC], topic, *row[_TOPIC + 1 :], text)
-                for row, text in zip(rows.values, texts, strict=True)
+                (*row[:_TOPIC_COLUMN], topic, *row[_TOPIC_COLUMN + 1 :], receipt_text)
+                for row, receipt_text in zip(rows.values, receipt_texts, strict=True)
             ]
         )
-        if message is not None:
-            return HandedOut(message, received.receipts)
+        if arrow_message is not None:
+            return LeasedRows(arrow_message, received.receipts)
     columns = received.rows.columns
-    columns[_TOPIC] = pa.array([request.topic] * len(texts), READ_SCHEMA.field(_TOPIC).type)
-    batch = pa.RecordBatch.from_arrays([*columns, pa.array(texts, pa.string())], schema=wire.RECEIVED_SCHEMA)
-    return HandedOut(batch, received.receipts)
+    columns[_TOPIC_COLUMN] = pa.array(
+        [request.topic] * len(receipt_texts), READ_SCHEMA.field(_TOPIC_COLUMN).type
+    )
+    batch = pa.RecordBatch.from_arrays(
+        [*columns, pa.array(receipt_texts, pa.string())], schema=wire.RECEIVED_SCHEMA
+    )
+    return LeasedRows(batch, received.receipts)

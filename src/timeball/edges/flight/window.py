@@ -5,9 +5,9 @@
     the broker answers   slot.settle(answer) … in any order
     the stream answers   pop_answer() … the settled answers at the front, in the order of their batches
 
-A slot counts towards the number of batches until its answer is taken. So a client that never reads its answers stops
-itself. The bytes of a slot only count until it is settled. So such a client cannot hold the bytes that all streams
-share.
+To settle a slot means to give it the answer to its batch. A slot counts towards the number of batches until its answer
+is taken. So a client that does not read its answers cannot send further batches. The bytes of a slot only count until
+it is settled. So such a client does not occupy the bytes that all streams share.
 
 Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
 callback is called again.
@@ -27,7 +27,7 @@ BYTES_ALL_STREAMS_MAX = 64 * 1024 * 1024  # one address alone may hold half of i
 
 
 class Slot:
-    """The slot of one batch in its window."""
+    """The slot of one batch in its window. `answer` is None until the slot is settled."""
 
     __slots__ = ("_window", "answer", "size_bytes")
 
@@ -48,25 +48,26 @@ class Window:
         self,
         budget: MemoryQuota,
         address: str,
-        on_room: Callable[[], None],
+        on_capacity: Callable[[], None],
         on_answer: Callable[[], None],
         batches_max: int = BATCHES_MAX,
         bytes_max: int = BYTES_MAX,
     ) -> None:
         """Make an empty window. `budget` limits the bytes of all streams, and `address` is the client's.
 
-        `on_room` is called when `enter` may succeed again. `on_answer` is called when the slot at the front is settled.
+        `on_capacity` is called when `enter` may succeed again. `on_answer` is called when the slot at the front is
+        settled.
         """
         self._budget, self._address = budget, address
-        self._on_room, self._on_answer = on_room, on_answer
+        self._on_capacity, self._on_answer = on_capacity, on_answer
         self._batches_max, self._bytes_max = batches_max, bytes_max
         self._slots: deque[Slot] = deque()  # in the order in which the batches entered
-        self._bytes = 0
-        self._asked_bytes: int | None = None  # bytes that wait to be counted in the budget
-        self._granted_bytes: int | None = None  # bytes that the budget has counted for the next slot
-        self._wants_room = False
-        self._emptied: asyncio.Future[None] | None = None
-        self.is_finished = False  # no batch will enter any more
+        self._unsettled_bytes = 0
+        self._requested_bytes: int | None = None  # bytes for which the budget had no capacity yet
+        self._granted_bytes: int | None = None  # bytes that the budget has reserved for the next slot
+        self._waits_for_capacity = False
+        self._emptied_future: asyncio.Future[None] | None = None
+        self.is_finished = False  # no further batch will enter
         self.is_aborted = False
 
     def __len__(self) -> int:
@@ -74,85 +75,91 @@ class Window:
         return len(self._slots)
 
     def enter(self, size_bytes: int) -> Slot | None:
-        """Enter a batch of this size. None when there is no room yet, or the stream was aborted."""
-        if self.is_aborted or self._asked_bytes is not None:
+        """Add a slot for a batch of this size. None if there is no capacity yet, or the stream was aborted.
+
+        After None, `on_capacity` is called when it may succeed.
+        """
+        if self.is_aborted or self._requested_bytes is not None:
             return None
         if not self._fits(size_bytes):
-            self._wants_room = True
+            self._waits_for_capacity = True
             return None
         is_counted = self._granted_bytes is not None or not size_bytes
         if not (is_counted or self._budget.reserve(self._address, size_bytes, self._grant)):
-            self._asked_bytes = size_bytes
+            self._requested_bytes = size_bytes
             return None
         self._granted_bytes = None
         slot = Slot(self, size_bytes)
         self._slots.append(slot)
-        self._bytes += size_bytes
+        self._unsettled_bytes += size_bytes
         return slot
 
     def pop_answer(self) -> bytes | None:
-        """Take the answer at the front. None when that batch is not settled yet."""
+        """Remove the slot at the front and take its answer. None if that slot is not settled yet."""
         if self.is_aborted or not self._slots or self._slots[0].answer is None:
             return None
         answer = self._slots.popleft().answer
-        self._tell_room()
+        self._notify_capacity()
         if not self._slots:
-            self._tell_emptied()
+            self._notify_emptied()
         return answer
 
     def finish(self) -> None:
-        """Mark the window as complete: no batch will enter any more."""
+        """Mark the window as complete: no further batch will enter."""
         self.is_finished = True
 
     def abort(self) -> None:
-        """Abort the stream: no batch enters, and no answer is taken. Batches under way are still settled."""
+        """Abort the stream: no further batch enters, and no answer is taken. Entered batches are still settled."""
         if self.is_aborted:
             return
         self.is_aborted = True
-        if self._asked_bytes is not None:
+        if self._requested_bytes is not None:
             self._budget.withdraw(self._address, self._grant)
         if self._granted_bytes is not None:
             self._budget.remove(self._address, self._granted_bytes)
-        self._asked_bytes = self._granted_bytes = None
-        self._tell_emptied()
+        self._requested_bytes = self._granted_bytes = None
+        self._notify_emptied()
 
     async def emptied(self) -> None:
         """Wait until every answer was taken, or the stream was aborted."""
         if self._slots and not self.is_aborted:
-            self._emptied = self._emptied or asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._emptied)
+            self._emptied_future = self._emptied_future or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._emptied_future)
 
     def _settle(self, slot: Slot, answer: bytes) -> None:
+        """Store the answer of a slot, and free its bytes."""
         assert slot.answer is None, "a batch is answered once"
         slot.answer = answer
-        self._bytes -= slot.size_bytes
+        self._unsettled_bytes -= slot.size_bytes
         if slot.size_bytes:
             self._budget.remove(self._address, slot.size_bytes)
-        self._tell_room()
+        self._notify_capacity()
         if not self.is_aborted and self._slots and self._slots[0] is slot:
             self._on_answer()
 
     def _grant(self) -> None:
-        """Handle the budget's callback: it has counted the bytes that were waiting."""
-        self._granted_bytes, self._asked_bytes = self._asked_bytes, None
-        self._wants_room = True
-        self._tell_room()
+        """Handle the budget's callback: it has reserved the requested bytes."""
+        self._granted_bytes, self._requested_bytes = self._requested_bytes, None
+        self._waits_for_capacity = True
+        self._notify_capacity()
 
-    def _tell_room(self) -> None:
-        if self._wants_room:
-            self._wants_room = False
-            # Called later, because the caller is about to send an answer, which must leave before the next ones.
-            asyncio.get_running_loop().call_soon(self._call_on_room)
+    def _notify_capacity(self) -> None:
+        """Schedule the callback `on_capacity`, if the stream waits for capacity."""
+        if self._waits_for_capacity:
+            self._waits_for_capacity = False
+            # Called later, because the caller is about to send an answer, which must be sent before later answers.
+            asyncio.get_running_loop().call_soon(self._call_on_capacity)
 
-    def _call_on_room(self) -> None:
+    def _call_on_capacity(self) -> None:
         if not self.is_aborted:
-            self._on_room()
+            self._on_capacity()
 
-    def _tell_emptied(self) -> None:
-        if self._emptied is not None and not self._emptied.done():
-            self._emptied.set_result(None)
+    def _notify_emptied(self) -> None:
+        if self._emptied_future is not None and not self._emptied_future.done():
+            self._emptied_future.set_result(None)
 
     def _fits(self, size_bytes: int) -> bool:
+        """True if the limits of this stream allow the batch. A batch larger than the limit may enter alone."""
         if len(self._slots) >= self._batches_max:
             return False
-        return self._bytes == 0 or self._bytes + size_bytes <= self._bytes_max
+        return self._unsettled_bytes == 0 or self._unsettled_bytes + size_bytes <= self._bytes_max

@@ -1,4 +1,6 @@
-"""The vocabulary that all handlers of this edge share: the caller, topic and group names, waiting times, statuses.
+"""Definitions that all handlers of this edge share: calls, replies, names of topics and groups, long polls, statuses.
+
+A handler has one of four forms. `call` contains the headers and the caller, `request` is the decoded message:
 
     unary          async (call, request) -> response
     direct         (call, request, reply): the reply gets the response later, and no task waits for it
@@ -8,11 +10,12 @@
 This module and the handlers do not depend on the transport (http2/server.py). An error that a handler raises becomes
 the response's status: a code, and a text that states the remedy (error_codes.py).
 
-A topic or group of a namespace is `<namespace>%<name>` in the broker, as in RocketMQ's proxy. Names are also checked
-here, because each kind of name has its own code. From the code, clients create an exception that shows which name was
-bad.
+A topic or group of a namespace is `<namespace>%<name>` in the broker, as in RocketMQ's proxy. Names are checked here as
+well as in the broker, because RocketMQ has a code of its own for each kind of name. From the code, clients create an
+exception that shows which name was bad.
 
-A waiting call is answered a little before the client's deadline. A later answer would be lost, with all its messages.
+A long poll is answered a little before the client's deadline. After the deadline the answer would be lost, together
+with all its messages.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from google.protobuf.duration_pb2 import Duration
 
 from timeball.broker.filters import EVERYTHING, TAG, Filter
-from timeball.broker.filters.compiler import SQL92, FiltersKept
+from timeball.broker.filters.compiler import SQL92, FilterCache
 from timeball.broker.filters.tags import ALL
 from timeball.broker.registry.topics import Topic
 from timeball.edges.grpc._generated.definition_pb2 import (
@@ -43,17 +46,15 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.message import RETRY_PREFIX
 
 CLIENT_ID = "x-mq-client-id"
-BETWEEN = "%"
-WAIT_MS_MAX = 20 * limits.SECOND_MS
-MARGIN_MS, MARGIN_SHARE = (
-    500,
-    4,
-)  # margin before the deadline, or a quarter of the time left if that is less
-REMAINING_S_MAX = 3_600.0  # a longer time has the same effect
-WAITS_PER_ADDRESS_MAX = limits.PULLS_WAITING_MAX // 2  # so that one address cannot take all waiting places
+NAMESPACE_SEPARATOR = "%"
+LONG_POLL_MS_MAX = 20 * limits.SECOND_MS
+# A long poll is answered so long before its deadline, or a quarter of its remaining time before it if that is less.
+DEADLINE_MARGIN_MS, DEADLINE_MARGIN_SHARE = 500, 4
+REMAINING_S_MAX = 3_600.0  # caps the time until a client's deadline. A longer time has the same effect
+WAITING_PER_ADDRESS_MAX = limits.PULLS_WAITING_MAX // 2  # leaves the other half to the other addresses
 MULTI_TAG = "MULTI_TAG"
-_KINDS = {FilterType.FILTER_TYPE_UNSPECIFIED: TAG, FilterType.TAG: TAG, FilterType.SQL: SQL92}
-# The bounds of protobuf's durations.
+_FILTER_TYPES = {FilterType.FILTER_TYPE_UNSPECIFIED: TAG, FilterType.TAG: TAG, FilterType.SQL: SQL92}
+# The bounds of google.protobuf.Duration.
 DURATION_SECONDS_MAX, NANOS_MAX = 315_576_000_000, 999_999_999
 
 
@@ -63,30 +64,37 @@ class Call(http2.Call):
 
     @property
     def client_id(self) -> str:
-        """Return the client's id, with its account in front so that accounts cannot share ids. Raises Refused."""
-        found = self.headers.get(CLIENT_ID, "")
-        if not found or len(found) > limits.CLIENT_ID_CHARACTERS_MAX:
+        """The client's id from its header, with its account in front so that accounts cannot share ids.
+
+        Raises Refused.
+        """
+        client_id = self.headers.get(CLIENT_ID, "")
+        if not client_id or len(client_id) > limits.CLIENT_ID_CHARACTERS_MAX:
             raise Refused(
                 Code.CLIENT_ID_REQUIRED,
-                f"header {CLIENT_ID}: 1 to {limits.CLIENT_ID_CHARACTERS_MAX} characters, one name a client",
+                f"header {CLIENT_ID}: 1 to {limits.CLIENT_ID_CHARACTERS_MAX} characters, an id per client",
             )
-        return found if self.caller is ANONYMOUS else f"{self.caller.name}/{found}"
+        return client_id if self.caller is ANONYMOUS else f"{self.caller.name}/{client_id}"
 
 
 class Reply(Protocol):
-    """The end of a call without a task: exactly one of these is called. After the client has gone, they do nothing."""
+    """Answers a call without a task. The handler calls exactly one of the two methods, exactly once.
+
+    If the client has disconnected, they have no effect.
+    """
 
     def answer(self, message: bytes) -> None:
-        """Send this encoded response."""
+        """Send this encoded response, and end the call."""
 
     def refuse(self, error: BaseException) -> None:
-        """Send the status for the error with which the call has failed."""
+        """Send a response with the status for this error, and end the call."""
 
 
 class Direct(NamedTuple):
-    """A handler whose call needs no task: it returns at once, and calls the reply later. It may raise like others.
+    """A handler whose call needs no task: `begin` returns at once, and the reply is called later.
 
-    `decode` creates its request from bytes if it does not use protobuf's object. It raises DecodeError.
+    `begin` may also raise, like any handler. `decode` converts bytes to the request, or raises DecodeError. None: the
+    request is protobuf's object.
     """
 
     begin: Callable[[Call, Any, Reply], None]
@@ -95,116 +103,126 @@ class Direct(NamedTuple):
 
 Unary = Callable[[Call, Any], Awaitable[Any]]
 Stream = Callable[[Call, Any], AsyncIterator[Any]]
-Handlers = dict[str, Unary | Stream | Direct]  # by the name of the call in the service's definition
+Handlers = dict[str, Unary | Stream | Direct]  # by the name of the call in the service definition
 
 
 def topic_name(resource: Resource) -> str:
-    """Return the topic's name in the broker. Raises Refused."""
-    name = _name(resource)
-    is_own = name.startswith(RETRY_PREFIX)  # may be longer. The broker checks the messages sent to it
-    most = limits.OWN_TOPIC_BYTES_MAX if is_own else limits.TOPIC_BYTES_MAX
-    return _checked(resource, name, "topic", most, Code.ILLEGAL_TOPIC)
+    """Convert a client's topic to its name in the broker. Raises Refused for an invalid name."""
+    name = _full_name(resource)
+    # The broker makes the names of retry topics from those of groups, so they may be longer. It also checks the
+    # messages that are sent to them.
+    is_retry = name.startswith(RETRY_PREFIX)
+    length_max = limits.OWN_TOPIC_BYTES_MAX if is_retry else limits.TOPIC_BYTES_MAX
+    return _check_name(resource, name, "topic", length_max, Code.ILLEGAL_TOPIC)
 
 
 def group_name(resource: Resource) -> str:
-    """Return the consumer group's name in the broker. Raises Refused."""
-    return _checked(
-        resource, _name(resource), "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP
-    )
+    """Convert a client's consumer group to its name in the broker. Raises Refused for an invalid name."""
+    name = _full_name(resource)
+    return _check_name(resource, name, "consumer group", limits.GROUP_BYTES_MAX, Code.ILLEGAL_CONSUMER_GROUP)
 
 
 def resource(name: str, namespace: str = "") -> Resource:
-    """Return the topic or group under the name that a client of this namespace uses."""
+    """Convert a name in the broker to the topic or group that a client of this namespace uses."""
     return Resource(
-        resource_namespace=namespace, name=name.removeprefix(namespace + BETWEEN) if namespace else name
+        resource_namespace=namespace,
+        name=name.removeprefix(namespace + NAMESPACE_SEPARATOR) if namespace else name,
     )
 
 
-def _name(resource: Resource) -> str:
-    space = resource.resource_namespace
-    return f"{space}{BETWEEN}{resource.name}" if space else resource.name
+def _full_name(resource: Resource) -> str:
+    namespace = resource.resource_namespace
+    return f"{namespace}{NAMESPACE_SEPARATOR}{resource.name}" if namespace else resource.name
 
 
-def _checked(resource: Resource, name: str, what: str, most: int, code: Code) -> str:
-    if not resource.name or len(name) > most or not limits.NAME.fullmatch(name):
-        raise Refused(code, f"{what} {name[:80]!r}: 1 to {most} of the characters % | a-z A-Z 0-9 _ -")
+def _check_name(resource: Resource, name: str, kind: str, length_max: int, code: Code) -> str:
+    """Return the full name if it is valid. Otherwise raise Refused with this code; `kind` is for the text."""
+    if not resource.name or len(name) > length_max or not limits.NAME.fullmatch(name):
+        raise Refused(code, f"{kind} {name[:80]!r}: 1 to {length_max} of the characters % | a-z A-Z 0-9 _ -")
     return name
 
 
-class Consuming:
-    """The filters of consumers, and the number of waiting calls per address. Belongs to the event loop."""
+class LongPolls:
+    """State that all ReceiveMessage and PullMessage calls share: compiled filters, and waiting calls per address.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self) -> None:
-        self._filters = FiltersKept()
-        self._waits: Counter[str] = Counter()  # by address
+        self._filters = FilterCache()
+        self._waiting: Counter[str] = Counter()  # the number of waiting calls by address
 
-    def wanted(self, expression: FilterExpression, topic: Topic) -> Filter:
-        """Return the filter. Raises Refused, InvalidFilter."""
+    def filter_for(self, expression: FilterExpression, topic: Topic) -> Filter:
+        """Compile a consumer's filter for this topic, or take it from the cache. Raises Refused, InvalidFilter."""
         if topic.name.startswith(RETRY_PREFIX):
-            return EVERYTHING  # the group's filter has matched these messages before
-        kind = _KINDS.get(expression.type)
-        if kind is None:
+            return EVERYTHING  # a retry topic has only messages that the group's filter has matched before
+        filter_type = _FILTER_TYPES.get(expression.type)
+        if filter_type is None:
             raise Refused(
                 Code.ILLEGAL_FILTER_EXPRESSION,
                 f"filter type {expression.type}: TAG ({FilterType.TAG}) or SQL",
             )
-        if kind == TAG and expression.expression in ("", ALL):
-            return EVERYTHING  # the usual case: nothing to look up
-        return self._filters.get(expression.expression, kind, bit_mask=topic.filter_type == MULTI_TAG)
+        if filter_type == TAG and expression.expression in ("", ALL):
+            return EVERYTHING  # the usual case, without a look-up
+        return self._filters.get(expression.expression, filter_type, bit_mask=topic.filter_type == MULTI_TAG)
 
     @contextmanager
-    def waiting(self, call: Call) -> Iterator[None]:
-        """Count the call as waiting inside the block. Raises Refused if too many of its address wait."""
-        if self._waits[call.peer] >= WAITS_PER_ADDRESS_MAX:
+    def count_waiting(self, call: Call) -> Iterator[None]:
+        """Count the call as waiting inside the block. Raises Refused if too many calls of its address wait."""
+        if self._waiting[call.peer] >= WAITING_PER_ADDRESS_MAX:
             raise Refused(
                 Code.TOO_MANY_REQUESTS,
-                f"{self._waits[call.peer]} calls from {call.peer} wait already; let some of them end",
+                f"{self._waiting[call.peer]} calls from {call.peer} wait already; let some of them end",
             )
-        self._waits[call.peer] += 1
+        self._waiting[call.peer] += 1
         try:
             yield
         finally:
-            self._waits[call.peer] -= 1
-            if not self._waits[call.peer]:
-                del self._waits[call.peer]
+            self._waiting[call.peer] -= 1
+            if not self._waiting[call.peer]:
+                del self._waiting[call.peer]
 
 
-def wait_ms(call: Call, asked: Duration | None) -> int:
-    """Return how many ms a call waits for its first message. `asked` None: the maximum. Raises Refused."""
-    waits = WAIT_MS_MAX
-    if asked is not None:
-        waits = min(waits, duration_ms(asked, Code.ILLEGAL_POLLING_TIME, "long_polling_timeout"))
-    if waits < 0:
+def long_poll_ms(call: Call, timeout: Duration | None) -> int:
+    """Determine how many ms a call waits for its first message: at most its timeout, and not up to its deadline.
+
+    `timeout` None: LONG_POLL_MS_MAX. Raises Refused for an invalid timeout.
+    """
+    wait_ms = LONG_POLL_MS_MAX
+    if timeout is not None:
+        wait_ms = min(wait_ms, duration_ms(timeout, Code.ILLEGAL_POLLING_TIME, "long_polling_timeout"))
+    if wait_ms < 0:
         raise Refused(
             Code.ILLEGAL_POLLING_TIME,
-            f"long_polling_timeout of {waits} ms: 0 to {WAIT_MS_MAX}; more is as good as that",
+            f"long_polling_timeout of {wait_ms} ms: 0 to {LONG_POLL_MS_MAX}; more has the same effect",
         )
     if call.remaining_s is None:
-        return waits
-    left = int(1_000 * max(0.0, min(call.remaining_s, REMAINING_S_MAX)))
-    return min(waits, left - min(MARGIN_MS, left // MARGIN_SHARE))
+        return wait_ms
+    remaining_ms = int(1_000 * max(0.0, min(call.remaining_s, REMAINING_S_MAX)))
+    return min(wait_ms, remaining_ms - min(DEADLINE_MARGIN_MS, remaining_ms // DEADLINE_MARGIN_SHARE))
 
 
-def duration_ms(duration: Duration, code: Code, what: str) -> int:
-    """Convert a client's duration to ms, rounded down. Raises Refused with this code if it is invalid."""
+def duration_ms(duration: Duration, code: Code, field: str) -> int:
+    """Convert a client's duration to ms, rounded down. Raises Refused with this code and field name if invalid."""
     seconds, nanos = duration.seconds, duration.nanos
     if abs(seconds) > DURATION_SECONDS_MAX or abs(nanos) > NANOS_MAX or seconds * nanos < 0:
-        raise Refused(code, f"{what} of {seconds} s and {nanos} ns: no duration")
+        raise Refused(code, f"{field} of {seconds} s and {nanos} ns: no duration")
     return int(seconds * 1_000 + nanos // 1_000_000)
 
 
-OK = Status(code=Code.OK, message=Code.Name(Code.OK))  # messages that it is put into hold a copy
+# Shared by all responses. Protobuf copies it into each of them.
+OK = Status(code=Code.OK, message=Code.Name(Code.OK))
 
 
 def status(code: Code, text: str) -> Status:
-    """Return a status with a text of bounded length."""
+    """Create a status. Its text is shortened to the maximum length."""
     return Status(code=code, message=shorten(text))
 
 
 def status_of(error: BaseException) -> Status:
-    """Return the status for an error that a handler has raised."""
+    """Convert an error that a handler has raised to a status."""
     if isinstance(error, Refused):
-        name = Code.Name(error.protocol_code)
+        code_name = Code.Name(error.protocol_code)
     else:
-        name = codes_of(error).grpc
-    return Status(code=name, message=sentence(error))
+        code_name = codes_of(error).grpc
+    return Status(code=code_name, message=sentence(error))

@@ -1,8 +1,8 @@
-"""Call the handler with a call's name, and end the call with exactly one status.
+"""Find the handler of a call by its name, run it, and convert its error to a response.
 
-The service definitions list the calls. A call without a handler gets NOT_IMPLEMENTED, with its name in the text. Errors
-are returned in the response's own `status`, as RocketMQ's clients expect. A gRPC error is only used for a call that no
-handler has seen. Permissions are checked before a handler runs (required_permissions.py).
+RocketMQ's service definition lists the calls. A call without a handler gets NOT_IMPLEMENTED, with its name in the text.
+Errors are returned in the `status` field of the response, as RocketMQ's clients expect. Only calls that do not reach
+this module end with a gRPC error. Permissions are checked before a handler runs (required_permissions.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
 SERVICE_NAME = _SERVICE.full_name
 
-Admit = Callable[[Any], None]  # finds out the caller of a call from its headers; raises Unauthorized
-Check = Callable[[Call, str, Any], None]  # raises if this caller may not make this call
+Admit = Callable[[Any], None]  # sets the caller of a call from its headers. Raises Unauthorized
+Check = Callable[[Call, str, Any], None]  # (call, name, request): raises if the caller may not make this call
 
 
 class Method(NamedTuple):
-    """A call in the service definitions."""
+    """A call in RocketMQ's service definition, with protobuf's classes for its messages."""
 
     name: str
     request: type[Message]
@@ -39,13 +39,13 @@ class Method(NamedTuple):
     gives_stream: bool
 
 
-def _method(found: MethodDescriptor) -> Method:
+def _method(descriptor: MethodDescriptor) -> Method:
     return Method(
-        found.name,
-        GetMessageClass(found.input_type),
-        GetMessageClass(found.output_type),
-        bool(found.client_streaming),
-        bool(found.server_streaming),
+        descriptor.name,
+        GetMessageClass(descriptor.input_type),
+        GetMessageClass(descriptor.output_type),
+        bool(descriptor.client_streaming),
+        bool(descriptor.server_streaming),
     )
 
 
@@ -53,28 +53,33 @@ METHODS = {method.name: _method(method) for method in _SERVICE.methods}
 
 
 class Dispatch:
-    """The handlers by the names of their calls.
+    """Runs the handlers of all calls.
 
-    `admit` runs with the headers of each call, `check` once its request has arrived. None allows every call.
+    `handler_tables` has the handlers of each handler class by the names of their calls. `admit` runs when the headers
+    of a call have arrived, `check` when its request has arrived. None allows every call.
     """
 
-    def __init__(self, rooms: Iterable[Handlers], check: Check | None, admit: Admit | None = None) -> None:
+    def __init__(
+        self, handler_tables: Iterable[Handlers], check: Check | None, admit: Admit | None = None
+    ) -> None:
         self._handlers: dict[str, Any] = {}
         self._check, self.admit = check, admit
-        for handlers in rooms:
-            unknown = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
-            assert not unknown, f"no such call, or two rooms answer it: {sorted(unknown)}"
+        for handlers in handler_tables:
+            invalid = (handlers.keys() - METHODS.keys()) | (handlers.keys() & self._handlers.keys())
+            assert not invalid, f"no such call, or two handlers for it: {sorted(invalid)}"
             self._handlers.update(handlers)
-        direct = {name: each for name, each in self._handlers.items() if isinstance(each, Direct)}
-        self._direct = {name: each.begin for name, each in direct.items()}
-        self._decoders = {name: each.decode for name, each in direct.items() if each.decode is not None}
+        direct = {name: handler for name, handler in self._handlers.items() if isinstance(handler, Direct)}
+        self._direct = {name: handler.begin for name, handler in direct.items()}
+        self._decoders = {
+            name: handler.decode for name, handler in direct.items() if handler.decode is not None
+        }
 
     def decoder(self, name: str) -> Callable[[bytes], Any]:
-        """Return the function that decodes requests of this call. It raises DecodeError."""
+        """Return the function that decodes requests of this call from bytes. It raises DecodeError."""
         return self._decoders.get(name, METHODS[name].request.FromString)
 
     def begin(self, name: str, call: Call, request: Any, reply: Reply) -> bool:
-        """Begin a call whose handler needs no task, or return False for a call that `unary` or `stream` answers."""
+        """Run a direct handler. Returns False if the call has none, and `unary` or `stream` must answer it."""
         begin = self._direct.get(name)
         if begin is None:
             return False
@@ -82,21 +87,24 @@ class Dispatch:
             if self._check is not None:
                 self._check(call, name, request)
             begin(call, request, reply)
-        except Exception as error:  # of any kind: the client gets an answer
+        except Exception as error:  # of any kind: the client must get an answer
             reply.refuse(error)
         return True
 
     async def unary(self, name: str, call: Call, request: Any) -> Any:
-        """Return the response, of the call's own type. Never raises unless cancelled."""
+        """Return the handler's response, or a response with its error. Raises only CancelledError."""
         try:
             if self._check is not None:
                 self._check(call, name, request)
             return await self._handler(name)(call, request)
-        except Exception as error:  # of any kind: the client gets an answer
-            return self.failed(name, error)
+        except Exception as error:  # of any kind: the client must get an answer
+            return self.failure_response(name, error)
 
     async def stream(self, name: str, call: Call, request: Any) -> AsyncIterator[Any]:
-        """Yield the responses. A failure is the last of them. `request` is itself a stream if the call takes one."""
+        """Yield the handler's responses. If it fails, the last response has the error.
+
+        `request` is an async iterator if the call takes a stream of requests.
+        """
         responses: Any = None
         try:
             if self._check is not None:
@@ -104,11 +112,11 @@ class Dispatch:
             responses = self._handler(name)(call, request)
             async for response in responses:
                 yield response
-        except Exception as error:  # as above: the client gets an answer
-            yield self.failed(name, error)
+        except Exception as error:  # of any kind: the client must get an answer
+            yield self.failure_response(name, error)
         finally:
             if responses is not None:
-                # Now, not at garbage collection: messages held for a client that has gone must be given back.
+                # Now, not at garbage collection: if the client has disconnected, the handler gives its messages back.
                 await responses.aclose()
 
     def _handler(self, name: str) -> Any:
@@ -116,11 +124,11 @@ class Dispatch:
         if handler is None:
             raise Refused(
                 Code.NOT_IMPLEMENTED,
-                f"{name} is not implemented by Timeball; docs/protocols/grpc.md has what is",
+                f"{name} is not implemented by Timeball; docs/protocols/grpc.md lists the calls that are",
             )
         return handler
 
-    def failed(self, name: str, error: BaseException) -> Any:
-        """Return the response of a call that has failed, and log the failure."""
+    def failure_response(self, name: str, error: BaseException) -> Any:
+        """Log the failure of a call, and create its response."""
         log_failure(logger, name, error)
         return METHODS[name].response(status=status_of(error))

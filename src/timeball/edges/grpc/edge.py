@@ -1,4 +1,4 @@
-"""The edge for RocketMQ 5's clients: its handlers, the table of calls, and the server."""
+"""The edge for RocketMQ 5's clients: builds the handlers, and connects them to the HTTP/2 server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from timeball.broker.service import Broker
 from timeball.edges.grpc import required_permissions
-from timeball.edges.grpc.calls import Call, Consuming
+from timeball.edges.grpc.calls import Call, LongPolls
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
 from timeball.edges.grpc.handlers.pulls import Pulls
 from timeball.edges.grpc.handlers.receipts import Receipts
@@ -34,31 +34,31 @@ from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.errors import OverLimit, TimeballError
 
-EXPIRE_LOOK_S = 5.0
-UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of answers that clients have not read
+EXPIRY_CHECK_S = 5.0  # between two searches for expired sessions
+UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of messages in responses that clients have not read yet
 
 
 class GrpcEdge:
-    """Builds the handlers, starts and stops the server. Belongs to the broker's event loop."""
+    """Builds the handlers, and starts and stops the server. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, security: Security = OPEN) -> None:
         self._settings, self._tls = broker.settings, security.tls
         sessions: Sessions[str, Client] = Sessions(EXPIRY_MS)
         self.context = context = EdgeContext(broker.settings, broker, sessions)
-        consuming, handles, response_buffer = (
-            Consuming(),
+        long_polls, receipt_handles, response_buffer = (
+            LongPolls(),
             ReceiptHandles(broker.tables.receipt_secret.get),
             MemoryQuota(UNREAD_BYTES_MAX),
         )
         self._renewals = Renewals(broker.consuming, context.sessions, broker.clock.elapsed_ms)
-        rooms = [
+        handler_tables = [
             Routes(context).handlers,
             Sends(context).handlers,
             Transactions(context).handlers,
             Telemetry(context).handlers,
-            Receives(context, consuming, handles, self._renewals, response_buffer).handlers,
-            Receipts(context, handles, self._renewals).handlers,
-            Pulls(context, consuming, response_buffer).handlers,
+            Receives(context, long_polls, receipt_handles, self._renewals, response_buffer).handlers,
+            Receipts(context, receipt_handles, self._renewals).handlers,
+            Pulls(context, long_polls, response_buffer).handlers,
         ]
         clock, policy = broker.clock.clock, broker.policy
 
@@ -68,19 +68,21 @@ class GrpcEdge:
         def check(call: Call, name: str, request: Any) -> None:
             required_permissions.check(policy, call, name, request)
 
-        is_open = security.access is None
-        self.dispatch = Dispatch(rooms, None if is_open else check, None if is_open else admit)
+        has_accounts = security.access is not None
+        self.dispatch = Dispatch(
+            handler_tables, check if has_accounts else None, admit if has_accounts else None
+        )
         self.service = GrpcService(self.dispatch)
         self._server = Server(self.service, codec=self._settings.codec)
-        self._watches: list[asyncio.Task[None]] = []
+        self._background_tasks: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int:
-        """Return the port on which the edge listens, -1 if there is none."""
+        """The port on which the edge listens, -1 if it does not listen."""
         return self.context.port
 
     async def start(self) -> None:
-        """Listen. Raises SetupError if the port is taken."""
+        """Listen, unless the port is negative. Raises SetupError if the port is taken."""
         self.context.port = self._settings.grpc_port
         if self.context.port >= 0:
             # By default, clients in Java and Go connect with TLS, those in Python and Node do not.
@@ -88,70 +90,72 @@ class GrpcEdge:
                 self._settings.host, self.context.port, self._tls, "--grpc-port",
                 plain_from="all" if self._settings.allow_plaintext else "this machine",
             )  # fmt: skip
-        self._watches = [self.context.start_watch(each) for each in (self._expire(), self._server.watch())]
+        coroutines = (self._end_expired_sessions(), self._server.watch())
+        self._background_tasks = [self.context.start_watch(coroutine) for coroutine in coroutines]
 
     @property
     def connections(self) -> int:
-        """Return the number of connected clients."""
+        """The number of connected clients."""
         return self._server.connections
 
     async def close(self) -> None:
-        """Stop listening, and end the calls that wait."""
-        for watch in self._watches:
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        """End Telemetry streams and waiting calls, and close the server."""
+        for task in self._background_tasks:
+            task.cancel()
+        await asyncio.gather(*self._background_tasks, return_exceptions=True)
         for client in self.context.sessions.all():
             for stream in client.streams:
                 stream.end()
         await self._server.close()
         await self._renewals.close()
 
-    async def _expire(self) -> None:
+    async def _end_expired_sessions(self) -> None:
         while True:
-            await asyncio.sleep(EXPIRE_LOOK_S)
+            await asyncio.sleep(EXPIRY_CHECK_S)
             for client in self.context.sessions.expired(self.context.monotonic_ms()):
                 if not client.streams:
                     self.context.sessions.remove(client.key)
 
 
-# The service of this edge for http2/server.py: the methods by their paths, and the tasks that answer calls.
-#
-# A call with a direct handler has no task. Most calls are sends, and a task costs as much as the rest of a send.
+# The rest of this module is the service of this edge for http2/server.py: the methods by their paths, and the tasks
+# that answer calls. A call with a direct handler has no task. Most calls are sends, and a task costs as much as all
+# other work for a send.
 
 logger = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
-RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # of pending requests: each byte has eight copies on its way to the log
+# Of pending requests. On its way to the log, each of their bytes is in memory eight times.
+RECEIVED_BYTES_MAX = 64 * 1024 * 1024
 CALLS_MAX = limits.PULLS_WAITING_MAX + 4_096
 
 
 class GrpcExchange(Exchange):
-    """A call of this edge, and the Reply of a direct handler."""
+    """A call of this edge. It is also the Reply that a direct handler gets (calls.py)."""
 
     __slots__ = ("dispatch",)
 
     dispatch: Dispatch
 
     def refuse(self, error: BaseException) -> None:
-        """Answer with the status for `error`. See Reply."""
-        self.answer(self.method.encode(self.dispatch.failed(self.method.name, error)))
+        """Answer with the status for this error. See Reply."""
+        self.answer(self.method.encode(self.dispatch.failure_response(self.method.name, error)))
 
 
 class AdmittedExchange(GrpcExchange):
-    """A call on an edge with accounts: the caller is checked with the headers, before any byte of a request."""
+    """A call on an edge with accounts. The caller is checked as soon as the headers arrive, before the request."""
 
     __slots__ = ()
 
     def begin(self, method: Method) -> Exchange | None:
-        """Check the caller and its share of the calls, and begin. See Exchange."""
+        """Check the caller and the account's share of the open calls, and begin. See Exchange."""
         self.method = method
         assert self.dispatch.admit is not None
         try:
             self.dispatch.admit(self.call)
-            calls, self._account = self._room.calls, self.call.caller.name
+            calls, self._account = self._limits.calls, self.call.caller.name
             if self._account:
                 calls.name(self._account)
-            # Below half of the limit every caller gets a place, so the shares need no check.
+            # Below half of the limit no caller exceeds its share, so the shares are not computed.
             if calls.taken > calls.limit // 2 and (text := calls.excess(self.call.peer, self._account)):
                 raise OverLimit(text)
         except TimeballError as error:
@@ -161,7 +165,7 @@ class AdmittedExchange(GrpcExchange):
 
 
 class GrpcService:
-    """The calls of this edge, and their shared bounds."""
+    """The methods of this edge and the limits of its calls, for the server (see http2.server.Service)."""
 
     call = Call
 
@@ -190,23 +194,23 @@ class GrpcService:
         method: Method | None,
         streams: Streams,
         number: int,
-        is_heard: bool,
+        is_half_closed: bool,
         call: Call,
         now_s: float,
     ) -> Exchange:
         """Create the exchange of a new call. See http2.server.Service."""
-        exchange = self._exchange(streams, number, is_heard, call, self.room, self._serve, now_s)
+        exchange = self._exchange(streams, number, is_half_closed, call, self.room, self._serve, now_s)
         exchange.dispatch = self._dispatch
         return exchange
 
     def _serve(self, exchange: Any, request: Any) -> Coroutine[Any, Any, None] | None:
-        """Begin a call, and return the coroutine that answers it if it needs a task."""
+        """Run a direct handler and return None, or return the coroutine that runs any other handler."""
         if self._dispatch.begin(exchange.method.name, exchange.call, request, exchange):
             return None
         return self._run(exchange, request)
 
     async def _run(self, exchange: Exchange, request: Any) -> None:
-        """Answer a call."""
+        """Run a handler and send its responses."""
         method, dispatch = exchange.method, self._dispatch
         call: Any = exchange.call
         try:
@@ -221,6 +225,6 @@ class GrpcService:
             else:
                 exchange.answer(method.encode(await dispatch.unary(method.name, call, request)))
             exchange.finish()
-        except Exception as error:  # of any kind: the client waits for an end
+        except Exception as error:  # of any kind: the client must get a status
             logger.exception("call not answered call=%s reason=%s", method.name, error)
             exchange.fail(GrpcStatus.INTERNAL, "internal error; the broker's log says more")

@@ -1,7 +1,7 @@
 """Check the permissions that a call requires, before a handler runs.
 
-The table lists the required permission of each call, and the fields that name its topic and group. A call without an
-entry is for administrators. A Telemetry stream names its topics and its group inside the stream. So the handler that
+REQUIRED_PERMISSIONS lists the permission that each call requires, and the fields that name its topics and group. A call
+without an entry requires ADMIN. A Telemetry stream names its topics and its group in its messages. So the handler that
 reads the stream checks them (`check_settings`).
 """
 
@@ -13,62 +13,65 @@ from typing import Any, NamedTuple
 from timeball.broker.policy import Policy
 from timeball.edges.grpc._generated.definition_pb2 import Resource, Settings
 from timeball.edges.grpc.calls import Call, group_name, topic_name
-from timeball.edges.grpc.codec.send_requests import topics_of
+from timeball.edges.grpc.codec.send_requests import topics_in_send
 from timeball.model.access import ANONYMOUS, Caller, Verb
 
-Topics = Callable[[Any], Iterable[Resource]]
+FindTopics = Callable[[Any], Iterable[Resource]]  # finds the topics in a request
 
 
-class Need(NamedTuple):
-    """The permission that a call requires, on which topics. `of_group`: also on the group in its field `group`."""
+class RequiredPermission(NamedTuple):
+    """The permission that a call requires on its topics. `on_group`: also on the group in its field `group`."""
 
     verb: Verb
-    topics: Topics = lambda request: ()
-    of_group: bool = False
+    find_topics: FindTopics = lambda request: ()
+    on_group: bool = False
 
 
-def _own(request: Any) -> list[Resource]:
+def _topic_field(request: Any) -> list[Resource]:
     return [request.topic]
 
 
-def _of_queue(request: Any) -> list[Resource]:
+def _topic_of_queue(request: Any) -> list[Resource]:
     return [request.message_queue.topic]
 
 
-NEEDS = {
-    "QueryRoute": Need(Verb.LOOK, _own),
-    "QueryOffset": Need(Verb.LOOK, _of_queue),
-    "SendMessage": Need(Verb.SEND, topics_of),
-    "EndTransaction": Need(Verb.SEND, _own),
-    "RecallMessage": Need(Verb.CANCEL, _own),
-    "QueryAssignment": Need(Verb.RECEIVE, _own, of_group=True),
-    "AckMessage": Need(Verb.RECEIVE, _own, of_group=True),
-    "ChangeInvisibleDuration": Need(Verb.RECEIVE, _own, of_group=True),
-    "ForwardMessageToDeadLetterQueue": Need(Verb.RECEIVE, _own, of_group=True),
-    "ReceiveMessage": Need(Verb.RECEIVE, _of_queue, of_group=True),
-    "PullMessage": Need(Verb.RECEIVE, _of_queue, of_group=True),
-    "UpdateOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
-    "GetOffset": Need(Verb.RECEIVE, _of_queue, of_group=True),
+REQUIRED_PERMISSIONS = {
+    "QueryRoute": RequiredPermission(Verb.LOOK, _topic_field),
+    "QueryOffset": RequiredPermission(Verb.LOOK, _topic_of_queue),
+    "SendMessage": RequiredPermission(Verb.SEND, topics_in_send),
+    "EndTransaction": RequiredPermission(Verb.SEND, _topic_field),
+    "RecallMessage": RequiredPermission(Verb.CANCEL, _topic_field),
+    "QueryAssignment": RequiredPermission(Verb.RECEIVE, _topic_field, on_group=True),
+    "AckMessage": RequiredPermission(Verb.RECEIVE, _topic_field, on_group=True),
+    "ChangeInvisibleDuration": RequiredPermission(Verb.RECEIVE, _topic_field, on_group=True),
+    "ForwardMessageToDeadLetterQueue": RequiredPermission(Verb.RECEIVE, _topic_field, on_group=True),
+    "ReceiveMessage": RequiredPermission(Verb.RECEIVE, _topic_of_queue, on_group=True),
+    "PullMessage": RequiredPermission(Verb.RECEIVE, _topic_of_queue, on_group=True),
+    "UpdateOffset": RequiredPermission(Verb.RECEIVE, _topic_of_queue, on_group=True),
+    "GetOffset": RequiredPermission(Verb.RECEIVE, _topic_of_queue, on_group=True),
 }
-# An account is enough: these concern the client itself, or name their topics and groups later.
-OF_ONESELF = frozenset({"Telemetry", "Heartbeat", "NotifyClientTermination"})
+# Calls that any account may make: they concern the client itself, or name their topics and groups in later messages.
+ACCOUNT_ONLY = frozenset({"Telemetry", "Heartbeat", "NotifyClientTermination"})
 
 
 def check(policy: Policy, call: Call, name: str, request: Any) -> None:
-    """Check a call against the policy. Raises Unauthorized, Forbidden, Refused."""
-    if call.caller is ANONYMOUS or name in OF_ONESELF:
+    """Check that the caller has the permissions that the call requires. Raises Unauthorized, Forbidden, Refused."""
+    if call.caller is ANONYMOUS or name in ACCOUNT_ONLY:
         return
-    need = NEEDS.get(name, Need(Verb.ADMIN))
-    group = group_name(request.group) if need.of_group else None
-    topics: list[str | None] = [topic_name(topic) for topic in need.topics(request)]
+    required = REQUIRED_PERMISSIONS.get(name, RequiredPermission(Verb.ADMIN))
+    group = group_name(request.group) if required.on_group else None
+    topics: list[str | None] = [topic_name(topic) for topic in required.find_topics(request)]
     for topic in topics or [None]:
-        policy.allow(call.caller, need.verb, topic=topic, group=group)
+        policy.allow(call.caller, required.verb, topic=topic, group=group)
 
 
 def check_settings(policy: Policy, caller: Caller, settings: Settings) -> None:
-    """Check the topics and the group in a client's settings. Raises Forbidden, Unauthorized, Refused."""
+    """Check that the caller may use the topics and the group in its settings.
+
+    Raises Unauthorized, Forbidden, Refused.
+    """
     for topic in settings.publishing.topics:
-        # Such a producer gets half messages of the topic when it is asked about their transactions.
+        # A producer of the topic is sent half messages of it, when it is asked about their transactions.
         policy.allow(caller, Verb.SEND, topic=topic_name(topic))
     if settings.HasField("subscription"):
         policy.allow(caller, Verb.RECEIVE, group=group_name(settings.subscription.group))

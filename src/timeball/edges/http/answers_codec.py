@@ -1,7 +1,7 @@
-"""The results of the broker's verbs as JSON: times as texts beside their numbers, bodies as text or base64. No I/O.
+"""Structs for the JSON answers, built from the results of the broker's verbs. No I/O.
 
-Handlers answer with these structs, and the OpenAPI document describes them, so the two always agree. A field without
-information is left out.
+Times are given twice, as text and as a number, and bodies as text or base64. The OpenAPI document is made from the same
+structs, so it always agrees with the answers. Empty fields are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from timeball.edges.http.codec import instant_text, shown_body
+from timeball.edges.http.codec import body_fields, format_time
 from timeball.model.answers import (
     Campaign,
     DeadLetterPage,
@@ -25,9 +25,9 @@ from timeball.monitoring.replica_groups import ReplicaGroup
 
 
 class GroupAt(msgspec.Struct, omit_defaults=True):
-    """A group and its state for a message: waiting, leased, done or dead.
+    """A consumer group, and the state of a message in it: waiting, leased, done or dead.
 
-    Without `attempts` their number is not known.
+    `attempts` is left out if their number is not known.
     """
 
     group: str
@@ -90,7 +90,7 @@ class Groups(msgspec.Struct, omit_defaults=True):
 
 
 class DeadLetter(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """A message that a group has given up. `dead_letter` is its handle; `body` has at most the first 64 KiB."""
+    """A dead letter of a group. `dead_letter` is its handle. `body` has at most the first 64 KiB."""
 
     dead_letter: str
     id: str | None = None
@@ -123,16 +123,16 @@ class Dealt(msgspec.Struct):
 
 
 class DealtMany(msgspec.Struct):
-    """The number of dead letters that were resent or deleted, and the outcomes of those that the request named."""
+    """The number of dead letters that were resent or deleted, and the outcome of each one in the request."""
 
     count: int
     results: list[Dealt]
 
 
 class CampaignShown(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A bulk write and its state: planned, running, paused, cancelled or finished, since the time `since`.
+    """A campaign, and its state since the time `since`: planned, running, paused, cancelled or finished.
 
-    `groups`: in a cluster, the groups that each hold a part of it.
+    `groups`: in a cluster, the groups that each store a part of its messages.
     """
 
     campaign: str
@@ -202,7 +202,7 @@ class Health(msgspec.Struct):
 
 
 class Leads(msgspec.Struct):
-    """The leader of a group, and the role of the node that answers. Only the leader answers with status 200."""
+    """The leader of a cluster group, and the role of this node. Only the leader answers with status 200."""
 
     group: str
     leader: str
@@ -215,69 +215,74 @@ class ReplicaGroups(msgspec.Struct):
     groups: list[ReplicaGroup]
 
 
-def place_shown(found: MessagePlace) -> Place:
+def show_message(message: MessagePlace) -> Place:
     """Build the answer that shows the state and location of a message."""
     place = Place(
-        state=found.state, seq=found.seq, topic=found.topic, queue_id=found.queue_id,
-        queue_offset=found.queue_offset, at_ms=found.at_ms, due_ms=found.due_ms, at=_text(found.at_ms),
-        due=_text(found.due_ms), groups=[_group(one) for one in found.groups], by=found.by, reason=found.reason,
+        state=message.state, seq=message.seq, topic=message.topic, queue_id=message.queue_id,
+        queue_offset=message.queue_offset, at_ms=message.at_ms, due_ms=message.due_ms,
+        at=_format_optional_time(message.at_ms), due=_format_optional_time(message.due_ms),
+        groups=[_show_group(group) for group in message.groups], by=message.by, reason=message.reason,
     )  # fmt: skip
-    content = found.content
+    content = message.content
     if content is None:
         return place
-    body = shown_body(content.body, content.size_bytes)
+    body = body_fields(content.body, content.size_bytes)
     return msgspec.structs.replace(
         place, keys=content.keys, properties=content.properties, tag=content.tag, **body
     )
 
 
-def granted(verdict: Verdict) -> Granted:
+def show_verdict(verdict: Verdict) -> Granted:
     """Build the answer to a reschedule or cancel that was carried out."""
     return Granted(
         verdict.subject,
         verdict.seq,
         verdict.verdict,
-        _text(verdict.at_ms),
-        _text(verdict.due_ms),
+        _format_optional_time(verdict.at_ms),
+        _format_optional_time(verdict.due_ms),
         verdict.due_ms,
     )
 
 
-def dead_letters(page: DeadLetterPage) -> DeadLetters:
-    """Build the answer for a page of dead letters."""
-    return DeadLetters([_letter(one) for one in page.dead_letters], page.next_page)
+def show_dead_letters(page: DeadLetterPage) -> DeadLetters:
+    """Build the answer that shows a page of dead letters."""
+    return DeadLetters([_show_dead_letter(row) for row in page.dead_letters], page.next_page)
 
 
-def dealt(named: Sequence[str], found: Sequence[bool], rows: int, verdict: str) -> DealtMany:
-    """Build the answer to a resend or delete.
+def show_outcomes(handles: Sequence[str], was_found: Sequence[bool], count: int, verdict: str) -> DealtMany:
+    """Build the answer to a resend or delete of `count` dead letters.
 
-    `found`: for each handle in `named`, whether the dead letter was there.
+    `was_found` has for each handle whether the dead letter existed. `verdict` is the outcome of those that did.
     """
-    pairs = zip(named, found, strict=True)
-    return DealtMany(rows, [Dealt(one, verdict if there else "not_found") for one, there in pairs])
+    pairs = zip(handles, was_found, strict=True)
+    return DealtMany(
+        count, [Dealt(handle, verdict if is_found else "not_found") for handle, is_found in pairs]
+    )
 
 
-def campaign_shown(found: Campaign) -> CampaignShown:
+def show_campaign(campaign: Campaign) -> CampaignShown:
     """Build the answer that shows a campaign."""
-    said = msgspec.structs.asdict(found)
+    fields = msgspec.structs.asdict(campaign)
     return CampaignShown(
-        **said, since=instant_text(found.since_ms), planned=instant_text(found.planned_ms),
-        held_from=_text(found.held_from_ms),
+        **fields, since=format_time(campaign.since_ms), planned=format_time(campaign.planned_ms),
+        held_from=_format_optional_time(campaign.held_from_ms),
     )  # fmt: skip
 
 
-def _letter(row: DeadLetterRow) -> DeadLetter:
-    said = {
+def _show_dead_letter(row: DeadLetterRow) -> DeadLetter:
+    fields = {
         name: value
         for name, value in msgspec.structs.asdict(row).items()
         if name not in ("body", "size_bytes")
     }
-    return DeadLetter(**said, died=instant_text(row.died_ms), **shown_body(row.body, row.size_bytes))
+    return DeadLetter(**fields, died=format_time(row.died_ms), **body_fields(row.body, row.size_bytes))
 
 
-def _group(found: GroupPlace) -> GroupAt:
-    return GroupAt(found.group, found.state, found.attempts, _text(found.until_ms), found.until_ms)
+def _show_group(group: GroupPlace) -> GroupAt:
+    return GroupAt(
+        group.group, group.state, group.attempts, _format_optional_time(group.until_ms), group.until_ms
+    )
 
 
-def _text(instant_ms: int | None) -> str | None:
-    return None if instant_ms is None else instant_text(instant_ms)
+def _format_optional_time(time_ms: int | None) -> str | None:
+    return None if time_ms is None else format_time(time_ms)

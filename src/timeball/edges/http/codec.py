@@ -1,4 +1,4 @@
-"""JSON of receives, answers and reschedules to structs and back, with times, delays and leases. No I/O."""
+"""JSON of receives, receipts and reschedules as structs, and the formats of times, delays and leases. No I/O."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ JSON, NDJSON = "application/json", "application/x-ndjson"
 
 At = int | str
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-# Names of older versions, and the names that replace them.
-_OLD_NAMES = {"delay": "after", "deliver_at": "at"}
-_DURATION = "a text with its unit, such as '5s' or '30m'"
-_INSTANT = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
-_PRESENT = "; leave it out to deliver at once"
-_OF_TIME = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
+# field names of older versions: their new names
+_RENAMED_FIELDS = {"delay": "after", "deliver_at": "at"}
+_DURATION_FORM = "a text with its unit, such as '5s' or '30m'"
+_TIME_FORM = "text such as '2030-01-31T09:00:00Z', or milliseconds since 1970"
+_HINT_SEND_AT_ONCE = "; leave it out to deliver at once"
+_TIME_FIELD = re.compile(r"`\$[^`]*\.(after|at|lease|timeout)`")
 _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 
 class Leased(msgspec.Struct, omit_defaults=True):
-    """A message handed out to a group, and the receipt to answer it with. `base64` holds a body that is not UTF-8."""
+    """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8."""
 
     receipt: str
     topic: str
@@ -79,14 +79,14 @@ class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Extending(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts whose leases shall end after `lease` from now."""
+    """Receipts of leases that shall last for the duration `lease` from now on."""
 
     receipts: list[str]
     lease: str
 
 
 class Answered(msgspec.Struct):
-    """A receipt, and whether its lease was still valid. Use this receipt for the next answer."""
+    """A receipt, and whether its lease was still valid. The next request for this message must use this receipt."""
 
     receipt: str
     valid: bool
@@ -103,7 +103,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Resuming(msgspec.Struct, forbid_unknown_fields=True):
-    """The way to resume. With `shift`, held messages are delayed by the length of the pause.
+    """How to resume a campaign. With `shift`, its pending messages are delayed by the length of the pause.
 
     Without it, overdue messages are due at once.
     """
@@ -112,7 +112,7 @@ class Resuming(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Resolving(msgspec.Struct, forbid_unknown_fields=True):
-    """Dead letters to resend or to delete: those in `dead_letters`, or all that are left."""
+    """Dead letters to resend or to delete: those in `dead_letters`, or all of the group."""
 
     dead_letters: list[str] | None = None
     all: bool = False
@@ -151,8 +151,8 @@ class Moving(msgspec.Struct, forbid_unknown_fields=True):
 encode = msgspec.json.Encoder().encode
 
 
-def check_type(content_type: str, *known: str) -> str:
-    """Find the media type of a request's body. Raises Refused (415) for a type that is not in `known`."""
+def check_content_type(content_type: str, *known: str) -> str:
+    """Parse the media type of a request's body. Raises Refused (415) if it is not in `known`, or not in UTF-8."""
     name, semicolon, rest = content_type.partition(";")
     name = name.strip().lower()
     if name not in known or (semicolon and not _CHARSET.fullmatch(semicolon + rest)):
@@ -165,41 +165,48 @@ def decode(kind: type[Any], data: bytes) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise refused(error, kind) from error
+        raise decoding_error(error, kind) from error
 
 
-def refused(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
-    """Build the error for a body that cannot be decoded. For a wrong time, the text shows the valid form.
+def decoding_error(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage:
+    """Build the error for a body that cannot be decoded. For an invalid time, the text shows the valid form.
 
     `kind` is the expected struct. If a field is unknown, the text lists the fields of this struct.
     """
     text = f"body: {error}"
-    for old, new in _OLD_NAMES.items():
-        if f"unknown field `{old}`" in text:
-            return InvalidDelay(f"{text}; `{old}` is called `{new}`")
-    found = _OF_TIME.search(text)
-    if found is None:
+    for old_name, new_name in _RENAMED_FIELDS.items():
+        if f"unknown field `{old_name}`" in text:
+            return InvalidDelay(f"{text}; `{old_name}` is called `{new_name}`")
+    time_field = _TIME_FIELD.search(text)
+    if time_field is None:
         return InvalidMessage(with_valid_fields(text, kind))
-    wanted = _INSTANT if found[1] == "at" else _DURATION
-    return InvalidDelay(f"{text}; {found[1]} is {wanted}{_PRESENT if 'null' in text else ''}")
+    valid_form = _TIME_FORM if time_field[1] == "at" else _DURATION_FORM
+    return InvalidDelay(
+        f"{text}; {time_field[1]} is {valid_form}{_HINT_SEND_AT_ONCE if 'null' in text else ''}"
+    )
 
 
-# ---- instants ---------------------------------------------------------------------------------------------------
+# ---- times ------------------------------------------------------------------------------------------------------
 
 
-def when(at: At | msgspec.UnsetType, after: str | msgspec.UnsetType) -> tuple[int | None, int | None]:
-    """Convert a due time and a delay to (due_ms, delay_ms), of which at most one is set. Raises InvalidDelay."""
+def due_and_delay_ms(
+    at: At | msgspec.UnsetType, after: str | msgspec.UnsetType
+) -> tuple[int | None, int | None]:
+    """Parse a due time and a delay to (due_ms, delay_ms), with None for a missing value.
+
+    Raises InvalidDelay if both are given, or one is invalid.
+    """
     if at is not msgspec.UNSET and after is not msgspec.UNSET:
-        raise InvalidDelay(f"at={at} and after={after} name two instants; give one of them")
+        raise InvalidDelay(f"at={at} and after={after} name two due times; give one of them")
     return (
         None if at is msgspec.UNSET else time_parsing.due_ms(at),
         None if after is msgspec.UNSET else time_parsing.delay_ms(after),
     )
 
 
-def instant_text(instant_ms: int) -> str:
+def format_time(time_ms: int) -> str:
     """Format a time as RFC 3339 in UTC, with milliseconds."""
-    second, ms = divmod(instant_ms, limits.SECOND_MS)
+    second, ms = divmod(time_ms, limits.SECOND_MS)
     return f"{_second_text(second)}.{ms:03d}Z"
 
 
@@ -209,11 +216,14 @@ def _second_text(second: int) -> str:
 
 
 def lease_ms(lease: str) -> int:
-    """Convert a lease to milliseconds. Raises OutOfRange for a lease that groups may not have."""
-    found = time_parsing.delay_ms(lease, "lease")
-    if not limits.SECOND_MS <= found <= limits.INVISIBLE_MS_MAX:
+    """Parse the duration of a lease to milliseconds.
+
+    Raises InvalidDelay, and OutOfRange beyond the limits of a lease.
+    """
+    duration_ms = time_parsing.delay_ms(lease, "lease")
+    if not limits.SECOND_MS <= duration_ms <= limits.INVISIBLE_MS_MAX:
         raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
-    return found
+    return duration_ms
 
 
 def start_ms(text: str) -> int:
@@ -233,45 +243,48 @@ def start_ms(text: str) -> int:
 # ---- answers ----------------------------------------------------------------------------------------------------
 
 
-def leased(rows: pa.RecordBatch, topic: str, handles: Sequence[str]) -> LeasedMany:
-    """Build the answer to a receive, under the requested topic: some rows may come from the group's retry topic."""
+def leased_messages(rows: pa.RecordBatch, topic: str, receipts: Sequence[str]) -> LeasedMany:
+    """Build the answer to a receive. `topic` is the requested topic; some rows may come from the group's retry topic.
+
+    `receipts` has the receipt of each row.
+    """
     names = (
         "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys",
         "properties", "due_ms", "accepted_ms",
     )  # fmt: skip
-    values = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
-    found = []
-    for handle, row in zip(handles, values, strict=True):
-        seq, queue, offset, store_ms, times, unique_key, body, tag, keys, properties, due_ms, accepted_ms = (
-            row
-        )
-        text, raw = shown(body or b"")
-        one = Leased(
-            handle, topic, 1 + (times or 0), seq, queue, offset, instant_text(store_ms), unique_key, text, raw,
-            tag, (keys or "").split(), decode_properties(properties or ""),
+    rows_of_values = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+    messages = []
+    for receipt, row in zip(receipts, rows_of_values, strict=True):
+        (
+            seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
+        ) = row  # fmt: skip
+        text, not_utf8 = text_or_bytes(body or b"")
+        message = Leased(
+            receipt, topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
+            not_utf8, tag, (keys or "").split(), decode_properties(properties or ""),
         )  # fmt: skip
         if due_ms is not None:
-            one.due, one.lateness_ms = instant_text(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
-        found.append(one)
-    return LeasedMany(found)
+            message.due, message.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
+        messages.append(message)
+    return LeasedMany(messages)
 
 
-def shown_body(beginning: bytes, size_bytes: int) -> dict[str, Any]:
-    """Build the fields that show the beginning of a body: as text, or as base64 if it is not UTF-8.
+def body_fields(first_bytes: bytes, size_bytes: int) -> dict[str, Any]:
+    """Build the fields that show the first bytes of a body: as text, or as base64 if they are not UTF-8.
 
     `size_bytes` is the size of the whole body.
     """
-    is_cut = len(beginning) < size_bytes
+    is_cut = len(first_bytes) < size_bytes
     fields: dict[str, Any] = {"size_bytes": size_bytes} | ({"body_cut": True} if is_cut else {})
     try:
-        # The end of the beginning may lie within a character.
-        return fields | {"body": getincrementaldecoder("utf-8")().decode(beginning, not is_cut)}
+        # The first bytes may end within a character.
+        return fields | {"body": getincrementaldecoder("utf-8")().decode(first_bytes, not is_cut)}
     except UnicodeDecodeError:
-        return fields | {"base64": beginning}
+        return fields | {"base64": first_bytes}
 
 
-def shown(body: bytes) -> tuple[str | None, bytes | None]:
-    """Decode a body as text, or return it as bytes if it is not UTF-8."""
+def text_or_bytes(body: bytes) -> tuple[str | None, bytes | None]:
+    """Decode a body as UTF-8: (text, None), or (None, bytes) if it is not UTF-8."""
     try:
         return body.decode(), None
     except UnicodeDecodeError:

@@ -19,13 +19,13 @@ from starlette.routing import BaseRoute, Route, Router
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
-from timeball.edges.http.foreign_pages import ForeignPages
+from timeball.edges.http.foreign_pages import ForeignPageCheck
 from timeball.edges.http.handlers.operators import Status
-from timeball.edges.http.handlers.routes import routes as routes_of
-from timeball.edges.http.openapi import document, parameters_of
+from timeball.edges.http.handlers.routes import collect_routes
+from timeball.edges.http.openapi import document, query_parameters
 from timeball.edges.http.problems import Answer, problem
 from timeball.edges.http.recovering import BACKLOG, listen
-from timeball.edges.http.requests import Call, Endpoint, Handler, Room, not_found
+from timeball.edges.http.requests import Call, Endpoint, Handler, RequestLimits, not_found
 from timeball.edges.shared.first_byte import FirstByteServer
 from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS, protocol_of
 from timeball.io.security import OPEN, Security
@@ -34,14 +34,20 @@ from timeball.monitoring.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 IDLE_S = 75  # the longest pause between two requests of a connection
-LAST_ANSWERS_S = 1  # after this time at a stop, waiting long polls end without an answer
+STOP_S = 1  # for requests under way at a stop; longer polls end without an answer
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without signal handlers, because the node has its own, and with the broker's listener for TLS."""
+    """uvicorn's server without its signal handlers, and with the broker's listener for TLS.
+
+    The node handles signals.
+    """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen. The TLS listener logs clients that connect without TLS, for which uvicorn has no hook."""
+        """Listen.
+
+        With TLS, FirstByteServer listens in place of uvicorn. It also logs clients that connect without TLS.
+        """
         tls = self.config.ssl
         await super().startup(sockets=sockets if tls is None else [])
         if tls is None or sockets is None:
@@ -61,7 +67,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpEdge:
-    """Builds the paths, and starts and stops the server. Belongs to the broker's event loop."""
+    """Builds the table of paths, and starts and stops the server. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security = OPEN) -> None:
         self._settings, self._security, self._clock = (
@@ -69,18 +75,18 @@ class HttpEdge:
             security,
             broker.clock.clock,
         )
-        self.room, self.port = Room(), self._settings.http_port
-        self._pages = ForeignPages(
+        self.limits, self.port = RequestLimits(), self._settings.http_port
+        self._pages = ForeignPageCheck(
             self._settings,
             has_accounts=security.access is not None,
             cluster_hosts=metrics.replica.hosts if metrics.replica is not None else tuple,
         )
-        handlers = routes_of(broker, metrics, status)
+        handlers = collect_routes(broker, metrics, status)
         open_paths = handlers.open_paths | Dashboard().open_paths
         self._document: dict[str, Any] | None = None  # built at the first request for it
         routes: list[BaseRoute] = [
             *(
-                self._route(path, methods, is_open=False, former=handlers.former.get(path))
+                self._route(path, methods, is_open=False, former_methods=handlers.former_methods.get(path))
                 for path, methods in handlers.paths.items()
             ),
             *(self._route(path, methods, is_open=True) for path, methods in open_paths.items()),
@@ -96,7 +102,7 @@ class HttpEdge:
         return len(self._server.server_state.connections) if self._server is not None else 0
 
     async def start(self, listening: socket.socket | None = None) -> None:
-        """Serve on `listening`, or on a new socket. Raises SetupError when the port is taken."""
+        """Serve on the socket `listening`, or on a new one. Raises SetupError when the port is taken."""
         if self.port < 0:
             return
         listening = listening or listen(self._settings)
@@ -114,7 +120,7 @@ class HttpEdge:
             proxy_headers=False,  # no header may change the address of the caller
             backlog=BACKLOG,
             timeout_keep_alive=IDLE_S,
-            timeout_graceful_shutdown=LAST_ANSWERS_S,
+            timeout_graceful_shutdown=STOP_S,
         )
         config.load()
         if self._security.tls is not None:
@@ -122,11 +128,11 @@ class HttpEdge:
         # uvicorn logs a warning for each fault of a client, so unknown clients could fill the broker's log.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = _Server(config)
-        # The port listens already, so early clients wait in the backlog.
+        # The socket listens already, so early clients wait in its backlog.
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
 
     async def close(self) -> None:
-        """Accept no more requests, end the waiting ones, and close the connections."""
+        """Accept no more requests, wait up to STOP_S for those under way, and close the connections."""
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
@@ -139,11 +145,12 @@ class HttpEdge:
         methods: dict[str, Handler],
         *,
         is_open: bool,
-        former: dict[str, str] | None = None,
+        former_methods: dict[str, str] | None = None,
     ) -> Route:
+        """Build the route of one path, with the handlers of its methods."""
         endpoint = Endpoint(
-            methods, self._security, self._pages, self._clock.wall_ms, self.room, is_open=is_open,
-            former=former or {}, parameters=parameters_of(path),
+            methods, self._security, self._pages, self._clock.wall_ms, self.limits, is_open=is_open,
+            former_methods=former_methods or {}, parameters=query_parameters(path),
         )  # fmt: skip
         return Route(path, endpoint)
 
@@ -153,14 +160,14 @@ class HttpEdge:
         return Answer(200, self._document)
 
 
-# One HTTP connection: uvicorn's protocol, with limits for a request's head, and each answer in one write.
+# One HTTP connection: uvicorn's protocol, with limits for the head of a request, and with one write for each answer.
 #
-# uvicorn limits neither the bytes of a head nor the time that a client may take for it. It also writes the head and the
-# body of an answer separately, which costs two system calls and two TCP segments.
+# A head is the request line with the headers. uvicorn limits neither its size nor the time until it is complete.
+# uvicorn also writes the head and the body of an answer separately, which costs two system calls and two TCP segments.
 
-_BEGIN_BYTES = 64  # enough of a head to recognize another protocol
+_FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
 HEAD_BYTES_MAX = 32 * 1024
-LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when its connection is closed
+LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
 HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
 
 
@@ -170,27 +177,27 @@ class JoinedWrites(asyncio.Transport):
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._transport, self._loop = transport, loop
-        self._parts: list[bytes] = []  # if it is not empty, a flush is scheduled
+        self._chunks: list[bytes] = []  # written at the end of this turn; if not empty, a flush is scheduled
 
     def write(self, data: Any) -> None:
         """Add `data` to the write at the end of this turn of the loop."""
-        if not self._parts:
+        if not self._chunks:
             self._loop.call_soon(self._flush)
-        self._parts.append(data)
+        self._chunks.append(data)
 
     def close(self) -> None:
         """Write the remaining bytes, then close."""
         self._flush()
         self._transport.close()
         if self._transport.get_write_buffer_size():
-            # The transport closes after the last byte is written. A client that does not read would keep it open for
-            # ever.
+            # The transport closes after the last byte is written. A client that does not read would keep it open.
             self._loop.call_later(LAST_BYTES_S, self._transport.abort)
 
     def _flush(self) -> None:
-        parts, self._parts = self._parts, []
-        if parts and not self._transport.is_closing():
-            self._transport.write(b"".join(parts))
+        """Write the collected chunks at once."""
+        chunks, self._chunks = self._chunks, []
+        if chunks and not self._transport.is_closing():
+            self._transport.write(b"".join(chunks))
 
     def abort(self) -> None:
         """Close at once."""
@@ -201,7 +208,7 @@ class JoinedWrites(asyncio.Transport):
         return self._transport.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Return information about the socket, as asyncio's transports do."""
+        """Look up information about the socket (see asyncio.BaseTransport)."""
         return self._transport.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
@@ -213,7 +220,7 @@ class JoinedWrites(asyncio.Transport):
         self._transport.resume_reading()
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Deliver the bytes that are read to another protocol."""
+        """Pass the received bytes to another protocol."""
         self._transport.set_protocol(protocol)
 
 
@@ -223,69 +230,72 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_bytes = 0
-        # the first bytes of a head, which identify the protocol of a client that uses another one
-        self._begin = b""
-        self._deadline: asyncio.TimerHandle | None = None  # of the head that is being received
+        # the first bytes of a head, by which another protocol is recognized
+        self._first_bytes = b""
+        # of the head that is being received; None while there is none
+        self._head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit for the first head."""
+        """Start the time limit for the head of the first request."""
         super().connection_made(JoinedWrites(transport, self.loop))
-        self._wait()
+        self._start_head_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the time limit."""
-        self._stop_waiting()
+        self._cancel_head_deadline()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes of an incomplete head."""
-        if self._deadline is not None:
+        """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
+        if self._head_deadline is not None:
             if not self._head_bytes:
-                self._begin = data[:_BEGIN_BYTES]
+                self._first_bytes = data[:_FIRST_BYTES_MAX]
             self._head_bytes += len(data)
         super().data_received(data)
         if (
-            self._deadline is not None
+            self._head_deadline is not None
             and self._head_bytes > HEAD_BYTES_MAX
             and not self.transport.is_closing()
         ):
             self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse a request that is not HTTP/1. If it is of another protocol, log the name of that protocol."""
-        if protocol_of(self._begin) != "HTTP/1":
+        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol."""
+        if protocol_of(self._first_bytes) != "HTTP/1":
             peer = self.client[0] if self.client else ""
-            WRONG_PROTOCOLS.note("http", self._begin, peer, self.loop.time())
+            WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
         super().send_400_response(msg)
 
     def on_message_begin(self) -> None:
-        """Start the time limit for the rest of a head."""
+        """Start the time limit for the head of a further request."""
         super().on_message_begin()
-        if self._deadline is None:
-            self._wait()
+        if self._head_deadline is None:
+            self._start_head_deadline()
 
     def on_headers_complete(self) -> None:
-        """Hand the request on. Its body has separate limits."""
-        self._stop_waiting()
+        """Cancel the time limit, and start the handling of the request. Its body has separate limits."""
+        self._cancel_head_deadline()
         super().on_headers_complete()
 
-    def _wait(self) -> None:
+    def _start_head_deadline(self) -> None:
+        """Start to count the bytes and the time of a head."""
         self._head_bytes = 0
-        self._deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._head_deadline = self.loop.call_later(HEAD_S, self.transport.abort)
 
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def _cancel_head_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
 
 
-# Serves the dashboard's files below /dashboard/. Redirects browsers: `/` to it, and `/docs` to the API's pages.
+# Serves the dashboard's files below /dashboard/. Redirects browsers from `/` to it, and from `/docs` to the API's
+# pages.
 #
 # The files contain no data, so they need no account. The requests that they make do. Each file is read from the
 # installed package when it is first requested, by a name that cannot lead out of the package's folder.
 
-PACKAGE = "timeball.dashboard"  # named and not imported, because it contains data and no code
-TYPES = {
+FILES_PACKAGE = "timeball.dashboard"  # not imported, because it contains files and no code
+MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
     "js": "text/javascript; charset=utf-8",
@@ -297,27 +307,28 @@ SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "frame-ancestors 'none'; base-uri 'none'; form-action 'self'"
 )
-HEADERS = (
+SECURITY_HEADERS = (
     (b"content-security-policy", SECURITY_POLICY.encode()),
     (b"referrer-policy", b"no-referrer"),
     (b"cross-origin-opener-policy", b"same-origin"),
 )
-_NAME = re.compile(r"(?:[a-z_]+/)?[a-z_]+\.(html|css|js|svg)")
+_FILE_NAME = re.compile(r"(?:[a-z_]+/)?[a-z_]+\.(html|css|js|svg)")
 
 
 class Dashboard:
-    """The paths of the dashboard. Each file is read once."""
+    """Serves the paths of the dashboard. Each file is read once."""
 
     def __init__(self) -> None:
-        self._read: dict[str, Answer] = {}  # by file name
+        self._answers_by_file: dict[str, Answer] = {}  # the answers with files that were read, by file name
         self.open_paths: dict[str, dict[str, Handler]] = {
-            "/": {"GET": self._front},
+            "/": {"GET": self._root},
             "/dashboard": {"GET": self._redirect},
             "/docs": {"GET": self._redirect_to_reference},
             "/dashboard/{file:path}": {"GET": self._file},
         }
 
-    async def _front(self, call: Call) -> Answer:
+    async def _root(self, call: Call) -> Answer:
+        """Redirect browsers to the dashboard. Other clients get 404 with advice."""
         if "text/html" in call.headers.get("accept", ""):
             return await self._redirect(call)
         return problem(
@@ -331,23 +342,25 @@ class Dashboard:
         return _redirection(b"dashboard/reference.html")
 
     async def _file(self, call: Call) -> Answer:
+        """Answer with a file of the dashboard, by the name in the path."""
         name = call.path["file"] or "index.html"
-        if name not in self._read:
-            matched = _NAME.fullmatch(name)
-            data = await asyncio.to_thread(_bytes_of, name) if matched else None
-            if matched is None or data is None:
+        if name not in self._answers_by_file:
+            name_match = _FILE_NAME.fullmatch(name)
+            data = await asyncio.to_thread(_read_file, name) if name_match else None
+            if name_match is None or data is None:
                 return problem(404, "not_found", f"the dashboard has no file {name[:100]!r}")
-            self._read[name] = Answer(200, data, HEADERS, TYPES[matched[1]])
-        return self._read[name]
+            self._answers_by_file[name] = Answer(200, data, SECURITY_HEADERS, MEDIA_TYPES[name_match[1]])
+        return self._answers_by_file[name]
 
 
 def _redirection(location: bytes) -> Answer:
     # The location is relative, so that it also works behind a proxy that adds a prefix.
-    return Answer(307, b"", ((b"location", location),), TYPES["html"])
+    return Answer(307, b"", ((b"location", location),), MEDIA_TYPES["html"])
 
 
-def _bytes_of(name: str) -> bytes | None:
+def _read_file(name: str) -> bytes | None:
+    """Read a file of the dashboard. None if it does not exist."""
     try:
-        return files(PACKAGE).joinpath(*name.split("/")).read_bytes()
+        return files(FILES_PACKAGE).joinpath(*name.split("/")).read_bytes()
     except OSError:
         return None

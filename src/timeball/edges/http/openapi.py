@@ -1,4 +1,4 @@
-"""The OpenAPI document: each path with its parameters, bodies and answers, made from the structs of the codec."""
+"""Builds the OpenAPI document: each path with its parameters, bodies and answers, from the structs of the codecs."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from timeball.edges.http import (
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.model.answers import GroupState
 
-_REF = "#/components/schemas/{name}"
-_GROUP = ("group", "The consumer group.", True)
-_TOPIC_OF_ID = ("topic", "Only messages for this topic: producers of others may use the same id.", False)
-_PATH: dict[str, dict[str, Any]] = {
+_SCHEMA_REF = "#/components/schemas/{name}"
+_GROUP_PARAMETER = ("group", "The consumer group.", True)
+_TOPIC_PARAMETER = ("topic", "Only messages for this topic: producers of others may use the same id.", False)
+_PATH_SCHEMAS: dict[str, dict[str, Any]] = {
     "topic": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,127}$"},
     "id": {"type": "string", "minLength": 1},
     "group": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,255}$"},
     "campaign": {"type": "string", "minLength": 1, "maxLength": 100},
     "name": {"type": "string", "pattern": "^[%|a-zA-Z0-9_-]{1,120}$"},
 }
-# The examples in the requests that the pages of the API show (dashboard/reference.js).
-_EXAMPLES: dict[str, dict[str, Any]] = {
+# example requests, by struct; the pages of the API show them (dashboard/reference.js)
+_REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "Message": {"body": "hello", "key": "order-17", "after": "30m"},
     "Moving": {"after": "2h"},
     "TopicMade": {"queues": 8},
@@ -49,9 +49,9 @@ _EXAMPLES: dict[str, dict[str, Any]] = {
     "Subscribing": {"topic": "orders", "group": "billing", "url": "https://billing.example/hooks/orders"},
 }
 _SEND_HEADERS = {
-    "Idempotency-Key": "A send with the key of an earlier one sends nothing: it is told what became of those messages.",
-    "Idempotency-Attempt": "A text of the client's, new for each attempt, and the same when the attempt is repeated.",
-    "Idempotency-If-Settled": "'send' sends anew, as another attempt, if no message of the earlier send waits.",
+    "Idempotency-Key": "A repeated key sends nothing. The answer has the states of the earlier messages.",
+    "Idempotency-Attempt": "A text of the client: new for each attempt, the same for a repeated attempt.",
+    "Idempotency-If-Settled": "'send' sends again, as a new attempt, if no earlier message is pending.",
 }
 _PARAMETER_EXAMPLES = {
     "topic": "orders",
@@ -69,26 +69,26 @@ _PARAMETER_EXAMPLES = {
     "from": "2027-01-31T00:00:00Z",
     "to": "2027-02-01T00:00:00Z",
 }
-# A request has exactly one of these fields, which the type of a struct cannot express.
-_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("at", "after")}
+# by struct: exactly one of these fields is required, which the type of a struct cannot express
+_EXACTLY_ONE_OF = {"Message": ("body", "json", "base64"), "Moving": ("at", "after")}
 _SUBSCRIBED = (subscription_codec.Subscribed,)
 _UNSUBSCRIBED = (answers_codec.SubscriptionDeleted,)
-_SPAN = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
-_INSTANT = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
-_QUERY: dict[str, dict[str, Any]] = {
-    "group": _PATH["group"],
+_DURATION_SCHEMA = {"type": "string", "pattern": "^([0-9]+([.][0-9]+)?(ms|s|m|h|d)|0|PT[0-9]+[HMS])$"}
+_TIME_SCHEMA = {"anyOf": [{"type": "string", "format": "date-time"}, {"type": "integer", "minimum": 0}]}
+_QUERY_SCHEMAS: dict[str, dict[str, Any]] = {
+    "group": _PATH_SCHEMAS["group"],
     "max": {"type": "integer", "minimum": 1},
-    "wait": _SPAN,
-    "lease": _SPAN,
-    "from": _INSTANT,
-    "to": _INSTANT,
+    "wait": _DURATION_SCHEMA,
+    "lease": _DURATION_SCHEMA,
+    "from": _TIME_SCHEMA,
+    "to": _TIME_SCHEMA,
     "by": {"type": "string", "enum": ["second", "minute", "hour", "day"]},
 }
-_WINDOW = (
-    ("from", "Due at this instant or later: RFC 3339 with a zone, or milliseconds since 1970.", False),
-    ("to", "Due before this instant.", False),
+_WINDOW_PARAMETERS = (
+    ("from", "Due at this time or later: RFC 3339 with a zone, or milliseconds since 1970.", False),
+    ("to", "Due before this time.", False),
 )
-_PROBLEM = {
+_PROBLEM_SCHEMA = {
     "type": "object",
     "required": ["type", "title", "status", "code", "detail"],
     "properties": {
@@ -102,7 +102,7 @@ _PROBLEM = {
 
 
 class Broker(msgspec.Struct):
-    """The figures of `status` (docs/flight.md), of which only this one is described here.
+    """The figures of `status` (docs/flight.md). Only `may_admin` is described here.
 
     `may_admin`: true if the caller may administer.
     """
@@ -111,7 +111,7 @@ class Broker(msgspec.Struct):
 
 
 class Operation(NamedTuple):
-    """One method of one path. `query` holds the name, the meaning, and whether the parameter is required."""
+    """One method of one path. `query` has for each parameter: its name, its description, and whether it is required."""
 
     method: str
     path: str
@@ -126,16 +126,16 @@ class Operation(NamedTuple):
 
 OPERATIONS = (
     Operation(
-        "get", "/v1/broker", "broker", "How the broker is, and whether the caller may change things.",
+        "get", "/v1/broker", "broker", "The figures of the broker, and whether the caller may administer.",
         answer=(Broker,),
     ),
     Operation(
-        "get", "/v1/cluster", "cluster", "The groups of the cluster: leaders, replicas, and what is wrong.",
+        "get", "/v1/cluster", "cluster", "The groups of the cluster: leaders, replicas and problems.",
         answer=(answers_codec.ReplicaGroups,),
     ),
     Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
     Operation(
-        "put", "/v1/topics/{topic}", "create_topic", "Make a topic, or give it more queues.",
+        "put", "/v1/topics/{topic}", "create_topic", "Create a topic, or give it more queues.",
         (), (codec.TopicMade,),
         answer=(answers_codec.TopicSize,),
     ),
@@ -144,20 +144,20 @@ OPERATIONS = (
         answer=(answers_codec.TopicDeleted,),
     ),
     Operation(
-        "post", "/v1/topics/{topic}/messages", "send", "Send one message or many, for now or for later.",
+        "post", "/v1/topics/{topic}/messages", "send", "Send one or several messages, with or without a delay.",
         (), (send_codec.Message, list[send_codec.Message]),
         (send_codec.Sent, send_codec.SentMany, send_codec.SentRows), 201,
     ),
     Operation(
-        "post", "/v1/topics/{topic}/receive", "receive", "Receive messages as a group, each leased for a time.",
+        "post", "/v1/topics/{topic}/receive", "receive", "Receive messages as a consumer group, each with a lease.",
         (
-            _GROUP,
-            ("max", "At most so many messages, 1 to 1024; 32 otherwise.", False),
-            ("wait", "How long to wait for the first, up to 60s; not at all otherwise.", False),
-            ("lease", "How long each is this consumer's, 1s to 12h; 60s otherwise.", False),
-            ("start", "Where a new group begins: earliest (or without it), latest, or an instant.", False),
-            ("tag", "Only messages with one of these tags, as in red || blue; the group passes the others by.", False),
-            ("sql", "Only messages whose properties fulfil this condition, in place of tag.", False),
+            _GROUP_PARAMETER,
+            ("max", "The maximum number of messages, 1 to 1024; default 32.", False),
+            ("wait", "How long to wait for the first message, up to 60s; by default, do not wait.", False),
+            ("lease", "The duration of the leases, 1s to 12h; default 60s.", False),
+            ("start", "Where a new group begins: earliest (the default), latest, or a time.", False),
+            ("tag", "Only messages with one of these tags, as in red || blue. The group skips the others.", False),
+            ("sql", "Only messages whose properties fulfil this SQL condition; instead of tag.", False),
         ), (), (codec.LeasedMany,),
     ),
     Operation(
@@ -166,75 +166,75 @@ OPERATIONS = (
         media_type=events_codec.EVENTS,
     ),
     Operation(
-        "post", "/v1/topics/{topic}/ack", "ack", "Say that messages are dealt with.", (_GROUP,),
+        "post", "/v1/topics/{topic}/ack", "ack", "Acknowledge messages.", (_GROUP_PARAMETER,),
         (codec.Answering,), (codec.AnsweredMany,),
     ),
     Operation(
-        "post", "/v1/topics/{topic}/nack", "nack", "Give messages back as attempts that failed.", (_GROUP,),
+        "post", "/v1/topics/{topic}/nack", "nack", "Give messages back as failed attempts.", (_GROUP_PARAMETER,),
         (codec.GivingBack,), (codec.AnsweredMany,),
     ),
     Operation(
-        "post", "/v1/topics/{topic}/dead-letter", "dead_letter", "Give messages up: they are dead letters.",
-        (_GROUP,), (codec.GivingUp,), (codec.AnsweredMany,),
+        "post", "/v1/topics/{topic}/dead-letter", "dead_letter", "Move messages to the dead letters of the group.",
+        (_GROUP_PARAMETER,), (codec.GivingUp,), (codec.AnsweredMany,),
     ),
     Operation(
-        "post", "/v1/topics/{topic}/extend", "extend", "Keep messages for longer.", (_GROUP,),
+        "post", "/v1/topics/{topic}/extend", "extend", "Extend the leases of messages.", (_GROUP_PARAMETER,),
         (codec.Extending,), (codec.AnsweredMany,),
     ),
     Operation(
-        "get", "/v1/messages", "list", "What waits, by due time.",
+        "get", "/v1/messages", "list", "Pending messages, by due time.",
         (
             ("topic", "Only messages for this topic.", False),
             ("key", "Only messages with this business key.", False),
-            *_WINDOW,
-            ("max", "At most so many messages, 1 to 1000; 100 otherwise.", False),
-            ("page", "The next_page of the page before.", False),
+            *_WINDOW_PARAMETERS,
+            ("max", "The maximum number of messages, 1 to 1000; default 100.", False),
+            ("page", "The next_page of the previous page.", False),
         ), (), (waiting_codec.WaitingPage,),
     ),
     Operation(
         "get", "/v1/forecast", "forecast", "How many messages are due when, by topic.",
         (
-            ("by", "second, minute, hour (otherwise) or day, in UTC.", False),
-            *_WINDOW,
+            ("by", "The length of the buckets: second, minute, hour (the default) or day, in UTC.", False),
+            *_WINDOW_PARAMETERS,
             ("topic", "Only messages for this topic.", False),
         ), (), (waiting_codec.Forecast,),
     ),
     Operation(
-        "get", "/v1/messages/{id}", "get", "Where a message is, and when.", (_TOPIC_OF_ID,),
+        "get", "/v1/messages/{id}", "get", "The state of a message, and its location.", (_TOPIC_PARAMETER,),
         answer=(answers_codec.Places,),
     ),
     Operation(
-        "patch", "/v1/messages/{id}", "reschedule", "Move a scheduled message to another instant.",
-        (_TOPIC_OF_ID,), (codec.Moving,),
+        "patch", "/v1/messages/{id}", "reschedule", "Change the due time of a scheduled message.",
+        (_TOPIC_PARAMETER,), (codec.Moving,),
         answer=(answers_codec.Granted,),
     ),
     Operation(
-        "delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_OF_ID,),
+        "delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_PARAMETER,),
         answer=(answers_codec.Granted,),
     ),
     Operation(
-        "get", "/v1/groups", "groups", "The consumer groups, by name: lags, messages in hand, dead letters.",
-        (("max", "At most so many; 1000 otherwise.", False), ("page", "The next_page of an answer.", False)),
+        "get", "/v1/groups", "groups", "The consumer groups, by name: lags, leased messages, dead letters.",
+        (("max", "The maximum number of groups; default 1000.", False), ("page", "The next_page of an answer.", False)),
         answer=(answers_codec.Groups,),
     ),
     Operation("get", "/v1/groups/{group}", "group", "One consumer group.", answer=(GroupState,)),
     Operation(
-        "get", "/v1/groups/{group}/dead-letters", "dead_letters", "What a group has given up.",
-        (("max", "At most so many; 50 otherwise.", False), ("page", "The next_page of an answer.", False)),
+        "get", "/v1/groups/{group}/dead-letters", "dead_letters", "The dead letters of a group.",
+        (("max", "The maximum number; default 50.", False), ("page", "The next_page of an answer.", False)),
         answer=(answers_codec.DeadLetters,),
     ),
     Operation(
-        "post", "/v1/groups/{group}/dead-letters/resend", "resend_dead_letters", "Send them to the group again.", (),
+        "post", "/v1/groups/{group}/dead-letters/resend", "resend_dead_letters", "Deliver dead letters again.",
+        (), (codec.Resolving,),
+        answer=(answers_codec.DealtMany,),
+    ),
+    Operation(
+        "post", "/v1/groups/{group}/dead-letters/delete", "delete_dead_letters", "Delete dead letters.", (),
         (codec.Resolving,),
         answer=(answers_codec.DealtMany,),
     ),
     Operation(
-        "post", "/v1/groups/{group}/dead-letters/delete", "delete_dead_letters", "Put them aside for good.", (),
-        (codec.Resolving,),
-        answer=(answers_codec.DealtMany,),
-    ),
-    Operation(
-        "get", "/v1/campaigns", "campaigns", "Bulk writes as objects, and how each was left.",
+        "get", "/v1/campaigns", "campaigns", "The campaigns (bulk writes) and their states.",
         answer=(answers_codec.Campaigns,),
     ),
     Operation(
@@ -242,25 +242,27 @@ OPERATIONS = (
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold what of it waits.", (), (codec.Nothing,),
+        "post", "/v1/campaigns/{campaign}/pause", "pause_campaign", "Hold the pending messages of a campaign.",
+        (), (codec.Nothing,),
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/resume", "resume_campaign", "Let what is held wait again.", (),
-        (codec.Resuming,),
+        "post", "/v1/campaigns/{campaign}/resume", "resume_campaign", "Resume a paused campaign.",
+        (), (codec.Resuming,),
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "End what of it waits.", (), (codec.Nothing,),
+        "post", "/v1/campaigns/{campaign}/cancel", "cancel_campaign", "Cancel the pending messages of a campaign.",
+        (), (codec.Nothing,),
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
-        "get", "/v1/jobs", "jobs", "The jobs of the pipeline beside this broker, and the last audit.",
+        "get", "/v1/jobs", "jobs", "The jobs of the broker's pipeline, and the report of the last audit.",
         answer=(answers_codec.Jobs,),
     ),
     Operation(
         "post", "/v1/cluster/{group}", "ask_group",
-        "Ask one group of a cluster, and no other; the nodes ask each other so, as their callers.",
+        "Ask a single group of a cluster. Nodes use this on behalf of their callers.",
         (), (group_questions.CancelHere, group_questions.RescheduleHere, group_questions.FindHere,
              group_questions.RecallHere, group_questions.RouteHere),
         (group_questions.GroupAnswer,),
@@ -271,16 +273,16 @@ OPERATIONS = (
     ),
     Operation(
         "put", "/v1/subscriptions/{name}", "subscribe",
-        "Have messages of a topic sent to a URL. A new subscription (201) is answered with its secret, once.",
+        "Send the messages of a topic to a URL. The answer to a new subscription (201) contains its secret, once.",
         (), (subscription_codec.Subscribing,), (subscription_codec.Subscribed,),
     ),
     *(
         Operation(method, f"/v1/subscriptions/{{name}}{path}", name, summary, (), (), answer)
         for method, path, name, summary, answer in (
-            ("get", "", "subscription", "A push subscription, and how it goes.", _SUBSCRIBED),
-            ("delete", "", "unsubscribe", "Delete a push subscription; its group stays.", _UNSUBSCRIBED),
-            ("post", "/pause", "pause_subscription", "Send nothing more for now.", _SUBSCRIBED),
-            ("post", "/resume", "resume_subscription", "Go on sending, at once.", _SUBSCRIBED),
+            ("get", "", "subscription", "A push subscription and its figures.", _SUBSCRIBED),
+            ("delete", "", "unsubscribe", "Delete a push subscription. Its consumer group is kept.", _UNSUBSCRIBED),
+            ("post", "/pause", "pause_subscription", "Pause a push subscription.", _SUBSCRIBED),
+            ("post", "/resume", "resume_subscription", "Resume a push subscription at once.", _SUBSCRIBED),
         )
     ),
     Operation(
@@ -288,7 +290,7 @@ OPERATIONS = (
         media_type="text/plain",
     ),
     Operation("get", "/health/live", "live", "Whether the process answers.", answer=(answers_codec.Health,)),
-    Operation("get", "/health/ready", "ready", "Whether messages are taken now.", answer=(answers_codec.Health,)),
+    Operation("get", "/health/ready", "ready", "Whether the broker accepts messages.", answer=(answers_codec.Health,)),
     Operation(
         "get", "/leader/{group}", "leads", "Whether this node of a cluster leads a group: 200, or 503.",
         answer=(answers_codec.Leads,),
@@ -296,35 +298,35 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def parameters_of(path: str) -> dict[str, tuple[str, ...]]:
-    """List the names of the query parameters of a path, by method. Empty for a path that is not in the document."""
+def query_parameters(path: str) -> dict[str, tuple[str, ...]]:
+    """List the names of the query parameters of a path, by method. Empty for an undocumented path."""
     path = path.replace(":path}", "}")  # the router's notation for an id that may contain slashes
     return {
-        each.method.upper(): tuple(name for name, *_ in each.query)
-        for each in OPERATIONS
-        if each.path == path
+        operation.method.upper(): tuple(name for name, *_ in operation.query)
+        for operation in OPERATIONS
+        if operation.path == path
     }
 
 
 def document() -> dict[str, Any]:
     """Build the document as OpenAPI 3.1."""
-    kinds = [kind for each in OPERATIONS for kind in each.request + each.answer]
-    schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
-    schema_of = dict(zip(map(str, kinds), schemas, strict=True))
-    for name, fields in _ONE_OF.items():
+    types = [type_ for operation in OPERATIONS for type_ in operation.request + operation.answer]
+    schemas, components = msgspec.json.schema_components(types, ref_template=_SCHEMA_REF)
+    schema_of = dict(zip(map(str, types), schemas, strict=True))
+    for name, fields in _EXACTLY_ONE_OF.items():
         components[name]["oneOf"] = [{"required": [field]} for field in fields]
-    for name, example in _EXAMPLES.items():
+    for name, example in _REQUEST_EXAMPLES.items():
         components[name]["examples"] = [example]
     paths: dict[str, dict[str, Any]] = {}
-    for each in OPERATIONS:
-        paths.setdefault(each.path, {})[each.method] = _operation(each, schema_of)
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Timeball", "version": __version__},
         "paths": paths,
         "security": [{"account": []}],
         "components": {
-            "schemas": {**components, "Problem": _PROBLEM},
+            "schemas": {**components, "Problem": _PROBLEM_SCHEMA},
             "securitySchemes": {
                 "account": {"type": "http", "scheme": "bearer", "bearerFormat": "access key:secret key"}
             },
@@ -332,68 +334,77 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(each: Operation, schema_of: dict[str, Any]) -> dict[str, Any]:
+def _parameters(operation: Operation) -> list[dict[str, Any]]:
+    """Build the Parameter objects of an operation: query, path and headers."""
     parameters = [
         {
             "name": name,
             "in": "query",
-            "required": needed,
+            "required": is_required,
             "description": text,
-            "schema": _QUERY.get(name, {"type": "string"}),
+            "schema": _QUERY_SCHEMAS.get(name, {"type": "string"}),
         }
-        for name, text, needed in each.query
+        for name, text, is_required in operation.query
     ]
     for name in ("topic", "id", "name", "campaign", "group"):
-        if f"{{{name}}}" in each.path:
-            parameters.append({"name": name, "in": "path", "required": True, "schema": _PATH[name]})
-    if each.name == "send":
+        if f"{{{name}}}" in operation.path:
+            parameters.append({"name": name, "in": "path", "required": True, "schema": _PATH_SCHEMAS[name]})
+    if operation.name == "send":
         for name, text in _SEND_HEADERS.items():
             parameters.append(
                 {"name": name, "in": "header", "description": text, "schema": {"type": "string"}}
             )
-    if each.name == "events":
-        text = "The id of an event: the stream goes on behind it. Without one it begins with what comes now."
+    if operation.name == "events":
+        text = "The id of an event: the stream continues after it. Without an id it begins with new messages."
         parameters.append(
             {"name": "Last-Event-ID", "in": "header", "description": text, "schema": {"type": "string"}}
         )
     for parameter in parameters:
         if parameter["name"] in _PARAMETER_EXAMPLES:
             parameter["example"] = _PARAMETER_EXAMPLES[parameter["name"]]
-    found: dict[str, Any] = {
-        "operationId": each.name,
-        "tags": [each.path.removeprefix("/v1").split("/")[1]],
-        "summary": each.summary,
-        "parameters": parameters,
+    return parameters
+
+
+def _describe(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
+    """Build the Operation object of OpenAPI. `schemas` has the schema of each struct."""
+    description: dict[str, Any] = {
+        "operationId": operation.name,
+        "tags": [operation.path.removeprefix("/v1").split("/")[1]],
+        "summary": operation.summary,
+        "parameters": _parameters(operation),
         "responses": {
-            str(each.status): {
+            str(operation.status): {
                 "description": "done",
-                "content": {each.media_type: {"schema": _any_of(each.answer, schema_of)}},
+                "content": {operation.media_type: {"schema": _any_of(operation.answer, schemas)}},
             },
             "default": {
                 "description": "a problem (RFC 9457)",
-                "content": {"application/problem+json": {"schema": {"$ref": _REF.format(name="Problem")}}},
+                "content": {
+                    "application/problem+json": {"schema": {"$ref": _SCHEMA_REF.format(name="Problem")}}
+                },
             },
         },
     }
-    if each.request:
-        content = {JSON: {"schema": _any_of(each.request, schema_of)}}
-        if each.name == "send":
+    if operation.request:
+        content = {JSON: {"schema": _any_of(operation.request, schemas)}}
+        if operation.name == "send":
             content[NDJSON] = {"schema": {"type": "string", "description": "one message a line"}}
             content[send_codec.ARROW] = {"schema": {"type": "string", "format": "binary"}}
-            names = ", ".join(f"`{send_codec.HEADER}{one}`" for one in send_codec.RAW_HEADERS)
-            text = f"One message: the body as it is, of any type. The headers {names} say the rest."
+            names = ", ".join(f"`{send_codec.HEADER}{header}`" for header in send_codec.RAW_HEADERS)
+            text = f"One message: a body of any type. The headers {names} have its other fields."
             content["application/octet-stream"] = {
                 "schema": {"type": "string", "format": "binary", "description": text}
             }
-        found["requestBody"] = {"required": True, "content": content}
-    # A send may repeat an earlier one (200), and a subscription may be new (201).
-    if other := {"send": "200", "subscribe": "201"}.get(each.name):
-        found["responses"][other] = found["responses"][str(each.status)]
-    if each.path.startswith(("/health", "/leader")):
-        found["security"] = []
-    return found
+        description["requestBody"] = {"required": True, "content": content}
+    # A send may repeat an earlier send (200), and a subscription may be new (201).
+    if other_status := {"send": "200", "subscribe": "201"}.get(operation.name):
+        description["responses"][other_status] = description["responses"][str(operation.status)]
+    if operation.path.startswith(("/health", "/leader")):
+        description["security"] = []
+    return description
 
 
-def _any_of(kinds: tuple[Any, ...], schema_of: dict[str, Any]) -> dict[str, Any]:
-    schemas = [schema_of[str(kind)] for kind in kinds]
-    return {"anyOf": schemas} if len(schemas) > 1 else schemas[0] if schemas else {}
+def _any_of(types: tuple[Any, ...], schemas: dict[str, Any]) -> dict[str, Any]:
+    """Build the schema of a value of one of these types."""
+    alternatives = [schemas[str(type_)] for type_ in types]
+    return {"anyOf": alternatives} if len(alternatives) > 1 else alternatives[0] if alternatives else {}

@@ -1,4 +1,4 @@
-"""The answer to a request, and the problem document (RFC 9457) for an error. No I/O.
+"""The answer to a request, and problem documents (RFC 9457) for errors. No I/O.
 
 This is separate from requests.py, so that the answers during a recovery (recovering.py) need no HTTP library.
 """
@@ -15,9 +15,9 @@ PROBLEM = "application/problem+json"
 
 
 class Answer(NamedTuple):
-    """A status, and a value that is encoded as JSON or sent as it is if it is bytes.
+    """The answer to a request. `value` is encoded as JSON, unless it is bytes.
 
-    `size_bytes` is the estimate that counts towards the limit of bytes to send.
+    `size_bytes` is an estimate of the size, which counts towards the limit for unsent bytes.
     """
 
     status: int
@@ -27,8 +27,11 @@ class Answer(NamedTuple):
     size_bytes: int = 0
 
 
-def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any) -> Answer:
-    """Build a problem document. `more` holds additional members for this problem."""
+def problem(status: int, code: str, detail: str, *, allow: str = "", **members: Any) -> Answer:
+    """Build an answer with a problem document. `members` are additional members of the document.
+
+    `allow` is the value of the header Allow.
+    """
     headers: tuple[tuple[bytes, bytes], ...] = ((b"allow", allow.encode()),) if allow else ()
     if status == 401:
         headers = ((b"www-authenticate", b'Bearer realm="timeball"'),)
@@ -40,13 +43,13 @@ def problem(status: int, code: str, detail: str, *, allow: str = "", **more: Any
         "status": status,
         "code": code,
         "detail": detail,
-        **more,
+        **members,
     }
     return Answer(status, value, headers, PROBLEM)
 
 
 def problem_of(error: BaseException) -> Answer:
-    """Build the problem document of an error. For an internal fault it only contains the name of the fault."""
+    """Build the answer for an error. Of an internal fault, it only contains the name."""
     if isinstance(error, Refused):
         return problem(error.protocol_code, "bad_request", sentence(error))
     if not isinstance(error, TimeballError):

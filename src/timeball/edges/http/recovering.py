@@ -1,4 +1,4 @@
-"""Answers on the HTTP port while the broker recovers: the process is alive, but accepts no messages yet.
+"""Answers requests on the HTTP port while the broker recovers: the process is alive, but accepts no messages yet.
 
 The recovery of a large log takes minutes. Without these answers a probe or an operator would see a closed port. After
 the recovery the listening socket is handed to the HTTP edge, so that clients waiting in its backlog are served there.
@@ -42,8 +42,8 @@ def listen(settings: Settings) -> socket.socket:
         ) from error
 
 
-class Recovering:
-    """Listens and answers until the socket is handed over. Belongs to the event loop."""
+class RecoveryResponder:
+    """Listens and answers until the HTTP edge takes over the socket. Belongs to the event loop."""
 
     def __init__(self, settings: Settings, security: Security) -> None:
         self._settings, self._security = settings, security
@@ -77,12 +77,13 @@ class Recovering:
             listening.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request, and close its connection."""
         self._open += 1
         try:
             if self._open <= CONNECTIONS_MAX:
                 async with asyncio.timeout(HEAD_S):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(answer_to(head))
+                    writer.write(encode_answer(head))
                     await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             logger.info("not answered while recovering reason=%s", type(error).__name__)
@@ -91,21 +92,32 @@ class Recovering:
             writer.close()
 
 
-def answer_to(head: bytes) -> bytes:
-    """Build the answer to a request with this head. The connection is closed after the answer."""
-    method, _, rest = head.partition(b" ")
-    if rest.partition(b" ")[0].partition(b"?")[0] == LIVE:
-        line, kind, value, more = b"200 OK", JSON, encode(Health("live")), b""
+def encode_answer(head: bytes) -> bytes:
+    """Encode the answer to a request: 200 for /health/live, and 503 for all other paths. The connection is then closed.
+
+    `head` is the request line with the headers.
+    """
+    method, _, target_and_rest = head.partition(b" ")
+    if target_and_rest.partition(b" ")[0].partition(b"?")[0] == LIVE:
+        status_line, content_type, content, extra_headers = b"200 OK", JSON, encode(Health("live")), b""
     else:
-        told = problem(
+        answer = problem(
             503, "unavailable", "the broker recovers: it reads its log, and takes messages when it is done"
         )
-        line, kind, value, more = (
+        status_line, content_type, content, extra_headers = (
             b"503 Service Unavailable",
             PROBLEM,
-            encode(told.value),
+            encode(answer.value),
             b"retry-after: 1\r\n",
         )
     fields = b"content-type: %s\r\ncontent-length: %d\r\ncache-control: no-store\r\nconnection: close\r\n"
-    body = b"" if method == b"HEAD" else value
-    return b"HTTP/1.1 " + line + b"\r\n" + fields % (kind.encode(), len(value)) + more + b"\r\n" + body
+    body = b"" if method == b"HEAD" else content
+    return (
+        b"HTTP/1.1 "
+        + status_line
+        + b"\r\n"
+        + fields % (content_type.encode(), len(content))
+        + extra_headers
+        + b"\r\n"
+        + body
+    )

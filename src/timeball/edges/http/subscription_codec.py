@@ -14,7 +14,7 @@ State = Literal["delivering", "failing", "paused", "gone"]
 
 
 class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """A subscription to create, or the new form of an existing one. `rotate_secret` replaces its secret."""
+    """A subscription to create or to replace. `rotate_secret` replaces the secret of an existing subscription."""
 
     topic: str
     group: str
@@ -26,8 +26,8 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: str = f"{TIMEOUT_MS}ms"
     rotate_secret: bool = False
 
-    def wanted(self) -> PushSubscription:
-        """Convert the request to the broker's form. Raises InvalidDelay."""
+    def to_subscription(self) -> PushSubscription:
+        """Convert the request to the broker's type. Raises InvalidDelay."""
         return PushSubscription(
             topic=self.topic,
             group=self.group,
@@ -41,7 +41,7 @@ class Subscribing(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Subscribed(msgspec.Struct, kw_only=True):
-    """A subscription, and its figures since the broker's start. `secret` is shown once, when it is created."""
+    """A subscription, and its figures since the broker's start. `secret` is only shown when it is created."""
 
     name: str
     topic: str
@@ -67,19 +67,20 @@ class SubscribedMany(msgspec.Struct):
     subscriptions: list[Subscribed]
 
 
-def subscribed(
-    name: str, kept: PushSubscription, figures: PushFigures | None, secret: str | None = None
+def show_subscription(
+    name: str, subscription: PushSubscription, figures: PushFigures | None, secret: str | None = None
 ) -> Subscribed:
     """Build the answer that shows a subscription and its state."""
     state: State = "delivering"
-    if kept.paused:
-        state = "gone" if kept.paused_by == "receiver" else "paused"
+    if subscription.paused:
+        state = "gone" if subscription.paused_by == "receiver" else "paused"
     elif figures is not None and figures.is_held:
         state = "failing"
     return Subscribed(
-        name=name, topic=kept.topic, group=kept.group, url=kept.url, filter=kept.filter,
-        filter_type=kept.filter_type, in_flight_max=kept.in_flight_max, rate_per_s=kept.rate_per_s,
-        timeout=_shown(kept.timeout_ms), state=state,
+        name=name, topic=subscription.topic, group=subscription.group, url=subscription.url,
+        filter=subscription.filter, filter_type=subscription.filter_type,
+        in_flight_max=subscription.in_flight_max, rate_per_s=subscription.rate_per_s,
+        timeout=_format_timeout(subscription.timeout_ms), state=state,
         in_flight=figures.in_flight if figures is not None else 0,
         delivered=figures.delivered if figures is not None else 0,
         failed=figures.failed if figures is not None else 0,
@@ -89,5 +90,5 @@ def subscribed(
     )  # fmt: skip
 
 
-def _shown(timeout_ms: int) -> str:
+def _format_timeout(timeout_ms: int) -> str:
     return f"{timeout_ms}ms" if timeout_ms % 1_000 else f"{timeout_ms // 1_000}s"

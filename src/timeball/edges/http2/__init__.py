@@ -1,15 +1,14 @@
-"""HTTP/2 with gRPC's messages, for the two gRPC edges: RocketMQ 5's clients and Arrow Flight (decision 0041).
+"""gRPC over HTTP/2, for the two gRPC edges: RocketMQ 5's clients and Arrow Flight (decision 0041).
 
 Receives: an edge's methods, and the connections of its clients.
-Keeps: windows, incomplete messages and deadlines. It does not interpret the calls.
-Hands on: each request, as bytes, to the edge that has the method.
+Keeps: flow-control windows, incomplete messages and deadlines. It does not interpret the calls.
+Hands on: each decoded request to the edge that has the method.
 
-    frames       frames, and the header blocks of answers              (no I/O)
-    header_blocks    the header blocks of requests                     (no I/O)
-    streams      sending on one connection, and its windows
-    packing      gRPC's compression of one message                     (no I/O)
-    connection   the bounds of a client; bytes to streams
-    calls        methods, headers, and the counts of all calls         (no I/O)
-    exchange     one call: messages, compression, deadlines, statuses
-    server       listens and creates a call for each new stream
+    frames           encodes and decodes frames, encodes the header blocks of answers     (no I/O)
+    header_blocks    decodes the header blocks of requests                                (no I/O)
+    streams          the sending side of one connection: streams and their windows
+    connection       the receiving side of one connection, and the bounds for its client
+    calls            methods, headers, and the limits that all calls of an edge share     (no I/O)
+    exchange         one call: messages, compression, deadlines, statuses
+    server           listens, and creates a call for each new stream
 """

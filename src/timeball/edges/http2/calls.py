@@ -1,4 +1,4 @@
-"""The parts of a call that do not depend on frames: its method, its headers, and the counts of all calls of an edge."""
+"""The parts of a gRPC call that do not depend on HTTP/2: its method, its headers, and the limits of its edge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from timeball.model.access import ANONYMOUS, Caller
 
 
 class Method(NamedTuple):
-    """A gRPC method of an edge. `decode` raises one of `decode_errors` for bytes that are no request."""
+    """A gRPC method of an edge.
+
+    `takes_stream` and `gives_stream` state whether it is client streaming or server streaming. `decode` converts bytes
+    to a request, and raises one of `decode_errors` for bytes that are no request. `encode` converts a response to
+    bytes.
+    """
 
     name: str
     takes_stream: bool
@@ -19,24 +24,23 @@ class Method(NamedTuple):
     decode: Callable[[bytes], Any]
     encode: Callable[[Any], bytes]
     decode_errors: tuple[type[Exception], ...] = ()
-    outlives_client: bool = False  # the handler continues after its client has gone
+    outlives_client: bool = False  # the handler continues after its client has disconnected
 
 
 @dataclass(slots=True)
 class Call:
-    """The headers of a call by lower-case name, the caller, and the time it waits for the answer."""
+    """What a handler knows about a call: its headers, the client, and the client's deadline."""
 
-    headers: Mapping[str, str]
-    # The client's address without its port.
-    peer: str = ""
-    remaining_s: float | None = None  # until the client's deadline; None: it has none
-    caller: Caller = ANONYMOUS
+    headers: Mapping[str, str]  # by lower-case name
+    peer: str = ""  # the client's address without its port
+    remaining_s: float | None = None  # from the begin of the call to the client's deadline, if it has one
+    caller: Caller = ANONYMOUS  # the account, once it has been checked
 
 
 @dataclass
 class Room:
-    """The bounds and the counts of all calls of one edge."""
+    """The limits that all calls of one edge share, with their counters."""
 
-    received: MemoryQuota
-    request_bytes_max: int
-    calls: SharedLimit
+    received: MemoryQuota  # the bytes of requests that have arrived, or are allowed to arrive
+    request_bytes_max: int  # of one request, decompressed
+    calls: SharedLimit  # the number of open calls

@@ -1,13 +1,14 @@
-"""One call on its stream: incoming requests, outgoing responses, and exactly one status at its end.
+"""One gRPC call on its HTTP/2 stream: incoming requests, outgoing responses, and exactly one status at its end.
 
-    request     counts in the bytes of all requests from the moment its length is known (MemoryQuota). Without room it
-                waits, and HTTP/2 holds its client back. A compressed request counts with the maximum size until it is
-                unpacked
-    responses   one or more DATA frames each, which leave as far as the client allows
-    end         trailers with gRPC's status: `OK`, unless the edge ends with another or has not seen the call
+    request     its memory is reserved in the edge's MemoryQuota as soon as its length is known. If the quota is used
+                up, the request waits, and HTTP/2's flow control holds its client back. For a compressed request the
+                maximum size is reserved until it is decompressed
+    responses   one or more DATA frames each, which leave as far as the client's windows allow
+    end         trailers with gRPC's status. It is `OK` unless the call fails
 
-A call with one request begins when the request is complete. A call with a stream of requests begins with its headers.
-It runs as a task if its edge returns a coroutine.
+A call with one request starts when the request is complete. A call with a stream of requests starts with its headers.
+To start a call means to run the edge's `serve`. If that returns a coroutine, the coroutine becomes the call's task.
+Otherwise the edge answers the call later, without a task.
 """
 
 from __future__ import annotations
@@ -32,87 +33,96 @@ from timeball.edges.http2.frames import (
 )
 from timeball.edges.http2.streams import WINDOW_BYTES, Stream, Streams
 
-WAITING_MAX = 4_096  # calls that wait for room. Each holds the bytes of its first window
+WAITING_MAX = 4_096  # calls that wait for memory. Each holds the bytes of its first window
 
 
-Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None] | None]  # None: answered later, without a task
+# (call, request or stream of requests) -> the coroutine that answers the call, or None if it is answered without a task
+Serve = Callable[["Exchange", Any], Coroutine[Any, Any, None] | None]
 
 
 class Exchange(Stream):
-    """A gRPC call. `serve` is run with its request, or with the stream of requests."""
+    """A gRPC call. `serve` is run with its request, or with the stream of its requests.
+
+    Incoming bytes wait in `_parts` until the next message is complete. For that message, `_message_bytes` is the size,
+    `_asked_bytes` the memory that the call waits for, and `_counted_bytes` the memory that it has reserved.
+    """
 
     __slots__ = (
         "_account",
         "_asked_bytes",
-        "_awaited_bytes",
+        "_completion",
+        "_compression",
         "_counted_bytes",
         "_has_answered",
         "_has_begun",
         "_held_bytes",
         "_is_over",
         "_is_released",
-        "_over",
-        "_packing",
+        "_limits",
+        "_message_bytes",
         "_parts",
         "_request",
-        "_room",
+        "_request_arrived",
         "_serve",
         "_since_s",
-        "_wanted",
         "call",
         "deadline_s",
         "method",
     )
 
-    READ_S: float = (
-        10.0  # from the headers, or from the moment there is room for a request, until it is complete
-    )
-    TAKEN_S: float | None = 60.0  # for a client to read a part of a response; None: forever
+    # The time for a client to complete a request, from the headers or from the reservation of its memory.
+    READ_S: float = 10.0
+    # The time for a client to read a part of a response. None: without limit.
+    TAKEN_S: float | None = 60.0
 
     def __init__(
         self,
         streams: Streams,
         number: int,
-        is_heard: bool,
+        is_half_closed: bool,
         call: Call,
         room: Room,
         serve: Serve,
         now_s: float,
     ) -> None:
-        super().__init__(streams, number, is_heard)
-        self.call, self._room, self._serve = call, room, serve
+        """Open a call at the loop's time `now_s`, and count it in `room`. `is_half_closed`: see Stream."""
+        super().__init__(streams, number, is_half_closed)
+        self.call, self._limits, self._serve = call, room, serve
         self.method: Method
-        self._packing = call.headers.get("grpc-encoding", "identity")
-        self._parts: list[Payload] = []
-        self._held_bytes = 0
-        self._awaited_bytes = 0  # of the begun message, with its prefix
-        self._asked_bytes = self._counted_bytes = 0  # room that it waits for, or holds
-        self._request: Any = None  # of a stream of requests: the one that its handler has not read
-        self._wanted: asyncio.Future[None] | None = None
+        self._compression = call.headers.get("grpc-encoding", "identity")
+        self._parts: list[Payload] = []  # bytes that have arrived and are not decoded yet
+        self._held_bytes = 0  # the total size of `_parts`
+        self._message_bytes = 0  # the size of the next message with its prefix. 0: its prefix has not arrived
+        self._asked_bytes = self._counted_bytes = 0
+        self._request: Any = None  # in a stream of requests: the request that its handler has not finished
+        self._request_arrived: asyncio.Future[None] | None = None  # `_requests` waits for it
         self._has_begun = self._has_answered = self._is_over = self._is_released = False
-        self._over: asyncio.Future[None] | None = None  # for `under_way`
+        self._completion: asyncio.Future[None] | None = None  # only of a call without a task
         self._account = ""  # the account that the call counts for, in addition to its address
-        self._since_s: float | None = now_s  # time from which its client is late with the rest of a request
+        # The time since which the client owes the rest of a request (see READ_S). None: it owes nothing.
+        self._since_s: float | None = now_s
         self.deadline_s = None if call.remaining_s is None else now_s + call.remaining_s
+        # SharedLimit.take without an account, inlined because each call passes here.
         room.calls.taken += 1
         room.calls.by_address[call.peer] += 1
 
     def begin(self, method: Method) -> Exchange | None:
-        """Wait for the request, or begin with the stream of requests, or return None if the call has ended already."""
+        """Wait for the request, or start a call with a stream of requests. Returns None if the call has failed."""
         self.method = method
         if method.takes_stream:
-            self._begin_stream()
-        elif self.is_heard:
+            self._start_stream()
+        elif self.is_half_closed:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         return None if self._is_over else self
 
-    def _begin_stream(self) -> None:
+    def _start_stream(self) -> None:
+        """Start a call with a stream of requests, which has no deadline for its first request."""
         self._since_s = None
         self._start(self._requests())
 
     @property
     def is_over(self) -> bool:
-        """Return whether the call has its status, or its client has gone."""
+        """Whether the call has its final status, or its client has abandoned it."""
         return self._is_over
 
     # -- requests --------------------------------------------------------------------------------------------
@@ -120,41 +130,47 @@ class Exchange(Stream):
     def received(self, payload: Payload) -> None:
         """Handle DATA from the client. See Stream."""
         if self._is_over or (self._has_begun and not self.method.takes_stream):
-            return  # the one request is complete
-        if not self._parts and self._took_whole(payload):
+            return  # the call's only request is complete
+        if not self._parts and self._try_single_frame(payload):
             return
         self._parts.append(payload)
         self._held_bytes += len(payload)
         if self._request is None and not self._asked_bytes:
             self._read()
 
-    def _took_whole(self, payload: Payload) -> bool:
-        """Begin a call whose request is exactly one frame, as usual, or return False if it must be read in parts."""
+    def _try_single_frame(self, payload: Payload) -> bool:
+        """Start the call if its request is exactly this DATA frame, the usual case.
+
+        Returns False if the request must be read in parts, or must wait for memory.
+        """
         size_bytes = len(payload) - PREFIX.size
-        if size_bytes < 0 or self.method.takes_stream or size_bytes > self._room.request_bytes_max:
+        if size_bytes < 0 or self.method.takes_stream or size_bytes > self._limits.request_bytes_max:
             return False
         if PREFIX.unpack_from(payload) != (0, size_bytes):
             return False
-        if not self._room.received.add_if_room(self.call.peer, size_bytes):
+        if not self._limits.received.add_if_fits(self.call.peer, size_bytes):
             return False
         self._counted_bytes, self._since_s = size_bytes, None
-        request = self._decoded(False, [payload[PREFIX.size :]])
+        request = self._decode_request(False, [payload[PREFIX.size :]])
         if request is not None:
             self._start(request)
         return True
 
     def _read(self) -> None:
-        """Read further in the bytes that have arrived."""
-        if not self._awaited_bytes and not self._read_prefix():
+        """Decode the next message if it has arrived completely, and start the call or pass the request to its handler.
+
+        Otherwise let the client send the rest of the message.
+        """
+        if not self._message_bytes and not self._read_prefix():
             return
-        if self._held_bytes < self._awaited_bytes:
-            if self.is_heard:
+        if self._held_bytes < self._message_bytes:
+            if self.is_half_closed:
                 self.fail(GrpcStatus.INTERNAL, "the call ends within a request")
-            elif self._awaited_bytes > WINDOW_BYTES:
-                self.allow(self._awaited_bytes - self._held_bytes)
+            elif self._message_bytes > WINDOW_BYTES:
+                self.allow(self._message_bytes - self._held_bytes)
             return
         self._since_s = None
-        request = self._decoded(*self._cut())
+        request = self._decode_request(*self._cut())
         if request is None:
             return
         if self.method.takes_stream:
@@ -165,145 +181,155 @@ class Exchange(Stream):
             self._start(request)
 
     def _read_prefix(self) -> bool:
-        """Read a message's length and reserve room for it, or return False if it must wait or is refused."""
+        """Read the next message's length and reserve memory for it. Returns False if it must wait or has failed."""
         if self._held_bytes < PREFIX.size:
-            if self.is_heard:
+            if self.is_half_closed:
                 self._ended()
             return False
         if len(self._parts[0]) < PREFIX.size:
             self._parts = [b"".join(self._parts)]
-        is_packed, size_bytes = PREFIX.unpack_from(self._parts[0])
-        bytes_max = self._room.request_bytes_max
+        is_compressed, size_bytes = PREFIX.unpack_from(self._parts[0])
+        bytes_max = self._limits.request_bytes_max
         if size_bytes > bytes_max:
-            # The text of gRPC's own servers, by which clients recognise it.
+            # Clients recognise this text, because gRPC's own servers send it.
             self.fail(
                 GrpcStatus.RESOURCE_EXHAUSTED,
                 f"Received message larger than max ({size_bytes} vs. {bytes_max})",
             )
             return False
-        self._awaited_bytes = PREFIX.size + size_bytes
-        return self._reserve(bytes_max if is_packed else size_bytes)
+        self._message_bytes = PREFIX.size + size_bytes
+        return self._reserve(bytes_max if is_compressed else size_bytes)
 
     def _ended(self) -> None:
-        """End the call, or wake its handler: the client has ended its side, and no message has begun."""
+        """Handle the end of the client's side when the prefix of no further message is complete.
+
+        In a stream of requests, wake the handler. Otherwise the call fails.
+        """
         if self._held_bytes or not self.method.takes_stream:
             self.fail(GrpcStatus.INVALID_ARGUMENT, "a call without a request")
         else:
             self._wake()
 
     def _reserve(self, size_bytes: int) -> bool:
-        """Count a request, or return False if it must wait for room or is refused."""
-        received = self._room.received
-        if received.reserve(self.call.peer, size_bytes, self._granted):
+        """Reserve memory for a request. Returns False if it must wait for memory, or if the call has failed."""
+        received = self._limits.received
+        if received.reserve(self.call.peer, size_bytes, self._on_granted):
             self._counted_bytes = size_bytes
-            if self._held_bytes < self._awaited_bytes:
+            if self._held_bytes < self._message_bytes:
                 self._since_s = asyncio.get_running_loop().time()
             return True
         self._asked_bytes, self._since_s = size_bytes, None
         if received.waiting > WAITING_MAX:
             self.fail(
-                GrpcStatus.RESOURCE_EXHAUSTED, f"{WAITING_MAX} requests wait for room; send it again later"
+                GrpcStatus.RESOURCE_EXHAUSTED, f"{WAITING_MAX} requests wait for memory; send it again later"
             )
         return False
 
-    def _granted(self) -> None:
+    def _on_granted(self) -> None:
+        """Note that the memory that this call waited for is reserved, and read on."""
         self._counted_bytes, self._asked_bytes = self._asked_bytes, 0
         self._since_s = (loop := asyncio.get_running_loop()).time()
-        # Deferred: this may run inside one of thousands of calls that each make room for the next.
+        # Deferred to limit the depth of the stack: a call that is read may end, and so grant memory to the next call.
         loop.call_soon(self._read_granted)
 
     def _read_granted(self) -> None:
-        is_read = self._request is not None or (self._has_begun and not self.method.takes_stream)
-        if not (self._is_over or is_read or self._asked_bytes):
+        """Read on after a grant, unless the call has ended or has got its request meanwhile."""
+        has_request = self._request is not None or (self._has_begun and not self.method.takes_stream)
+        if not (self._is_over or has_request or self._asked_bytes):
             self._read()
 
     def _cut(self) -> tuple[bool, list[Payload]]:
-        """Cut off the complete message, and return whether it is compressed, and its parts."""
-        parts, left_bytes = self._parts, self._awaited_bytes
-        self._held_bytes -= left_bytes
-        is_packed = bool(parts[0][0])
-        if len(parts[0]) == left_bytes:  # the usual case
+        """Remove the complete message from `_parts`. Returns whether it is compressed, and its parts without prefix."""
+        parts, remaining_bytes = self._parts, self._message_bytes
+        self._held_bytes -= remaining_bytes
+        is_compressed = bool(parts[0][0])
+        if len(parts[0]) == remaining_bytes:  # the usual case
             self._parts = parts[1:]
-            return is_packed, [parts[0][PREFIX.size :]]
+            return is_compressed, [parts[0][PREFIX.size :]]
         message: list[Payload] = []
-        for at, part in enumerate(parts):
-            if len(part) >= left_bytes:
-                # The rest is a view, because one part may contain a thousand small messages.
-                rest = memoryview(part)[left_bytes:]
-                self._parts = [rest, *parts[at + 1 :]] if len(rest) else parts[at + 1 :]
-                message.append(part[:left_bytes])
+        for index, part in enumerate(parts):
+            if len(part) >= remaining_bytes:
+                # A view instead of a copy, because one part may contain a thousand small messages.
+                rest = memoryview(part)[remaining_bytes:]
+                self._parts = [rest, *parts[index + 1 :]] if len(rest) else parts[index + 1 :]
+                message.append(part[:remaining_bytes])
                 break
             message.append(part)
-            left_bytes -= len(part)
+            remaining_bytes -= len(part)
         message[0] = memoryview(message[0])[PREFIX.size :]
-        return is_packed, message
+        return is_compressed, message
 
-    def _decoded(self, is_packed: bool, parts: list[Payload]) -> Any:
-        """Decode the request, or return None if the call was ended because of an error."""
+    def _decode_request(self, is_compressed: bool, parts: list[Payload]) -> Any:
+        """Decompress and decode a request. Returns None if that was not possible and the call has failed."""
         data = bytes(parts[0]) if len(parts) == 1 else b"".join(parts)
-        if is_packed:
-            unpacked = self._unpacked(data)
-            if unpacked is None:
+        if is_compressed:
+            decompressed = self._decompress(data)
+            if decompressed is None:
                 return None
-            data = unpacked
-            self._room.received.remove(self.call.peer, self._counted_bytes - len(data))
+            data = decompressed
+            self._limits.received.remove(self.call.peer, self._counted_bytes - len(data))
             self._counted_bytes = len(data)
         try:
             return self.method.decode(data)
         except self.method.decode_errors:
-            self.fail(GrpcStatus.INTERNAL, f"what was sent is no request of {self.method.name}")
+            self.fail(GrpcStatus.INTERNAL, f"the message is no request of {self.method.name}")
             return None
 
-    def _unpacked(self, data: bytes) -> bytes | None:
-        """Unpack a message, or return None if the call was ended because of an error."""
+    def _decompress(self, data: bytes) -> bytes | None:
+        """Decompress a message. Returns None if that was not possible and the call has failed."""
         try:
-            return unpack(data, self._packing, self._room.request_bytes_max)
-        except Unpackable as error:
+            return decompress(data, self._compression, self._limits.request_bytes_max)
+        except DecompressionError as error:
             self.fail(error.status, error.text)
             return None
 
     async def _requests(self) -> AsyncIterator[Any]:
-        """Yield the requests of a stream. While one is handled, the next is not read, and its client is held back."""
+        """Yield the requests of a stream. While the handler works on a request, no further request is read."""
         while True:
             if self._request is not None:
                 yield self._request
                 self._request = None
-                self._give_back()
-                self._awaited_bytes = 0
+                self._free_memory()
+                self._message_bytes = 0
                 if self.receive_window < WINDOW_BYTES // 2:
                     self.allow(WINDOW_BYTES)
                 self._read()
-            elif self.is_heard and not self._held_bytes:
+            elif self.is_half_closed and not self._held_bytes:
                 return
             else:
-                self._wanted = asyncio.get_running_loop().create_future()
-                await self._wanted
+                self._request_arrived = asyncio.get_running_loop().create_future()
+                await self._request_arrived
 
     def _wake(self) -> None:
-        if self._wanted is not None and not self._wanted.done():
-            self._wanted.set_result(None)
+        """Let `_requests` continue: a request has arrived, or the client has ended its side."""
+        if self._request_arrived is not None and not self._request_arrived.done():
+            self._request_arrived.set_result(None)
 
     def _start(self, request: Any) -> None:
+        """Run `serve` with the request or the stream of requests, and its coroutine as a task."""
         self._has_begun = True
-        serving = self._serve(self, request)
-        if serving is not None:
-            self.task = asyncio.get_running_loop().create_task(serving)
+        coroutine = self._serve(self, request)
+        if coroutine is not None:
+            self.task = asyncio.get_running_loop().create_task(coroutine)
 
-    def under_way(self) -> asyncio.Future[None] | None:
-        """Return a future for the end of the call. See Stream."""
+    def completion(self) -> asyncio.Future[None] | None:
+        """Return a future that is done when the call ends. See Stream."""
         if self.task is None and self._has_begun and not self._is_over:
-            self._over = self._over or asyncio.get_running_loop().create_future()
-        return self.task or self._over
+            self._completion = self._completion or asyncio.get_running_loop().create_future()
+        return self.task or self._completion
 
     # -- responses -------------------------------------------------------------------------------------------
 
     def respond(self, response: Any) -> bool:
-        """Send a response. If it waits or other streams should have a turn, return False: then await `sent`."""
+        """Encode and send a response. If it returns False, await `sent` before the next response (see Stream.send)."""
         data = self.method.encode(response)
         return self.send_messages(PREFIX.pack(0, len(data)) + data)
 
     def send_messages(self, data: Payload) -> bool:
-        """Send encoded responses, each with its prefix; return as `respond`. Send nothing if the client has gone."""
+        """Send encoded responses, each with its prefix. Returns like `respond`.
+
+        If the call has ended, nothing is sent.
+        """
         if self._is_over:
             return True
         if not self._has_answered:
@@ -312,8 +338,8 @@ class Exchange(Stream):
         return self.send(data)
 
     def answer(self, message: bytes) -> None:
-        """Send the encoded response of a call with one response, and end the call behind it."""
-        if not (self._has_answered or self._is_over) and self.send_whole(message):
+        """Send the encoded response of a call with one response, and end the call with status OK."""
+        if not (self._has_answered or self._is_over) and self.try_send_answer(message):
             self._is_over = self._has_answered = True
             self.release()
         else:
@@ -321,24 +347,27 @@ class Exchange(Stream):
             self.finish()
 
     def finish(self) -> None:
-        """End the call behind its responses."""
+        """End the call with status OK after its responses. Does nothing if the call has ended."""
         if not self._is_over:
             self._is_over = True
             self.release()
             self.end(TRAILERS_OK if self._has_answered else RESPONSE + TRAILERS_OK)
 
     def fail(self, status: GrpcStatus, text: str, more: bytes = b"") -> None:
-        """End the call with a gRPC status, even after it has begun to answer. `more`: further trailers."""
+        """End the call with a gRPC status, and discard responses that have not left. `more`: further trailers, encoded.
+
+        If the call already has its status, the stream is reset.
+        """
         self.drop_unsent()
         if self._is_over:
             self.streams.reset(self, Fault.NO_ERROR)
             return
         self._is_over = True
         block = trailers(status, text) + more
-        self.streams.write_end(self, block if self._has_answered else RESPONSE + block)
+        self.streams.write_trailers(self, block if self._has_answered else RESPONSE + block)
         self._stop()
 
-    def gone(self) -> None:
+    def abandon(self) -> None:
         """End the call without an answer. See Stream."""
         self._is_over = True
         self._stop()
@@ -353,26 +382,27 @@ class Exchange(Stream):
                 f"the client did not send its request within {self.READ_S:.0f} s",
             )
         elif self.has_unsent and self.TAKEN_S is not None:
-            if self.stuck_s is None:
-                self.stuck_s = now_s
-            elif now_s - self.stuck_s > self.TAKEN_S:
+            if self.stalled_s is None:
+                self.stalled_s = now_s
+            elif now_s - self.stalled_s > self.TAKEN_S:
                 self.fail(
                     GrpcStatus.DEADLINE_EXCEEDED,
                     f"the client did not take a response within {self.TAKEN_S:.0f} s",
                 )
 
-    # -- its end ---------------------------------------------------------------------------------------------
+    # -- the end of the call ---------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give back the call's part of the shared bounds."""
+        """Give back the call's memory and its slot in the limit of calls. A second time it does nothing."""
         if not self._is_released:
             self._is_released = True
-            self._give_back()
-            self._room.calls.give_back(self.call.peer, self._account)
-            if self._over is not None:
-                self._over.set_result(None)
+            self._free_memory()
+            self._limits.calls.give_back(self.call.peer, self._account)
+            if self._completion is not None:
+                self._completion.set_result(None)
 
     def _stop(self) -> None:
+        """Release the call, and cancel its task unless the method `outlives_client`."""
         self._parts.clear()
         self.release()
         task = self.task
@@ -380,45 +410,50 @@ class Exchange(Stream):
             return
         task.cancel()
 
-    def _give_back(self) -> None:
-        """Give back the room of a request, or stop waiting for it."""
+    def _free_memory(self) -> None:
+        """Give back the memory of a request, or stop waiting for it."""
         if self._asked_bytes:
-            self._room.received.withdraw(self.call.peer, self._granted)
-        self._room.received.remove(self.call.peer, self._counted_bytes)
+            self._limits.received.withdraw(self.call.peer, self._on_granted)
+        self._limits.received.remove(self.call.peer, self._counted_bytes)
         self._asked_bytes = self._counted_bytes = 0
 
 
-# Unpack gRPC's compressed messages, each as a whole and within the maximum size of a request.
+# Decompression of gRPC messages, each as a whole and within the maximum size of a request.
 #
-# A message that cannot be unpacked breaks no rule of HTTP/2. Its call ends with a status that contains the reason.
+# A message that cannot be decompressed breaks no rule of HTTP/2. So its call ends with a status that states the reason,
+# and the connection continues.
 
-# The `wbits` argument of zlib: for a gzip stream, and for zlib's own format.
-PACKINGS = {"gzip": 31, "deflate": 15}
+# By grpc-encoding, the `wbits` argument of zlib: for a gzip stream, and for zlib's own format.
+WBITS_BY_ENCODING = {"gzip": 31, "deflate": 15}
 
 
-class Unpackable(Exception):
-    """The message cannot be unpacked. The call ends with this status."""
+class DecompressionError(Exception):
+    """The message cannot be decompressed. The call ends with this status."""
 
     def __init__(self, status: GrpcStatus, text: str) -> None:
         super().__init__(text)
         self.status, self.text = status, text
 
 
-def unpack(data: bytes, packing: str, bytes_max: int) -> bytes:
-    """Unpack a message that was compressed with `packing`. Raises Unpackable."""
-    form = PACKINGS.get(packing)
-    if form is None:
-        known = ", ".join(PACKINGS)
-        raise Unpackable(GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {packing[:40]!r}: {known} or identity")
-    unpacking = zlib.decompressobj(form)
+def decompress(data: bytes, encoding: str, bytes_max: int) -> bytes:
+    """Decompress a message with this grpc-encoding to at most `bytes_max`. Raises DecompressionError."""
+    wbits = WBITS_BY_ENCODING.get(encoding)
+    if wbits is None:
+        known = ", ".join(WBITS_BY_ENCODING)
+        raise DecompressionError(
+            GrpcStatus.UNIMPLEMENTED, f"grpc-encoding {encoding[:40]!r}: {known} or identity"
+        )
+    decompressor = zlib.decompressobj(wbits)
     try:
-        found = unpacking.decompress(data, bytes_max + 1)
+        result = decompressor.decompress(data, bytes_max + 1)
     except zlib.error as error:
-        raise Unpackable(
-            GrpcStatus.INTERNAL, f"the request is not compressed with {packing}: {error}"
+        raise DecompressionError(
+            GrpcStatus.INTERNAL, f"the request is not compressed with {encoding}: {error}"
         ) from error
-    if len(found) > bytes_max:
-        raise Unpackable(GrpcStatus.RESOURCE_EXHAUSTED, f"a request unpacks to more than {bytes_max} bytes")
-    if not unpacking.eof:
-        raise Unpackable(GrpcStatus.INTERNAL, f"the request ends within its {packing} stream")
-    return found
+    if len(result) > bytes_max:
+        raise DecompressionError(
+            GrpcStatus.RESOURCE_EXHAUSTED, f"the request decompresses to more than {bytes_max} bytes"
+        )
+    if not decompressor.eof:
+        raise DecompressionError(GrpcStatus.INTERNAL, f"the request ends within its {encoding} stream")
+    return result

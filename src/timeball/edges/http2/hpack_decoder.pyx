@@ -1,12 +1,13 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Header blocks of requests, read in C: HPACK's decoder (RFC 7541), the compiled twin of jh2's in header_blocks.py.
+"""An HPACK decoder (RFC 7541) in C, for the header blocks of requests: the compiled twin of header_blocks.Jh2Decoder.
 
     field    1 index | 01 index or name, value: kept | 0000, 0001 the same: not kept | 001 size of the table
     text     a bit for Huffman's code, length, bytes
     number   the rest of its first byte, or bytes of seven bits each behind it
 
-A block is read whole into a dict of the first value of each name, since nothing else of it is asked for. jh2 reads the
-same, but for Huffman's padding, whose bits it does not look at (tests/edges/http2/test_header_blocks.py).
+"Kept" fields are inserted into the dynamic table. A block is decoded to a dict with the first value of each name,
+because Timeball uses nothing else. Both decoders give the same result, with one exception: jh2 does not check the
+padding bits behind a Huffman code (tests/edges/http2/test_header_blocks.py).
 """
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -20,14 +21,14 @@ cdef extern from "Python.h":
     object PyUnicode_FromStringAndSize(const char* data, Py_ssize_t size)
 
 cdef enum:
-    TABLE_BYTES_MAX = 4096  # HTTP/2's default; we ask for no other
-    FIELD_BYTES = 32  # of each field beside its name and value
-    STATIC = 61
+    TABLE_BYTES_MAX = 4096  # HTTP/2's default. The server asks for no other size
+    FIELD_BYTES = 32  # HPACK adds so many to the size of each field
+    STATIC = 61  # fields of the static table
     CODE_BITS_MIN = 5
     CODE_BITS_MAX = 30
     EOS = 256
 
-# RFC 7541, appendix A: the names, and behind "=" a value.
+# RFC 7541, appendix A: the static table as (name, value, size). "=" separates a name from its value in the text.
 cdef list STATIC_TABLE = [
     (name, value, len(name) + len(value) + FIELD_BYTES)
     for name, _, value in (each.partition("=") for each in (
@@ -42,49 +43,51 @@ cdef list STATIC_TABLE = [
         "strict-transport-security|transfer-encoding|user-agent|vary|via|www-authenticate"
     ).split("|"))
 ]
-# Appendix B, whose codes are canonical: of each symbol how many bits its code has, "A" for five.
+# RFC 7541, appendix B: for each symbol the number of bits of its Huffman code, as a letter ("A" is five bits). The code
+# is canonical, so the lengths determine all codes.
 cdef bytes CODE_LENGTHS = (
     b"ISXXXXXXXTZXXZXXXXXXXXZXXXXXXXXXBFFHIBDGFFDGDBBBAAABBBBBBBCDKBHFIBCCCCCCCCCCCCCCCCCCCCCCDCDIOIJBKABA"
     b"BABBBACCBBBABCBAABCCCCCKGJIXPRPPRRRSRSSSSSTSTTRSTSSSSQRSRSSTRQPRRSSQSRRTQRSSQQRQSRSSPRRRSRRSVVPORSRU"
     b"VVVWWVTUOQVWWVWTQQVVXWWWPTPQRQQSRRUUTTVSVWVVWWWWWXWWWWWVZ"
 )
+# The first three arrays are indexed by the number of bits of a code.
 cdef uint32_t first_code[CODE_BITS_MAX + 1]
-cdef int first_symbol[CODE_BITS_MAX + 1]  # of this length, in `symbols`
-cdef int codes[CODE_BITS_MAX + 1]  # how many have this length
-cdef int symbols[EOS + 1]
+cdef int first_symbol[CODE_BITS_MAX + 1]  # the index in `symbols` of the symbol with the first code
+cdef int code_counts[CODE_BITS_MAX + 1]
+cdef int symbols[EOS + 1]  # ordered by code
 
 
-cdef int number_codes() except -1:
-    """Give the codes out: in the order of their lengths, and of their symbols."""
+cdef int assign_codes() except -1:
+    """Assign the canonical codes, in the order of their lengths, and within a length in the order of their symbols."""
     cdef uint32_t code = 0
-    cdef int bits, symbol, at = 0
+    cdef int bits, symbol, index = 0
     cdef const char* lengths = PyBytes_AsString(CODE_LENGTHS)
     assert len(CODE_LENGTHS) == EOS + 1 and len(STATIC_TABLE) == STATIC
-    memset(codes, 0, sizeof(codes))
+    memset(code_counts, 0, sizeof(code_counts))
     for bits in range(CODE_BITS_MIN, CODE_BITS_MAX + 1):
         code <<= 1
-        first_code[bits], first_symbol[bits] = code, at
+        first_code[bits], first_symbol[bits] = code, index
         for symbol in range(EOS + 1):
             if lengths[symbol] - c"A" + CODE_BITS_MIN == bits:
-                symbols[at] = symbol
-                at += 1
-                codes[bits] += 1
+                symbols[index] = symbol
+                index += 1
+                code_counts[bits] += 1
                 code += 1
     return 0
 
 
-number_codes()
+assign_codes()
 
 
 cdef struct Block:
-    const uint8_t* at
+    const uint8_t* at  # the next byte to decode
     const uint8_t* end
 
 
 cdef class HpackDecoder:
-    """The HeaderDecoder in C. `list_bytes_max`: a block that unpacks to more ends the connection."""
+    """The HeaderDecoder in C. For a block that decodes to more than `list_bytes_max`, `decode` raises BrokenRule."""
 
-    cdef list table  # of (name, value, bytes); the newest is the last
+    cdef list table  # the dynamic table, as (name, value, size). The newest field is the last
     cdef Py_ssize_t table_bytes, table_bytes_max, list_bytes_max
 
     def __init__(self, Py_ssize_t list_bytes_max):
@@ -92,13 +95,13 @@ cdef class HpackDecoder:
         self.list_bytes_max = list_bytes_max
 
     def decode(self, bytes data not None):
-        """Return the first value of each name, and the size of all fields; raise BrokenRule."""
+        """Return the first value of each name, and the size of all fields in bytes. Raises BrokenRule."""
         try:
-            return self.read(data)
+            return self.read_block(data)
         except UnicodeDecodeError as error:
-            raise no_block(str(error)) from error
+            raise invalid_block(str(error)) from error
 
-    cdef tuple read(self, bytes data):
+    cdef tuple read_block(self, bytes data):
         cdef Block block
         cdef dict headers = {}
         cdef Py_ssize_t total_bytes = 0, field_bytes
@@ -110,108 +113,111 @@ cdef class HpackDecoder:
         while block.at < block.end:
             first = block.at[0]
             if first & 0x80:
-                field = self.field(number(&block, 7))
+                field = self.field(read_integer(&block, 7))
                 name, value = field[0], field[1]
                 field_bytes = field[2]
             elif first & 0xE0 == 0x20:
-                self.resize(number(&block, 5))
+                self.resize(read_integer(&block, 5))
                 continue
             else:
-                index = number(&block, 6 if first & 0x40 else 4)
+                index = read_integer(&block, 6 if first & 0x40 else 4)
                 field_bytes = FIELD_BYTES
                 if index:
                     name = self.field(index)[0]
                     field_bytes += len(name) if name.isascii() else len(name.encode())
                 else:
-                    name = text(&block, &field_bytes)
-                value = text(&block, &field_bytes)
+                    name = read_string(&block, &field_bytes)
+                value = read_string(&block, &field_bytes)
                 if first & 0x40:
-                    self.keep(name, value, field_bytes)
+                    self.insert(name, value, field_bytes)
             total_bytes += field_bytes
             if total_bytes > self.list_bytes_max:
-                raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers unpack to too many bytes")
+                raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers decompress to too many bytes")
             if name not in headers:
                 headers[name] = value
         return headers, total_bytes
 
     cdef tuple field(self, uint32_t index):
-        """Return a field of one of the two tables."""
-        cdef Py_ssize_t behind
+        """Find a field by its index: in the static table up to STATIC, above it in the dynamic table."""
+        cdef Py_ssize_t dynamic_index  # 1 is the newest field
         if 0 < index <= STATIC:
             return <tuple> STATIC_TABLE[index - 1]
-        behind = <Py_ssize_t> index - STATIC
-        if not 0 < behind <= len(self.table):
-            raise no_block("no field has this number")
-        return <tuple> self.table[len(self.table) - behind]
+        dynamic_index = <Py_ssize_t> index - STATIC
+        if not 0 < dynamic_index <= len(self.table):
+            raise invalid_block("no field has this index")
+        return <tuple> self.table[len(self.table) - dynamic_index]
 
-    cdef int keep(self, object name, object value, Py_ssize_t field_bytes) except -1:
-        """Keep a field as the newest; one that is too large for the table empties it."""
+    cdef int insert(self, object name, object value, Py_ssize_t field_bytes) except -1:
+        """Insert a field into the dynamic table. A field larger than the table only empties it (RFC 7541, 4.4)."""
         self.table_bytes += field_bytes
         self.table.append((name, value, field_bytes))
-        return self.shrink()
+        return self.evict()
 
     cdef int resize(self, uint32_t bytes_max) except -1:
         if bytes_max > TABLE_BYTES_MAX:
-            raise no_block("a table of more bytes than it may have")
+            raise invalid_block("a table size above the limit")
         self.table_bytes_max = bytes_max
-        return self.shrink()
+        return self.evict()
 
-    cdef int shrink(self) except -1:
-        cdef Py_ssize_t gone = 0
+    cdef int evict(self) except -1:
+        """Remove the oldest fields until the dynamic table has its maximum size."""
+        cdef Py_ssize_t evicted = 0
         while self.table_bytes > self.table_bytes_max:
-            self.table_bytes -= <Py_ssize_t> (<tuple> self.table[gone])[2]
-            gone += 1
-        if gone:
-            del self.table[:gone]
+            self.table_bytes -= <Py_ssize_t> (<tuple> self.table[evicted])[2]
+            evicted += 1
+        if evicted:
+            del self.table[:evicted]
         return 0
 
 
-cdef object no_block(str reason):
+cdef object invalid_block(str reason):
     return BrokenRule(Fault.COMPRESSION_ERROR, f"no header block: {reason}")
 
 
-cdef uint32_t number(Block* block, int bits) except? 0xFFFFFFFF:
-    """Read a number whose first bits share a byte, which is there."""
-    cdef uint32_t most = (1 << bits) - 1
-    cdef uint64_t found = block.at[0] & most
+cdef uint32_t read_integer(Block* block, int bits) except? 0xFFFFFFFF:
+    """Decode an integer whose prefix is the lower `bits` of the next byte (RFC 7541, 5.1). The caller has checked that
+    there is a next byte.
+    """
+    cdef uint32_t prefix_max = (1 << bits) - 1
+    cdef uint64_t value = block.at[0] & prefix_max
     cdef int shift = 0
     cdef uint8_t byte
     block.at += 1
-    if found < most:
-        return <uint32_t> found
+    if value < prefix_max:
+        return <uint32_t> value
     while block.at < block.end and shift <= 21:
         byte = block.at[0]
         block.at += 1
-        found += <uint64_t> (byte & 0x7F) << shift
+        value += <uint64_t> (byte & 0x7F) << shift
         if byte < 0x80:
-            return <uint32_t> found
+            return <uint32_t> value
         shift += 7
-    raise no_block("a number that does not end")
+    raise invalid_block("an integer that does not end")
 
 
-cdef object text(Block* block, Py_ssize_t* size_bytes):
-    """Read a text, and add its bytes."""
-    cdef bint is_packed
+cdef object read_string(Block* block, Py_ssize_t* size_bytes):
+    """Decode a string, and add its decoded size to `size_bytes`."""
+    cdef bint is_huffman
     cdef Py_ssize_t size
     cdef const uint8_t* begin
     if block.at >= block.end:
-        raise no_block("a field that does not end")
-    is_packed = block.at[0] & 0x80
-    size = number(block, 7)
+        raise invalid_block("a field that does not end")
+    is_huffman = block.at[0] & 0x80
+    size = read_integer(block, 7)
     if size > block.end - block.at:
-        raise no_block("a text that does not end")
+        raise invalid_block("a string that does not end")
     begin = block.at
     block.at += size
-    if is_packed:
-        return unpacked(begin, size, size_bytes)
+    if is_huffman:
+        return decode_huffman(begin, size, size_bytes)
     size_bytes[0] += size
     return PyUnicode_FromStringAndSize(<const char*> begin, size)
 
 
-cdef object unpacked(const uint8_t* data, Py_ssize_t size, Py_ssize_t* size_bytes):
-    """Read a text in Huffman's code."""
-    cdef object held = PyBytes_FromStringAndSize(NULL, 8 * size // CODE_BITS_MIN + 1)
-    cdef char* begin = PyBytes_AsString(held)
+cdef object decode_huffman(const uint8_t* data, Py_ssize_t size, Py_ssize_t* size_bytes):
+    """Decode a Huffman-coded string, and add its decoded size to `size_bytes`."""
+    cdef object buffer = PyBytes_FromStringAndSize(NULL, 8 * size // CODE_BITS_MIN + 1)
+    cdef char* begin = PyBytes_AsString(buffer)
     cdef char* out = begin
     cdef uint64_t window = 0
     cdef int held_bits = 0, bits, symbol
@@ -224,19 +230,19 @@ cdef object unpacked(const uint8_t* data, Py_ssize_t size, Py_ssize_t* size_byte
             at += 1
         for bits in range(CODE_BITS_MIN, min(held_bits, <int> CODE_BITS_MAX) + 1):
             code = <uint32_t> (window >> (held_bits - bits)) & ((<uint32_t> 1 << bits) - 1)
-            # Canonical: what begins a longer code is greater than all codes of this length.
-            if code - first_code[bits] < <uint32_t> codes[bits]:
+            # In a canonical code, the first bits of a longer code are greater than all codes of this length.
+            if code - first_code[bits] < <uint32_t> code_counts[bits]:
                 break
         else:
             break
         symbol = symbols[first_symbol[bits] + <int> (code - first_code[bits])]
         if symbol == EOS:
-            raise no_block("a text that ends within itself")
+            raise invalid_block("a string that contains the EOS symbol")
         out[0] = <char> symbol
         out += 1
         held_bits -= bits
-    # What is left begins a code: all ones, and less than a byte.
+    # The rest must be padding: less than a byte, and all ones (RFC 7541, 5.2).
     if held_bits > 7 or (window & ((1 << held_bits) - 1)) != <uint64_t> ((1 << held_bits) - 1):
-        raise no_block("a text whose end is no padding")
+        raise invalid_block("a string whose last bits are no padding")
     size_bytes[0] += out - begin
     return PyUnicode_FromStringAndSize(begin, out - begin)

@@ -1,6 +1,6 @@
 """The server of a gRPC edge: listens, creates a call for each new stream, and checks all deadlines.
 
-It decides nothing itself. connection.py bounds a client, exchange.py bounds a call, and the edge provides the methods.
+connection.py has the bounds for a client, exchange.py those for a call. The edge provides the methods (`Service`).
 Decision 0041 explains why Timeball has its own HTTP/2.
 """
 
@@ -24,7 +24,7 @@ from timeball.edges.http2.frames import (
     literal,
     rst_stream,
 )
-from timeball.edges.http2.header_blocks import Headers, decoder_of
+from timeball.edges.http2.header_blocks import Headers, choose_decoder
 from timeball.edges.http2.streams import Flushes, Stream, Streams
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening, PlainFrom
@@ -35,8 +35,8 @@ from timeball.model.errors import SetupError
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
-LOOK_S = 0.25
-LAST_ANSWERS_S = 0.5  # seconds at a stop. Long polls that still wait then end without an answer
+CHECK_INTERVAL_S = 0.25  # between two checks of all deadlines
+LAST_ANSWERS_S = 0.5  # how long a stop waits for open calls. Those still open then get no answer
 
 TIMEOUT_DIGITS_MAX = 8
 _UNIT_S = {"H": 3_600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
@@ -44,55 +44,62 @@ _NOT_GRPC = literal(":status", "415")  # the answer to an HTTP/2 request that is
 
 
 class Service(Protocol):
-    """The interface of an edge that the server uses: its methods, its bounds, its calls."""
+    """The interface of an edge that the server uses: its methods, its limits, and the creation of its calls."""
 
     @property
     def methods(self) -> Mapping[str, Method]:
-        """Return the methods by their paths."""
+        """The methods by their paths."""
 
     @property
     def room(self) -> Room:
-        """Return the bounds and counts of all calls."""
+        """The limits that all calls of the edge share."""
 
     @property
     def call(self) -> type[Call]:
-        """Return the class of the calls that `open` gets."""
+        """The class of the `call` argument of `open`."""
 
     def open(
-        self, method: Method | None, streams: Streams, number: int, is_heard: bool, call: Any, now_s: float
+        self,
+        method: Method | None,
+        streams: Streams,
+        number: int,
+        is_half_closed: bool,
+        call: Any,
+        now_s: float,
     ) -> Exchange:
-        """Return the call of a new stream. `method` is None if the edge does not have it."""
+        """Create the exchange of a new call. `method` is None if the edge has no such method."""
 
 
 class Server:
-    """Serves the calls of one edge. Belongs to the broker's event loop."""
+    """Accepts the connections of one edge and serves their calls. Belongs to the broker's event loop."""
 
     def __init__(
         self,
         service: Service,
-        bounds: Bounds = Bounds(),  # noqa: B008  # it is frozen
+        bounds: Bounds = Bounds(),  # noqa: B008  # frozen, so it can be shared
         codec: CodecChoice = "auto",
     ) -> None:
-        self._service, self._bounds, self._decoder = service, bounds, decoder_of(codec)
+        self._service, self._bounds, self._decoder = service, bounds, choose_decoder(codec)
         self._connections: set[Connection] = set()
         self._server: Listening | None = None
 
     async def start(
         self, host: str, port: int, tls: Tls | None, option: str, *, plain_from: PlainFrom = "nobody"
     ) -> int:
-        """Listen, and return the port. Raises SetupError, which names the `option` of the port.
+        """Listen, and return the port (port 0 chooses a free one).
 
+        `option` is the command-line option of the port. The SetupError for a port that cannot be used names it.
         `plain_from`: the clients that may connect without TLS although there is a certificate.
         """
         loop = asyncio.get_running_loop()
         flushes = Flushes(loop)
 
-        def connection() -> Connection:
+        def create_connection() -> Connection:
             return Connection(self._begin, self._connections, loop, self._bounds, self._decoder, flushes)
 
         try:
             self._server = await first_byte.listen(
-                connection, host, port, BACKLOG, tls.context if tls else None,
+                create_connection, host, port, BACKLOG, tls.context if tls else None,
                 edge=self._bounds.edge, plain_from=plain_from,
             )  # fmt: skip
         except OSError as error:
@@ -102,32 +109,32 @@ class Server:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def watch(self) -> None:
-        """Check the deadlines of all connections and calls, every LOOK_S."""
+        """Check the deadlines of all connections and calls every CHECK_INTERVAL_S, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             for connection in list(self._connections):
                 connection.check(loop.time())
 
     @property
     def connections(self) -> int:
-        """Return the number of connected clients."""
+        """The number of connected clients."""
         return len(self._connections)
 
     def open_streams(self) -> list[Stream]:
-        """Return the streams that are open now."""
+        """Return the open streams of all connections."""
         return [stream for each in self._connections for stream in each.streams.open.values()]
 
     async def close(self) -> None:
-        """Accept no more connections, end the calls that wait, and close the connections."""
+        """Accept no more connections, wait up to LAST_ANSWERS_S for open calls, and close the connections."""
         if self._server is None:
             return
         self._server.close()
         for connection in self._connections:
             connection.leave()
-        calls = [stream.under_way() for stream in self.open_streams()]
-        if under_way := [call for call in calls if call is not None]:
-            await asyncio.wait(under_way, timeout=LAST_ANSWERS_S)
+        completions = [stream.completion() for stream in self.open_streams()]
+        if running := [completion for completion in completions if completion is not None]:
+            await asyncio.wait(running, timeout=LAST_ANSWERS_S)
         for connection in list(self._connections):
             connection.close()
         if self._connections:
@@ -138,23 +145,32 @@ class Server:
         self._server = None
 
     def _begin(
-        self, streams: Streams, number: int, headers: Headers, size_bytes: int, now_s: float, is_heard: bool
+        self,
+        streams: Streams,
+        number: int,
+        headers: Headers,
+        size_bytes: int,
+        now_s: float,
+        is_half_closed: bool,
     ) -> Stream | None:
-        """Return the call of a new stream, or None if it was refused."""
+        """Create and begin the call of a new stream. Returns None if the call was refused with an answer.
+
+        `size_bytes` is the size of the headers.
+        """
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith(
             "application/grpc"
         ):
             streams.write(frame(HEADERS, END_HEADERS | END_STREAM, number, _NOT_GRPC))
-            if not is_heard:
+            if not is_half_closed:
                 streams.write(rst_stream(number, Fault.NO_ERROR))
-                streams.cut(number)
+                streams.remember_closed(number)
             return None
         timeout = headers.get("grpc-timeout")
-        remaining_s = None if timeout is None else seconds_of(timeout)
+        remaining_s = None if timeout is None else parse_timeout(timeout)
         service, path = self._service, headers.get(":path", "")
         method = service.methods.get(path)
         call, calls = service.call(headers, streams.peer, remaining_s), service.room.calls
-        exchange = service.open(method, streams, number, is_heard, call, now_s)
+        exchange = service.open(method, streams, number, is_half_closed, call, now_s)
         if method is None:
             exchange.fail(GrpcStatus.UNIMPLEMENTED, f"no call {path[:200]!r}")
         elif timeout is not None and remaining_s is None:
@@ -168,8 +184,8 @@ class Server:
         return None
 
 
-def seconds_of(timeout: str) -> float | None:
-    """Parse a grpc-timeout to seconds, or None if it has another form."""
+def parse_timeout(timeout: str) -> float | None:
+    """Parse the header grpc-timeout (digits and a unit) to seconds. Returns None if it has another form."""
     digits, unit_s = timeout[:-1], _UNIT_S.get(timeout[-1:])
     if unit_s is None or len(digits) > TIMEOUT_DIGITS_MAX or not (digits.isascii() and digits.isdigit()):
         return None

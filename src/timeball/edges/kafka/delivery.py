@@ -1,26 +1,26 @@
-"""From Timeball into Kafka: each visible message becomes one committed record, at its due time.
+"""Writes messages from Timeball to Kafka: each visible message becomes one committed record, at its due time.
 
     pull (a long poll) -> begin -> the records, and the position after them -> commit
 
-Record and position are in Kafka together or not at all, so a crash leaves no half. The next process begins with
-`init_transactions`, which ends the transaction of the earlier process and fences that process. Then it reads the
-position. All messages that are visible when a transaction ends go into the next one. The only interval is the few
-milliseconds that Kafka needs to end a transaction.
+A transaction contains records and the position after them, so a crash cannot separate them. The next process begins
+with `init_transactions`, which ends the transaction of the earlier process and fences that process. Then it reads the
+position. All messages that are visible when a transaction ends go into the next one. Between two transactions lie only
+the few milliseconds that Kafka needs to end the first one.
 
 A record that Kafka refuses permanently ends its transaction: it is too large for its topic, or its topic may not be
-written. The bridge finds its message by halving the batch, and the message takes the next of four ways:
+written. The bridge finds its message by halving the batch. The message is then written in the next of four forms:
 
     1  the record, to its topic
     2  a dead letter: the record with Kafka's reason, to the dead letter topic
     3  a dead letter without the value, and a line in a local file
     4  a line in a local file
 
-A record whose refusal is certain (`topic_limits`) takes the next way at once. Kafka reports some other errors for the
-record, and others only for the transaction. If the transaction has a single record, the bridge blames the record when
-the error comes twice and a transaction without the record succeeds.
+If a refusal is certain before the write (`TopicLimits`), the message takes the next form at once. Kafka reports some
+other errors for the record, and others only for the transaction. An error that only names the transaction is blamed on
+its single record if it occurs twice and a transaction without the record succeeds.
 
-Each failed transaction costs its producer: the next transaction would fail for missing sequence numbers, or for a state
-that only `init_transactions` ends.
+A failed transaction makes its producer useless: a further transaction would fail for missing sequence numbers, or for a
+state that only `init_transactions` ends. So a new producer replaces it.
 """
 
 from __future__ import annotations
@@ -48,95 +48,104 @@ from confluent_kafka.cimpl import NewTopic
 
 from timeball.edges.kafka import records
 from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
-from timeball.edges.kafka.records import Envelope, Headers, Place, Rules
+from timeball.edges.kafka.records import Envelope, Headers, RecordLocation, TopicRules
 from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 
-# Kafka's limits for writes to a topic, which the bridge asks for before it writes a record.
+# Limits of topics: whether the bridge may write to a topic, and the largest record batch.
 #
-# A record that Kafka refuses ends its whole transaction, and costs a new producer. So the bridge does not write a
-# record that is certain to be refused, because its topic may not be written or its bytes exceed the topic's limit. If
-# Kafka does not report the limits (an old version, or no permission to ask), the record is tried.
+# A record that Kafka refuses ends its whole transaction, and requires a new producer. So the bridge asks for the limits
+# before it writes, and writes no record that exceeds them. If Kafka does not report the limits (an old version, or no
+# permission to ask), the bridge tries to write the record.
 
-KEPT_MS = 10_000  # after this time a limit is asked for again
-WAIT_S = 0.5  # no message is delivered meanwhile
-SIZE = "max.message.bytes"
+LIMITS_KEPT_MS = 10_000  # after this time Kafka is asked for a limit again
+LIMITS_WAIT_S = 0.5  # for the answers; no message is delivered meanwhile
+SIZE_LIMIT = "max.message.bytes"
 
 
-class Limit(NamedTuple):
-    """The limits of one topic. `size_bytes` limits a record batch. None if Kafka did not report it."""
+class TopicLimit(NamedTuple):
+    """The limits of one topic. `size_bytes` is the largest record batch, None if Kafka did not report it."""
 
     may_write: bool = True
     size_bytes: int | None = None
 
 
 class TopicLimits:
-    """Stores the limits of topics, and renews them every few seconds. Belongs to one thread."""
+    """Caches the limits of topics for LIMITS_KEPT_MS. Belongs to one thread."""
 
     def __init__(self, admin: AdminClient, clock: Clock, *, is_compressed: bool) -> None:
         self._admin, self._clock, self._is_compressed = admin, clock, is_compressed
-        self._known: dict[str, Limit] = {}
-        # by topic: when its limits are asked for again, by the boot clock
-        self._until_ms: dict[str, int] = {}
-        self._is_answered = True  # False after a request without an answer in time, until the next answer
+        self._limits_by_topic: dict[str, TopicLimit] = {}
+        # by topic: when Kafka is asked for its limits again, by the boot clock
+        self._fresh_until_ms: dict[str, int] = {}
+        # False after a request without an answer within LIMITS_WAIT_S, until the next answer
+        self._is_responsive = True
 
     def refusal(self, topic: str, size_bytes: int) -> str | None:
-        """Find the reason for which Kafka would refuse a record of this size. None if Kafka may accept it.
+        """Explain why Kafka would refuse a record of this size. None if Kafka may accept it.
 
-        Call `look` before, which asks for the limits.
+        Uses the limits that `refresh` has asked for.
         """
-        limit = self._known.get(topic, Limit())
+        limit = self._limits_by_topic.get(topic, TopicLimit())
         if not limit.may_write:
             return "Kafka: the bridge may not write to this topic"
-        # `size_bytes` only counts key, value and headers. A record batch has a few more bytes, and a compressed one
-        # fewer.
+        # `size_bytes` only counts key, value and headers. A record batch has a few more bytes. A compressed batch may
+        # have fewer, so its size decides nothing.
         if limit.size_bytes is not None and size_bytes > limit.size_bytes and not self._is_compressed:
-            return f"Kafka: {size_bytes} bytes; the topic takes at most {limit.size_bytes} ({SIZE})"
+            return f"Kafka: {size_bytes} bytes; the topic takes at most {limit.size_bytes} ({SIZE_LIMIT})"
         return None
 
-    def look(self, topics: Iterable[str]) -> None:
+    def refresh(self, topics: Iterable[str]) -> None:
         """Ask Kafka for the limits of those topics whose limits are unknown or too old.
 
-        Waits up to WAIT_S for the answers. A later answer counts from then on. After a request without an answer,
-        further requests do not wait.
+        Waits up to LIMITS_WAIT_S for the answers. A later answer is used from then on. After a request without an
+        answer in time, further requests do not wait until Kafka answers again.
         """
         now_ms = self._clock.boot_ms()
-        wanted = {topic for topic in topics if self._until_ms.get(topic, 0) <= now_ms}
+        wanted = {topic for topic in topics if self._fresh_until_ms.get(topic, 0) <= now_ms}
         if not wanted:
             return
-        self._until_ms |= dict.fromkeys(wanted, now_ms + KEPT_MS)
-        asked = [*self._ask_operations(wanted), *self._ask_sizes(wanted)]
-        if self._is_answered:
-            self._is_answered = not wait(asked, timeout=WAIT_S).not_done
+        self._fresh_until_ms |= dict.fromkeys(wanted, now_ms + LIMITS_KEPT_MS)
+        answers = [*self._ask_operations(wanted), *self._ask_sizes(wanted)]
+        if self._is_responsive:
+            self._is_responsive = not wait(answers, timeout=LIMITS_WAIT_S).not_done
 
     def _ask_operations(self, topics: Collection[str]) -> Iterator[Future[Any]]:
-        asked = self._admin.describe_topics(
-            TopicCollection(list(topics)), include_authorized_operations=True, request_timeout=TIMEOUT_S
+        """Ask whether the bridge may write to the topics. Yields the pending answers."""
+        answers = self._admin.describe_topics(
+            TopicCollection(list(topics)), include_authorized_operations=True, request_timeout=KAFKA_TIMEOUT_S
         )
-        for topic, answer in asked.items():
+        for topic, answer in answers.items():
             answer.add_done_callback(partial(self._note_operations, topic))
             yield answer
 
     def _ask_sizes(self, topics: Collection[str]) -> Iterator[Future[Any]]:
-        wanted = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
-        for resource, answer in self._admin.describe_configs(wanted, request_timeout=TIMEOUT_S).items():
+        """Ask for the largest record batch of the topics. Yields the pending answers."""
+        resources = [ConfigResource(ResourceType.TOPIC, topic) for topic in topics]
+        for resource, answer in self._admin.describe_configs(
+            resources, request_timeout=KAFKA_TIMEOUT_S
+        ).items():
             answer.add_done_callback(partial(self._note_size, resource.name))
             yield answer
 
-    # Threads of Kafka's client call these. Each call replaces one entry, so a reader sees the old entry or the new one.
+    # Threads of Kafka's client call these two. Each call replaces one entry, so a reader sees the old or the new entry.
 
     def _note_operations(self, topic: str, answer: Future[Any]) -> None:
-        self._is_answered = True
+        self._is_responsive = True
         if answer.exception() is None and (allowed := answer.result().authorized_operations):
             may_write = AclOperation.WRITE in allowed or AclOperation.ALL in allowed
-            self._known[topic] = self._known.get(topic, Limit())._replace(may_write=may_write)
+            self._limits_by_topic[topic] = self._limits_by_topic.get(topic, TopicLimit())._replace(
+                may_write=may_write
+            )
 
     def _note_size(self, topic: str, answer: Future[Any]) -> None:
-        self._is_answered = True
-        if answer.exception() is None and (found := answer.result().get(SIZE)) is not None:
-            self._known[topic] = self._known.get(topic, Limit())._replace(size_bytes=int(found.value))
+        self._is_responsive = True
+        if answer.exception() is None and (setting := answer.result().get(SIZE_LIMIT)) is not None:
+            self._limits_by_topic[topic] = self._limits_by_topic.get(topic, TopicLimit())._replace(
+                size_bytes=int(setting.value)
+            )
 
 
 logger = logging.getLogger(__name__)
@@ -144,32 +153,33 @@ logger = logging.getLogger(__name__)
 ROWS_MAX = 2_000  # in one transaction
 WAIT_MS = 1_000  # of one long poll
 INIT_S, ABORT_S = 30.0, 10.0
-COMMIT_S = 1.0  # after this time without an answer, the bridge looks for topics that were deleted meanwhile
-FAILED_WAIT_S = 0.2  # after a failed transaction, unless a record was to blame
-# Kafka answers a commit before it has written the end markers to each partition. If the next transaction begins
-# earlier, Kafka asks its client to retry, and the client waits 20 ms.
-MARKS_S = 0.004
-ABORT_MARKS_S = 0.02  # the same after an abort, where the client would wait 500 ms
+COMMIT_S = 1.0  # after this time without an answer to a commit, the bridge checks for deleted topics
+FAILED_WAIT_S = 0.2  # the pause after a failed transaction, unless a record caused the failure
+# The pause between a commit and the next transaction. Kafka answers a commit before it has written the end markers to
+# each partition. If the next transaction begins earlier, Kafka asks its client to retry, and the client waits 20 ms.
+END_MARKERS_S = 0.004
+ABORT_MARKERS_S = 0.02  # the same after an abort, where the client would wait 500 ms
 IDLE_MS = 10_000  # after this time without messages, an idle bridge writes its position
 ANY_PARTITION = -1  # RD_KAFKA_PARTITION_UA
-STRANGE = "not a record of Kafka: the bridge's topic is for the bridge alone"
-# Errors that Kafka repeats at each try. Those of size concern one record, the others all records of its topic.
-OF_SIZE = frozenset(
+NO_ENVELOPE = "not a record of Kafka: the bridge's topic is for the bridge alone"
+# Errors that Kafka repeats at each try. SIZE_ERRORS concern one record, TOPIC_ERRORS all records of its topic.
+SIZE_ERRORS = frozenset(
     {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.RECORD_LIST_TOO_LARGE}
 )  # fmt: skip
-OF_A_TOPIC = frozenset(
+TOPIC_ERRORS = frozenset(
     {
         KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.TOPIC_EXCEPTION, KafkaError.TOPIC_AUTHORIZATION_FAILED,
         KafkaError._UNKNOWN_TOPIC, KafkaError._UNKNOWN_PARTITION,
     }
 )  # fmt: skip
-LASTING = OF_SIZE | OF_A_TOPIC | {KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION}
-# a topic's limit or permission may change, so a record is tried again after this time
+PERMANENT_ERRORS = SIZE_ERRORS | TOPIC_ERRORS | {KafkaError.INVALID_RECORD, KafkaError.POLICY_VIOLATION}
+# A refusal is forgotten after this time, because a topic's limit or permission may change.
 REFUSAL_KEPT_MS = 10_000
-FIRST_WAY, SECOND_WAY, WAY_WITHOUT_VALUE, LAST_WAY = range(1, 5)
-FILED = "the value is in the bridge's file of undeliverable records"
-# These mean that another process has taken over. Any other fatal error is one of Kafka or the set-up.
-FENCED = frozenset(
+# the four forms of a message, in the order in which they are tried (see the module docstring)
+AS_IT_IS, AS_DEAD_LETTER, WITHOUT_VALUE, ONLY_IN_FILE = range(1, 5)
+VALUE_IN_FILE = "the value is in the bridge's file of undeliverable records"
+# These mean that another process has taken over. All other fatal errors come from Kafka or the set-up.
+FENCED_ERRORS = frozenset(
     {KafkaError._FENCED, KafkaError.INVALID_PRODUCER_EPOCH, KafkaError.PRODUCER_FENCED}
 )  # fmt: skip
 
@@ -178,8 +188,8 @@ class TopicDeleted(KafkaException):
     """A topic was deleted while a transaction with a record for it was being committed."""
 
 
-class Outgoing(NamedTuple):
-    """A record to be written: of a message, or of its dead letter. `id` is that of the message.
+class OutgoingRecord(NamedTuple):
+    """A record to write to Kafka: a message, or its dead letter. `id` is the id of the message.
 
     `begin_ms` is the time from which its lateness counts: the due time, or the acceptance if that was later.
     """
@@ -198,8 +208,11 @@ class Outgoing(NamedTuple):
         return len(self.value or b"") + len(self.envelope.key or b"") + headers
 
 
-class Refusal(NamedTuple):
-    """A refusal that holds for records of a topic with at least `size_bytes`, until `until_ms` of the boot clock."""
+class KnownRefusal(NamedTuple):
+    """A refusal by Kafka that applies to all records of a topic with at least `size_bytes`.
+
+    It is forgotten at `until_ms` of the boot clock.
+    """
 
     size_bytes: int
     reason: str
@@ -209,28 +222,33 @@ class Refusal(NamedTuple):
 class Delivery:
     """Writes the visible messages of one queue. Belongs to one thread. After an error, a new object replaces it."""
 
-    def __init__(self, options: BridgeOptions, queue: WaitingQueue, counts: Counts, clock: Clock) -> None:
+    def __init__(self, options: BridgeOptions, queue: BridgeQueue, counts: Counts, clock: Clock) -> None:
         self._options, self._queue, self._counts, self._clock = options, queue, counts, clock
         self._producer = self._new_producer()
-        self._topics = Topics(lambda **asked: self._producer.list_topics(**asked), clock)
+        self._topics = Topics(lambda **arguments: self._producer.list_topics(**arguments), clock)
         is_compressed = options.client.get("compression.type", "none") != "none"
-        self._limits = TopicLimits(
+        self._topic_limits = TopicLimits(
             AdminClient(options.client_properties()), clock, is_compressed=is_compressed
         )
         self._offset = 0
-        self._committed_ns = 0  # when the last commit was answered, by the monotonic clock
+        self._committed_ns = 0  # when Kafka answered the last commit, by the monotonic clock
         self._rows_max = ROWS_MAX
         self._file = UndeliverableFile(options.undeliverable, counts)
-        self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
-        self._told: KafkaError | None = None  # Kafka's error for the only record of a transaction
-        # The reasons for which the message at `_offset` could not take its first ways, one for each way.
-        self._reasons: list[str] = []
-        self._refusals: dict[str, Refusal] = {}  # by topic, so that the next record need not fail too
-        self._filed: set[str] = set()  # ids whose lines are in the file while the position is not committed
-        self._tried: Outgoing | None = None  # the only record of a transaction
-        self._failed_alone = -1  # the offset of the last message that failed as the only record
+        self._rules = TopicRules(
+            options.own, options.out, options.dead, options.position_topic, self._topics.has
+        )
+        self._reported_error: KafkaError | None = None  # Kafka's permanent error for `_single_record`
+        # Why Kafka refused the earlier forms of the message at `_offset`, one reason for each form.
+        self._refusal_reasons: list[str] = []
+        self._refusals: dict[str, KnownRefusal] = {}  # by topic, so that the next record does not fail too
+        self._filed_ids: set[str] = set()  # ids of messages in the file whose position is not committed yet
+        # the only record of the current transaction, if it has one record
+        self._single_record: OutgoingRecord | None = None
+        # the offset of the last message whose transaction failed with this record alone
+        self._failed_alone_offset = -1
 
     def _new_producer(self) -> Producer:
+        """Create a transactional producer. Call `init_transactions` before its first transaction."""
         options = self._options
         properties = options.client_properties(
             transactional_id=f"timeball.{options.name}", acks="all", linger_ms=0, partitioner="murmur2_random",
@@ -245,41 +263,46 @@ class Delivery:
         return Producer(properties, logger=logger)
 
     def open(self, stop: threading.Event) -> None:
-        """End the transaction of an earlier process with this name, and find the position. Raises SetupError."""
+        """Fence an earlier process with this name, and read the position from which to deliver.
+
+        Creates missing topics of the bridge. Raises SetupError if a topic is missing, or if the position does not match
+        Timeball's queue.
+        """
         options = self._options
         self._file.check()
-        own = (options.position_topic, options.dead)
-        make_topics(options, {name: 1 for name in own if self._topics.has(name)})
+        bridge_topics = (options.position_topic, options.dead)
+        make_topics(options, {name: 1 for name in bridge_topics if self._topics.has(name)})
         if options.out is not None and not self._topics.has(options.out):
             raise SetupError(f"--out {options.out}: Kafka has no such topic; make it, or name another")
         self._producer.init_transactions(INIT_S)
-        found, span = read_position(options), self._queue.span()
-        if found is None:
-            if span.max:
+        position, offsets = read_position(options), self._queue.span()
+        if position is None:
+            if offsets.max:
                 raise SetupError(
                     f"--position-topic {options.position_topic}: has no position of {options.name!r}, and Timeball's "
                     f"topic {self._queue.topic!r} is used already: restore the topic, or choose another --name"
                 )
             # Write a position before the first record, so that a missing position always means that it was lost.
             self._write([], 0, stop)
-        elif found > span.max:
+        elif position > offsets.max:
             raise SetupError(
-                f"--name {options.name}: {found} messages were delivered, and Timeball's topic {self._queue.topic!r} "
-                f"has had {span.max}: this is another data folder, or an older copy; choose another --name"
+                f"--name {options.name}: {position} messages were delivered, and Timeball's topic "
+                f"{self._queue.topic!r} has had {offsets.max}: this is another data folder, or an older copy; choose "
+                "another --name"
             )
-        self._offset = found or 0
+        self._offset = position or 0
 
     def run(self, stop: threading.Event) -> None:
         """Deliver until `stop` is set.
 
-        After KafkaException and Unavailable, start again with a new object. SetupError means that the bridge was
-        fenced.
+        After KafkaException and Unavailable, the caller starts again with a new object. SetupError means that another
+        process has fenced this bridge.
         """
-        failures, wrote_ms = 0, self._clock.wall_ms()
+        failures, committed_ms = 0, self._clock.wall_ms()
         while not stop.is_set():
             rows = self._pull()
             is_idle = not rows.num_rows
-            if is_idle and self._clock.wall_ms() - wrote_ms < IDLE_MS:
+            if is_idle and self._clock.wall_ms() - committed_ms < IDLE_MS:
                 continue
             try:
                 if is_idle:
@@ -287,152 +310,178 @@ class Delivery:
                     self._write([], self._offset, stop)
                 else:
                     self._deliver(rows, stop)
-                failures, wrote_ms = 0, self._clock.wall_ms()
+                failures, committed_ms = 0, self._clock.wall_ms()
             except TopicDeleted as error:
                 # The next transaction knows that the topic does not exist, and writes dead letters.
-                self._begin_anew(error, stop)
+                self._replace_producer(error, stop)
             except KafkaException as error:
-                self._begin_anew(error, stop)
+                self._replace_producer(error, stop)
                 failures += 1
-                is_of_a_record = self._narrow(error.args[0], rows.num_rows, failures, stop)
-                if not is_of_a_record and stop.wait(FAILED_WAIT_S):
+                is_record_at_fault = self._assess_failure(error.args[0], rows.num_rows, failures, stop)
+                if not is_record_at_fault and stop.wait(FAILED_WAIT_S):
                     return
 
-    def _narrow(self, error: KafkaError, rows: int, failures: int, stop: threading.Event) -> bool:
-        """Draw conclusions from a failed transaction of `rows` rows.
+    def _assess_failure(
+        self, error: KafkaError, row_count: int, failures: int, stop: threading.Event
+    ) -> bool:
+        """Decide how to go on after a failed transaction: in smaller batches, or in another form.
 
-        True if a record is to blame, so that waiting does not help.
+        `row_count` is the number of messages in the transaction, and `failures` the number of failed transactions in a
+        row. True if a record caused the failure, so that waiting does not help.
         """
-        told, self._told = self._told, None
+        reported_error, self._reported_error = self._reported_error, None
         # The first failure without a permanent reason may be temporary, for example if a Kafka broker restarts.
-        is_permanent = told is not None or error.code() in LASTING
-        if rows > 1:
-            self._rows_max = max(1, rows // 2) if is_permanent or failures > 1 else ROWS_MAX
+        is_permanent = reported_error is not None or error.code() in PERMANENT_ERRORS
+        if row_count > 1:
+            self._rows_max = max(1, row_count // 2) if is_permanent or failures > 1 else ROWS_MAX
             return is_permanent
-        is_again, self._failed_alone = self._failed_alone == self._offset, self._offset
-        if rows and (is_permanent or is_again) and (told is not None or self._is_well(stop)):
-            reason = f"Kafka: {(told or error).str()}"
-            self._reasons.append(reason)
-            self._remember((told or error).code(), reason)
+        has_failed_before, self._failed_alone_offset = self._failed_alone_offset == self._offset, self._offset
+        if (
+            row_count
+            and (is_permanent or has_failed_before)
+            and (reported_error is not None or self._can_commit(stop))
+        ):
+            reason = f"Kafka: {(reported_error or error).str()}"
+            self._refusal_reasons.append(reason)
+            self._remember_refusal((reported_error or error).code(), reason)
             return True
         return False
 
-    def _is_well(self, stop: threading.Event) -> bool:
-        """Return whether Kafka accepts a transaction with only the position."""
+    def _can_commit(self, stop: threading.Event) -> bool:
+        """True if Kafka commits a transaction that only contains the position."""
         try:
             self._write([], self._offset, stop)
             return True
         except KafkaException as error:
-            self._begin_anew(error, stop)
+            self._replace_producer(error, stop)
             return False
 
-    def _remember(self, code: int, reason: str) -> None:
-        """Store a refusal, so that the next records for the same topic do not fail for the same reason."""
-        if (one := self._tried) is None or code not in OF_SIZE | OF_A_TOPIC:
+    def _remember_refusal(self, code: int, reason: str) -> None:
+        """Remember why Kafka refused `_single_record`, so that later records of its topic are not tried for a while."""
+        if (record := self._single_record) is None or code not in SIZE_ERRORS | TOPIC_ERRORS:
             return
         until_ms = self._clock.boot_ms() + REFUSAL_KEPT_MS
-        size_bytes = one.size_bytes if code in OF_SIZE else 0
-        self._refusals[one.envelope.topic] = Refusal(size_bytes, reason, until_ms)
+        size_bytes = record.size_bytes if code in SIZE_ERRORS else 0
+        self._refusals[record.envelope.topic] = KnownRefusal(size_bytes, reason, until_ms)
 
     def _pull(self) -> pa.RecordBatch:
+        """Read the next messages. If retention has removed some, count them as lost and continue after them."""
         try:
             # A message that was refused is tried alone.
-            rows = 1 if self._reasons else self._rows_max
+            rows = 1 if self._refusal_reasons else self._rows_max
             return self._queue.pull(self._offset, rows, WAIT_MS)
         except OutOfRange:
-            first = self._queue.span().min
-            logger.error("messages let go before they were delivered messages=%d", first - self._offset)
-            self._counts.lost += max(0, first - self._offset)
-            self._offset = first
-            self._reasons.clear()
+            first_offset = self._queue.span().min
+            logger.error(
+                "messages lost to retention before they were delivered messages=%d",
+                first_offset - self._offset,
+            )
+            self._counts.lost += max(0, first_offset - self._offset)
+            self._offset = first_offset
+            self._refusal_reasons.clear()
             return self._queue.pull(self._offset, self._rows_max, 0)
 
     # ---- one transaction --------------------------------------------------------------------------------
 
     def _deliver(self, rows: pa.RecordBatch, stop: threading.Event) -> None:
+        """Write these messages in one transaction, each in its first form that is not known to be refused."""
         names = ("unique_key", "body", "properties", "due_ms", "accepted_ms")
         columns = [rows.column(name).to_pylist() for name in names]
-        messages = [self._outgoing(*values) for values in zip(*columns, strict=True)]
-        self._limits.look({one.envelope.topic for one in messages})
-        found = [self._way(one) for one in messages]
-        written = [one for one in found if one is not None]
-        self._tried = found[0] if len(found) == 1 else None
-        end = self._offset + rows.num_rows
-        self._write(written, end, stop)
+        candidates = [self._to_record(*values) for values in zip(*columns, strict=True)]
+        self._topic_limits.refresh({record.envelope.topic for record in candidates})
+        chosen = [self._choose_form(record) for record in candidates]
+        outgoing = [record for record in chosen if record is not None]
+        self._single_record = chosen[0] if len(chosen) == 1 else None
+        end_offset = self._offset + rows.num_rows
+        self._write(outgoing, end_offset, stop)
         now_ms, counts = self._clock.wall_ms(), self._counts
-        self._offset = end
-        self._reasons.clear()
+        self._offset = end_offset
+        self._refusal_reasons.clear()
         self._rows_max = min(ROWS_MAX, 2 * self._rows_max)
-        counts.delivered += len(written)
-        self._filed.clear()
+        counts.delivered += len(outgoing)
+        self._filed_ids.clear()
         counts.transactions += 1
-        counts.undeliverable += sum(one.is_dead for one in written)
-        first_ms = min((one.begin_ms for one in written if one.begin_ms is not None), default=now_ms)
-        counts.late_ms = max(counts.late_ms, now_ms - first_ms)
+        counts.undeliverable += sum(record.is_dead for record in outgoing)
+        earliest_ms = min(
+            (record.begin_ms for record in outgoing if record.begin_ms is not None), default=now_ms
+        )
+        counts.late_ms = max(counts.late_ms, now_ms - earliest_ms)
 
-    def _write(self, found: list[Outgoing], position: int, stop: threading.Event) -> None:
+    def _write(self, outgoing: list[OutgoingRecord], position: int, stop: threading.Event) -> None:
         """Write records and the position after them in one transaction."""
-        alone = len(found) == 1
-        # The pull took a part of this time, or all of it.
-        if (left_s := MARKS_S - (self._clock.monotonic_ns() - self._committed_ns) / 1e9) > 0:
-            stop.wait(left_s)
+        is_single = len(outgoing) == 1
+        # The pull has used up a part of this pause, or all of it.
+        if (remaining_s := END_MARKERS_S - (self._clock.monotonic_ns() - self._committed_ns) / 1e9) > 0:
+            stop.wait(remaining_s)
         self._producer.begin_transaction()
-        for one in found:
-            envelope = one.envelope
+        for record in outgoing:
+            envelope = record.envelope
             partition = envelope.partition
-            # Keep the partition if the topic has it. Otherwise Kafka's Java clients' rule chooses one by the key.
+            # Keep the partition if the topic has it. Otherwise the partitioner of Kafka's Java clients chooses by key.
             if partition is not None and partition >= self._topics.partitions(envelope.topic):
                 partition = None
-            self._produce(envelope.topic, one.value, envelope.key, partition, envelope.headers, alone)
+            self._produce(envelope.topic, record.value, envelope.key, partition, envelope.headers, is_single)
         self._produce(
-            self._options.position_topic, msgspec.json.encode(Position(position)), KEY, 0, [], False
+            self._options.position_topic, msgspec.json.encode(Position(position)), POSITION_KEY, 0, [], False
         )
-        # Not the topic of dead letters: without it they go to the local file, which takes a refusal by Kafka.
-        self._commit({one.envelope.topic for one in found} - {self._options.dead}, stop)
+        # The dead letter topic is not checked for deletion. If it is missing, Kafka's refusal leads to the local file.
+        self._commit({record.envelope.topic for record in outgoing} - {self._options.dead}, stop)
 
     def _produce(
-        self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers, alone: bool
+        self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: Headers,
+        is_single: bool,
     ) -> None:  # fmt: skip
-        chosen = ANY_PARTITION if partition is None else partition
-        # Only the report about a single record is needed: a callback for each record costs as much as the record.
-        told = self._note if alone else None
+        """Add a record to the transaction. Waits while the client's buffer is full. Raises KafkaException.
+
+        `partition` None means that the client chooses one by the key. With `is_single`, Kafka's error for the record is
+        kept in `_reported_error`.
+        """
+        kafka_partition = ANY_PARTITION if partition is None else partition
+        # Only a report about a single record is useful. A callback for each record would cost as much as the record.
+        on_report = self._note_report if is_single else None
         while True:
             try:
-                self._producer.produce(topic, value, key, chosen, told, headers=cast("Any", headers))
+                self._producer.produce(
+                    topic, value, key, kafka_partition, on_report, headers=cast("Any", headers)
+                )
                 return
             except BufferError:
                 self._producer.poll(0.01)
             except KafkaException as error:
-                if alone:
-                    self._note(error.args[0], None)
+                if is_single:
+                    self._note_report(error.args[0], None)
                 raise
 
-    def _note(self, error: KafkaError | None, message: Message | None) -> None:
-        # A record that is discarded with its transaction is reported as well, with an error code of the client itself.
-        if error is not None and error.code() in LASTING:
-            self._told = error
+    def _note_report(self, error: KafkaError | None, message: Message | None) -> None:
+        """Keep a permanent error that Kafka has reported for a record."""
+        # Records that are discarded with their transaction are reported too, with error codes of the client itself.
+        if error is not None and error.code() in PERMANENT_ERRORS:
+            self._reported_error = error
 
     def _commit(self, topics: set[str], stop: threading.Event) -> None:
-        """Commit the transaction with records of these topics."""
+        """Commit the transaction, which has records of `topics`.
+
+        Raises TopicDeleted if one of the topics no longer exists, and KafkaException.
+        """
         while True:
             try:
                 self._producer.commit_transaction(COMMIT_S)
                 self._committed_ns = self._clock.monotonic_ns()
                 return
             except KafkaException as error:
-                # Without an answer the transaction may be committed. Repeating the request, or the next process's first
-                # one, finds out.
+                # Without an answer the transaction may be committed. A repeated request, or `init_transactions` of the
+                # next process, finds out.
                 if not error.args[0].retriable() or stop.is_set():
                     raise
-                # The client asks Kafka for a deleted topic until its records time out. All other records would wait.
-                if gone := self._topics.gone(topics):
-                    reason = f"topic {gone[0]!r} was deleted during the transaction"
+                # For a deleted topic, the client retries until its records time out. All other records would wait.
+                if deleted_topics := self._topics.deleted(topics):
+                    reason = f"topic {deleted_topics[0]!r} was deleted during the transaction"
                     raise TopicDeleted(KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART, reason)) from error
 
-    def _begin_anew(self, error: KafkaException, stop: threading.Event) -> None:
-        """End a failed transaction, and make a new producer. Raises SetupError if fenced, and KafkaException."""
+    def _replace_producer(self, error: KafkaException, stop: threading.Event) -> None:
+        """End a failed transaction, and create a new producer. Raises SetupError if fenced, and KafkaException."""
         cause = error.args[0]
-        if cause.fatal() and cause.code() in FENCED:
+        if cause.fatal() and cause.code() in FENCED_ERRORS:
             # The bridge does not restart here: two bridges with one name would fence each other for ever.
             raise SetupError(
                 f"--name {self._options.name}: another bridge of this name has begun, or this one stood still for "
@@ -446,7 +495,7 @@ class Delivery:
             is_aborted = False
         else:
             is_aborted = self._abort(stop)
-        if stop.wait(ABORT_MARKS_S):
+        if stop.wait(ABORT_MARKERS_S):
             return
         self._producer = self._new_producer()
         self._producer.init_transactions(INIT_S)
@@ -454,13 +503,16 @@ class Delivery:
             self._offset = read_position(self._options) or 0
 
     def _abort(self, stop: threading.Event) -> bool:
-        """Abort the transaction. False if it may still be open: then `init_transactions` ends it."""
+        """Abort the transaction.
+
+        False if it may still be open. Then `init_transactions` of the next producer ends it.
+        """
         while True:
             try:
                 self._producer.abort_transaction(ABORT_S)
                 return True
             except KafkaException as failure:
-                if failure.args[0].fatal() and failure.args[0].code() in FENCED:
+                if failure.args[0].fatal() and failure.args[0].code() in FENCED_ERRORS:
                     raise SetupError(
                         f"--name {self._options.name}: another bridge of this name has begun ({failure.args[0].str()})"
                     ) from failure
@@ -469,104 +521,118 @@ class Delivery:
 
     # ---- from a message ---------------------------------------------------------------------------------
 
-    def _outgoing(
+    def _to_record(
         self,
-        name: str | None,
+        unique_key: str | None,
         body: bytes,
         properties: str | None,
         due_ms: int | None,
         accepted_ms: int | None,
-    ) -> Outgoing:
+    ) -> OutgoingRecord:
+        """Build the record of a message.
+
+        It is a dead letter if the message is not from a record, or its topic is missing.
+        """
         begin_ms = None if due_ms is None else max(due_ms, accepted_ms or 0)
-        envelope, id = records.envelope_of(properties), name or ""
+        envelope, message_id = records.envelope_of(properties), unique_key or ""
         if envelope is None:
             # Another client of Timeball sent this message, so its destination is unknown.
-            return self._dead(
-                Outgoing(id, Envelope("", None, None, []), body, due_ms, begin_ms, False), STRANGE
+            return self._dead_letter(
+                OutgoingRecord(message_id, Envelope("", None, None, []), body, due_ms, begin_ms, False),
+                NO_ENVELOPE,
             )
-        one = Outgoing(
-            id, envelope, None if envelope.is_null else body, due_ms, begin_ms,
+        record = OutgoingRecord(
+            message_id, envelope, None if envelope.is_null else body, due_ms, begin_ms,
             envelope.topic == self._options.dead,
         )  # fmt: skip
         refusal = self._rules.refusal(envelope.topic)
-        # Kafka may not list the topic of dead letters yet, which the bridge has just made.
-        if refusal is None and not one.is_dead and not self._topics.has(envelope.topic):
+        # Kafka may not list the dead letter topic yet, which the bridge has just made.
+        if refusal is None and not record.is_dead and not self._topics.has(envelope.topic):
             refusal = f"Kafka has no topic {envelope.topic[:100]!r}"
-        return one if refusal is None else self._dead(one, refusal)
+        return record if refusal is None else self._dead_letter(record, refusal)
 
-    def _way(self, one: Outgoing) -> Outgoing | None:
-        """Make the record of the first way that is open for a message. None for the last way, which has no record."""
-        reasons, begin = list(self._reasons), SECOND_WAY if one.is_dead else FIRST_WAY
-        while (number := begin + len(reasons)) < LAST_WAY:
-            way = self._record(one, number, reasons)
-            if (reason := self._known_refusal(way)) is None:
-                if number == WAY_WITHOUT_VALUE:
-                    self._file_away(one, reasons)
-                return way
+    def _choose_form(self, record: OutgoingRecord) -> OutgoingRecord | None:
+        """Choose the first form of a message that is not known to be refused, and build its record.
+
+        Forms that Kafka has refused for this message are skipped. None if only the local file is left.
+        """
+        reasons, first_form = list(self._refusal_reasons), AS_DEAD_LETTER if record.is_dead else AS_IT_IS
+        while (form := first_form + len(reasons)) < ONLY_IN_FILE:
+            candidate = self._record_for_form(record, form, reasons)
+            if (reason := self._known_refusal(candidate)) is None:
+                if form == WITHOUT_VALUE:
+                    self._file_away(record, reasons)
+                return candidate
             reasons.append(reason)
-        self._file_away(one, reasons)
+        self._file_away(record, reasons)
         return None
 
-    def _known_refusal(self, one: Outgoing) -> str | None:
-        """Find the reason for which Kafka will refuse a record, if it is known before the record is written."""
-        known, topic = self._refusals.get(one.envelope.topic), one.envelope.topic
+    def _known_refusal(self, record: OutgoingRecord) -> str | None:
+        """Explain why Kafka will refuse a record, as far as that is known before the write.
+
+        None if it may accept it.
+        """
+        known, topic = self._refusals.get(record.envelope.topic), record.envelope.topic
         if (
             known is not None
-            and one.size_bytes >= known.size_bytes
+            and record.size_bytes >= known.size_bytes
             and known.until_ms > self._clock.boot_ms()
         ):
             return known.reason
-        if one.is_dead:  # the limits of the other records' topics were asked for together
-            self._limits.look((topic,))
-        return self._limits.refusal(topic, one.size_bytes)
+        if record.is_dead:  # `_deliver` has asked for the limits of the other topics
+            self._topic_limits.refresh((topic,))
+        return self._topic_limits.refusal(topic, record.size_bytes)
 
-    def _record(self, one: Outgoing, number: int, reasons: list[str]) -> Outgoing:
-        """Make the record of the way `number`, after the earlier ways were refused for `reasons`."""
-        if number == FIRST_WAY or not reasons:
-            return one
-        if number == SECOND_WAY:
-            return self._dead(one, reasons[-1])
-        value = None if one.value is None else b""
-        return self._dead(one._replace(value=value), f"{'; '.join(reasons)}; {FILED}")
+    def _record_for_form(self, record: OutgoingRecord, form: int, reasons: list[str]) -> OutgoingRecord:
+        """Build the record of a message in this form. `reasons` tell why the earlier forms were refused."""
+        if form == AS_IT_IS or not reasons:
+            return record
+        if form == AS_DEAD_LETTER:
+            return self._dead_letter(record, reasons[-1])
+        value = None if record.value is None else b""
+        return self._dead_letter(record._replace(value=value), f"{'; '.join(reasons)}; {VALUE_IN_FILE}")
 
-    def _file_away(self, one: Outgoing, reasons: list[str]) -> None:
-        """Write a message to the local file, unless an earlier, failed transaction has written it already."""
-        if one.id in self._filed:
+    def _file_away(self, record: OutgoingRecord, reasons: list[str]) -> None:
+        """Append a message to the local file, unless the attempt of an earlier, failed transaction has done so."""
+        if record.id in self._filed_ids:
             return
-        place, envelope = self._place(one), one.envelope
+        location, envelope = self._source_location(record), record.envelope
         line = Undeliverable(
-            id=one.id, reason="; ".join(reasons), to=envelope.topic, topic=place.topic, partition=place.partition,
-            offset=place.offset, due_ms=one.due_ms, key=envelope.key, value=one.value, headers=envelope.headers,
+            id=record.id, reason="; ".join(reasons), to=envelope.topic, topic=location.topic,
+            partition=location.partition, offset=location.offset, due_ms=record.due_ms, key=envelope.key,
+            value=record.value, headers=envelope.headers,
         )  # fmt: skip
         self._file.add(line)
-        self._filed.add(one.id)
+        self._filed_ids.add(record.id)
 
-    def _dead(self, one: Outgoing, reason: str) -> Outgoing:
-        headers = [pair for pair in one.envelope.headers if pair[0] not in records.REASONS]
-        headers += records.reasons(self._place(one), reason)
-        envelope = Envelope(self._options.dead, None, one.envelope.key, headers, one.value is None)
-        return one._replace(envelope=envelope, is_dead=True)
+    def _dead_letter(self, record: OutgoingRecord, reason: str) -> OutgoingRecord:
+        """Build the dead letter of a record, with the reason in its headers."""
+        headers = [pair for pair in record.envelope.headers if pair[0] not in records.REASONS]
+        headers += records.reason_headers(self._source_location(record), reason)
+        envelope = Envelope(self._options.dead, None, record.envelope.key, headers, record.value is None)
+        return record._replace(envelope=envelope, is_dead=True)
 
-    def _place(self, one: Outgoing) -> Place:
-        """Find the location of the record that a message was made of, or else of the message itself."""
+    def _source_location(self, record: OutgoingRecord) -> RecordLocation:
+        """Find where the source of a record is: a record in Kafka, or else the message in Timeball."""
         try:
-            return Place.of(one.id)
+            return RecordLocation.of(record.id)
         except ValueError:
-            return Place(self._queue.topic, 0, self._offset)
+            return RecordLocation(self._queue.topic, 0, self._offset)
 
 
 # The position of a bridge: the next offset of Timeball's queue, stored as a record in Kafka.
 #
 # It is the last record of each transaction, in a separate topic of the bridge. So records and position are committed or
-# aborted together. A transaction could also commit the offset of a consumer group. But Kafka forgets that offset when
-# the group has committed none for a week (`offsets.retention.minutes`), and a compacted topic keeps the last record of
-# a key.
+# aborted together. A transaction could also commit the offset of a consumer group instead. But Kafka deletes that
+# offset when the group has committed none for a week (`offsets.retention.minutes`). A compacted topic keeps the last
+# record of each key for ever.
 
-TIMEOUT_S = 10.0
-KEY = b"position"
-# The last position is at the end, except for aborted transactions and the markers at the ends of transactions.
-BACK, BACK_MORE = 1_000, 16
-CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(16 * 1024 * 1024)}
+KAFKA_TIMEOUT_S = 10.0
+POSITION_KEY = b"position"
+# Only aborted transactions and markers at the ends of transactions can follow the last position. So a read begins this
+# many offsets before the end, and each further read this many times as far back.
+LOOK_BACK_OFFSETS, LOOK_BACK_FACTOR = 1_000, 16
+POSITION_TOPIC_CONFIG = {"cleanup.policy": "compact", "segment.bytes": str(16 * 1024 * 1024)}
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -575,17 +641,19 @@ class Position(msgspec.Struct, frozen=True):
     offset: int
 
 
-def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
-    """Create the bridge's own topics that are missing: for its position, and for dead letters. Raises SetupError."""
-    wanted = {options.position_topic: CONFIG, options.dead: {}}
-    missing = [NewTopic(name, 1, -1, config=config) for name, config in wanted.items() if name not in has]
+def make_topics(options: BridgeOptions, existing: dict[str, int]) -> None:
+    """Create the position topic and the dead letter topic, unless they are in `existing`. Raises SetupError."""
+    configs = {options.position_topic: POSITION_TOPIC_CONFIG, options.dead: {}}
+    missing = [
+        NewTopic(name, 1, -1, config=config) for name, config in configs.items() if name not in existing
+    ]
     if not missing:
         return
-    # in a variable, because its answers end when it is freed
+    # in a variable, because the answers are cancelled when the client is freed
     admin = AdminClient(options.client_properties())
-    for name, made in admin.create_topics(missing).items():
+    for name, creation in admin.create_topics(missing).items():
         try:
-            made.result(TIMEOUT_S)
+            creation.result(KAFKA_TIMEOUT_S)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise SetupError(
@@ -595,9 +663,9 @@ def make_topics(options: BridgeOptions, has: dict[str, int]) -> None:
 
 
 def read_position(options: BridgeOptions) -> int | None:
-    """Read the offset of the last committed transaction. None if there was none.
+    """Read the position of the last committed transaction. None if there is none.
 
-    Call this only when no transaction of this bridge is open: right after `init_transactions`, which ends earlier ones.
+    Call this right after `init_transactions`, so that no transaction of this bridge is open.
     """
     properties = options.client_properties(
         group_id=f"timeball.{options.name}.position", enable_auto_commit=False, auto_offset_reset="earliest",
@@ -606,31 +674,31 @@ def read_position(options: BridgeOptions) -> int | None:
     consumer = Consumer(properties)
     try:
         topic = options.position_topic
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=TIMEOUT_S)
-        back = BACK
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, 0), timeout=KAFKA_TIMEOUT_S)
+        look_back = LOOK_BACK_OFFSETS
         while True:
-            begin = max(low, high - back)
-            found = _last(consumer, TopicPartition(topic, 0, begin))
-            if found is not None or begin == low:
-                return found
-            back *= BACK_MORE
+            start_offset = max(low, high - look_back)
+            position = _last_position(consumer, TopicPartition(topic, 0, start_offset))
+            if position is not None or start_offset == low:
+                return position
+            look_back *= LOOK_BACK_FACTOR
     finally:
         consumer.close()
 
 
-def _last(consumer: Consumer, begin: TopicPartition) -> int | None:
-    """Read from `begin` to the end, and return the position in the last record."""
-    consumer.assign([begin])
-    found = None
+def _last_position(consumer: Consumer, start: TopicPartition) -> int | None:
+    """Read a partition from `start` to its end, and decode the position in the last record. None without a record."""
+    consumer.assign([start])
+    position = None
     while True:
-        message = consumer.poll(TIMEOUT_S)
+        message = consumer.poll(KAFKA_TIMEOUT_S)
         if message is None:
-            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"no answer from topic {begin.topic!r}"))
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, f"no answer from topic {start.topic!r}"))
         error = message.error()
         if error is None:
             value = message.value()
-            found = msgspec.json.decode(value, type=Position).offset if value else None
+            position = msgspec.json.decode(value, type=Position).offset if value else None
         elif error.code() == KafkaError._PARTITION_EOF:
-            return found
+            return position
         else:
             raise KafkaException(error)

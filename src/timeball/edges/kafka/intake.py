@@ -1,4 +1,4 @@
-"""From Kafka into Timeball: each record of the topic becomes one message, however often it is read.
+"""Copies records from Kafka into Timeball. Each record becomes one message, even if it is read several times.
 
     read -> messages -> Timeball's log, with the next position in the same frame -> offsets of Kafka's consumer group
 
@@ -36,9 +36,9 @@ from confluent_kafka import (
 from timeball.client.source import Source
 from timeball.edges.kafka import records
 from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
-from timeball.edges.kafka.records import Record, Rules, Waiting
+from timeball.edges.kafka.records import BridgeMessage, Record, TopicRules
 from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
-from timeball.edges.kafka.waiting import WaitingQueue
+from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model.errors import (
@@ -54,12 +54,12 @@ from timeball.model.errors import (
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 2_000  # the most records of one read
-BATCH_BYTES = 2 * 1024 * 1024  # together with the other columns, half of the limit of a batch
-POLL_S = 0.5  # for the first record
+BATCH_BYTES = 2 * 1024 * 1024  # with the other columns, half of the broker's limit for a batch
+POLL_S = 0.5  # the longest wait for the first record of a batch
 LINGER_S = 0.01  # records that arrive this soon share a batch, because each batch costs the broker a commit
 FAR_LINGER_S = 0.05  # the same while the next record is due later than SOON_MS from now
 SOON_MS = 500
-LOOK_MS = 10_000  # between looks for partitions that were added
+PARTITION_CHECK_MS = 10_000  # between checks for added partitions
 COMMIT_MS = 1_000  # between commits to Kafka's consumer group
 TIMEOUT_S = 10.0  # of a request to Kafka
 FULL_WAIT_S = 1.0  # while Timeball accepts no more
@@ -76,15 +76,16 @@ SCHEMA = pa.schema(
     ]
 )
 
-Item = tuple[Record, Waiting | None]  # a record, and the message made of it, if any
-# These refusals concern every message of this bridge, so it is no use to send a message alone.
-OF_THE_BRIDGE = (Conflict, Unauthorized, Forbidden, NotFound)
+Item = tuple[Record, BridgeMessage | None]  # a record, and the message made of it, if any
+# These errors concern every message of this bridge, so smaller batches would fail too.
+BRIDGE_WIDE_ERRORS = (Conflict, Unauthorized, Forbidden, NotFound)
 
 
-class End(NamedTuple):
-    """The end of a partition when it was read: no record lies between `after`, the last one's offset + 1, and `end`.
+class PartitionEnd(NamedTuple):
+    """The end of a partition, when the consumer reached it.
 
-    The offsets between them belong to aborted transactions and to the markers at the ends of transactions.
+    `after` is the offset after the last record, and `end` is the offset at which the partition ended. The offsets
+    between them belong to aborted transactions and to the markers at the ends of transactions.
     """
 
     after: int
@@ -92,13 +93,13 @@ class End(NamedTuple):
 
 
 class Intake:
-    """Reads one topic. Belongs to one thread, and sends in another one.
+    """Copies the records of one topic. Reads in the thread that calls `run`, and sends in another thread.
 
     After an error it is replaced by a new object.
     """
 
     def __init__(
-        self, options: BridgeOptions, queue: WaitingQueue, source: Source, counts: Counts, clock: Clock
+        self, options: BridgeOptions, queue: BridgeQueue, source: Source, counts: Counts, clock: Clock
     ) -> None:
         self._options, self._queue, self._source = options, queue, source
         self._counts, self._clock = counts, clock
@@ -109,179 +110,214 @@ class Intake:
         )  # fmt: skip
         self._consumer = Consumer(properties, logger=logger)
         self._topics = Topics(self._consumer.list_topics, clock)
-        self._rules = Rules(options.own, options.out, options.dead, options.position_topic, self._topics.has)
+        self._rules = TopicRules(
+            options.own, options.out, options.dead, options.position_topic, self._topics.has
+        )
         self._file = UndeliverableFile(options.undeliverable, counts)
-        # The position of each partition in the log. The sending thread moves these, and partitions are added while it
-        # is idle.
-        self._stands: dict[int, int] = {}
-        self._read: dict[int, int] = {}  # by partition: the offset after the last record that was read
-        self._ends: dict[int, End] = {}  # by partition
-        self._sender, self._sending = ThreadPoolExecutor(1, "kafka-send"), Future[None]()
-        self._sending.set_result(None)
-        self._committed: dict[int, int] = {}  # by partition: the offset that Kafka's consumer group has
-        self._looked_ms = self._told_ms = 0
-        self._linger_s = LINGER_S  # depends on the due times of the previous batch
+        # The position of each partition in Timeball's log. The sending thread changes these values. Partitions are only
+        # added while it is idle.
+        self._log_positions: dict[int, int] = {}
+        self._next_offsets: dict[int, int] = {}  # by partition: the offset after the last record read
+        self._partition_ends: dict[int, PartitionEnd] = {}  # by partition
+        self._send_thread, self._pending_send = ThreadPoolExecutor(1, "kafka-send"), Future[None]()
+        self._pending_send.set_result(None)
+        self._group_offsets: dict[int, int] = {}  # by partition: the offset that Kafka's consumer group has
+        self._partitions_checked_ms = self._offsets_committed_ms = 0
+        self._linger_s = LINGER_S  # for the next batch; depends on the due times of the previous one
 
     def run(self, stop: threading.Event) -> None:
-        """Take records until `stop` is set.
+        """Copy records until `stop` is set.
 
         After Conflict, Unavailable and KafkaException, start again with a new object. SetupError needs an operator.
         """
         try:
-            self._begin()
+            self._assign_partitions()
             while not stop.is_set():
-                found = list(self._poll())
-                if found:
-                    self._take(found, stop)
+                batch = list(self._poll_records())
+                if batch:
+                    self._accept(batch, stop)
                 else:
-                    self._sending.result()
-                self._now_and_then()
-            self._sending.result()
+                    self._pending_send.result()
+                self._commit_and_check_partitions()
+            self._pending_send.result()
         finally:
-            self._sender.shutdown()
+            self._send_thread.shutdown()
             self._consumer.close()
             self._source.close()
 
     # ---- reading ----------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        """Start reading each partition at its position in the log."""
-        topic, count = self._options.own, self._topics.partitions(self._options.own)
-        if not count:
+    def _assign_partitions(self) -> None:
+        """Assign all partitions to the consumer, each from its position in the log. Raises SetupError."""
+        topic, partition_count = self._options.own, self._topics.partitions(self._options.own)
+        if not partition_count:
             raise SetupError(f"--in {topic}: Kafka has no such topic; make it, or name another")
-        known = self._source.positions()
+        log_positions = self._source.positions()
         # If a partition is added to a known topic, all its records are read.
-        start = "earliest" if known else self._options.start
-        begins = [self._begin_of(partition, known.get(partition), start) for partition in range(count)]
-        self._stands = {partition: known.get(partition, at) for partition, at in enumerate(begins)}
-        self._read = dict(self._stands)
-        # Store the start before the first record: a bridge that begins at the end must not skip records that arrive
-        # meanwhile.
-        if added := {partition: at for partition, at in self._stands.items() if partition not in known}:
-            self._source.send(self._batch([]), added, added)
-        self._consumer.assign([TopicPartition(topic, partition, at) for partition, at in enumerate(begins)])
-        self._looked_ms = self._clock.wall_ms()
+        start = "earliest" if log_positions else self._options.start
+        start_offsets = [
+            self._start_offset(partition, log_positions.get(partition), start)
+            for partition in range(partition_count)
+        ]
+        self._log_positions = {
+            partition: log_positions.get(partition, offset) for partition, offset in enumerate(start_offsets)
+        }
+        self._next_offsets = dict(self._log_positions)
+        # Store the position of a new partition before its first record is read. Otherwise a bridge that starts at the
+        # end of the topic, and restarts before it has sent a record, would skip the records that arrived meanwhile.
+        if new_positions := {
+            partition: offset
+            for partition, offset in self._log_positions.items()
+            if partition not in log_positions
+        }:
+            self._source.send(self._to_batch([]), new_positions, new_positions)
+        self._consumer.assign(
+            [TopicPartition(topic, partition, offset) for partition, offset in enumerate(start_offsets)]
+        )
+        self._partitions_checked_ms = self._clock.wall_ms()
 
-    def _begin_of(self, partition: int, stands: int | None, start: str) -> int:
+    def _start_offset(self, partition: int, log_position: int | None, start: str) -> int:
+        """Find the offset to read a partition from.
+
+        `log_position` is the partition's position in the log, None for a new partition, which begins at `start`
+        (earliest or latest). Raises SetupError if the partition ends before that position.
+        """
         topic = self._options.own
         low, high = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=TIMEOUT_S)
-        if stands is None:
+        if log_position is None:
             return int(low if start == "earliest" else high)
-        if stands > high:
+        if log_position > high:
             raise SetupError(
-                f"--name {self._options.name}: the log stands at offset {stands} of {topic}/{partition}, which ends at "
-                f"{high}: the topic was made anew or has lost records; choose another --name to read it from the start"
+                f"--name {self._options.name}: the log stands at offset {log_position} of {topic}/{partition}, "
+                f"which ends at {high}: the topic was made anew or has lost records; choose another --name to read it "
+                "from the start"
             )
-        if stands < low:
+        if log_position < low:
             logger.error(
-                "records let go before they were taken topic=%s partition=%d offsets=%d",
+                "records lost to retention before they were read topic=%s partition=%d offsets=%d",
                 topic,
                 partition,
-                low - stands,
+                low - log_position,
             )
-            self._counts.lost += low - stands
-        return max(stands, int(low))
+            self._counts.lost += low - log_position
+        return max(log_position, int(low))
 
-    def _poll(self) -> Iterator[Record]:
-        """Yield the next records. Waits for the first one, and a moment for others."""
+    def _poll_records(self) -> Iterator[Record]:
+        """Yield the next batch of records. Waits up to POLL_S for the first one, and then shortly for others."""
         first = self._consumer.poll(POLL_S)
         if first is None:
             return
         for message in (first, *self._consumer.consume(BATCH_ROWS - 1, self._linger_s)):
             if (error := message.error()) is None:
-                record = self._record(message)
-                self._read[record.partition] = record.offset + 1
+                record = self._to_record(message)
+                self._next_offsets[record.partition] = record.offset + 1
                 yield record
             elif error.code() == KafkaError._PARTITION_EOF:
                 partition = message.partition() or 0
-                self._ends[partition] = End(self._read[partition], message.offset() or 0)
+                self._partition_ends[partition] = PartitionEnd(
+                    self._next_offsets[partition], message.offset() or 0
+                )
             else:
                 raise KafkaException(error)
 
-    def _record(self, message: Message) -> Record:
-        at_ms = message.timestamp()[1]
+    def _to_record(self, message: Message) -> Record:
+        """Copy a message of Kafka's client to a Record. A record without a timestamp gets the current time."""
+        timestamp_ms = message.timestamp()[1]
         return Record(
             message.topic() or "", message.partition() or 0, message.offset() or 0, message.key(), message.value(),
-            cast("records.Headers", message.headers() or []), at_ms if at_ms > 0 else self._clock.wall_ms(),
+            cast("records.Headers", message.headers() or []),
+            timestamp_ms if timestamp_ms > 0 else self._clock.wall_ms(),
         )  # fmt: skip
 
-    # ---- taking -----------------------------------------------------------------------------------------
+    # ---- converting and sending -------------------------------------------------------------------------
 
-    def _take(self, found: Sequence[Record], stop: threading.Event) -> None:
-        items = self._messages(found)
-        self._sending.result()
-        self._sending = self._sender.submit(self._send_all, items, stop)
+    def _accept(self, batch: Sequence[Record], stop: threading.Event) -> None:
+        """Convert a batch while the earlier batch is being sent, then start to send it."""
+        items = self._convert(batch)
+        self._pending_send.result()
+        self._pending_send = self._send_thread.submit(self._send_all, items, stop)
 
     def _send_all(self, items: Sequence[Item], stop: threading.Event) -> None:
-        for piece in pieces(items):
-            self._send(piece, stop)
+        """Send the items in batches of limited size. Runs in the sending thread."""
+        for batch in split_batches(items):
+            self._send(batch, stop)
 
-    def _messages(self, found: Sequence[Record]) -> list[Item]:
-        """Convert records to messages, and carry out the cancels among them."""
+    def _convert(self, batch: Sequence[Record]) -> list[Item]:
+        """Convert records to messages, and cancel the messages that the records with the header `cancel` name.
+
+        A record whose message was cancelled by a later record of the batch has no message. The same is true of a
+        record that cancels.
+        """
         now_ms = self._clock.wall_ms()
-        first_ms = now_ms + limits.DELAY_MS_MAX
+        earliest_due_ms = now_ms + limits.DELAY_MS_MAX
         items: list[Item] = []
-        by_key: dict[str, list[int]] = {}  # key -> the indexes of its messages in `items`
-        cancels: set[str] = set()
-        for record in found:
+        indexes_by_key: dict[str, list[int]] = {}  # key -> the indexes in `items` of the messages to send
+        cancelled_keys: set[str] = set()
+        for record in batch:
             if not records.is_cancel(record):
-                message = self._message(record, now_ms)
-                first_ms = min(first_ms, message.due_ms or now_ms)
+                message = self._convert_record(record, now_ms)
+                earliest_due_ms = min(earliest_due_ms, message.due_ms or now_ms)
                 if message.keys:
-                    by_key.setdefault(message.keys, []).append(len(items))
+                    indexes_by_key.setdefault(message.keys, []).append(len(items))
             elif record.key is None:
                 message = records.dead_letter(record, self._options.dead, "a cancel without a key")
             else:
-                cancels.add(name := records.key_name(record.topic, record.key))
-                for at in by_key.pop(name, ()):
-                    items[at] = items[at][0], None
+                cancelled_keys.add(key := records.timeball_key(record.topic, record.key))
+                for index in indexes_by_key.pop(key, ()):
+                    items[index] = items[index][0], None
                     self._counts.cancelled += 1
                 message = None
             items.append((record, message))
-        self._linger_s = FAR_LINGER_S if first_ms > now_ms + SOON_MS and not cancels else LINGER_S
-        if cancels:
-            self._sending.result()
-            self._counts.cancelled += self._queue.cancel(sorted(cancels))
+        self._linger_s = (
+            FAR_LINGER_S if earliest_due_ms > now_ms + SOON_MS and not cancelled_keys else LINGER_S
+        )
+        if cancelled_keys:
+            self._pending_send.result()
+            self._counts.cancelled += self._queue.cancel(sorted(cancelled_keys))
         return items
 
-    def _message(self, record: Record, now_ms: int) -> Waiting:
+    def _convert_record(self, record: Record, now_ms: int) -> BridgeMessage:
+        """Convert a record to a message. A record that causes an unexpected error becomes a dead letter."""
         try:
             return records.message_of(record, self._rules, now_ms)
-        # A record contains any bytes, and must not block the records after it.
+        # A record may contain any bytes, and must not block the records after it.
         except Exception as error:
-            logger.exception("record not understood place=%s", record.place.id)
+            logger.exception("record not understood place=%s", record.location.id)
             return records.dead_letter(record._replace(key=None, headers=[]), self._options.dead, repr(error))
 
     def _send(self, items: Sequence[Item], stop: threading.Event) -> None:
-        """Send the messages of these records. Does nothing after a stop.
+        """Send the messages of these records with the positions after them. Does nothing after a stop.
 
         A message that Timeball refuses becomes a dead letter.
         """
-        # After a stop the earlier batch may be unsent, and the position after this batch would skip the records of that
-        # one.
+        # After a stop, an earlier batch may not have been sent. The position after this batch would skip its records.
         if stop.is_set():
             return
         end = {record.partition: record.offset + 1 for record, _ in items}
-        begin = {partition: self._stands[partition] for partition in end}
+        begin = {partition: self._log_positions[partition] for partition in end}
         messages = [message for _, message in items if message is not None]
         while True:
             try:
-                self._source.send(self._batch(messages), begin, end)
+                self._source.send(self._to_batch(messages), begin, end)
                 break
             except OverLimit as error:  # the disk is full or slow, and the records stay in Kafka meanwhile
                 logger.warning("Timeball takes no more now reason=%s", error)
                 if stop.wait(FULL_WAIT_S):
                     return
-            except OF_THE_BRIDGE:
+            except BRIDGE_WIDE_ERRORS:
                 raise
             except RequestError as error:
-                self._send_apart(items, error, stop)
+                self._send_halves(items, error, stop)
                 return
-        self._stands |= end
+        self._log_positions |= end
         self._counts.taken += len(items)
         self._counts.dead += sum(message.is_dead for message in messages)
 
-    def _send_apart(self, items: Sequence[Item], error: RequestError, stop: threading.Event) -> None:
+    def _send_halves(self, items: Sequence[Item], error: RequestError, stop: threading.Event) -> None:
+        """Send a refused batch in halves, until the record that Timeball refuses is alone.
+
+        That record is sent as a dead letter. If its dead letter is refused too, it goes to the local file.
+        """
         if len(items) > 1:
             middle = len(items) // 2
             self._send(items[:middle], stop)
@@ -301,58 +337,72 @@ class Intake:
         """Write a record to the local file, because Timeball does not accept its dead letter either."""
         self._file.add(
             Undeliverable(
-                id=record.place.id, reason=reason, to=self._options.dead, topic=record.topic,
+                id=record.location.id, reason=reason, to=self._options.dead, topic=record.topic,
                 partition=record.partition, offset=record.offset, due_ms=None, key=record.key, value=record.value,
                 headers=record.headers,
             )
         )  # fmt: skip
 
-    def _batch(self, messages: Sequence[Waiting]) -> pa.RecordBatch:
+    def _to_batch(self, messages: Sequence[BridgeMessage]) -> pa.RecordBatch:
+        """Convert messages to a batch of SCHEMA, for the bridge's topic in Timeball."""
         names = ("id", "body", "keys", "properties", "born_ms", "due_ms")
-        found = {name: [getattr(message, name) for message in messages] for name in names}
-        columns = {**found, "unique_key": found["id"], "topic": [self._queue.topic] * len(messages)}
+        values = {name: [getattr(message, name) for message in messages] for name in names}
+        columns = {**values, "unique_key": values["id"], "topic": [self._queue.topic] * len(messages)}
         arrays = [pa.array(columns[field.name], field.type) for field in SCHEMA]
         return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
-    # ---- beside it --------------------------------------------------------------------------------------
+    # ---- consumer group and new partitions --------------------------------------------------------------
 
-    def _now_and_then(self) -> None:
-        """Commit the offsets of Kafka's consumer group, which its tools show, and look for new partitions."""
+    def _commit_and_check_partitions(self) -> None:
+        """Commit the offsets of Kafka's consumer group, and start to read added partitions, if their times have come.
+
+        The committed offsets are only for Kafka's tools, which show them.
+        """
         now_ms, topic = self._clock.wall_ms(), self._options.own
-        if now_ms - self._told_ms >= COMMIT_MS:
-            self._told_ms = now_ms
-            changed = {at: offset for at, offset in self._stands.items() if self._committed.get(at) != offset}
-            if changed:
+        if now_ms - self._offsets_committed_ms >= COMMIT_MS:
+            self._offsets_committed_ms = now_ms
+            changed_offsets = {
+                partition: offset
+                for partition, offset in self._log_positions.items()
+                if self._group_offsets.get(partition) != offset
+            }
+            if changed_offsets:
                 self._consumer.commit(
-                    offsets=[TopicPartition(topic, at, offset) for at, offset in changed.items()]
+                    offsets=[
+                        TopicPartition(topic, partition, offset)
+                        for partition, offset in changed_offsets.items()
+                    ]
                 )
-                self._committed |= changed
-            self._counts.behind = sum(self._behind(at, offset) for at, offset in self._stands.items())
-        if now_ms - self._looked_ms >= LOOK_MS:
-            self._looked_ms = now_ms
-            if self._topics.partitions(topic) > len(self._stands):
-                self._sending.result()
-                self._begin()
+                self._group_offsets |= changed_offsets
+            self._counts.behind = sum(
+                self._partition_lag(partition, offset) for partition, offset in self._log_positions.items()
+            )
+        if now_ms - self._partitions_checked_ms >= PARTITION_CHECK_MS:
+            self._partitions_checked_ms = now_ms
+            if self._topics.partitions(topic) > len(self._log_positions):
+                self._pending_send.result()
+                self._assign_partitions()
 
-    def _behind(self, partition: int, stands: int) -> int:
-        known = self._consumer.get_watermark_offsets(
+    def _partition_lag(self, partition: int, log_position: int) -> int:
+        """Count the offsets of a partition that are not in Timeball's log yet. 0 if its end is not known."""
+        watermarks = self._consumer.get_watermark_offsets(
             TopicPartition(self._options.own, partition), cached=True
         )
-        if known is None or known[1] == OFFSET_INVALID:
+        if watermarks is None or watermarks[1] == OFFSET_INVALID:
             return 0
-        end = self._ends.get(partition)
-        passed = end.end if end is not None and stands >= end.after else stands
-        return max(0, known[1] - passed)
+        end = self._partition_ends.get(partition)
+        next_offset = end.end if end is not None and log_position >= end.after else log_position
+        return max(0, watermarks[1] - next_offset)
 
 
-def pieces(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Yield the items in parts of at most BATCH_BYTES, or of one item."""
+def split_batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Split items into batches of at most BATCH_BYTES. A single larger item is a batch of its own."""
     begin = size_bytes = 0
-    for at, (_, message) in enumerate(items):
-        more = 0 if message is None else records.size_bytes(message)
-        if size_bytes + more > BATCH_BYTES and at > begin:
-            yield items[begin:at]
-            begin, size_bytes = at, 0
-        size_bytes += more
+    for index, (_, message) in enumerate(items):
+        message_bytes = 0 if message is None else records.size_bytes(message)
+        if size_bytes + message_bytes > BATCH_BYTES and index > begin:
+            yield items[begin:index]
+            begin, size_bytes = index, 0
+        size_bytes += message_bytes
     if begin < len(items):
         yield items[begin:]

@@ -17,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # A record's id contains topic, partition and offset, and has at most 255 bytes in Timeball.
 TOPIC_CHARACTERS_MAX = 200
 # Exactly-once delivery depends on these properties, so a properties file may not set them.
-FIXED = frozenset(
+FIXED_PROPERTIES = frozenset(
     {
         "acks", "allow.auto.create.topics", "auto.offset.reset", "bootstrap.servers", "enable.auto.commit",
         "enable.idempotence", "enable.partition.eof", "group.id", "isolation.level", "partitioner",
@@ -33,8 +33,15 @@ Value = str | int | float | bool  # the value of a property of Kafka's client
 class BridgeOptions:
     """The settings of one bridge.
 
-    `own` is the topic that it reads. `client` has properties of Kafka's client, for TLS and accounts. `undeliverable`
-    is the file for records that Kafka accepts neither unchanged nor as dead letters.
+    bootstrap       addresses of Kafka's brokers
+    own             the Kafka topic that the bridge reads (`--in`)
+    out             the destination topic of records that name none
+    dead            the dead letter topic
+    name            the bridge's name, which is also its consumer group in Kafka
+    position_topic  the Kafka topic that holds the bridge's position in Timeball
+    undeliverable   the file for records that Kafka accepts neither unchanged nor as dead letters
+    start           where a new bridge begins to read: earliest or latest
+    client          properties of Kafka's client, for TLS and accounts
     """
 
     bootstrap: str
@@ -62,53 +69,55 @@ class BridgeOptions:
             )
         if self.dead in (self.own, self.position_topic):
             raise SetupError(f"--dead {self.dead}: a topic of its own, not that of --in or --position-topic")
-        if wrong := sorted(FIXED & self.client.keys()):
-            raise SetupError(f"--kafka-config: {', '.join(wrong)} cannot be chosen: exactly once rests on it")
+        if fixed_properties := sorted(FIXED_PROPERTIES & self.client.keys()):
+            raise SetupError(
+                f"--kafka-config: {', '.join(fixed_properties)} cannot be chosen: exactly-once delivery depends on it"
+            )
 
     @property
     def topic(self) -> str:
         """The topic in Timeball of this bridge's pending messages. Topics there contain no dots."""
         return "kafka-" + self.name.replace(".", "_")
 
-    def client_properties(self, **more: Value) -> dict[str, Value]:
-        """Build properties for a Kafka client. The names in `more` have underscores instead of dots."""
-        own = {name.replace("_", "."): value for name, value in more.items()}
+    def client_properties(self, **given: Value) -> dict[str, Value]:
+        """Build the properties of a Kafka client. `given` overrides the others, with underscores for dots in names."""
+        given_properties = {name.replace("_", "."): value for name, value in given.items()}
         return {
             "bootstrap.servers": self.bootstrap,
             "allow.auto.create.topics": False,
             # A broker that restarts is back within seconds, and the client's default is ten.
             "reconnect.backoff.max.ms": 1_000,
             **self.client,
-            **own,
+            **given_properties,
         }
 
 
-def read_properties(text: str, file: str) -> dict[str, str]:
+def read_properties(text: str, file_name: str) -> dict[str, str]:
     """Parse a properties file: a line `name=value` each, and comments that begin with `#`. Raises SetupError."""
-    found = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    properties = {}
+    for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        name, mark, value = line.partition("=")
-        if not mark or not name.strip():
-            raise SetupError(f"--kafka-config {file}: line {number} is not name=value")
-        found[name.strip()] = value.strip()
-    return found
+        name, separator, value = line.partition("=")
+        if not separator or not name.strip():
+            raise SetupError(f"--kafka-config {file_name}: line {line_number} is not name=value")
+        properties[name.strip()] = value.strip()
+    return properties
 
 
 # The counts of a bridge since its start, for its status lines.
 
 
 class Counts(msgspec.Struct):
-    """The counts. One thread changes each number, or several under a lock. Readers may see a slightly older value.
+    """Each number is changed by a single thread, or under a lock. Readers may see a slightly older value.
 
     taken         records of Kafka that are in Timeball's log, including the `dead` ones that became dead letters
     cancelled     messages that records with the header `cancel` have cancelled
     delivered     records committed in Kafka, including the `undeliverable` ones that became dead letters
     filed         records in the local file, because Kafka accepts no complete dead letter of them
-    transactions  in which these were written
+    transactions  committed Kafka transactions with records
     lost          messages or offsets that retention removed before the bridge reached them
-    behind        records of the topic of --in that are not taken yet
+    behind        records of the topic of --in that are not in Timeball's log yet
     late_ms       the largest lateness of a commit since the last status line
     """
 
@@ -126,34 +135,38 @@ class Counts(msgspec.Struct):
 
 # The topics of Kafka and their numbers of partitions, cached for a few seconds.
 
-KEPT_MS = 10_000
-AGAIN_MS = 1_000  # an unknown name is asked for again after this time, and not for each record
+TOPICS_KEPT_MS = 10_000
+UNKNOWN_TOPIC_RETRY_MS = 1_000  # the shortest time between two requests for names that are not in the cache
 TIMEOUT_S = 10.0
 
 
 class Topics:
-    """A cache of the topics. `list_topics` is the method of any Kafka client. Belongs to one thread."""
+    """Caches which topics exist. `list_topics` is that method of any Kafka client. Belongs to one thread."""
 
     def __init__(self, list_topics: Callable[..., Any], clock: Clock) -> None:
-        self._list, self._clock = list_topics, clock
-        self._known: dict[str, int] = {}  # the number of partitions, by topic
-        self._at_ms: int | None = None
+        self._list_topics, self._clock = list_topics, clock
+        self._partition_counts: dict[str, int] = {}  # the number of partitions, by topic
+        self._fetched_ms: int | None = None
 
     def partitions(self, name: str) -> int:
-        """Return the number of a topic's partitions; 0 if the topic does not exist."""
+        """Look up the number of a topic's partitions, 0 if the topic does not exist. May ask Kafka."""
         now_ms = self._clock.monotonic_ns() // 1_000_000
-        age_ms = KEPT_MS if self._at_ms is None else now_ms - self._at_ms
-        if age_ms >= KEPT_MS or (name not in self._known and age_ms >= AGAIN_MS):
-            found = self._list(timeout=TIMEOUT_S).topics
-            self._known = {one.topic: len(one.partitions) for one in found.values() if one.error is None}
-            self._at_ms = now_ms
-        return self._known.get(name, 0)
+        age_ms = TOPICS_KEPT_MS if self._fetched_ms is None else now_ms - self._fetched_ms
+        if age_ms >= TOPICS_KEPT_MS or (
+            name not in self._partition_counts and age_ms >= UNKNOWN_TOPIC_RETRY_MS
+        ):
+            topics = self._list_topics(timeout=TIMEOUT_S).topics
+            self._partition_counts = {
+                topic.topic: len(topic.partitions) for topic in topics.values() if topic.error is None
+            }
+            self._fetched_ms = now_ms
+        return self._partition_counts.get(name, 0)
 
-    def gone(self, names: Iterable[str]) -> list[str]:
-        """Return the topics that do not exist now. Asks Kafka again and does not use the cache."""
-        self._at_ms = None
+    def deleted(self, names: Iterable[str]) -> list[str]:
+        """List those of `names` that no longer exist. Asks Kafka without using the cache."""
+        self._fetched_ms = None
         return [name for name in names if not self.has(name)]
 
     def has(self, name: str) -> bool:
-        """Return whether the topic exists."""
+        """True if the topic exists."""
         return self.partitions(name) > 0

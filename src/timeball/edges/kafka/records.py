@@ -25,26 +25,26 @@ import msgspec
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
-from timeball.model.time_parsing import due_ms as instant_of
+from timeball.model.time_parsing import due_ms as parse_due_ms
 from timeball.model.time_parsing import duration_ms
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
-OLD_NAMES = {"deliver-at": AT, "delay": AFTER}
-OURS = ("deliver-", "timeball-")  # the beginnings of names that only Timeball's headers have
-# in the order of the values in `reasons`
+RENAMED_HEADERS = {"deliver-at": AT, "delay": AFTER}
+RESERVED_PREFIXES = ("deliver-", "timeball-")  # only Timeball's headers may begin like this
+# the headers of a dead letter, in the order of the values in `reason_headers`
 REASONS = ("timeball-reason", "timeball-topic", "timeball-partition", "timeball-offset")
 PROPERTY = "kafka"
 KEY_BYTES_MAX = 200  # up to this size, a Kafka key is used as it is, and above by its hash
 VALUE_BYTES_MAX = limits.BODY_BYTES_MAX
 REASON_CHARACTERS_MAX = 500
-LEFT = "the value is left where it was"
-# of any bridge, unless --position-topic names another topic
-POSITION_TOPIC = re.compile(r"timeball\..+\.position")
+VALUE_LEFT_OUT = "the value is left where it was"
+# the default name of a bridge's position topic (`--position-topic`)
+DEFAULT_POSITION_TOPIC = re.compile(r"timeball\..+\.position")
 
 Headers = list[tuple[str, bytes | None]]
 
 
-class Place(NamedTuple):
+class RecordLocation(NamedTuple):
     """The topic, partition and offset of a record in Kafka."""
 
     topic: str
@@ -57,9 +57,9 @@ class Place(NamedTuple):
         return f"{self.topic}-{self.partition}-{self.offset}"
 
     @classmethod
-    def of(cls, id: str) -> Place:
+    def of(cls, message_id: str) -> RecordLocation:
         """Parse an id. Raises ValueError for an id of another form."""
-        topic, partition, offset = id.rsplit("-", 2)
+        topic, partition, offset = message_id.rsplit("-", 2)
         return cls(topic, int(partition), int(offset))
 
 
@@ -75,15 +75,15 @@ class Record(NamedTuple):
     timestamp_ms: int
 
     @property
-    def place(self) -> Place:
+    def location(self) -> RecordLocation:
         """The location of the record in Kafka."""
-        return Place(self.topic, self.partition, self.offset)
+        return RecordLocation(self.topic, self.partition, self.offset)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """The parts of a record that a message keeps beside the value.
+    """The parts of a record that are stored in a property of its message: all but the value.
 
-    `partition` None means: any partition, by the key.
+    `topic` is the destination topic. `partition` None means that the key chooses a partition.
     """
 
     topic: str
@@ -93,8 +93,8 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     is_null: bool = False  # the value is null, which differs from an empty value: a tombstone
 
 
-class Waiting(NamedTuple):
-    """A message to be sent to Timeball. `due_ms` None means that it is due now, as a dead letter is."""
+class BridgeMessage(NamedTuple):
+    """A message for Timeball, made of a record. A dead letter has `due_ms` None, which means that it is due now."""
 
     id: str
     body: bytes
@@ -109,21 +109,28 @@ class Refused(Exception):
     """A record that cannot be accepted. The text contains the reason."""
 
 
-class Rules(NamedTuple):
-    """The bridge's topics: where records come from and go to. `is_there` returns whether Kafka has a topic."""
+class TopicRules(NamedTuple):
+    """The bridge's topics in Kafka, and which topics a record may be delivered to.
+
+    own            the topic that the bridge reads
+    out            the destination of records that name none, or None
+    dead           the dead letter topic
+    position       the topic with the bridge's position
+    topic_exists   returns whether Kafka has a topic
+    """
 
     own: str
     out: str | None
     dead: str
     position: str
-    is_there: Callable[[str], bool]
+    topic_exists: Callable[[str], bool]
 
     def refusal(self, topic: str) -> str | None:
-        """Find the reason for which no record may be delivered to a topic. None if it is allowed."""
+        """Explain why no record may be delivered to a topic. None if records may be delivered."""
         if topic == self.own:
             return f"{topic!r} is the topic it came from"
         # A record there would be read as the position of a bridge, or by Kafka itself.
-        if topic == self.position or POSITION_TOPIC.fullmatch(topic) or topic.startswith("__"):
+        if topic == self.position or DEFAULT_POSITION_TOPIC.fullmatch(topic) or topic.startswith("__"):
             return f"{topic!r} is a topic for positions or of Kafka itself"
         return None
 
@@ -133,16 +140,18 @@ _encode, _decoder = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(En
 
 def is_cancel(record: Record) -> bool:
     """True if the record cancels the pending messages with its key."""
-    # A loop, because every record passes here, and a generator would cost as much as the rest of the work on most of
-    # them.
+    # A plain loop, because this runs for every record. For most records, a generator would cost as much as the rest.
     for name, _ in record.headers:  # noqa: SIM110
         if name == CANCEL:
             return True
     return False
 
 
-def key_name(topic: str, key: bytes) -> str:
-    """Build the key by which Timeball cancels the messages made of records with this Kafka key."""
+def timeball_key(topic: str, key: bytes) -> str:
+    """Build the message key in Timeball for records of `topic` with this Kafka key.
+
+    A cancel finds the pending messages by it. The Kafka key is replaced by its hash if it is long or not plain text.
+    """
     try:
         text = key.decode()
     except UnicodeDecodeError:
@@ -154,10 +163,10 @@ def key_name(topic: str, key: bytes) -> str:
     return f"{topic}/sha256:{hashlib.sha256(key).hexdigest()}"
 
 
-def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
+def message_of(record: Record, rules: TopicRules, now_ms: int) -> BridgeMessage:
     """Make the message of a record, or its dead letter if the record cannot be accepted."""
     try:
-        _check_names(record.headers)
+        _check_header_names(record.headers)
         due_ms = _due_ms(record, now_ms)
         topic = _destination(record, rules)
         properties = _properties(
@@ -167,47 +176,53 @@ def message_of(record: Record, rules: Rules, now_ms: int) -> Waiting:
             raise Refused(f"the value has {len(record.value or b'')} bytes; at most {VALUE_BYTES_MAX}")
     except Refused as refused:
         return dead_letter(record, rules.dead, str(refused))
-    keys = None if record.key is None else key_name(record.topic, record.key)
-    return Waiting(record.place.id, record.value or b"", keys, properties, record.timestamp_ms, due_ms)
+    keys = None if record.key is None else timeball_key(record.topic, record.key)
+    return BridgeMessage(
+        record.location.id, record.value or b"", keys, properties, record.timestamp_ms, due_ms
+    )
 
 
-def dead_letter(record: Record, dead: str, reason: str) -> Waiting:
+def dead_letter(record: Record, dead_letter_topic: str, reason: str) -> BridgeMessage:
     """Make the dead letter of a record: a message that is due now, for the dead letter topic.
 
-    Its headers have the reason, and the location of the record.
-
-    Parts that are too large for a message are left out, and the reason states that. The record itself is still in
-    Kafka.
+    Its headers contain the reason and the location of the record. A value, or key and headers, that do not fit into a
+    message are left out, and the reason says so. The record itself is still in Kafka.
     """
-    place, value = record.place, record.value
+    location, value = record.location, record.value
     if value is not None and len(value) > VALUE_BYTES_MAX:
-        value, reason = b"", f"{reason}; {LEFT}"
+        value, reason = b"", f"{reason}; {VALUE_LEFT_OUT}"
     try:
-        envelope = Envelope(dead, None, record.key, record.headers + reasons(place, reason), value is None)
+        envelope = Envelope(
+            dead_letter_topic,
+            None,
+            record.key,
+            record.headers + reason_headers(location, reason),
+            value is None,
+        )
         text = _properties(envelope)
     except Refused:
         # Key and headers do not fit, so the dead letter only keeps the headers that identify the record.
-        headers = reasons(place, f"{reason}; key and headers are left where they were")
-        text = _properties(Envelope(dead, None, None, headers, value is None))
-    return Waiting(place.id, value or b"", None, text, record.timestamp_ms, None, is_dead=True)
+        headers = reason_headers(location, f"{reason}; key and headers are left where they were")
+        text = _properties(Envelope(dead_letter_topic, None, None, headers, value is None))
+    return BridgeMessage(location.id, value or b"", None, text, record.timestamp_ms, None, is_dead=True)
 
 
-def reasons(place: Place, reason: str) -> Headers:
-    """Build the headers that a dead letter has in addition to those of its record."""
-    values = (reason[:REASON_CHARACTERS_MAX], *place)
+def reason_headers(location: RecordLocation, reason: str) -> Headers:
+    """Build the headers that state why a record is a dead letter, and where the record is in Kafka."""
+    values = (reason[:REASON_CHARACTERS_MAX], *location)
     return [(name, str(value).encode()) for name, value in zip(REASONS, values, strict=True)]
 
 
-def size_bytes(message: Waiting) -> int:
+def size_bytes(message: BridgeMessage) -> int:
     """Estimate the bytes that a message takes in a batch."""
     return len(message.body) + len(message.properties) + len(message.keys or "") + len(message.id) + 64
 
 
 def envelope_of(properties: str | None) -> Envelope | None:
-    """Decode the envelope of a message. None for a message that was not made of a record."""
+    """Decode the envelope in the properties of a message. None for a message that was not made of a record."""
     for pair in (properties or "").split(PROPERTY_END):
-        name, mark, text = pair.partition(PROPERTY_NAME_END)
-        if mark and name == PROPERTY:
+        name, separator, text = pair.partition(PROPERTY_NAME_END)
+        if separator and name == PROPERTY:
             try:
                 return _decoder.decode(a2b_base64(text, strict_mode=True))
             except ValueError:  # of base64, and of msgspec
@@ -216,6 +231,7 @@ def envelope_of(properties: str | None) -> Envelope | None:
 
 
 def _properties(envelope: Envelope) -> str:
+    """Encode an envelope as the properties of a message. Raises Refused if they are too large."""
     encoded = b2a_base64(_encode(envelope), newline=False).decode()
     text = f"{PROPERTY}{PROPERTY_NAME_END}{encoded}{PROPERTY_END}"
     if len(text) > limits.PROPERTIES_BYTES_MAX:
@@ -225,30 +241,31 @@ def _properties(envelope: Envelope) -> str:
     return text
 
 
-def _check_names(headers: Headers) -> None:
-    """Raise Refused for an unknown header whose name begins like those of Timeball.
+def _check_header_names(headers: Headers) -> None:
+    """Raise Refused for an unknown header whose name begins with one of RESERVED_PREFIXES.
 
     A record with such a misspelled header would be delivered to the wrong topic. The headers of a dead letter are
     known, so that it can be sent again.
     """
     for name, _ in headers:
-        if name.lower().startswith(OURS) and name != TO and name not in REASONS:
-            if name in OLD_NAMES:
-                raise Refused(f"header {name} is called {OLD_NAMES[name]}")
+        if name.lower().startswith(RESERVED_PREFIXES) and name != TO and name not in REASONS:
+            if name in RENAMED_HEADERS:
+                raise Refused(f"header {name} is called {RENAMED_HEADERS[name]}")
             raise Refused(f"header {name[:80]!r} is not known; valid are {AT}, {AFTER}, {TO} and {CANCEL}")
 
 
 def _due_ms(record: Record, now_ms: int) -> int:
-    given = [(name, value) for name, value in record.headers if name in (AT, AFTER)]
-    if len(given) != 1:
+    """Read the due time from the headers of a record. Raises Refused."""
+    time_headers = [(name, value) for name, value in record.headers if name in (AT, AFTER)]
+    if len(time_headers) != 1:
         for name, _ in record.headers:
-            if name in OLD_NAMES:
-                raise Refused(f"header {name} is called {OLD_NAMES[name]}")
-        raise Refused(f"one header {AT} or {AFTER} says when; {len(given)} are there")
-    name, value = given[0]
+            if name in RENAMED_HEADERS:
+                raise Refused(f"header {name} is called {RENAMED_HEADERS[name]}")
+        raise Refused(f"one header {AT} or {AFTER} says when; {len(time_headers)} are there")
+    name, value = time_headers[0]
     try:
         text = (value or b"").decode()
-        due_ms = instant_of(text) if name == AT else record.timestamp_ms + duration_ms(text)
+        due_ms = parse_due_ms(text) if name == AT else record.timestamp_ms + duration_ms(text)
     except (InvalidDelay, UnicodeDecodeError) as error:
         raise Refused(f"header {name}: {error}") from None
     if due_ms - now_ms > limits.DELAY_MS_MAX:
@@ -256,7 +273,8 @@ def _due_ms(record: Record, now_ms: int) -> int:
     return due_ms
 
 
-def _destination(record: Record, rules: Rules) -> str:
+def _destination(record: Record, rules: TopicRules) -> str:
+    """Read the destination topic from the headers of a record, or use the bridge's. Raises Refused."""
     topic = rules.out
     for name, value in record.headers:
         if name == TO:  # the last one counts
@@ -265,6 +283,6 @@ def _destination(record: Record, rules: Rules) -> str:
         raise Refused(f"no header {TO} says the topic, and the bridge has no --out")
     if (reason := rules.refusal(topic)) is not None:
         raise Refused(f"header {TO}: {reason}")
-    if not rules.is_there(topic):
+    if not rules.topic_exists(topic):
         raise Refused(f"Kafka has no topic {topic[:100]!r}")
     return topic

@@ -1,4 +1,4 @@
-"""The last resort of a bridge: a local file with the records that Kafka accepts neither unchanged nor as dead letters.
+"""The local file for records that Kafka accepts neither unchanged nor as dead letters.
 
 Each line is a JSON document, synced before the bridge goes on. A bridge that is killed between the line and the commit
 of its position writes the line again. So a line may occur twice, with the same `id`. Bytes are in base64, because a
@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
-    """One line. `topic`, `partition` and `offset` identify the record that was read; `to` is its destination topic."""
+    """One line of the file.
+
+    `topic`, `partition` and `offset` identify the record that was read. `to` is the topic it could not be written to.
+    """
 
     id: str
     reason: str
@@ -38,23 +41,22 @@ class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):
 class UndeliverableFile:
     """Appends lines to one file. The first line creates the file."""
 
-    _lock = (
-        threading.Lock()
-    )  # one lock per process, because both threads of its bridge write to the file and to the count
+    # one lock per process, because both threads of its bridge write to the file and to `counts.filed`
+    _lock = threading.Lock()
 
     def __init__(self, path: Path, counts: Counts) -> None:
         self.path, self._counts = path, counts
 
     def check(self) -> None:
         """Raise SetupError if the file cannot be written."""
-        place = self.path if self.path.exists() else self.path.absolute().parent
-        if not os.access(place, os.W_OK):
+        existing_path = self.path if self.path.exists() else self.path.absolute().parent
+        if not os.access(existing_path, os.W_OK):
             raise SetupError(
                 f"--undeliverable {self.path}: cannot be written; name a file that this process may write"
             )
 
     def add(self, line: Undeliverable) -> None:
-        """Append a line, which is on disk on return. Raises SetupError."""
+        """Append a line and sync the file. Raises SetupError."""
         try:
             with self._lock, self.path.open("ab") as file:
                 file.write(msgspec.json.encode(line) + b"\n")

@@ -1,10 +1,10 @@
-"""One request to one receiver, and its outcome.
+"""Sends requests to receivers, over aiohttp, and protects the broker's network from their URLs.
 
-Each receiver has its own pool of connections. A host name is resolved, forbidden addresses are removed from the answer,
-and the connection goes to one of the remaining addresses. No second resolution happens between check and connection, so
-a name that changes its answer gains nothing. The function that makes the socket checks the address once more. Redirects
-are not followed, the proxies of the environment are not used, and cookies are not stored. Of an answer only the status
-and Retry-After count.
+Each receiver has its own pool of connections. A host name is resolved, forbidden addresses are removed from the result,
+and the connection goes to one of the remaining addresses. The name is not resolved again between check and connection,
+so DNS rebinding is not possible. The function that creates the socket checks the address once more. Redirects are not
+followed, the proxies of the environment are not used, and cookies are not stored. Only the status and Retry-After of an
+answer are used.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from timeball.edges.push.codec import Answer, Headers, retry_after_ms
 from timeball.model.addresses import Allowed, Target, parse_address
 from timeball.model.errors import InvalidMessage
 
-ANSWER_BYTES_MAX = 64 * 1024  # read, so that the connection can be reused; a longer answer closes it
+ANSWER_BYTES_MAX = 64 * 1024  # an answer up to this size is read, so that its connection can be reused
 HEADER_BYTES_MAX = 8 * 1024  # of one header line of an answer
 CONNECT_S_MAX = 10.0
 # Common servers close an idle connection after 5 s. The shorter time avoids a request on a connection that closes.
 IDLE_S = 4.0
-NAMES_KEPT_S = 10  # names with their checked addresses
+NAMES_KEPT_S = 10  # for which the checked addresses of a name are cached
 LOOK_UPS_MAX = 8  # a look-up at a name server that does not answer takes half a minute
 LARGE_BODY_BYTES = 256 * 1024  # larger bodies are sent in pieces
 
@@ -42,26 +42,26 @@ class ForbiddenAddress(OSError):
     """None of the name's addresses may be connected to."""
 
 
-class Names:
-    """Resolves names in separate threads, so that a slow name server blocks no threads of other work."""
+class HostResolver:
+    """Resolves host names in its own threads, so that a slow name server does not occupy the threads of other work."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(LOOK_UPS_MAX, thread_name_prefix="push-names")
 
     async def look_up(self, host: str, port: int) -> list[str]:
-        """Look up the addresses of a name. Raises OSError."""
-        found = await asyncio.get_running_loop().run_in_executor(
+        """Look up the IP addresses of a host. Raises OSError."""
+        infos = await asyncio.get_running_loop().run_in_executor(
             self._threads, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         )
-        return list(dict.fromkeys(str(each[4][0]) for each in found))
+        return list(dict.fromkeys(str(info[4][0]) for info in infos))
 
     def close(self) -> None:
         """Stop the threads without waiting for look-ups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-class _Checked(AbstractResolver):
-    """A resolver for the connector that only returns allowed addresses."""
+class _CheckedResolver(AbstractResolver):
+    """A resolver for aiohttp's connector that only returns allowed addresses."""
 
     def __init__(self, name: str, look_up: LookUp, allowed: Allowed) -> None:
         self._name, self._look_up, self._allowed = name, look_up, allowed
@@ -69,50 +69,52 @@ class _Checked(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Look up the allowed addresses of a name. Raises ForbiddenAddress if there are none."""
-        reasons, found = list[str](), list[ResolveResult]()
-        for text in await self._look_up(self._name, port):
-            address = parse_address(text)
+        """Look up the allowed addresses of the receiver's host. Raises ForbiddenAddress if there are none."""
+        reasons, allowed = list[str](), list[ResolveResult]()
+        for address_text in await self._look_up(self._name, port):
+            address = parse_address(address_text)
             reason = self._allowed.refusal(self._name, address)
             if reason is not None:
                 reasons.append(reason)
                 continue
             family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
             flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-            found.append(
-                ResolveResult(hostname=host, host=text, port=port, family=family, proto=0, flags=flags)
+            allowed.append(
+                ResolveResult(
+                    hostname=host, host=address_text, port=port, family=family, proto=0, flags=flags
+                )
             )
-        if not found:
+        if not allowed:
             raise ForbiddenAddress("; ".join(reasons) or f"{host} has no address")
-        return found
+        return allowed
 
     async def close(self) -> None:
         """Do nothing: the threads belong to the owner of `look_up`."""
 
 
 class Receiver:
-    """Sends to one URL. Belongs to the event loop. `close` ends its connections."""
+    """Sends messages to one URL, over its own connections. Belongs to the event loop."""
 
     def __init__(
         self,
         url: str,
         allowed: Allowed,
         look_up: LookUp,
-        trust: ssl.SSLContext,
+        tls_context: ssl.SSLContext,
         *,
         connections: int,
         timeout_ms: int,
     ) -> None:
         self._allowed = allowed
         self._target: Target = allowed.check_url(url)
-        # The URL is used unchanged, because a rewritten one might differ from the one that was checked.
+        # The URL is used unchanged, because a normalized URL might have another host than the checked one.
         self._url = URL(url, encoded=True)
         if (self._url.raw_host or "").lower() != self._target.host:
             raise InvalidMessage(f"url: host {self._target.host!r} is written in an unusual way")
         connector = aiohttp.TCPConnector(
-            resolver=_Checked(self._target.host, look_up, allowed),
+            resolver=_CheckedResolver(self._target.host, look_up, allowed),
             socket_factory=self._open_socket,
-            ssl=trust,
+            ssl=tls_context,
             limit=connections,
             keepalive_timeout=IDLE_S,
             ttl_dns_cache=NAMES_KEPT_S,
@@ -131,7 +133,7 @@ class Receiver:
         )
 
     async def post(self, body: bytes, headers: Headers, now_ms: int) -> Answer:
-        """Send a message and return the outcome. Raises no errors of the network."""
+        """Send a message by POST. Network errors are outcomes, and are not raised."""
         # A large body is sent in pieces, because a single write would block the event loop.
         data: Any = io.BytesIO(body) if len(body) > LARGE_BODY_BYTES else body
         try:
@@ -139,48 +141,52 @@ class Receiver:
                 self._url, data=data, headers=headers, allow_redirects=False
             ) as response:
                 answer = _answer(response, now_ms)
-                await _discard(response)
+                await _read_rest(response)
                 return answer
         except TimeoutError:
-            return Answer("timeout", words="no answer in time")
+            return Answer("timeout", detail="no answer in time")
         except aiohttp.ClientConnectorError as error:
             is_forbidden = _is_forbidden(error)
-            words = str(error.os_error if is_forbidden else error)
-            return Answer("forbidden_address" if is_forbidden else "unreachable", words=words)
+            detail = str(error.os_error if is_forbidden else error)
+            return Answer("forbidden_address" if is_forbidden else "unreachable", detail=detail)
         except (aiohttp.ClientError, OSError) as error:
-            return Answer("broken", words=f"{type(error).__name__}: {error}")
+            return Answer("broken", detail=f"{type(error).__name__}: {error}")
 
     async def close(self) -> None:
         """Close the connections."""
         await self._session.close()
 
-    def _open_socket(self, info: Any) -> socket.socket:
-        """Make a socket for the next address to connect to. Raises ForbiddenAddress."""
-        family, kind, protocol, _, place = info
-        # For an address that is part of the URL, no resolver is used, so this is its only check.
-        reason = self._allowed.refusal(self._target.host, parse_address(str(place[0])))
+    def _open_socket(self, address_info: Any) -> socket.socket:
+        """Create a socket for an address that the connector is about to use. Raises ForbiddenAddress."""
+        family, kind, protocol, _, socket_address = address_info
+        # If the URL contains an IP address, no resolver is used, so this is the only check at connection time.
+        reason = self._allowed.refusal(self._target.host, parse_address(str(socket_address[0])))
         if reason is not None:
             raise ForbiddenAddress(reason)
         return socket.socket(family, kind, protocol)
 
 
 def _answer(response: aiohttp.ClientResponse, now_ms: int) -> Answer:
-    status, words = response.status, f"status {response.status}"
+    """Derive the outcome of a request from the status and Retry-After of its response."""
+    status, detail = response.status, f"status {response.status}"
     wait_ms = retry_after_ms(response.headers.get("retry-after"), now_ms)
     if 200 <= status < 300:
         return Answer("delivered", status)
     if 300 <= status < 400:
-        return Answer("redirect", status, f"{words}: redirects are not followed", wait_ms)
-    return Answer("client_error" if 400 <= status < 500 else "server_error", status, words, wait_ms)
+        return Answer("redirect", status, f"{detail}: redirects are not followed", wait_ms)
+    return Answer("client_error" if 400 <= status < 500 else "server_error", status, detail, wait_ms)
 
 
-async def _discard(response: aiohttp.ClientResponse) -> None:
-    """Read the rest of a short answer, or close the connection. The status counts in every case."""
-    left = ANSWER_BYTES_MAX
+async def _read_rest(response: aiohttp.ClientResponse) -> None:
+    """Read the body of an answer, so that the connection can be reused. Closes the connection if the body is too long.
+
+    Errors are ignored, because the status has already decided the outcome.
+    """
+    bytes_left = ANSWER_BYTES_MAX
     try:
-        async for part in response.content.iter_any():
-            left -= len(part)
-            if left < 0:
+        async for chunk in response.content.iter_any():
+            bytes_left -= len(chunk)
+            if bytes_left < 0:
                 break
         else:
             return
@@ -190,6 +196,7 @@ async def _discard(response: aiohttp.ClientResponse) -> None:
 
 
 def _is_forbidden(error: BaseException | None) -> bool:
+    """True if a ForbiddenAddress caused this error."""
     while error is not None:
         if isinstance(error, ForbiddenAddress):
             return True

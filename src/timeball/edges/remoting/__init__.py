@@ -1,6 +1,6 @@
-"""RocketMQ's remoting protocol, the protocol of the 4.x and 5.x clients in Java, C++, Go and Node.
+"""The edge for RocketMQ's remoting protocol, which the 4.x and 5.x clients in Java, C++, Go and Node use.
 
-Receives: frames on a connection (codec/frame.py). Each is a command with a header in one of two serialisations.
-Keeps: connected clients, their subscriptions and the locks of queues. None of that outlives the process.
-Hands on: commands and column batches. Answers use the serialisation of the request.
+Input: frames on a connection (codec/frame.py). Each contains a command with a header in one of two serialisations.
+State: connected clients, their subscriptions and the locks of queues. It is lost when the process ends.
+Output: commands and column batches for the broker. Answers have the serialisation of the request.
 """

@@ -1,18 +1,19 @@
-"""One client's connection: decodes bytes to frames, encodes answers, and closes the connection of a bad client.
+"""One client's connection: splits received bytes into frames, writes answers, and closes connections that misbehave.
 
-A client that sends half a frame, sends nothing, or reads no answers costs memory. Each of these has a deadline or a
-bound (the constants below). Past it, the connection is closed. Answers may leave in any order, because clients match
-them by `opaque`.
+A client that sends half a frame, sends nothing, or does not read its answers costs memory. Each case has a deadline or
+a limit (the constants below), after which the connection is closed. Answers may be sent in any order, because clients
+match them by `opaque`.
 
-All connections of the edge share two amounts of memory, and each may use a part of them:
+All connections of the edge share two memory limits. Each address has a share of them (MemoryQuota):
 
-    received   a frame counts with its full size from the moment its length is known, so that a frame that was begun
-               can end. A large request counts until it is answered. Without room the socket is not read.
-    unread     answers that the client has not read. A client with many of its own is not read from until it has read
-               them. When its address has used up its share, its requests are refused for now (SYSTEM_BUSY), and
-               finally its connection is closed.
+    received   a frame counts with its full size as soon as its length is known, so that every frame that is begun can
+               be completed. A large request counts until it is answered. While a frame does not fit, its socket is
+               not read.
+    unread     answers that the client has not read. The requests of a client with many unread answers are not read.
+               When its address has used up its share, its requests are refused (SYSTEM_BUSY). Finally its connection
+               is closed.
 
-Small pending requests are not counted one by one. They are bounded where they are batched and written.
+Small pending requests are not counted here. Other limits apply where they are batched and written.
 """
 
 from __future__ import annotations
@@ -44,29 +45,37 @@ from timeball.model.errors import Unavailable
 
 logger = logging.getLogger(__name__)
 
-HALF_FRAME_S = 10.0  # seconds from the first byte of a frame to its last
-UNSIGNED_S = 10.0  # seconds from the connection to its first signed request, where requests must be signed
+HALF_FRAME_S = 10.0  # from the first byte of a frame to its last
+UNSIGNED_S = 10.0  # from connecting to the first signed request, where requests must be signed
 IDLE_S = 240.0  # clients send heartbeats every 30 s. RocketMQ closes after 120 s, Timeball after twice that
 OUTBOUND_BYTES_MAX = 64 * 1024 * 1024  # answers of one connection that its client has not read
 CONNECTIONS_MAX = 4_096
 EXPIRY_MS = 120_000  # RocketMQ's CHANNEL_EXPIRED_TIMEOUT. Clients send heartbeats every 30 s
-GOODBYE_S = 5.0  # to read the answers written before a close. A client that reads nothing would never be gone
-CALLS_MAX = 8_192  # pending requests of one connection. One pull per queue is usual
+GOODBYE_S = 5.0  # for a client to read its last answers after `close`. Then the connection is aborted
+CALLS_MAX = 8_192  # pending requests of one connection. Usual: one long-polling pull per queue
 
-RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # each byte has several copies on its way to the log
+RECEIVED_BYTES_MAX = 128 * 1024 * 1024  # not more, since each byte has several copies on its way to the log
 UNREAD_BYTES_MAX = 256 * 1024 * 1024
-GATHERED_BYTES_MAX = 64 * 1024  # of answers that are written together
-LARGE_BYTES = 64 * 1024  # a body of this size or more counts while its request is pending
-WAITING_MAX = 1_024  # connections that wait for room. Each holds one read of its socket, up to 256 KiB
-UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = 8 * 1024 * 1024, 1024 * 1024  # of one connection: two answers to pulls
-UNREAD_LEFT_BYTES = 64 * 1024  # a connection with less is not closed for others of its address
+BUFFERED_BYTES_MAX = 64 * 1024  # of answers that are written together
+LARGE_BYTES = 64 * 1024  # a body of at least this size counts as `received` while its request is pending
+WAITING_MAX = (
+    1_024  # connections whose frame does not fit yet. Each holds one read of its socket, up to 256 KiB
+)
+UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES = (
+    8 * 1024 * 1024,
+    1024 * 1024,
+)  # of one connection: stop and resume reading its requests. High: two answers to pulls
+UNREAD_SMALL_BYTES = (
+    64 * 1024
+)  # a connection with at most this is not closed because of others of its address
 
+# Gets the frames that one read of the socket has completed.
 Receiver = Callable[["Connection", list[Any]], None]
 
 
 @dataclass
-class Room:
-    """The memory bounds that all connections of an edge share."""
+class MemoryLimits:
+    """The memory limits that all connections of an edge share."""
 
     received: MemoryQuota = field(
         default_factory=lambda: MemoryQuota(RECEIVED_BYTES_MAX, 2 * FRAME_BYTES_MAX)
@@ -75,94 +84,100 @@ class Room:
 
 
 class Flow:
-    """The share of one connection in the memory of its edge. Belongs to the event loop."""
+    """Counts the memory of one connection, and pauses reading from its socket at a limit. Belongs to the event loop."""
 
-    def __init__(self, room: Room) -> None:
-        self._room = room
+    def __init__(self, memory_limits: MemoryLimits) -> None:
+        self._memory_limits = memory_limits
         self._transport: asyncio.Transport | None = None
         self._address = ""
-        self._frame_bytes = 0  # counted for the incomplete frame
-        self._asked_bytes = 0  # further bytes of that frame, for which it waits
-        self.unread_bytes = 0  # answers that the client has not read yet
-        self.waits = False  # for room in `received`: the socket is not read, and the client cannot help it
-        self._is_slow = False  # the client has many answers to read
+        self._frame_bytes = 0  # of the incomplete frame, counted in `received`
+        self._requested_bytes = 0  # further bytes of that frame that do not fit yet
+        self.unread_bytes = 0  # answers that the client has not read yet, counted in `unread`
+        self.is_waiting = False  # the frame does not fit into `received`: the socket is not read
+        self._is_slow = False  # the client has more than UNREAD_HIGH_BYTES to read
 
-    def opened(self, transport: asyncio.Transport, address: str) -> None:
-        """Begin to count for this transport. Shares are given per `address`."""
+    def start(self, transport: asyncio.Transport, address: str) -> None:
+        """Start to count for this transport. All connections of `address` have a common share."""
         self._transport, self._address = transport, address
         transport.set_write_buffer_limits(UNREAD_HIGH_BYTES, UNREAD_LOW_BYTES)
 
-    def lost(self) -> None:
-        """Give back everything except pending requests, which are given back when they end."""
-        if self.waits:
-            self._room.received.withdraw(self._address, self._granted)
-        self._room.received.remove(self._address, self._frame_bytes)
-        self._room.unread.remove(self._address, self.unread_bytes)
-        self._transport, self.waits, self._frame_bytes, self.unread_bytes = None, False, 0, 0
+    def stop(self) -> None:
+        """Release all bytes except those of pending requests, which `release_request` releases."""
+        if self.is_waiting:
+            self._memory_limits.received.withdraw(self._address, self._on_granted)
+        self._memory_limits.received.remove(self._address, self._frame_bytes)
+        self._memory_limits.unread.remove(self._address, self.unread_bytes)
+        self._transport, self.is_waiting, self._frame_bytes, self.unread_bytes = None, False, 0, 0
 
-    # -- what has come ---------------------------------------------------------------------------------------
+    # -- received bytes --------------------------------------------------------------------------------------
 
-    def has_read(self, awaited_bytes: int) -> bool:
-        """Count the incomplete frame of this size, and return False if too many connections wait for room already."""
-        received, more = self._room.received, awaited_bytes - self._frame_bytes
-        if more <= 0:
-            if more:
+    def count_frame(self, awaited_bytes: int) -> bool:
+        """Count the incomplete frame with its full size. Returns False if too many connections wait already.
+
+        While the frame does not fit, the socket is not read.
+        """
+        received, more_bytes = self._memory_limits.received, awaited_bytes - self._frame_bytes
+        if more_bytes <= 0:
+            if more_bytes:
                 self._frame_bytes = awaited_bytes
-                received.remove(self._address, -more)
+                received.remove(self._address, -more_bytes)
             if not received.held_bytes or received.fits(self._address, 0):
                 return True
-            more = 0
-        if received.reserve(self._address, more, self._granted):
-            self._frame_bytes += more
+            more_bytes = 0
+        if received.reserve(self._address, more_bytes, self._on_granted):
+            self._frame_bytes += more_bytes
             return True
-        self._asked_bytes, self.waits = more, True
-        self._read_or_not()
+        self._requested_bytes, self.is_waiting = more_bytes, True
+        self._pause_or_resume_reading()
         return received.waiting <= WAITING_MAX
 
-    def begins(self, size_bytes: int) -> int:
-        """Count a request with a body of this size as pending, and return the argument for `ends`."""
+    def count_request(self, size_bytes: int) -> int:
+        """Count a pending request with a body of this size, and return the argument for `release_request`.
+
+        A small body is not counted.
+        """
         if size_bytes < LARGE_BYTES:
             return 0
-        self._room.received.add(self._address, size_bytes)
+        self._memory_limits.received.add(self._address, size_bytes)
         return size_bytes
 
-    def ends(self, counted_bytes: int) -> None:
-        """Give back the bytes of a request that has been answered."""
-        self._room.received.remove(self._address, counted_bytes)
+    def release_request(self, counted_bytes: int) -> None:
+        """Release the bytes of a request that has been answered."""
+        self._memory_limits.received.remove(self._address, counted_bytes)
 
-    def _granted(self) -> None:
-        self._frame_bytes += self._asked_bytes
-        self.waits = False
-        self._read_or_not()
+    def _on_granted(self) -> None:
+        self._frame_bytes += self._requested_bytes
+        self.is_waiting = False
+        self._pause_or_resume_reading()
 
-    # -- what is to leave --------------------------------------------------------------------------------------
+    # -- unread answers --------------------------------------------------------------------------------------
 
     @property
     def is_full(self) -> bool:
-        """Return whether this client has unread answers and its address has used up its share."""
-        return self.unread_bytes > 0 and not self._room.unread.fits(self._address, 0)
+        """True if this client has unread answers and its address has used up its share."""
+        return self.unread_bytes > 0 and not self._memory_limits.unread.fits(self._address, 0)
 
-    def has_written(self) -> bool:
-        """Count the bytes that the client has not read yet, and return False if there is no room for them."""
+    def count_unread(self) -> bool:
+        """Count the bytes that the client has not read yet. Returns False if they do not fit."""
         if self._transport is None:
             return True
-        now_bytes, unread = self._transport.get_write_buffer_size(), self._room.unread
-        if now_bytes != self.unread_bytes:
-            unread.remove(self._address, self.unread_bytes)
-            unread.add(self._address, now_bytes)
-            self.unread_bytes = now_bytes
-        return now_bytes <= UNREAD_LEFT_BYTES or unread.fits(self._address, 0)
+        unread_bytes, quota = self._transport.get_write_buffer_size(), self._memory_limits.unread
+        if unread_bytes != self.unread_bytes:
+            quota.remove(self._address, self.unread_bytes)
+            quota.add(self._address, unread_bytes)
+            self.unread_bytes = unread_bytes
+        return unread_bytes <= UNREAD_SMALL_BYTES or quota.fits(self._address, 0)
 
-    def slow(self, is_slow: bool) -> None:
-        """Note whether the client has many answers to read, and stop or resume reading its requests."""
+    def set_slow(self, is_slow: bool) -> None:
+        """Set whether the client has many answers to read, and stop or resume reading its requests."""
         self._is_slow = is_slow
-        self.has_written()
-        self._read_or_not()
+        self.count_unread()
+        self._pause_or_resume_reading()
 
-    def _read_or_not(self) -> None:
+    def _pause_or_resume_reading(self) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        if self.waits or self._is_slow:
+        if self.is_waiting or self._is_slow:
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
@@ -176,39 +191,43 @@ class Connection(asyncio.Protocol):
         receiver: Receiver,
         opened: set[Connection],
         loop: asyncio.AbstractEventLoop,
-        room: Room | None = None,
+        memory_limits: MemoryLimits | None = None,
         cut: Cut = cut,
         edge: str = "remoting",
     ) -> None:
         """Prepare for a transport.
 
-        `room` is the memory shared with the other connections of the edge. `cut` creates the frames or runs that
-        `receiver` gets. `edge` is the name of the edge in the log.
+        `opened` contains this connection while it is open. `memory_limits` are shared with the edge's other
+        connections. `cut` splits received bytes into the frames or runs that `receiver` gets. `edge` is the name of
+        the edge in log lines.
         """
         self._edge = edge
-        self._receiver, self._opened, self._loop = receiver, opened, loop
-        self.flow = Flow(room or Room())
+        self._receiver, self._open_connections, self._loop = receiver, opened, loop
+        self.flow = Flow(memory_limits or MemoryLimits())
         self._splitter = Splitter(cut=cut)
-        self._gathers = False  # the requests of one read are handled: their answers go together
-        self._gathered: list[bytes | bytearray] = []
-        self._gathered_bytes = 0
+        # True while the requests of one read are handled: their answers are written together.
+        self._is_buffering = False
+        self._buffered: list[bytes | bytearray] = []
+        self._buffered_bytes = 0
         self._transport: asyncio.Transport | None = None
         self._opaques = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Command]] = {}
-        self._frame_since_s: float | None = None
-        self._since_s = self.heard_s = loop.time()
-        self._closed_s: float | None = None
+        # Requests from the broker to the client, by opaque.
+        self._pending_requests: dict[int, asyncio.Future[Command]] = {}
+        self._frame_begun_s: float | None = None  # when the first byte of the incomplete frame arrived
+        self._connected_s = self.heard_s = loop.time()
+        self._closing_s: float | None = None  # when `close` was called
         self.on_close: list[Callable[[], None]] = []
         self.closed: asyncio.Future[None] = loop.create_future()
-        self._waiting: set[asyncio.Task[None]] = set()
-        self.calls = 0
+        self._cancelled_on_close: set[asyncio.Task[None]] = set()
+        self.calls = 0  # pending requests of the client
         self.caller: Caller = ANONYMOUS  # the signer of the last request
         self.peer = self.local = ("", 0)
         self.name = ":0"  # the client's address, for log lines and as a message's born host
-        self.store_host: Host | None = None  # the broker's address for this client. Computed at first use
-        self.id_prefix = ""  # the same, as the beginning of message ids. Computed for the first answer
+        # The broker's address as this client sees it. Computed at first use.
+        self.store_host: Host | None = None
+        self.id_prefix = ""  # the first part of message ids, from `store_host`. Computed for the first answer
 
-    # -- asyncio's side --------------------------------------------------------------------------------------
+    # -- called by asyncio -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Register the connection, or abort it if there are too many. See asyncio.Protocol."""
@@ -216,33 +235,33 @@ class Connection(asyncio.Protocol):
         self.peer = tuple((transport.get_extra_info("peername") or ("", 0))[:2])
         self.local = tuple((transport.get_extra_info("sockname") or ("", 0))[:2])
         self.name = f"{self.peer[0]}:{self.peer[1]}"
-        if self._is_one_too_many():
+        if self._exceeds_limit():
             logger.warning("connection refused peer=%s connections_max=%d", self.name, CONNECTIONS_MAX)
             self._transport.abort()
             return
-        self._opened.add(self)
-        self.flow.opened(self._transport, self.peer[0])
+        self._open_connections.add(self)
+        self.flow.start(self._transport, self.peer[0])
 
-    def _is_one_too_many(self) -> bool:
-        # The shares of the addresses count only from half of CONNECTIONS_MAX on.
-        if len(self._opened) < CONNECTIONS_MAX // 2:
+    def _exceeds_limit(self) -> bool:
+        # A shortcut: below half of CONNECTIONS_MAX, `exceeds_share` is false for every address.
+        if len(self._open_connections) < CONNECTIONS_MAX // 2:
             return False
-        return exceeds_share(self.peer[0], (each.peer[0] for each in self._opened), CONNECTIONS_MAX)
+        return exceeds_share(self.peer[0], (each.peer[0] for each in self._open_connections), CONNECTIONS_MAX)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the broker's own requests to this client and call `on_close`. See asyncio.Protocol."""
-        self._opened.discard(self)
-        self.flow.lost()
+        self._open_connections.discard(self)
+        self.flow.stop()
         if not self.closed.done():
             self.closed.set_result(None)
-        for future in self._asked.values():
+        for future in self._pending_requests.values():
             if not future.done():
-                future.set_exception(Unavailable(f"{self.name} has gone away"))
-        self._asked.clear()
-        for task in self._waiting:
+                future.set_exception(Unavailable(f"{self.name} has disconnected"))
+        self._pending_requests.clear()
+        for task in self._cancelled_on_close:
             task.cancel()
-        for tell in self.on_close:
-            tell()
+        for callback in self.on_close:
+            callback()
         self.on_close.clear()
 
     def data_received(self, data: bytes) -> None:
@@ -257,89 +276,90 @@ class Connection(asyncio.Protocol):
             self.close()
             return
         awaited_bytes, held_bytes = self._splitter.awaited_bytes, self._splitter.held_bytes
-        if not self.flow.has_read(awaited_bytes):
+        if not self.flow.count_frame(awaited_bytes):
             logger.warning("connection closed, too many bytes of requests are under way peer=%s", self.name)
             self.abort()
             return
         if not held_bytes:
-            self._frame_since_s = None
-        elif frames or self._frame_since_s is None:
-            self._frame_since_s = self.heard_s
+            self._frame_begun_s = None
+        elif frames or self._frame_begun_s is None:
+            self._frame_begun_s = self.heard_s
 
     def _receive(self, frames: list[Any]) -> None:
         """Handle the frames of one read, and write the answers that are ready at once together."""
         if len(frames) == 1:
             self._receiver(self, frames)
             return
-        self._gathers = True
+        self._is_buffering = True
         try:
             self._receiver(self, frames)
         finally:
-            self._gathers = False
-            self._write_gathered()
+            self._is_buffering = False
+            self._flush()
 
     def pause_writing(self) -> None:
-        """Note that the client has many answers to read. See asyncio.Protocol."""
-        self.flow.slow(True)
+        """Stop reading requests: the client has many answers to read. See asyncio.Protocol."""
+        self.flow.set_slow(True)
 
     def resume_writing(self) -> None:
-        """Note that the client has read most of its answers. See asyncio.Protocol."""
-        self.flow.slow(False)
+        """Resume reading requests: the client has read most of its answers. See asyncio.Protocol."""
+        self.flow.set_slow(False)
 
-    # -- our side --------------------------------------------------------------------------------------------
+    # -- called by the edge ----------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
-        """Return whether an answer could still arrive."""
+        """True if an answer could still reach the client."""
         return self._transport is not None and not self._transport.is_closing()
 
     def write(self, data: bytes | bytearray) -> None:
-        """Send bytes. A client that reads too little loses its connection, so that memory stays bounded."""
-        if not self._gathers:
+        """Send bytes. A client with too many unread bytes loses its connection, so that memory stays bounded."""
+        if not self._is_buffering:
             self._write(data)
             return
-        self._gathered.append(data)
-        self._gathered_bytes += len(data)
-        if self._gathered_bytes >= GATHERED_BYTES_MAX:
-            self._write_gathered()
+        self._buffered.append(data)
+        self._buffered_bytes += len(data)
+        if self._buffered_bytes >= BUFFERED_BYTES_MAX:
+            self._flush()
 
-    def _write_gathered(self) -> None:
-        parts, self._gathered, self._gathered_bytes = self._gathered, [], 0
-        if parts:
-            self._write(b"".join(parts))
+    def _flush(self) -> None:
+        answers, self._buffered, self._buffered_bytes = self._buffered, [], 0
+        if answers:
+            self._write(b"".join(answers))
 
     def _write(self, data: bytes | bytearray) -> None:
+        """Write to the transport, and abort the connection if the client has too many unread bytes."""
         transport = self._transport
         if transport is None or transport.is_closing():
-            return  # no error: it would cost the other sends of the commit their acknowledgements
+            return  # no error: the caller may be a commit that still has to acknowledge sends of other connections
         transport.write(data)
-        waiting_bytes = transport.get_write_buffer_size()
-        if not (waiting_bytes or self.flow.unread_bytes):
-            return  # a client mostly reads at once what it has asked for
-        if not self.flow.has_written() or waiting_bytes > OUTBOUND_BYTES_MAX:
+        unsent_bytes = transport.get_write_buffer_size()
+        if not (unsent_bytes or self.flow.unread_bytes):
+            return  # the usual case: the socket took all bytes
+        if not self.flow.count_unread() or unsent_bytes > OUTBOUND_BYTES_MAX:
             logger.warning(
-                "connection closed, answers are not read peer=%s waiting_bytes=%d", self.name, waiting_bytes
+                "connection closed, answers are not read peer=%s waiting_bytes=%d", self.name, unsent_bytes
             )
             transport.abort()
-            self.flow.lost()  # now: until the transport is closed, the address could not use its share
+            self.flow.stop()  # at once, so that other connections of the address can use the bytes
 
     def send(self, command: Command) -> None:
-        """Send an answer, or a request that needs no answer."""
+        """Send a command that needs no answer: an answer, or a one-way request."""
         self.write(encode(command))
 
     def push(self, command: Command) -> None:
-        """Send a one-way request of the broker."""
+        """Send a one-way request from the broker."""
         command.opaque, command.version = next(self._opaques), BROKER_VERSION
         command.flag |= CommandFlag.ONE_WAY
         self.send(command)
 
     async def request(self, command: Command, timeout_s: float) -> Command:
-        """Send a request of the broker and wait for its answer. Raises Unavailable."""
+        """Send a request from the broker and wait for its answer. Raises Unavailable."""
         if not self.is_open:
-            raise Unavailable(f"{self.name} has gone away")
+            raise Unavailable(f"{self.name} has disconnected")
         command.opaque, command.version = next(self._opaques), BROKER_VERSION
         future: asyncio.Future[Command] = self._loop.create_future()
-        self._asked[command.opaque] = future
+        self._pending_requests[command.opaque] = future
         try:
             self.send(command)
             async with asyncio.timeout(timeout_s):
@@ -347,43 +367,43 @@ class Connection(asyncio.Protocol):
         except TimeoutError as error:
             raise Unavailable(f"{self.name} did not answer within {timeout_s} s") from error
         finally:
-            self._asked.pop(command.opaque, None)
+            self._pending_requests.pop(command.opaque, None)
 
     @contextmanager
-    def waits(self) -> Iterator[None]:
-        """Surround a wait that is cancelled when the client goes. Never use it for shared work such as a commit."""
+    def cancelled_on_close(self) -> Iterator[None]:
+        """Cancel the current task if the client disconnects within this block. Not for shared work such as a commit."""
         task = cast("asyncio.Task[None]", asyncio.current_task())
-        self._waiting.add(task)
+        self._cancelled_on_close.add(task)
         try:
             yield
         finally:
-            self._waiting.discard(task)
+            self._cancelled_on_close.discard(task)
 
-    def answered(self, command: Command) -> None:
-        """Pass an answer to the broker's request that waits for it. Ignore an answer without a request."""
-        future = self._asked.get(command.opaque)
+    def receive_answer(self, command: Command) -> None:
+        """Pass a client's answer to the `request` that waits for it. An answer without a request is ignored."""
+        future = self._pending_requests.get(command.opaque)
         if future is not None and not future.done():
             future.set_result(command)
 
     def check_deadlines(self, now_s: float, *, must_sign: bool = False) -> None:
         """Close the connection if a frame takes too long or the client is silent. Called about once a second.
 
-        `must_sign`: also close it if the client has signed no request in time. Otherwise unknown clients could take all
-        connections.
+        `must_sign`: also close it if the client has not signed a request in time. Otherwise clients without an account
+        could use up all connections.
         """
-        self.flow.has_written()
-        if self.flow.waits:  # the client must not pay for a broker that does not read
+        self.flow.count_unread()
+        if self.flow.is_waiting:  # the broker does not read the socket, so the deadlines do not apply
             self.heard_s = now_s
-            self._frame_since_s = None if self._frame_since_s is None else now_s
-        if self._closed_s is not None:
-            if now_s - self._closed_s > GOODBYE_S and self._transport is not None:
+            self._frame_begun_s = None if self._frame_begun_s is None else now_s
+        if self._closing_s is not None:
+            if now_s - self._closing_s > GOODBYE_S and self._transport is not None:
                 self._transport.abort()
-        elif self._frame_since_s is not None and now_s - self._frame_since_s > HALF_FRAME_S:
+        elif self._frame_begun_s is not None and now_s - self._frame_begun_s > HALF_FRAME_S:
             logger.warning(
                 "connection closed, its frame does not end peer=%s waited_s=%s", self.name, HALF_FRAME_S
             )
             self.close()
-        elif must_sign and self.caller is ANONYMOUS and now_s - self._since_s > UNSIGNED_S:
+        elif must_sign and self.caller is ANONYMOUS and now_s - self._connected_s > UNSIGNED_S:
             logger.warning("connection closed, nothing was signed peer=%s waited_s=%s", self.name, UNSIGNED_S)
             self.close()
         elif now_s - self.heard_s > IDLE_S and not self.calls:
@@ -391,14 +411,14 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def close(self) -> None:
-        """End the connection. Answers already written still leave, if the client reads them."""
-        if self._transport is not None and self._closed_s is None:
-            self._write_gathered()
-            self._closed_s = self._loop.time()
+        """Close the connection after the answers already written are sent. The client has GOODBYE_S to read them."""
+        if self._transport is not None and self._closing_s is None:
+            self._flush()
+            self._closing_s = self._loop.time()
             self._transport.close()
 
     def abort(self) -> None:
-        """End the connection at once. Bytes that have not left are lost."""
+        """Close the connection at once. Unsent bytes are lost."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -412,5 +432,5 @@ class Member(Session[Connection]):
 
     @property
     def connection(self) -> Connection:
-        """Return the connection on which the client sends its heartbeats."""
+        """The connection on which the client sends its heartbeats."""
         return self.key

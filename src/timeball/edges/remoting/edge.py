@@ -1,9 +1,11 @@
-"""The edge for RocketMQ's clients: two ports, one table of requests.
+"""The edge for RocketMQ's clients. It listens on two ports and passes each request to its handler.
 
-In RocketMQ, name server and broker are two programs. Here they are two ports. Both ports answer every request, since
-the two sets of request codes do not overlap. Sends go to `Sends`, whose batches give the throughput. All other requests
-go to the table (dispatch.py). With an access file, each request is decoded completely first, and the decoded command is
-both checked and handled. Two readers of one header could read it differently.
+RocketMQ's name server and broker are two programs. Here they are two ports of one process. Both ports answer every
+request, since the request codes of the two do not overlap.
+
+Sends bypass the table of handlers (dispatch.py): `Sends` batches them for throughput. With an access file, each request
+is decoded completely, and the same decoded command is checked and then handled. If two decoders read the header, a
+client could find one that they read differently, and so pass the check with another request.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from timeball.edges.remoting.calls import check_advertised
 from timeball.edges.remoting.codec.frame import BadHeader, Frame, cut, decode
 from timeball.edges.remoting.codec.implementation import PlainPull, codec_of
 from timeball.edges.remoting.codec.sends import from_command, read_send
-from timeball.edges.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, Room
+from timeball.edges.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, MemoryLimits
 from timeball.edges.remoting.dispatch import Dispatch
 from timeball.edges.remoting.handlers.admin.client_forwarding import ClientForwarding
 from timeball.edges.remoting.handlers.admin.groups import GroupAdmin
@@ -46,13 +48,13 @@ from timeball.model.errors import SetupError, TimeballError
 
 logger = logging.getLogger(__name__)
 
-DEADLINES_LOOK_S = 1.0
+DEADLINES_CHECK_S = 1.0
 BACKLOG = 1_024
-LAST_ANSWERS_S = 2.0  # time at a stop for slow clients to read their last answers
+LAST_ANSWERS_S = 2.0  # for clients to read their last answers when the edge stops
 
 
 class RemotingEdge:
-    """Builds the handlers and listens on both ports. Belongs to the broker's event loop."""
+    """Creates the handlers and listens on both ports. Belongs to the broker's event loop."""
 
     def __init__(self, broker: Broker, security: Security = OPEN) -> None:
         settings = broker.settings
@@ -88,7 +90,7 @@ class RemotingEdge:
             ]
         )
         self._connections: set[Connection] = set()
-        self._room = Room()
+        self._memory_limits = MemoryLimits()
         self._servers: list[Listening] = []
         self._watch: asyncio.Task[None] | None = None
 
@@ -101,18 +103,21 @@ class RemotingEdge:
         self._watch = self.context.start_watch(self._watch_deadlines())
 
     async def _listen(self, edge: str, port: int) -> int:
+        """Listen on one port and return its number. A negative port disables listening. Raises SetupError."""
         if port < 0:
             return port
         loop, access, tls = asyncio.get_running_loop(), self._security.access, self._security.tls
-        receive = self._receive if access is None else partial(self._receive_signed, access)
-        cuts = self.codec.cut if access is None else cut  # no runs: the signer of each frame is checked
+        receiver = self._receive if access is None else partial(self._receive_signed, access)
+        cut_function = (
+            self.codec.cut if access is None else cut
+        )  # with signatures no runs, since each frame is checked
 
-        def connection() -> Connection:
-            return Connection(receive, self._connections, loop, self._room, cuts, edge)
+        def create_connection() -> Connection:
+            return Connection(receiver, self._connections, loop, self._memory_limits, cut_function, edge)
 
         try:
             server = await first_byte.listen(
-                connection, self._settings.host, port, BACKLOG, tls.context if tls else None, edge=edge
+                create_connection, self._settings.host, port, BACKLOG, tls.context if tls else None, edge=edge
             )
         except OSError as error:
             await self.close()
@@ -124,15 +129,16 @@ class RemotingEdge:
         return int(server.sockets[0].getsockname()[1])
 
     def _receive(self, connection: Connection, frames: list[Any]) -> None:
-        pull = self.codec.pull
+        """Handle frames, runs of sends and plain pulls, as the codec has split them."""
+        plain_pull_type = self.codec.pull
         for frame in frames:
-            kind = type(frame)
+            frame_type = type(frame)
             try:
-                if kind is pull:
-                    if not self._answers(connection, frame):
+                if frame_type is plain_pull_type:
+                    if not self._answer_plain_pull(connection, frame):
                         self._dispatch.receive(connection, frame.frame())
                     continue
-                if kind is not Frame:
+                if frame_type is not Frame:
                     self._sends.put_run(connection, frame)
                     continue
                 header = read_send(frame)
@@ -143,15 +149,17 @@ class RemotingEdge:
             except BadHeader as error:
                 self._dispatch.refuse(connection, error.request, error)
 
-    def _answers(self, connection: Connection, pull: PlainPull) -> bool:
+    def _answer_plain_pull(self, connection: Connection, pull: PlainPull) -> bool:
+        """Answer a pull from memory. Returns False if the handler in the table must answer it."""
         try:
-            return self._pulls.answer(connection, pull)
-        # A fault of the broker: the log gets a trace, and the reference answers the client.
+            return self._pulls.answer_plain(connection, pull)
+        # A fault of the broker: it is logged, and the handler in the table answers the client.
         except Exception:
             logger.exception("plain pull failed topic=%s queue=%d", pull.topic, pull.queue_id)
             return False
 
     def _receive_signed(self, access: Access, connection: Connection, frames: list[Frame]) -> None:
+        """Check signature and permissions of each request before it is handled."""
         for frame in frames:
             try:
                 command = decode(frame)
@@ -159,13 +167,13 @@ class RemotingEdge:
                 self._dispatch.refuse(connection, error.request, error)
                 continue
             if command.is_response:
-                connection.answered(command)
+                connection.receive_answer(command)
                 continue
             try:
-                caller = connection.caller = required_permissions.signer(access, command)
+                caller = connection.caller = required_permissions.verify_signer(access, command)
                 header = from_command(command)
-                if header is not None or self._dispatch.offers(command.code):
-                    required_permissions.check(caller, command)
+                if header is not None or self._dispatch.has_handler(command.code):
+                    required_permissions.check_permission(caller, command)
             except TimeballError as error:
                 self._dispatch.refuse(connection, command, error)
                 continue
@@ -175,40 +183,42 @@ class RemotingEdge:
                 self._dispatch.handle(connection, command)
 
     async def _watch_deadlines(self) -> None:
+        """Check deadlines and take samples once a second, without end."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(DEADLINES_LOOK_S)
+            await asyncio.sleep(DEADLINES_CHECK_S)
             self._heartbeats.expire()
             self._runtime.sample()
             for connection in list(self._connections):
                 connection.check_deadlines(loop.time(), must_sign=self._security.access is not None)
-            self._make_room()
+            self._close_surplus()
 
-    def _make_room(self) -> None:
-        """Close the most silent connections if nearly CONNECTIONS_MAX are open: live clients send heartbeats."""
-        crowd = len(self._connections) - (CONNECTIONS_MAX - CONNECTIONS_MAX // 32)
-        if crowd > 0:
+    def _close_surplus(self) -> None:
+        """Close the most idle connections if nearly CONNECTIONS_MAX are open. Live clients send heartbeats."""
+        surplus = len(self._connections) - (CONNECTIONS_MAX - CONNECTIONS_MAX // 32)
+        if surplus > 0:
             idle = sorted(
-                (each for each in self._connections if not each.calls), key=lambda each: each.heard_s
+                (connection for connection in self._connections if not connection.calls),
+                key=lambda connection: connection.heard_s,
             )
             logger.warning(
                 "too many clients, the most idle ones are closed clients=%d", len(self._connections)
             )
-            for connection in idle[:crowd]:
+            for connection in idle[:surplus]:
                 connection.close()
 
     @property
     def pulls(self) -> dict[str, int]:
-        """Return how many pulls were answered plainly, and how many by the reference."""
-        return self._pulls.answered
+        """Numbers of pulls since the start: `plain`, answered by the compiled codec, and `other`."""
+        return self._pulls.answered_counts
 
     @property
     def connections(self) -> int:
-        """Return the number of connected clients."""
+        """The number of connected clients."""
         return len(self._connections)
 
     async def close(self) -> None:
-        """Stop listening, end the waiting requests and close the connections."""
+        """Stop listening, cancel pending requests and close the connections."""
         for server in self._servers:
             server.close()
         if self._watch is not None:
@@ -217,14 +227,19 @@ class RemotingEdge:
         await self._dispatch.close()
         for connection in list(self._connections):
             connection.close()
-        await self._let_go()
+        await self._wait_for_clients()
         for server in self._servers:
             await server.wait_closed()
         self._servers.clear()
 
-    async def _let_go(self) -> None:
-        """Let the last answers leave, for LAST_ANSWERS_S: since Python 3.12 a server waits for its clients forever."""
+    async def _wait_for_clients(self) -> None:
+        """Wait up to LAST_ANSWERS_S until clients have read their last answers, then abort the connections.
+
+        Without the abort, `wait_closed` would wait for clients without end since Python 3.12.
+        """
         if self._connections:
-            await asyncio.wait([each.closed for each in self._connections], timeout=LAST_ANSWERS_S)
+            await asyncio.wait(
+                [connection.closed for connection in self._connections], timeout=LAST_ANSWERS_S
+            )
         for connection in list(self._connections):
             connection.abort()

@@ -4,10 +4,10 @@ A request is signed with the ACL signature of RocketMQ's clients:
 
     Signature = base64(HMAC-SHA1(secret, the values of all other extFields in the order of their names, then the body))
 
-`NEEDS` maps a request code to the required permission. Header fields name its topic and group. If only the body, or the
-row behind a sequence number, names the topic, the table requires just an account. The handler then asks for the rest
-(`Policy.allow`), because the object that is checked must be the object that is used. A code without an entry is for
-administrators.
+`REQUIRED_PERMISSIONS` maps each request code to a verb and to the header fields that name the topic and the group. For
+some requests, the topic or group is only in the body or in a stored row. For them the table requires only an account
+(LOOK), and the handler checks the rest (`Policy.allow`) when it has read the topic or group. A code without an entry
+requires ADMIN.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from timeball.model.access import ASK, Access, Caller, Verb
 
 ACCESS_KEY, SIGNATURE = "AccessKey", "Signature"
 # Clients up to 4.9.3 add this field after they have computed the signature.
-UNSIGNED_ONCE, UNSIGNED_UP_TO = "_UNIQUE_KEY_QUERY", 399  # MQVersion.V4_9_3
+UNSIGNED_FIELD, UNSIGNED_UP_TO_VERSION = "_UNIQUE_KEY_QUERY", 399  # MQVersion.V4_9_3
 
-_LEFT_OUT, _LEFT_OUT_ONCE = frozenset({SIGNATURE}), frozenset({SIGNATURE, UNSIGNED_ONCE})
+_UNSIGNED_FIELDS, _UNSIGNED_FIELDS_OLD = frozenset({SIGNATURE}), frozenset({SIGNATURE, UNSIGNED_FIELD})
 
 
-class Need(NamedTuple):
-    """A verb, and the header fields that name its topic and its group."""
+class RequiredPermission(NamedTuple):
+    """The verb that a request requires, and the header fields that name its topic and its group."""
 
     verb: Verb
     topic: str | None = None
     group: str | None = None
 
 
-_LOOK = Need(Verb.LOOK)
-_RECEIVE = Need(Verb.RECEIVE, "topic", "consumerGroup")
-_ENDS = Need(Verb.LOOK, "topic")
-_ADMIN = Need(Verb.ADMIN)
+_LOOK = RequiredPermission(Verb.LOOK)
+_RECEIVE = RequiredPermission(Verb.RECEIVE, "topic", "consumerGroup")
+_LOOK_AT_TOPIC = RequiredPermission(Verb.LOOK, "topic")
+_ADMIN = RequiredPermission(Verb.ADMIN)
 
-NEEDS: dict[int, Need] = {
-    RequestCode.SEND_MESSAGE: Need(Verb.SEND, "topic"),
-    RequestCode.SEND_MESSAGE_V2: Need(Verb.SEND, "b"),
-    RequestCode.SEND_BATCH_MESSAGE: Need(Verb.SEND, "b"),
-    RequestCode.SEND_REPLY_MESSAGE: Need(Verb.SEND, "topic"),
-    RequestCode.SEND_REPLY_MESSAGE_V2: Need(Verb.SEND, "b"),
-    RequestCode.RECALL_MESSAGE: Need(Verb.CANCEL, "topic"),
+REQUIRED_PERMISSIONS: dict[int, RequiredPermission] = {
+    RequestCode.SEND_MESSAGE: RequiredPermission(Verb.SEND, "topic"),
+    RequestCode.SEND_MESSAGE_V2: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.SEND_BATCH_MESSAGE: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.SEND_REPLY_MESSAGE: RequiredPermission(Verb.SEND, "topic"),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.RECALL_MESSAGE: RequiredPermission(Verb.CANCEL, "topic"),
     RequestCode.PULL_MESSAGE: _RECEIVE,
     RequestCode.LITE_PULL_MESSAGE: _RECEIVE,
     RequestCode.POP_MESSAGE: _RECEIVE,
@@ -57,14 +57,15 @@ NEEDS: dict[int, Need] = {
     RequestCode.NOTIFICATION: _RECEIVE,
     RequestCode.QUERY_CONSUMER_OFFSET: _RECEIVE,
     RequestCode.UPDATE_CONSUMER_OFFSET: _RECEIVE,
-    RequestCode.QUERY_MESSAGE: Need(Verb.RECEIVE, "topic"),
-    RequestCode.GET_CONSUMER_LIST_BY_GROUP: Need(Verb.RECEIVE, group="consumerGroup"),
-    RequestCode.CONSUMER_SEND_MSG_BACK: Need(Verb.RECEIVE, group="group"),  # and the row's topic
-    RequestCode.GET_MAX_OFFSET: _ENDS,
-    RequestCode.GET_MIN_OFFSET: _ENDS,
-    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: _ENDS,
-    RequestCode.GET_EARLIEST_MSG_STORETIME: _ENDS,
-    # For these, the handler checks the topic or group named in the body or the row.
+    RequestCode.QUERY_MESSAGE: RequiredPermission(Verb.RECEIVE, "topic"),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequiredPermission(Verb.RECEIVE, group="consumerGroup"),
+    # The handler also checks the topic of the stored row.
+    RequestCode.CONSUMER_SEND_MSG_BACK: RequiredPermission(Verb.RECEIVE, group="group"),
+    RequestCode.GET_MAX_OFFSET: _LOOK_AT_TOPIC,
+    RequestCode.GET_MIN_OFFSET: _LOOK_AT_TOPIC,
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: _LOOK_AT_TOPIC,
+    RequestCode.GET_EARLIEST_MSG_STORETIME: _LOOK_AT_TOPIC,
+    # For these, the handler checks the topics and groups that the body or the stored row names.
     RequestCode.HEART_BEAT: _LOOK,
     RequestCode.UNREGISTER_CLIENT: _LOOK,
     RequestCode.LOCK_BATCH_MQ: _LOOK,
@@ -73,7 +74,7 @@ NEEDS: dict[int, Need] = {
     RequestCode.QUERY_ASSIGNMENT: _LOOK,
     RequestCode.END_TRANSACTION: _LOOK,
     RequestCode.VIEW_MESSAGE_BY_ID: _LOOK,
-    # Every client sends these, also for names that are no topics.
+    # Every client sends these, also for names that are not topics.
     RequestCode.GET_ROUTEINFO_BY_TOPIC: _LOOK,
     RequestCode.GET_BROKER_CLUSTER_INFO: _LOOK,
     RequestCode.CHECK_CLIENT_CONFIG: _LOOK,
@@ -82,8 +83,8 @@ NEEDS: dict[int, Need] = {
 }
 
 
-def signer(access: Access, command: Command) -> Caller:
-    """Return the account that signed a request. Raises Unauthorized."""
+def verify_signer(access: Access, command: Command) -> Caller:
+    """Verify the signature of a request and return its account. Raises Unauthorized."""
     key = command.ext.get(ACCESS_KEY)
     if not key:
         raise access.refusal(ASK)
@@ -91,25 +92,25 @@ def signer(access: Access, command: Command) -> Caller:
         signature = base64.b64decode(command.ext.get(SIGNATURE, ""), validate=True)
     except (binascii.Error, ValueError):  # ValueError: also text that is not ASCII
         signature = b""
-    return access.verify(key, content(command), signature)
+    return access.verify(key, signed_content(command), signature)
 
 
-def content(command: Command) -> bytes:
+def signed_content(command: Command) -> bytes:
     """Return the bytes that the signature covers."""
     ext = command.ext
-    left_out = _LEFT_OUT_ONCE if command.version <= UNSIGNED_UP_TO else _LEFT_OUT
-    values = "".join(ext[name] for name in sorted(ext) if name not in left_out)
+    unsigned_fields = _UNSIGNED_FIELDS_OLD if command.version <= UNSIGNED_UP_TO_VERSION else _UNSIGNED_FIELDS
+    values = "".join(ext[name] for name in sorted(ext) if name not in unsigned_fields)
     return values.encode("utf-8", "surrogatepass") + command.body
 
 
-def check(caller: Caller, command: Command) -> None:
-    """Check a request against the policy. Raises Forbidden, or Refused if a required header field is missing."""
-    need = NEEDS.get(command.code, _ADMIN)
-    names = [command.ext.get(field) for field in (need.topic, need.group) if field is not None]
+def check_permission(caller: Caller, command: Command) -> None:
+    """Check that the caller may make this request. Raises Forbidden, or Refused if a header field is missing."""
+    required = REQUIRED_PERMISSIONS.get(command.code, _ADMIN)
+    names = [command.ext.get(field) for field in (required.topic, required.group) if field is not None]
     if None in names:
         raise Refused(
             ResponseCode.INVALID_PARAMETER, f"code {command.code}: the header names no topic, or no group"
         )
-    topic = command.ext[need.topic] if need.topic else None
-    group = command.ext[need.group] if need.group else None
-    Policy.allow(caller, need.verb, topic=topic, group=group)
+    topic = command.ext[required.topic] if required.topic else None
+    group = command.ext[required.group] if required.group else None
+    Policy.allow(caller, required.verb, topic=topic, group=group)

@@ -1,9 +1,9 @@
-"""Frames of the log as the source of stored messages: each answer to a pull is written from them.
+"""Read stored messages from the frames of the commit log, for the answers to pulls.
 
-A frame is opened and its checksum compared once. It stays open for the pulls of other queues and groups. A small frame
-with rows written a moment ago is opened on the event loop. Any other frame is opened in the reader thread, because it
-may have to come from the disk. The thread also opens the frames behind it. A consumer that lags continues there, and so
-do the consumers of other queues that wait for the same frames.
+A frame is opened, and its checksum verified, only once. It stays in a cache for the pulls of other queues and groups. A
+small frame with recently written rows is opened on the event loop, because it is in the page cache. Any other frame is
+opened in the reader thread, because the disk may have to be read. The thread also opens the frames that follow: a
+consumer that lags will need them next, and so will the consumers of other queues.
 """
 
 from __future__ import annotations
@@ -21,133 +21,138 @@ from timeball.log.reader import CACHE_FRAMES_MAX, FrameCache, LogReader, Place
 from timeball.log.segment import Segment
 from timeball.model.errors import Corrupt, OutOfRange
 
-FRESH_ROWS = 65_536  # rows at the log's end that are in the page cache, since they were written a moment ago
+FRESH_ROWS = 65_536  # newest rows of the log, which are still in the page cache
 LOOP_BYTES_MAX = 1024 * 1024  # of a frame that is opened on the loop, which takes about 100 us
-AHEAD_BYTES = 1024 * 1024  # that the reader thread opens at once
+AHEAD_BYTES = 1024 * 1024  # of frames that the reader thread opens at once
 
-Messages = tuple[int, bytes]  # number of messages, and their bytes
-Opened = dict[Place, StoredFrame]
+EncodedMessages = tuple[int, bytes]  # number of messages, and their bytes
+OpenedFrames = dict[Place, StoredFrame]
 
 
-class _Closed(NamedTuple):
-    """The place of a frame that is not opened yet and must be opened in the reader thread."""
+class _UnopenedFrame(NamedTuple):
+    """The position of a frame that must be opened in the reader thread."""
 
     segment: Segment
     position: int
 
 
 class StoredFrames:
-    """Opened frames of the log. Belongs to the event loop. Only `_open_from` runs in the reader thread."""
+    """A cache of opened frames. Belongs to the event loop. Only `_open_following` runs in the reader thread."""
 
     def __init__(self, codec: Codec = PYTHON, *, reader: LogReader, reader_thread: Executor) -> None:
-        self._codec = codec
-        self._reader, self._reader_thread = reader, reader_thread
+        self._codec, self._reader, self._reader_thread = codec, reader, reader_thread
         self._frames: FrameCache[StoredFrame] = FrameCache(reader.segments, CACHE_FRAMES_MAX)
-        self._opening: dict[Place, asyncio.Future[Opened]] = {}
-        self._last: StoredFrame | None = None  # the last used, mostly also by the next pull
-        reader.segments.on_drop.append(self._forget_last)
+        self._opening: dict[Place, asyncio.Future[OpenedFrames]] = {}
+        # The frame that the last pull used. In most cases the next pull uses it too.
+        self._last_frame: StoredFrame | None = None
+        reader.segments.on_drop.append(self._forget_last_frame)
 
-    def _forget_last(self, _: list[Segment]) -> None:
-        self._last = None
+    def _forget_last_frame(self, _: list[Segment]) -> None:
+        self._last_frame = None
 
-    def get_now(self, seqs: list[int], host: Host, bytes_max: int) -> Messages | None:
-        """Return as many of these messages as fit into an answer, at least one, or None if that requires the disk.
+    def get_from_memory(self, seqs: list[int], host: Host, bytes_max: int) -> EncodedMessages | None:
+        """Encode as many of these messages as fit into an answer, at least one. Returns None if the disk must be read.
 
-        `seqs` ascend. Raises OutOfRange.
+        `seqs` are ascending. `host` is the store host in the messages. Raises OutOfRange.
         """
         body = bytearray()
-        count = self._put(body, seqs, host, bytes_max, {})
-        return None if isinstance(count, _Closed) else (count, bytes(body))
+        count = self._append(body, seqs, host, bytes_max, {})
+        return None if isinstance(count, _UnopenedFrame) else (count, bytes(body))
 
-    def put_now(self, out: bytearray, entries: EntryArray, host: Host, bytes_max: int) -> int:
-        """Append the messages of these entries to `out` while it stays within `bytes_max`, and return their number.
+    def append_from_memory(self, out: bytearray, entries: EntryArray, host: Host, bytes_max: int) -> int:
+        """Append the messages of these queue entries to `out` while they fit into `bytes_max`. Returns their number.
 
-        Returns 0 if that requires the disk: messages appended until then are not to be used. Raises OutOfRange.
+        If the disk must be read, it returns 0, and the caller must discard `out`. Raises OutOfRange.
         """
-        at, count, last = 0, len(entries), self._last
-        # Mostly all messages are in the frame that the previous pull used.
-        if last is not None:
-            at = last.put(out, entries, 0, host, bytes_max)
-        while at < count:
-            frame = self._frame(int(entries[at]["seq"]), {})
-            if isinstance(frame, _Closed):
+        index, count, last_frame = 0, len(entries), self._last_frame
+        # In most cases all messages are in the frame that the previous pull used.
+        if last_frame is not None:
+            index = last_frame.put(out, entries, 0, host, bytes_max)
+        while index < count:
+            frame = self._find_frame(int(entries[index]["seq"]), {})
+            if isinstance(frame, _UnopenedFrame):
                 return 0
-            begin, at = at, frame.put(out, entries, at, host, bytes_max)
-            if at == begin:
-                break  # no room for this message
-        return at
+            previous_index, index = index, frame.put(out, entries, index, host, bytes_max)
+            if index == previous_index:
+                break  # the next message does not fit into the answer
+        return index
 
-    async def get(self, seqs: list[int], host: Host, bytes_max: int) -> Messages:
-        """Return the same as `get_now`, from the disk if necessary."""
-        opened: Opened = {}  # kept here, because other pulls may push them out of the cache meanwhile
+    async def get(self, seqs: list[int], host: Host, bytes_max: int) -> EncodedMessages:
+        """Encode as many of these messages as fit into an answer, at least one. Reads the disk if necessary."""
+        opened: OpenedFrames = {}  # a reference of our own, because other pulls may evict them from the cache meanwhile
         while True:
             body = bytearray()
-            found = self._put(body, seqs, host, bytes_max, opened)
-            if not isinstance(found, _Closed):
-                return found, bytes(body)
-            opened |= await self._open(found)
+            result = self._append(body, seqs, host, bytes_max, opened)
+            if not isinstance(result, _UnopenedFrame):
+                return result, bytes(body)
+            opened |= await self._open(result)
 
-    def _put(
-        self, out: bytearray, seqs: list[int], host: Host, bytes_max: int, opened: Opened
-    ) -> int | _Closed:
-        at = 0
-        while at < len(seqs):
-            frame = self._frame(seqs[at], opened)
-            if isinstance(frame, _Closed):
+    def _append(
+        self, out: bytearray, seqs: list[int], host: Host, bytes_max: int, opened: OpenedFrames
+    ) -> int | _UnopenedFrame:
+        """Append the messages that fit, and return their number, or the frame that must be opened first."""
+        index = 0
+        while index < len(seqs):
+            frame = self._find_frame(seqs[index], opened)
+            if isinstance(frame, _UnopenedFrame):
                 return frame
-            at = frame.put(out, seqs, at, host, bytes_max)
-            if at < len(seqs) and frame.first_seq <= seqs[at] < frame.end_seq:
-                break  # no room for this message
-        return at
+            index = frame.put(out, seqs, index, host, bytes_max)
+            if index < len(seqs) and frame.first_seq <= seqs[index] < frame.end_seq:
+                break  # the next message does not fit into the answer
+        return index
 
-    def _frame(self, seq: int, opened: Opened) -> StoredFrame | _Closed:
-        """Return the frame that contains a row. Raises OutOfRange if the log does not have the row."""
-        last = self._last
-        if last is not None and last.first_seq <= seq < last.end_seq:
-            return last
+    def _find_frame(self, seq: int, opened: OpenedFrames) -> StoredFrame | _UnopenedFrame:
+        """Find the frame that contains a row, and open it if this is possible on the event loop.
+
+        Raises OutOfRange if the log does not have the row.
+        """
+        last_frame = self._last_frame
+        if last_frame is not None and last_frame.first_seq <= seq < last_frame.end_seq:
+            return last_frame
         reader = self._reader
         segment = reader.segments.holding(seq)
         position = segment.frame_position_of(seq)
-        place = segment.ordinal, position
-        frame = self._frames.get(place) or opened.get(place)
+        frame_key = segment.ordinal, position
+        frame = self._frames.get(frame_key) or opened.get(frame_key)
         if frame is None:
             is_fresh = seq >= reader.next_seq - FRESH_ROWS
             if not is_fresh or segment.frame_bytes(position) > LOOP_BYTES_MAX:
-                return _Closed(segment, position)
+                return _UnopenedFrame(segment, position)
             frame = reader.open_frame(segment, position, self._codec.open_frame)[1]
-            self._frames.keep(place, frame)
+            self._frames.keep(frame_key, frame)
         if seq >= frame.end_seq:
             raise OutOfRange(f"seq {seq} was set aside for a bulk attach and is not in the log")
-        self._last = frame
+        self._last_frame = frame
         return frame
 
-    async def _open(self, closed: _Closed) -> Opened:
-        place = closed.segment.ordinal, closed.position
-        opening = self._opening.get(place)
+    async def _open(self, unopened: _UnopenedFrame) -> OpenedFrames:
+        """Have a frame and those behind it opened in the reader thread. Concurrent pulls share one opening."""
+        frame_key = unopened.segment.ordinal, unopened.position
+        opening = self._opening.get(frame_key)
         if opening is None:
-            opening = in_thread(self._reader_thread, self._open_from, closed)
-            self._opening[place] = opening
-            opening.add_done_callback(lambda _: self._opening.pop(place))
+            opening = in_thread(self._reader_thread, self._open_following, unopened)
+            self._opening[frame_key] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(frame_key))
         # Shielded: if one pull is cancelled because its client disconnects, the others still need the frame.
         return await asyncio.shield(opening)
 
-    def _open_from(self, closed: _Closed) -> Opened:
-        """Open a frame and those behind it (reader thread)."""
-        segment, begin = closed
-        opened: Opened = {}
-        for at in range(bisect_left(segment.frame_positions, begin), len(segment.frame_seqs)):
-            position = int(segment.frame_positions[at])
-            if opened and position >= begin + AHEAD_BYTES:
+    def _open_following(self, unopened: _UnopenedFrame) -> OpenedFrames:
+        """Open a frame and the following ones, up to AHEAD_BYTES. Runs in the reader thread."""
+        segment, first_position = unopened
+        opened: OpenedFrames = {}
+        for index in range(bisect_left(segment.frame_positions, first_position), len(segment.frame_seqs)):
+            position = int(segment.frame_positions[index])
+            if opened and position >= first_position + AHEAD_BYTES:
                 break
-            place = segment.ordinal, position
-            frame = self._frames.get(place)
+            frame_key = segment.ordinal, position
+            frame = self._frames.get(frame_key)
             if frame is None:
                 try:
                     frame = self._reader.open_frame(segment, position, self._codec.open_frame)[1]
                 except Corrupt:
                     if opened:
-                        break  # a pull that asks for the corrupt frame gets the error
+                        break  # only a pull that needs the corrupt frame gets the error
                     raise
-                self._frames.keep(place, frame)
-            opened[place] = frame
+                self._frames.keep(frame_key, frame)
+            opened[frame_key] = frame
         return opened

@@ -1,1 +1,1 @@
-"""What several edges use: Arrow columns and streams, error codes, receipts, sessions, and limits that clients share."""
+"""Code that several edges share: Arrow columns and streams, error codes, receipt handles, sessions, shared limits."""

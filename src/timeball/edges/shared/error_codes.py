@@ -1,9 +1,9 @@
-"""Errors for clients: one table of codes, and one rule for the text.
+"""Translate errors to the code and the text that a client gets.
 
-Each error class has a code for each protocol. Over Flight it is the error's own `code`. A class that is not in the
-table uses the row of its nearest parent. If a handler knows the fault more precisely than the class does (a delay that
-is too long, for example), it raises `Refused` with a code of its protocol. For an internal fault, clients get only the
-class name of the error. Its text goes to the broker's log.
+TABLE gives each error class a code for remoting, gRPC and HTTP. Flight uses the error's own `code`. A class that is not
+in the table uses the row of its nearest parent class. A handler that needs a more specific code (for a delay that is
+too long, for example) raises `Refused` with a code of its protocol. For an internal fault, clients get only the class
+name of the error. Its text goes to the broker's log.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from timeball.model.errors import (
     Unavailable,
 )
 
-SENTENCE_CHARACTERS_MAX = 2_000  # it may quote a client's text
+TEXT_CHARACTERS_MAX = 2_000  # an error text may quote a client's input of any length
 
 
 class Codes(NamedTuple):
-    """The codes of one error: names of RocketMQ's ResponseCode and of its gRPC Code, and an HTTP status."""
+    """The codes of one error class: names in RocketMQ's ResponseCode and in its gRPC enum Code, and an HTTP status."""
 
     remoting: str
     grpc: str
@@ -61,7 +61,7 @@ TABLE: dict[type[BaseException], Codes] = {
 
 
 class Refused(RequestError):
-    """The request is answered with this code of its protocol and this text. Nothing is logged."""
+    """An error with a specific code of one protocol, which the client gets with the text. Nothing is logged."""
 
     code = "refused"
 
@@ -71,23 +71,23 @@ class Refused(RequestError):
 
 
 def codes_of(error: BaseException) -> Codes:
-    """Return the codes of an error: those of its class, or of the nearest parent in the table."""
+    """Look up the codes of an error's class, or else of its nearest parent class in TABLE."""
     return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
 
 
 def sentence(error: BaseException) -> str:
-    """Return the text of an error for a client, in printable characters and of bounded length."""
+    """Return the text that the client gets for an error, shortened. An internal fault is named by its class only."""
     if not isinstance(error, TimeballError):
         return f"internal error: {type(error).__name__}; the broker's log says more"
     return shorten(str(error))
 
 
 def shorten(text: str) -> str:
-    """Return a text without control characters and with at most SENTENCE_CHARACTERS_MAX characters."""
-    if len(text) <= SENTENCE_CHARACTERS_MAX and text.isprintable():
+    """Replace control characters by spaces, and cut the text after TEXT_CHARACTERS_MAX characters."""
+    if len(text) <= TEXT_CHARACTERS_MAX and text.isprintable():
         return text
-    clean = "".join(c if c.isprintable() else " " for c in text[:SENTENCE_CHARACTERS_MAX])
-    return clean if len(text) <= SENTENCE_CHARACTERS_MAX else f"{clean} …"
+    clean = "".join(c if c.isprintable() else " " for c in text[:TEXT_CHARACTERS_MAX])
+    return clean if len(text) <= TEXT_CHARACTERS_MAX else f"{clean} …"
 
 
 def log_failure(logger: logging.Logger, request: str, error: BaseException) -> None:

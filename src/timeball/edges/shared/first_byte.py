@@ -1,10 +1,10 @@
-"""A listening port of a broker with a certificate: the first byte of each client shows whether it uses TLS.
+"""Serve TLS and plain text on one port: the first byte that a client sends shows whether it uses TLS.
 
     0x16         a TLS handshake record: the connection continues with TLS
-    other bytes  no TLS, where that is allowed; otherwise the connection is closed, and the log names its protocol
+    other bytes  plain text, if allowed for this client. Otherwise the connection is closed and its protocol logged
 
-The byte is read but left in the socket, so that the transport reads it again. Until it arrives, a connection costs only
-a descriptor and an entry here, and no task.
+The first byte is only peeked at, so that the transport reads it again. Until it arrives, a connection has no task and
+costs only a descriptor and an entry in `FirstByteServer._silent`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from timeball.model.config import is_loopback
 
 logger = logging.getLogger(__name__)
 
+# The clients that may connect without TLS.
 PlainFrom = Literal["nobody", "this machine", "all"]
 TLS_RECORD = b"\x16"
-BEGIN_BYTES = 64  # read to recognise another protocol
-UNREAD_BYTES = 65_536  # read once before a refused connection is closed
+PEEK_BYTES = 64  # peeked at, to recognise another protocol for the log
+DISCARD_BYTES = 65_536  # read and ignored before a refused connection is closed
 HANDSHAKE_S = 10.0
 FIRST_BYTE_S = 10.0
-SILENT_MAX = 1_024  # connections that have sent nothing yet. Further ones are closed
-PAUSE_S = 1.0  # when no descriptor is free, as in asyncio's own servers
+SILENT_MAX = 1_024  # connections that have sent nothing yet. Further connections are closed
+ACCEPT_PAUSE_S = 1.0  # without accepting, after no descriptor was free. asyncio's own servers do the same
 
 
 class FirstByteServer:
-    """Listens, and gives each connection to a protocol from `factory`. Belongs to the event loop."""
+    """A server that creates a protocol from `factory` for each connection. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -45,20 +46,21 @@ class FirstByteServer:
     ) -> None:
         """Create a server that does not listen yet.
 
-        `edge` is the name in the log. `plain_from`: the clients that may connect without TLS.
+        `edge` is its name in log lines. `plain_from`: the clients that may connect without TLS.
         """
         self._loop = asyncio.get_running_loop()
         self._factory, self._tls = factory, tls
         self._edge, self._plain_from = edge, plain_from
         self.sockets: list[socket.socket] = []
+        # Connections that have sent nothing yet, and the timers that close them.
         self._silent: dict[socket.socket, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     async def listen(self, host: str, port: int, backlog: int) -> None:
-        """Listen on every address of the host. Raises OSError."""
-        found = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        """Bind to every address of the host and accept connections. Raises OSError."""
+        addresses = await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         try:
-            for family, kind, protocol, _, address in dict.fromkeys(found):
+            for family, kind, protocol, _, address in dict.fromkeys(addresses):
                 listening = socket.socket(family, kind, protocol)
                 self.sockets.append(listening)
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -72,7 +74,7 @@ class FirstByteServer:
         self.listen_on(self.sockets, backlog)
 
     def listen_on(self, sockets: Iterable[socket.socket], backlog: int) -> None:
-        """Accept connections from listening sockets."""
+        """Accept connections on sockets that listen already."""
         self.sockets = list(sockets)
         for listening in self.sockets:
             listening.setblocking(False)
@@ -85,14 +87,15 @@ class FirstByteServer:
                 self._loop.remove_reader(listening.fileno())
                 listening.close()
         for connection in list(self._silent):
-            self._drop(connection)
+            self._close_silent(connection)
 
     async def wait_closed(self) -> None:
         """Wait for running handshakes."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._handshakes:
+            await asyncio.wait(self._handshakes)
 
     def _accept(self, listening: socket.socket, backlog: int) -> None:
+        """Accept waiting connections, and wait for the first byte of each."""
         for _ in range(backlog):
             try:
                 connection, _ = listening.accept()
@@ -101,51 +104,54 @@ class FirstByteServer:
             except OSError as error:  # no descriptor is free
                 logger.warning("connection not accepted reason=%s", error)
                 self._loop.remove_reader(listening.fileno())
-                self._loop.call_later(PAUSE_S, self._accept_again, listening, backlog)
+                self._loop.call_later(ACCEPT_PAUSE_S, self._resume_accepting, listening, backlog)
                 return
             connection.setblocking(False)
             if len(self._silent) >= SILENT_MAX:
                 connection.close()
                 continue
-            self._silent[connection] = self._loop.call_later(FIRST_BYTE_S, self._drop, connection)
-            self._loop.add_reader(connection.fileno(), self._heard, connection)
+            self._silent[connection] = self._loop.call_later(FIRST_BYTE_S, self._close_silent, connection)
+            self._loop.add_reader(connection.fileno(), self._on_first_byte, connection)
 
-    def _accept_again(self, listening: socket.socket, backlog: int) -> None:
+    def _resume_accepting(self, listening: socket.socket, backlog: int) -> None:
         if listening.fileno() >= 0:  # not closed meanwhile
             self._loop.add_reader(listening.fileno(), self._accept, listening, backlog)
 
-    def _forget(self, connection: socket.socket) -> None:
+    def _stop_waiting(self, connection: socket.socket) -> None:
+        """Stop waiting for the first byte of a connection."""
         self._silent.pop(connection).cancel()
         self._loop.remove_reader(connection.fileno())
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._forget(connection)
+    def _close_silent(self, connection: socket.socket) -> None:
+        self._stop_waiting(connection)
         connection.close()
 
-    def _heard(self, connection: socket.socket) -> None:
-        """Hand on a connection that has received its first byte, or its end."""
-        self._forget(connection)
+    def _on_first_byte(self, connection: socket.socket) -> None:
+        """Check a connection on which the first byte or the end of the stream has arrived, and create its protocol."""
+        self._stop_waiting(connection)
         try:
-            begin, peer = connection.recv(BEGIN_BYTES, socket.MSG_PEEK), connection.getpeername()[0]
+            first_bytes, peer = connection.recv(PEEK_BYTES, socket.MSG_PEEK), connection.getpeername()[0]
         except OSError:
             connection.close()
             return
-        is_tls = begin[:1] == TLS_RECORD
-        if not begin or not (is_tls or self._may_be_plain(peer)):
-            if begin:
-                WRONG_PROTOCOLS.note(self._edge, begin, peer, self._loop.time(), "no TLS")
-                with suppress(OSError):  # to a client, a close with unread bytes is a reset instead of an end
-                    connection.recv(UNREAD_BYTES)
+        is_tls = first_bytes[:1] == TLS_RECORD
+        if not first_bytes or not (is_tls or self._may_be_plain(peer)):
+            if first_bytes:
+                WRONG_PROTOCOLS.note(self._edge, first_bytes, peer, self._loop.time(), "no TLS")
+                # Closing a socket with unread bytes sends a reset to the client, not an ordinary end.
+                with suppress(OSError):
+                    connection.recv(DISCARD_BYTES)
             connection.close()
             return
         task = self._loop.create_task(self._connect(connection, is_tls))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._handshakes.add(task)
+        task.add_done_callback(self._handshakes.discard)
 
     def _may_be_plain(self, peer: str) -> bool:
         return self._plain_from == "all" or (self._plain_from == "this machine" and is_loopback(peer))
 
     async def _connect(self, connection: socket.socket, is_tls: bool) -> None:
+        """Create the protocol of a connection, after a TLS handshake if the client uses TLS."""
         try:
             await self._loop.connect_accepted_socket(
                 self._factory,
@@ -153,7 +159,7 @@ class FirstByteServer:
                 ssl=self._tls if is_tls else None,
                 ssl_handshake_timeout=HANDSHAKE_S if is_tls else None,
             )
-        except (OSError, ssl.SSLError) as error:  # the handshake failed. The client has its own error
+        except (OSError, ssl.SSLError) as error:  # the TLS handshake failed, or the client has gone
             logger.debug("connection not made reason=%s", error)
 
 
@@ -170,7 +176,7 @@ async def listen(
     edge: str,
     plain_from: PlainFrom = "nobody",
 ) -> Listening:
-    """Listen, with TLS if there is a context. Raises OSError. `edge`, `plain_from`: see FirstByteServer."""
+    """Listen with asyncio's own server, or with a FirstByteServer if `tls` is given. Raises OSError."""
     if tls is None:
         return await asyncio.get_running_loop().create_server(factory, host, port, backlog=backlog)
     server = FirstByteServer(factory, tls, edge=edge, plain_from=plain_from)

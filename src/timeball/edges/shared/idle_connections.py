@@ -1,12 +1,13 @@
-"""Keeps descriptors free: if connections leave too few, the most silent ones are closed, strangers first.
+"""Close idle connections when the process runs out of file descriptors.
 
-A stranger is a connection that has received no byte. Every edge accepts connections itself, two of them in libraries
-without a bound, but a process has only one table of descriptors. So this module reads the table once a second. For each
-connection to the broker's ports, the kernel states whether and how long ago bytes arrived. Live clients send
-heartbeats, polls or messages, so a client that has only connected is closed first. Such a client sees an ordinary end
-of the connection.
+Connections on which no byte has ever arrived are closed first, then those that have been silent for the longest time.
+Live clients send heartbeats, polls or messages. The client of a closed connection sees an ordinary end of stream.
 
-The descriptors that the broker needs for its own files are reserved separately (descriptors.py).
+All edges share one table of descriptors, and two of them accept connections in libraries without a limit. So this
+module reads the table of the process once a second. For each connection to the broker's ports, it asks the kernel
+whether bytes have arrived, and how long ago.
+
+The descriptors that the broker needs for its own files are reserved separately (io/descriptors.py).
 """
 
 from __future__ import annotations
@@ -25,35 +26,35 @@ from timeball.io.descriptors import in_use
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0
-LOOK_AGAIN_S = 0.1  # after some were closed: more strangers may wait in the backlog
-STRANGER_MS = 1_000  # a real client has sent something by then
-FREE_MIN, FREE_MAX = 32, 1_024  # descriptors that are kept free: an eighth of all, within these bounds
-# Linux's struct tcp_info: tcpi_last_data_recv, in milliseconds, and tcpi_bytes_received.
+CHECK_INTERVAL_S = 1.0
+CHECK_AGAIN_S = 0.1  # after some were closed: more unused connections may wait in the backlog
+UNUSED_MS = 1_000  # a real client has sent its first byte by then
+FREE_MIN, FREE_MAX = 32, 1_024  # descriptors to keep free: an eighth of all, within these bounds
+# Two fields of Linux's struct tcp_info: tcpi_last_data_recv in ms, and tcpi_bytes_received.
 _TCP_INFO = struct.Struct("=52xI72xQ")
 
 
 class Connection(NamedTuple):
-    """An accepted connection. Connections are sorted by these fields, and the greatest is closed first."""
+    """An accepted connection. The order of the fields is the order of closing: the greatest tuple is closed first."""
 
-    is_stranger: bool  # no byte has ever arrived on it
+    is_unused: bool  # no byte has ever arrived on it
     silent_ms: int
     inode: int
     fd: int
 
 
 class IdleConnections:
-    """Closes idle connections to `ports`, on which the edges listen. `limit`: the process's maximum of descriptors."""
+    """Closes idle connections to `ports`, on which the edges listen. `limit`: descriptors that the process may have."""
 
     def __init__(self, limit: int, ports: Collection[int]) -> None:
         self._limit, self._ports = limit, ports
-        self.free_wanted = min(max(limit // 8, FREE_MIN), FREE_MAX)
+        self.free_target = min(max(limit // 8, FREE_MIN), FREE_MAX)
 
     async def run(self) -> None:
         """Check the descriptors once a second, without end."""
         while True:
-            await asyncio.sleep(LOOK_S)
-            # In a thread: the table may have a hundred thousand entries.
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            # In a thread, because the table may have a hundred thousand entries.
             closed = await asyncio.to_thread(self.close_idle)
             if closed:
                 logger.warning(
@@ -62,16 +63,18 @@ class IdleConnections:
                 )  # fmt: skip
 
     def close_idle(self) -> int:
-        """Close the most silent connections if too few descriptors are free, and return how many were closed."""
-        used = [fd for fd in in_use() if _is_open(fd)]
-        wanted = self.free_wanted - (self._limit - len(used))
-        if wanted <= 0:
+        """Close the most idle connections if too few descriptors are free, and return how many were closed."""
+        used_fds = [fd for fd in in_use() if _is_open(fd)]
+        close_count = self.free_target - (self._limit - len(used_fds))
+        if close_count <= 0:
             return 0
-        found = sorted(connections(self._ports, used), reverse=True)
-        # More connections may wait in the backlog behind the strangers, an honest client among them.
-        strangers = sum(each.is_stranger and each.silent_ms >= STRANGER_MS for each in found)
-        wanted = max(wanted, strangers)
-        return sum(map(_shut_down, found[:wanted]))
+        candidates = sorted(connections(self._ports, used_fds), reverse=True)
+        # Close all unused connections: behind them in the backlog, real clients may wait to be accepted.
+        unused_count = sum(
+            candidate.is_unused and candidate.silent_ms >= UNUSED_MS for candidate in candidates
+        )
+        close_count = max(close_count, unused_count)
+        return sum(map(_shut_down, candidates[:close_count]))
 
 
 def _is_open(fd: int) -> bool:
@@ -82,41 +85,42 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def connections(ports: Collection[int], used: Iterable[int]) -> Iterator[Connection]:
-    """Yield the descriptors in use that are TCP connections accepted on one of `ports`."""
-    for fd in used:
+def connections(ports: Collection[int], fds: Iterable[int]) -> Iterator[Connection]:
+    """Yield the TCP connections among the descriptors that were accepted on one of `ports`."""
+    for fd in fds:
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISSOCK(found.st_mode):
+            file_status = os.fstat(fd)
+            if not stat.S_ISSOCK(file_status.st_mode):
                 continue
-            with _held(fd) as held:
-                listening = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-                inet = held.family in (socket.AF_INET, socket.AF_INET6)
-                if listening or not inet or held.getsockname()[1] not in ports:
+            with _borrowed_socket(fd) as connection:
+                listening = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+                inet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                if listening or not inet or connection.getsockname()[1] not in ports:
                     continue
-                info = held.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
             silent_ms, received_bytes = _TCP_INFO.unpack(info)
-            yield Connection(received_bytes == 0, silent_ms, found.st_ino, fd)
+            yield Connection(received_bytes == 0, silent_ms, file_status.st_ino, fd)
         except OSError:
-            continue  # no TCP, no connection any more, or gone meanwhile
+            continue  # not TCP, or closed meanwhile
 
 
 @contextmanager
-def _held(fd: int) -> Iterator[socket.socket]:
-    """Yield a socket object for a descriptor of another owner, not a duplicate: no descriptor may be left for one."""
-    held = socket.socket(fileno=fd)
+def _borrowed_socket(fd: int) -> Iterator[socket.socket]:
+    """Wrap a descriptor that another object owns. It is not duplicated, since no descriptor may be left for that."""
+    borrowed = socket.socket(fileno=fd)
     try:
-        yield held
+        yield borrowed
     finally:
-        held.detach()
+        borrowed.detach()
 
 
 def _shut_down(connection: Connection) -> bool:
+    """Shut a connection down. Returns False if its descriptor was closed or reused meanwhile."""
     try:
-        with _held(connection.fd) as held:
-            if os.fstat(held.fileno()).st_ino != connection.inode:
+        with _borrowed_socket(connection.fd) as borrowed:
+            if os.fstat(borrowed.fileno()).st_ino != connection.inode:
                 return False  # the descriptor now belongs to another connection
-            held.shutdown(socket.SHUT_RDWR)
+            borrowed.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False
     return True

@@ -1,15 +1,16 @@
-"""The connected clients of an edge: the names under which each produces, and the consumer groups that it belongs to.
+"""The connected clients of an edge: the producer groups and the consumer groups of each client.
 
-A session begins when its client first makes itself known. It ends when the client says good-bye, its connection closes,
-or it has been silent for too long. Sessions are not saved: after a restart the clients make themselves known again. The
-methods return the consumer groups whose members or topics have changed, because the edge notifies the other members. A
-heartbeat that changes nothing returns no group. Otherwise every heartbeat would make all members of a group divide
-their queues again.
+A session begins with the client's first heartbeat or settings. It ends when the client unregisters, its connection
+closes, or it has been silent for too long. Sessions are not saved: after a restart the clients register again.
+
+Methods that change groups return the consumer groups whose members or topics have changed, so that the edge can notify
+the other members. A heartbeat that changes nothing returns no group. Otherwise every heartbeat would make all members
+of a group rebalance their queues.
 
 Subscriptions belong to the group, as in RocketMQ: the members of a group subscribe to the same topics, and the newer
 version of a subscription wins. A group exists as long as it has a member.
 
-The context is what each handler of an edge gets: the edge's sessions, the broker, and the names of broker and cluster.
+`EdgeContext` is passed to each handler of an edge: the edge's sessions, the broker, the settings and the ports.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ S = TypeVar("S", bound="Session[Any]")
 
 @dataclass(frozen=True, slots=True)
 class Subscription:
-    """A group's subscription to one topic: an expression of a type in broker/filters."""
+    """A group's subscription to one topic. `expression` is a filter of the type `expression_type` (broker/filters)."""
 
     topic: str
     expression: str = "*"
@@ -61,38 +62,39 @@ class Session(Generic[K]):
     """One client. `key` identifies it. An edge's subclass adds its connections."""
 
     key: K
-    client_id: str  # chosen by the client. Several clients may have the same
+    client_id: str  # chosen by the client. Several clients may choose the same
     heard_ms: int = field(default=0, kw_only=True)
-    produces: set[str] = field(default_factory=set, kw_only=True)  # producer groups; over gRPC topics
-    consumes: set[str] = field(default_factory=set, kw_only=True)  # the groups it is a member of
+    produces: set[str] = field(default_factory=set, kw_only=True)  # producer groups. Over gRPC: topics
+    consumes: set[str] = field(default_factory=set, kw_only=True)  # consumer groups that it is a member of
 
 
 @dataclass(slots=True, eq=False)
 class Group(Generic[S]):
-    """The members of a consumer group. `how` is from the member with the last heartbeat."""
+    """The members of a consumer group. `membership` is from the last heartbeat of any member."""
 
-    how: Membership
+    membership: Membership
     by_key: dict[Any, S] = field(default_factory=dict)
     subscriptions: dict[str, Subscription] = field(default_factory=dict)
-    # By topic: the queues that had messages when the group subscribed. Of other queues it must miss no message.
-    filled: dict[str, frozenset[int]] = field(default_factory=dict)
+    # By topic: the queues that had messages when the group subscribed. In all other queues, the group starts at the
+    # first message.
+    nonempty_queues: dict[str, frozenset[int]] = field(default_factory=dict)
 
     @property
     def members(self) -> list[S]:
-        """Return the members. The one that joined first is the first."""
+        """The members, in the order in which they joined."""
         return list(self.by_key.values())
 
 
 class Sessions(Generic[K, S]):
-    """The sessions of one edge. Belongs to the event loop. Times are monotonic milliseconds that the caller reads."""
+    """The sessions of one edge. Belongs to the event loop. `now_ms` is the caller's reading of the monotonic clock."""
 
     def __init__(self, expiry_ms: int) -> None:
         self._expiry_ms = expiry_ms
         self._sessions: dict[K, S] = {}
         self._groups: dict[str, Group[S]] = {}
         self._producers: dict[str, dict[K, S]] = {}
-        self.version = 0  # counts changes of how groups consume and of their subscriptions
-        self.on_gone: list[Callable[[S], None]] = []
+        self.version = 0  # grows when a group's members, consumption mode or subscriptions change
+        self.on_session_removed: list[Callable[[S], None]] = []  # called with each removed session
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -100,10 +102,10 @@ class Sessions(Generic[K, S]):
     def __contains__(self, key: K) -> bool:
         return key in self._sessions
 
-    # -- what clients say ------------------------------------------------------------------------------------
+    # -- changes ---------------------------------------------------------------------------------------------
 
     def add(self, session: S, now_ms: int) -> None:
-        """Register a session as connected at this time. Raises OverLimit."""
+        """Register a session, or record a sign of life of a registered one. Raises OverLimit."""
         if session.key not in self._sessions and len(self._sessions) >= SESSIONS_MAX:
             raise OverLimit(f"{SESSIONS_MAX} clients are connected")
         self._sessions[session.key] = session
@@ -112,19 +114,22 @@ class Sessions(Generic[K, S]):
     def beat(
         self, session: S, client_id: str, produces: Iterable[str], consumes: Iterable[Membership], now_ms: int
     ) -> set[str]:
-        """Register a heartbeat, and return the consumer groups that it changes. Raises OverLimit without a change."""
+        """Apply a heartbeat and return the consumer groups that it changes.
+
+        Raises OverLimit before it changes anything.
+        """
         produces, consumes = set(produces), list(consumes)
-        _check(session, produces, consumes)
+        _check_limits(session, produces, consumes)
         self.add(session, now_ms)
         changed: set[str] = set()
         if session.client_id != client_id:
             session.client_id = client_id
             changed |= session.consumes
         self.set_produces(session, session.produces | produces)
-        return changed.union(how.group for how in consumes if self._join(session, how))
+        return changed.union(membership.group for membership in consumes if self._join(session, membership))
 
     def set_produces(self, session: S, names: set[str]) -> None:
-        """Replace the names under which a session produces."""
+        """Replace the producer groups of a session (over gRPC: its topics)."""
         for name in session.produces - names:
             producers = self._producers[name]
             del producers[session.key]
@@ -135,7 +140,7 @@ class Sessions(Generic[K, S]):
         session.produces = names
 
     def leave(self, key: K, *, producer_group: str | None, consumer_group: str | None) -> set[str]:
-        """Remove a client from a group that it gives up, and return the consumer groups that this changes."""
+        """Remove a client from the named groups, and return the consumer groups that this changes."""
         session = self._sessions.get(key)
         if session is None:
             return set()
@@ -153,13 +158,13 @@ class Sessions(Generic[K, S]):
             return set()
         changed = set(session.consumes)
         self.set_produces(session, set())
-        for name in changed:
-            self._stop_consuming(session, name)
-        for tell in self.on_gone:
-            tell(session)
+        for group in changed:
+            self._stop_consuming(session, group)
+        for callback in self.on_session_removed:
+            callback(session)
         return changed
 
-    # -- what others ask -------------------------------------------------------------------------------------
+    # -- look-ups --------------------------------------------------------------------------------------------
 
     def get(self, key: K) -> S | None:
         """Return the session with this key."""
@@ -170,78 +175,83 @@ class Sessions(Generic[K, S]):
         return list(self._sessions.values())
 
     def expired(self, now_ms: int) -> list[S]:
-        """Return sessions that have been silent for too long. The caller removes them."""
-        return [one for one in self._sessions.values() if now_ms - one.heard_ms > self._expiry_ms]
+        """Return the sessions that have been silent for longer than the expiry. The caller removes them."""
+        return [session for session in self._sessions.values() if now_ms - session.heard_ms > self._expiry_ms]
 
     def group(self, name: str) -> Group[S] | None:
-        """Return a consumer group that has members now."""
+        """Return a consumer group, or None if it has no member."""
         return self._groups.get(name)
 
     def consumer_ids(self, group: str) -> list[str]:
-        """Return the client ids of a group's members, each once."""
-        found = self._groups.get(group)
-        return list(dict.fromkeys(member.client_id for member in found.members)) if found else []
+        """Return the client ids of a group's members, without duplicates."""
+        entry = self._groups.get(group)
+        return list(dict.fromkeys(member.client_id for member in entry.members)) if entry else []
 
     def subscription(self, group: str, topic: str) -> Subscription | None:
-        """Return a group's subscription to a topic, or None without members or subscription."""
-        found = self._groups.get(group)
-        return found.subscriptions.get(topic) if found else None
+        """Return a group's subscription to a topic, or None if it has no member or does not subscribe."""
+        entry = self._groups.get(group)
+        return entry.subscriptions.get(topic) if entry else None
 
     def groups_on(self, topic: str) -> list[str]:
         """Return the consumer groups with members that subscribe to a topic."""
         return [name for name, group in self._groups.items() if topic in group.subscriptions]
 
     def producers(self, name: str) -> list[S]:
-        """Return the sessions that produce under this name."""
+        """Return the sessions that are in this producer group (over gRPC: produce to this topic)."""
         return list(self._producers.get(name, {}).values())
 
     def produced(self) -> list[str]:
-        """Return all names under which sessions produce now."""
+        """Return all producer groups that have a session (over gRPC: topics)."""
         return list(self._producers)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _join(self, session: S, how: Membership) -> bool:
-        group = self._groups.setdefault(how.group, Group(how))
+    def _join(self, session: S, membership: Membership) -> bool:
+        """Apply a membership, and return whether the group's members or topics have changed."""
+        group = self._groups.setdefault(membership.group, Group(membership))
         changed = session.key not in group.by_key
-        if changed or group.how != how:  # heartbeats are frequent and mostly repeat the last one
+        if (
+            changed or group.membership != membership
+        ):  # most heartbeats repeat the last one and change nothing
             self.version += 1
-        group.how, group.by_key[session.key] = how, session
-        session.consumes.add(how.group)
-        wanted = {one.topic: one for one in how.subscriptions}
-        changed = changed or wanted.keys() != group.subscriptions.keys()
-        for topic, one in wanted.items():
+        group.membership, group.by_key[session.key] = membership, session
+        session.consumes.add(membership.group)
+        subscriptions = {new.topic: new for new in membership.subscriptions}
+        changed = changed or subscriptions.keys() != group.subscriptions.keys()
+        for topic, new in subscriptions.items():
             old = group.subscriptions.get(topic)
-            if old is not None and old.version > one.version:
-                wanted[topic] = old
-        group.subscriptions = wanted
+            if old is not None and old.version > new.version:
+                subscriptions[topic] = old
+        group.subscriptions = subscriptions
         return changed
 
-    def _stop_consuming(self, session: S, name: str) -> None:
-        session.consumes.discard(name)
+    def _stop_consuming(self, session: S, group_name: str) -> None:
+        session.consumes.discard(group_name)
         self.version += 1
-        group = self._groups[name]
+        group = self._groups[group_name]
         del group.by_key[session.key]
         if not group.by_key:
-            del self._groups[name]
+            del self._groups[group_name]
 
 
-def _check(session: Session[Any], produces: set[str], consumes: list[Membership]) -> None:
-    """Raise OverLimit for a client that names thousands of groups or topics. An ordinary one names a few."""
-    wanted = len(session.produces | produces) + len(session.consumes | {how.group for how in consumes})
-    if wanted > GROUPS_PER_SESSION_MAX:
-        raise OverLimit(f"{wanted} groups of one connection; at most {GROUPS_PER_SESSION_MAX}")
-    for how in consumes:
-        if len(how.subscriptions) > SUBSCRIPTIONS_PER_GROUP_MAX:
+def _check_limits(session: Session[Any], produces: set[str], consumes: list[Membership]) -> None:
+    """Raise OverLimit for a client with too many groups or subscriptions. An ordinary client has a few of each."""
+    group_count = len(session.produces | produces) + len(
+        session.consumes | {membership.group for membership in consumes}
+    )
+    if group_count > GROUPS_PER_SESSION_MAX:
+        raise OverLimit(f"{group_count} groups of one connection; at most {GROUPS_PER_SESSION_MAX}")
+    for membership in consumes:
+        if len(membership.subscriptions) > SUBSCRIPTIONS_PER_GROUP_MAX:
             raise OverLimit(
-                f"{len(how.subscriptions)} subscriptions of group {how.group!r}; "
+                f"{len(membership.subscriptions)} subscriptions of group {membership.group!r}; "
                 f"at most {SUBSCRIPTIONS_PER_GROUP_MAX}"
             )
 
 
 @dataclass
 class EdgeContext(Generic[K, S]):
-    """Shared by the handlers of one edge. The ports are set once the edge listens. -1: it does not listen."""
+    """Passed to each handler of an edge. The edge sets the ports when it listens. -1: it does not listen."""
 
     settings: Settings
     broker: Broker
@@ -251,20 +261,20 @@ class EdgeContext(Generic[K, S]):
 
     @property
     def broker_name(self) -> str:
-        """Return the broker's name in routes and handles."""
+        """The broker's name in routes and handles."""
         return self.settings.broker_name
 
     @property
     def cluster_name(self) -> str:
-        """Return the cluster's name in routes."""
+        """The cluster's name in routes."""
         return self.settings.cluster_name
 
     def start_watch(self, watch: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that an edge runs every few seconds. If the task fails, the broker fails."""
+        """Start an edge's background task that checks for silent clients. If the task fails, the broker fails."""
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
-                # Without it, silent clients would stay forever, and no log line would show why.
+                # Without this task, silent clients would stay connected forever, and no log line would show why.
                 self.broker.on_failure(error)
 
         task = asyncio.create_task(watch)
@@ -272,13 +282,13 @@ class EdgeContext(Generic[K, S]):
         return task
 
     def monotonic_ms(self) -> int:
-        """Return the time for measuring a client's silence. A change of the wall clock does not affect it."""
+        """Read the clock that measures a client's silence. Changes of the wall clock do not affect it."""
         return self.broker.clock.clock.monotonic_ns() // 1_000_000
 
 
 @lru_cache(16)
 def advertised(advertise: str) -> tuple[str, int | None]:
-    """Return host and port of `--advertise` (None if it has no port). An IPv6 address with a port has brackets."""
+    """Split the value of `--advertise` into host and port (None: no port). An IPv6 address with a port has brackets."""
     host, _, port = advertise.rpartition(":")
     if not host or not port.isdigit() or (":" in host and not host.startswith("[")):
         return advertise.strip("[]"), None

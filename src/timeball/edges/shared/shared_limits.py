@@ -1,20 +1,20 @@
-"""Limits shared by all clients of an edge, with a share per address: for bytes, and for open calls or connections.
+"""Limits that all clients of an edge share, with a fair share per address: for bytes, and for calls or connections.
 
-MemoryQuota limits the bytes that an edge holds in the broker:
+MemoryQuota limits the bytes of requests or answers that an edge holds:
 
-    one address alone     half of the bound           one share is always left for the next address, so that no
+    one address alone     half of the limit           one share is always left for the next address, so that no
     n addresses           an (n + 1)th of it each     address can keep the others out by being first
 
-A share is never less than one item of the largest size, so that each address makes progress. A request that does not
-fit waits, in order within an address and in turn between addresses. With `check` or `held` it is refused instead.
+A share is never less than one item of the largest size, so that each address makes progress. `reserve` and `room` wait
+for bytes that do not fit: in order within an address, and in turn between addresses. `check` and `held` refuse them.
 
-SharedLimit limits calls, streams or connections:
+SharedLimit limits the number of calls, streams or connections:
 
-    up to half of the limit      each caller gets a place
+    up to half of the limit      every caller is admitted
     beyond                       an address or an account with n others has at most an (n + 2)th of the limit
 
-So one address alone, or one account alone, gets at most half and cannot keep the others out. Such a limit never makes a
-caller wait. It refuses at once, before a byte of a request is received.
+So one address alone, or one account alone, gets at most half and cannot keep the others out. This limit never makes a
+caller wait. It refuses at once, before a byte of the request is received.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import contextmanager
 
 from timeball.model.errors import OverLimit
 
-Granted = Callable[[], None]
+Granted = Callable[[], None]  # called when a request that had to wait is counted
 
 
 class MemoryQuota:
@@ -35,66 +35,66 @@ class MemoryQuota:
     def __init__(self, bytes_max: int, item_bytes_max: int = 0) -> None:
         self.bytes_max, self._item_bytes_max = bytes_max, item_bytes_max
         self.held_bytes = 0
-        self._of: dict[str, int] = {}
+        self._bytes_by_address: dict[str, int] = {}
         self._waiting: OrderedDict[str, deque[tuple[int, Granted]]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
-        """Return the number of requests that wait."""
+        """The number of requests that wait."""
         return sum(map(len, self._waiting.values()))
 
     def held_by(self, address: str) -> int:
-        """Return the bytes that this address holds now."""
-        return self._of.get(address, 0)
+        """Return the number of bytes that are counted for this address."""
+        return self._bytes_by_address.get(address, 0)
 
     def fits(self, address: str, size_bytes: int) -> bool:
         """Return whether this address may hold this many more bytes."""
-        mine = self._of.get(address, 0)
+        held_bytes = self._bytes_by_address.get(address, 0)
         if self.held_bytes and self.held_bytes + size_bytes > self.bytes_max:
             return False
-        share = max(self._item_bytes_max, self.bytes_max // (len(self._of) + 1))
-        return not mine or mine + size_bytes <= share
+        share = max(self._item_bytes_max, self.bytes_max // (len(self._bytes_by_address) + 1))
+        return not held_bytes or held_bytes + size_bytes <= share
 
     def add(self, address: str, size_bytes: int) -> None:
-        """Count bytes that exist already, whether they fit or not."""
+        """Count bytes that are in memory already, whether they fit or not."""
         if size_bytes:
             self.held_bytes += size_bytes
-            self._of[address] = self._of.get(address, 0) + size_bytes
+            self._bytes_by_address[address] = self._bytes_by_address.get(address, 0) + size_bytes
 
     def remove(self, address: str, size_bytes: int) -> None:
-        """Give back bytes. Waiting requests may be granted."""
-        left = self._of.get(address, 0) - size_bytes
-        assert left >= 0, "more is given back than was held"
+        """Stop counting bytes. Requests that wait may be granted."""
+        remaining_bytes = self._bytes_by_address.get(address, 0) - size_bytes
+        assert remaining_bytes >= 0, "more is given back than was held"
         self.held_bytes -= size_bytes
-        if left:
-            self._of[address] = left
+        if remaining_bytes:
+            self._bytes_by_address[address] = remaining_bytes
         else:
-            self._of.pop(address, None)
+            self._bytes_by_address.pop(address, None)
         if self._waiting:
-            self._let_in()
+            self._grant_waiting()
 
-    def add_if_room(self, address: str, size_bytes: int) -> bool:
-        """Count these bytes if they fit and no request of this address waits, and return whether they are counted."""
+    def add_if_fits(self, address: str, size_bytes: int) -> bool:
+        """Count these bytes if they fit and no request of this address waits. Returns whether they are counted."""
         if address in self._waiting or not self.fits(address, size_bytes):
             return False
         self.add(address, size_bytes)
         return True
 
     def reserve(self, address: str, size_bytes: int, granted: Granted) -> bool:
-        """Count these bytes if they fit. Otherwise return False and call `granted` once they are counted."""
-        if self.add_if_room(address, size_bytes):
+        """Count these bytes if they fit. Otherwise return False, and call `granted` later, when they are counted."""
+        if self.add_if_fits(address, size_bytes):
             return True
         self._waiting.setdefault(address, deque()).append((size_bytes, granted))
         return False
 
     async def room(self, address: str, size_bytes: int) -> None:
         """Wait until these bytes fit and are counted."""
-        if self.add_if_room(address, size_bytes):
+        if self.add_if_fits(address, size_bytes):
             return
         granted = asyncio.get_running_loop().create_future()
 
         def grant() -> None:
-            # It is done if its task was cancelled in this turn of the loop. The task then gives back the granted bytes.
+            # The future is done if its task was cancelled in this iteration of the loop. `room` then removes the bytes.
             if not granted.done():
                 granted.set_result(None)
 
@@ -107,17 +107,17 @@ class MemoryQuota:
             raise
 
     def check(self, address: str, size_bytes: int = 0) -> None:
-        """Raise OverLimit if an answer of this size exceeds the share of `address`. Size 0: if it does so already."""
+        """Raise OverLimit if an answer of this size does not fit. Size 0: if the address exceeds its share already."""
         if not self.fits(address, size_bytes):
-            mine = self.held_by(address)
+            held_bytes = self.held_by(address)
             raise OverLimit(
-                f"{mine} bytes of answers to {address} are not read yet, {self.held_bytes} of all clients; read "
-                "yours, then ask on"
+                f"{held_bytes} bytes of answers to {address} are not read yet, {self.held_bytes} of all clients: "
+                "read them before you ask again"
             )
 
     @contextmanager
     def held(self, address: str, size_bytes: int) -> Iterator[None]:
-        """Count an answer while it is sent. Raises OverLimit if there is no room for it."""
+        """Count an answer while the block sends it. Raises OverLimit if it does not fit."""
         self.check(address, size_bytes)
         self.add(address, size_bytes)
         try:
@@ -126,65 +126,66 @@ class MemoryQuota:
             self.remove(address, size_bytes)
 
     def withdraw(self, address: str, granted: Granted) -> bool:
-        """Stop waiting, or return False if the request was granted already."""
-        line = self._waiting.get(address, deque())
-        for entry in line:
-            if entry[1] == granted:
-                line.remove(entry)
-                if not line:
+        """Remove a request that waits. Returns False if it was granted already."""
+        requests = self._waiting.get(address, deque())
+        for request in requests:
+            if request[1] == granted:
+                requests.remove(request)
+                if not requests:
                     del self._waiting[address]
-                self._let_in()  # requests behind it may fit
+                self._grant_waiting()  # smaller requests behind it may fit
                 return True
         return False
 
-    def _let_in(self) -> None:
-        """Grant requests that fit: one per address, in turn."""
+    def _grant_waiting(self) -> None:
+        """Grant requests, one per address in turn, until no address has a first request that fits."""
         blocked: set[str] = set()
         while len(blocked) < len(self._waiting):
-            address, line = next(iter(self._waiting.items()))
+            address, requests = next(iter(self._waiting.items()))
             self._waiting.move_to_end(address)
-            size_bytes, granted = line[0]
+            size_bytes, granted = requests[0]
             if address in blocked or not self.fits(address, size_bytes):
                 blocked.add(address)
                 continue
-            line.popleft()
-            if not line:
+            requests.popleft()
+            if not requests:
                 del self._waiting[address]
             self.add(address, size_bytes)
             granted()
 
 
 class SharedLimit:
-    """Counts open calls or connections by their holder. Belongs to the event loop."""
+    """Counts open calls or connections per address and per account. Belongs to the event loop."""
 
     def __init__(self, what: str, limit: int) -> None:
         self._what, self.limit = what, limit
-        # Each call over HTTP/2 adds to these two in place (http2/exchange.py), because a function call costs more than
-        # the sums.
+        # http2/exchange.py adds to these two fields itself for each call, because a function call would cost more than
+        # the additions.
         self.taken = 0  # the sum of by_address
-        self.by_address: defaultdict[str, int] = defaultdict(int)  # no zeros: its length counts holders
+        # Without zeros, so that its length is the number of addresses.
+        self.by_address: defaultdict[str, int] = defaultdict(int)
         self._by_account: dict[str, int] = {}
 
     def take(self, address: str, account: str = "") -> None:
-        """Count one more, whether it fits or not. `account` is "" for a caller without one."""
+        """Count one more call, whether it fits or not. `account` is "" for a caller without an account."""
         self.taken += 1
         self.by_address[address] += 1
         self.name(account)
 
     def name(self, account: str) -> None:
-        """Count a place for this account that was taken before the caller was known."""
+        """Count a call for its account also, if it was counted before the caller was authenticated."""
         if account:
             self._by_account[account] = self._by_account.get(account, 0) + 1
 
     def give_back(self, address: str, account: str = "") -> None:
-        """Count one less."""
+        """Count one call less."""
         self.taken -= 1
         _subtract(self.by_address, address)
         if account:
             _subtract(self._by_account, account)
 
     def excess(self, address: str, account: str = "") -> str | None:
-        """Return the error's text if there is one place too many (the last one is counted already); None if all fit."""
+        """Return an error text if the last counted call exceeds the limit or a share of it, or None if it fits."""
         if self.taken > self.limit:
             return f"{self.limit} {self._what} are open; close some, or try again later"
         if self.taken > self.limit // 2:
@@ -198,30 +199,30 @@ class SharedLimit:
         return None
 
     def admit(self, address: str, account: str = "") -> None:
-        """Take a place, until `give_back`. Raises OverLimit if there is none."""
+        """Count one more call until `give_back`. Raises OverLimit if it does not fit."""
         self.take(address, account)
-        if text := self.excess(address, account):
+        if error_text := self.excess(address, account):
             self.give_back(address, account)
-            raise OverLimit(text)
+            raise OverLimit(error_text)
 
 
 def share_of(limit: int, holders: int) -> int:
-    """Return the share of each of these holders in a limit: one share is always left for the next holder."""
+    """Return the share of each holder in a limit. One share is always left for the next holder."""
     return max(1, limit // (holders + 1))
 
 
 def exceeds_share(address: str, open_from: Iterable[str], limit: int) -> bool:
-    """Return whether this address may open no more connections, given the address of each open one."""
+    """Return whether one more connection of this address exceeds its share. `open_from`: the peers of all open ones."""
     counts = Counter(open_from)
-    taken = counts.total()
-    if taken < limit // 2:
+    open_count = counts.total()
+    if open_count < limit // 2:
         return False
-    return taken >= limit or counts[address] >= share_of(limit, len(counts.keys() | {address}))
+    return open_count >= limit or counts[address] >= share_of(limit, len(counts.keys() | {address}))
 
 
 def _subtract(counts: dict[str, int], holder: str) -> None:
-    left = counts[holder] - 1
-    if left:
-        counts[holder] = left
+    remaining = counts[holder] - 1
+    if remaining:
+        counts[holder] = remaining
     else:
         del counts[holder]

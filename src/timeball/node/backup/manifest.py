@@ -1,7 +1,7 @@
-"""The list of a backup's content: `BACKUP.json`. It is written last, so a folder without it is not a whole backup.
+"""The manifest of a backup, `BACKUP.json`. It is written last, so a folder without it is not a complete backup.
 
-While a backup is made, `BACKUP.partial` contains one line of JSON for each file that was copied and synced. A backup
-that is started again does not copy these files again.
+During a backup, `BACKUP.partial` contains a line of JSON for the source, and a line for each file that is copied and
+synced. An interrupted backup that is started again does not copy these files again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from timeball.model.errors import Corrupt, NotFound, SetupError
 
 NAME = "BACKUP.json"
 PARTIAL = "BACKUP.partial"
-FORMAT = 1  # of the manifest
-STEP_BYTES = 8 * 1024 * 1024  # of one write, and of one step of a checksum
+FORMAT = 1  # version of the manifest's format
+CHUNK_BYTES = 8 * 1024 * 1024  # size of a write, and of a step of a checksum
 
 
 class CopiedFile(msgspec.Struct, frozen=True):
-    """A copied file: its name and length in the data folder, the bytes that were copied, and their CRC-32C.
+    """A copied file: its name and size in the data folder, the number of copied bytes, and their CRC-32C.
 
     The rest of a segment consists of zeros, which are not copied.
     """
@@ -32,7 +32,7 @@ class CopiedFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole backup. It contains every row from `first_row` on and below `row`."""
+    """The manifest of a complete backup, with the rows first_row <= number < row."""
 
     product: str = "timeball"
     format: int = FORMAT
@@ -44,16 +44,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def used_bytes(self) -> int:
-        """The total of copied bytes."""
+        """The number of copied bytes of all files."""
         return sum(file.used_bytes for file in self.files)
 
 
-class _Begun(msgspec.Struct, frozen=True):
+class _BackupStart(msgspec.Struct, frozen=True):
     source: str
 
 
 def load(files: Files) -> Manifest:
-    """Read the manifest of a backup. Raises SetupError for a folder without one, and Corrupt."""
+    """Read the manifest of a backup. Raises SetupError for a folder without a complete backup, and Corrupt."""
     try:
         data = bytes(files.map_readonly(NAME))
     except NotFound:
@@ -74,18 +74,21 @@ def load(files: Files) -> Manifest:
 
 
 def save(files: Files, manifest: Manifest) -> None:
-    """Complete a backup, durably."""
+    """Write the manifest, which completes a backup. Durable on return."""
     files.replace(NAME, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     files.remove(PARTIAL)
     files.sync_dir(".")
 
 
 class Progress:
-    """The record of copied files in the target's folder. Raises SetupError for the folder of another backup."""
+    """The record of copied files in the target folder (BACKUP.partial).
+
+    The constructor raises SetupError if the folder has other files or belongs to another backup.
+    """
 
     def __init__(self, files: Files, source: str) -> None:
         self._files = files
-        self._lines: list[bytes] = []  # of BACKUP.partial
+        self._lines: list[bytes] = []  # the lines of BACKUP.partial
         self.copied: dict[str, CopiedFile] = {}  # by name
         if files.exists(NAME):
             raise SetupError(f"{files.external('.')} holds a whole backup: name another folder")
@@ -94,17 +97,17 @@ class Progress:
                 raise SetupError(
                     f"{files.external('.')} is not empty and holds no unfinished backup: name another folder"
                 )
-            self._add(_Begun(source))
+            self._add(_BackupStart(source))
             return
         lines = bytes(files.map_readonly(PARTIAL)).splitlines()
-        begun = msgspec.json.decode(lines[0], type=_Begun)
-        if begun.source != source:
+        start = msgspec.json.decode(lines[0], type=_BackupStart)
+        if start.source != source:
             raise SetupError(
-                f"{files.external('.')} is an unfinished backup of {begun.source}: name another folder"
+                f"{files.external('.')} is an unfinished backup of {start.source}: name another folder"
             )
         self._lines = lines
-        found = [msgspec.json.decode(line, type=CopiedFile) for line in lines[1:]]
-        self.copied = {file.name: file for file in found}
+        copied_files = [msgspec.json.decode(line, type=CopiedFile) for line in lines[1:]]
+        self.copied = {file.name: file for file in copied_files}
 
     def add(self, file: CopiedFile) -> None:
         """Record a file that was copied and synced."""
@@ -118,7 +121,7 @@ class Progress:
 
 def crc32c(buffer: pa.Buffer, used_bytes: int) -> int:
     """Compute the CRC-32C of the first bytes of a file, in steps, so that other threads can run in between."""
-    found = 0
-    for begin in range(0, used_bytes, STEP_BYTES):
-        found = google_crc32c.extend(found, bytes(buffer[begin : min(begin + STEP_BYTES, used_bytes)]))
-    return found
+    crc = 0
+    for begin in range(0, used_bytes, CHUNK_BYTES):
+        crc = google_crc32c.extend(crc, bytes(buffer[begin : min(begin + CHUNK_BYTES, used_bytes)]))
+    return crc

@@ -1,10 +1,10 @@
-"""The files of a data folder that belong together at one point of its log, which may be growing, and their used bytes.
+"""Planning a backup: finds the files of a data folder that form a consistent copy, while a broker may be writing.
 
 The order of the steps makes the backup consistent:
 
-- The segments are listed and mapped first. A mapping stays valid when retention removes the name.
+- The segments are listed and mapped first. A mapping stays valid when retention removes the file's name.
 - Then the last segment is read as far as its frames are whole. The backup ends at that row. Before retention removes a
-  segment, a snapshot repeats all of its content that still counts, and that snapshot is in the listed segments.
+  segment, a snapshot repeats all of its content that is still valid, and that snapshot is in the listed segments.
 - The live data files are those of the last snapshot, changed by the attaches after it. A data file that the table drops
   stays on disk as long as the log is kept, at most a day (broker/maintenance.py), so it still exists. If it does not,
   all steps are repeated, up to a newer row.
@@ -21,7 +21,7 @@ import pyarrow as pa
 from timeball.io.files import Files
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
-from timeball.log.recovery import proof_behind
+from timeball.log.recovery import find_later_proof
 from timeball.log.segment import FOLDER as LOG
 from timeball.log.segment import SUFFIX, segment_name
 from timeball.model.errors import Corrupt, NotFound
@@ -30,12 +30,12 @@ from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, live_files
 from timeball.table.layout import FOLDER as TABLE
 
-LOOKS_MAX = 5  # retention removes files once a minute
+ATTEMPTS_MAX = 5  # enough, because retention removes files only once a minute
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A mapped file, of which the first `used_bytes` count. `is_fixed` means that they never change."""
+class PlannedFile:
+    """A mapped file, whose first `used_bytes` are backed up. `is_fixed` means that these bytes never change."""
 
     name: str
     buffer: pa.Buffer
@@ -45,74 +45,86 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The content of a backup: rows [first_row, row)."""
+    """The files of a backup, with the rows first_row <= number < row."""
 
-    parts: list[Part]
+    files: list[PlannedFile]
     first_row: int
     row: int
 
 
 @dataclass(slots=True)
 class _Segment:
+    """A mapped segment, and the result of its scan: frames up to `end`, rows below `next_seq`."""
+
     name: str
     buffer: pa.Buffer
     first_seq: int
     next_seq: int
-    end: int = fmt.ALIGN
+    end: int = fmt.ALIGN  # the position after the last whole frame
     snapshot_at: int | None = None  # the position of the last frame that is a snapshot
 
     def frames(self) -> Iterator[fmt.Frame]:
-        """Read the headers of the frames again, because a list of the frames would fill the memory."""
+        """Read the headers of the scanned frames. They are read again, because a list could fill the memory."""
         position = fmt.ALIGN
         while position < self.end:
             frame = fmt.read_frame_header(self.buffer, position)
-            assert frame is not None, "it was whole a moment ago"
+            assert frame is not None, "the scan has read this frame"
             yield frame
             position = frame.end
 
 
 def plan(files: Files) -> Plan:
-    """List the files that belong together now. Raises Corrupt for damage, NotFound for a folder without a log."""
-    gone = ""
-    for _ in range(LOOKS_MAX):
+    """List the files of a consistent backup. Raises Corrupt for damage, NotFound for a folder without a log."""
+    missing = ""
+    for _ in range(ATTEMPTS_MAX):
         try:
-            segments = _segments(files)
-            data = [_data_file(files, entry) for entry in _live(segments)]
-        except _Gone as error:
-            gone = str(error)
+            segments = _list_segments(files)
+            data_files = [_plan_data_file(files, entry) for entry in _live_data_files(segments)]
+        except _FileRemoved as error:
+            missing = str(error)
             continue
         last = segments[-1]
-        log = [Part(one.name, one.buffer, one.end, one is not last) for one in segments]
-        return Plan([*data, *log], segments[0].first_seq, last.next_seq)
-    elsewhere = "; a pending table in an object store (serve --table) cannot be backed up by this command"
-    hint = elsewhere if gone.startswith(f"{TABLE}/") else ""
-    raise Corrupt(f"{gone} is missing, also when it was looked for again: restore it from a copy{hint}")
+        log_files = [
+            PlannedFile(segment.name, segment.buffer, segment.end, segment is not last)
+            for segment in segments
+        ]
+        return Plan([*data_files, *log_files], segments[0].first_seq, last.next_seq)
+    object_store_hint = (
+        "; a pending table in an object store (serve --table) cannot be backed up by this command"
+    )
+    hint = object_store_hint if missing.startswith(f"{TABLE}/") else ""
+    raise Corrupt(f"{missing} is missing, also when it was looked for again: restore it from a copy{hint}")
 
 
-class _Gone(Exception):
-    """A file was listed or named by the log, and no longer exists."""
+class _FileRemoved(Exception):
+    """A file that was listed, or that the log names, no longer exists."""
 
 
-def _segments(files: Files) -> list[_Segment]:
+def _list_segments(files: Files) -> list[_Segment]:
+    """Map and scan all segments in use. Raises NotFound if there are none, and Corrupt."""
     ordinals = sorted(int(n.removesuffix(SUFFIX)) for n in files.list_dir(LOG) if n.endswith(SUFFIX))
-    found: list[_Segment] = []
+    segments: list[_Segment] = []
     for ordinal in ordinals:
         name = segment_name(ordinal)
-        buffer = _mapped(files, name)
+        buffer = _map_file(files, name)
         first_seq = fmt.read_segment_header(buffer)
         if first_seq is None:
-            break  # a spare
-        found.append(_Segment(name, buffer, first_seq, first_seq))
-    if not found:
+            break  # a spare segment, which is not in use yet
+        segments.append(_Segment(name, buffer, first_seq, first_seq))
+    if not segments:
         raise NotFound(f"{files.external('.')} holds no log of Timeball's: name a data folder")
-    for at, segment in enumerate(found):
-        _scan(segment, found[at + 1].first_seq if at + 1 < len(found) else None)
-    return found
+    for index, segment in enumerate(segments):
+        _scan(segment, segments[index + 1].first_seq if index + 1 < len(segments) else None)
+    return segments
 
 
 def _scan(segment: _Segment, until_seq: int | None) -> None:
-    """Find the whole frames of a segment, each checked against its checksum. Raises Corrupt."""
-    for _ in range(LOOKS_MAX):
+    """Find the end of a segment's whole frames, and its last snapshot. Raises Corrupt.
+
+    Each frame is checked against its checksum. `until_seq` is the first number of the next segment, or None for the
+    last segment.
+    """
+    for _ in range(ATTEMPTS_MAX):
         fault = "nothing behind it"
         try:
             while (frame := fmt.read_frame(segment.buffer, segment.end)) is not None:
@@ -123,31 +135,33 @@ def _scan(segment: _Segment, until_seq: int | None) -> None:
                 segment.end, segment.next_seq = frame.end, frame.next_seq
         except Corrupt as error:
             fault = str(error)
-        if until_seq is None and proof_behind(segment.buffer, segment.end, segment.next_seq) is None:
-            # the bytes after it belong to a commit that is being written, or that was never acknowledged
+        if until_seq is None and find_later_proof(segment.buffer, segment.end, segment.next_seq) is None:
+            # The bytes after the last whole frame belong to a commit that is being written or was never acknowledged.
             return
         if until_seq == segment.next_seq:
             return
-        # Frames that were incomplete when they were read may be whole by now. Damaged frames stay damaged.
+        # Frames that were incomplete when they were read may be complete by now. Damaged frames stay damaged.
     raise Corrupt(
         f"{segment.name}: it ends before seq {segment.next_seq}: {fault}; restore this file from a copy"
     )
 
 
-def _live(segments: list[_Segment]) -> list[FileEntry]:
+def _live_data_files(segments: list[_Segment]) -> list[FileEntry]:
     """List the data files that are live at the end of these segments."""
-    known = _last_snapshot(segments)
-    attaches: list[tuple[int, Attachment]] = []
+    snapshot = _last_snapshot(segments)
+    attachments: list[tuple[int, Attachment]] = []
     for segment in segments:
-        if segment.next_seq <= known.seq:
+        if segment.next_seq <= snapshot.seq:
             continue
         for frame in segment.frames():
-            if frame.next_seq > known.seq:
-                attaches += _attaches(fmt.decode_rows(segment.buffer, frame), frame.first_seq, known.seq)
-    return live_files(msgspec.convert(known.files or [], list[FileEntry]), attaches)
+            if frame.next_seq > snapshot.seq:
+                rows = fmt.decode_rows(segment.buffer, frame)
+                attachments += _attachments(rows, frame.first_seq, snapshot.seq)
+    return live_files(msgspec.convert(snapshot.files or [], list[FileEntry]), attachments)
 
 
 def _last_snapshot(segments: list[_Segment]) -> cp.Facts:
+    """Decode the last snapshot, or an empty one for a log from its first row on. Raises Corrupt if both are missing."""
     for segment in reversed(segments):
         if segment.snapshot_at is not None:
             frame = fmt.read_frame_header(segment.buffer, segment.snapshot_at)
@@ -160,28 +174,29 @@ def _last_snapshot(segments: list[_Segment]) -> cp.Facts:
     return cp.Facts(seq=1)
 
 
-def _attaches(rows: pa.RecordBatch, first_seq: int, from_seq: int) -> list[tuple[int, Attachment]]:
+def _attachments(rows: pa.RecordBatch, first_seq: int, from_seq: int) -> list[tuple[int, Attachment]]:
+    """Decode the attachments in the rows from `from_seq` on, with their numbers. The first row is `first_seq`."""
     kinds = rows.column("kind").to_numpy(zero_copy_only=False)
-    found = []
-    for at in (kinds == int(Kind.TABLE)).nonzero()[0].tolist():
-        change = att.decode_change(rows.column("body")[at].as_py())
-        if first_seq + at >= from_seq and isinstance(change, Attachment):
-            found.append((first_seq + at, change))
-    return found
+    attachments = []
+    for index in (kinds == int(Kind.TABLE)).nonzero()[0].tolist():
+        change = att.decode_change(rows.column("body")[index].as_py())
+        if first_seq + index >= from_seq and isinstance(change, Attachment):
+            attachments.append((first_seq + index, change))
+    return attachments
 
 
-def _data_file(files: Files, entry: FileEntry) -> Part:
+def _plan_data_file(files: Files, entry: FileEntry) -> PlannedFile:
     name = f"{TABLE}/{entry.path}"
-    buffer = _mapped(files, name)
+    buffer = _map_file(files, name)
     if buffer.size != entry.size_bytes:
         raise Corrupt(
             f"{name} has {buffer.size} bytes, not {entry.size_bytes}: restore this file from a copy"
         )
-    return Part(name, buffer, buffer.size, True)
+    return PlannedFile(name, buffer, buffer.size, True)
 
 
-def _mapped(files: Files, name: str) -> pa.Buffer:
+def _map_file(files: Files, name: str) -> pa.Buffer:
     try:
         return files.map_readonly(name)
     except NotFound as error:
-        raise _Gone(name) from error
+        raise _FileRemoved(name) from error

@@ -1,8 +1,9 @@
-"""Comparison of the caches beside the log with the log, for `timeball dump --verify`.
+"""Comparison of the log with the caches beside it, for `timeball dump --verify`.
 
 The caches are key runs, frame indexes and the queue index. A broker rebuilds a cache that does not match its checksum.
-But a cache may be intact and belong to another log. So each cache is compared here with frames and rows, segment by
-segment as these are read. The queue index is only compared up to the checkpoint. A start writes the rest again.
+But a cache may be intact and belong to another log. So each cache is compared with the frames and rows while the log is
+read, segment by segment. The queue index is compared only up to the checkpoint, because a start of the broker writes
+the rest again.
 """
 
 from __future__ import annotations
@@ -19,137 +20,161 @@ from timeball.log.segment import FOLDER, Segment
 from timeball.model.errors import Corrupt, NotFound
 from timeball.model.key_hash import KeyRun, UInt64Array, hash_keys
 from timeball.model.message import Int64Array
-from timeball.node.inspect.folder import Damage, FolderDump, FrameFound, SegmentFound
+from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame, InspectedSegment
 
 
 class CacheCheck:
-    """Compares the caches with frames that are added in the order of the log. Reports damage after each segment."""
+    """Compares the caches with the frames of the log.
+
+    Call `add` for each frame in the order of the log, and `finish` after each segment, which returns the damage.
+    """
 
     def __init__(self, folder: FolderDump) -> None:
         self._files: Files = folder.files
-        self._vouched_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
-        self._keys: list[tuple[UInt64Array, Int64Array]] = []  # of the current segment
-        self._frames: list[fmt.Frame] = []  # of the current segment
+        self._checkpoint_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
+        # (hashes, sequence numbers) of the keys in each frame of the current segment
+        self._segment_keys: list[tuple[UInt64Array, Int64Array]] = []
+        self._segment_frames: list[fmt.Frame] = []  # of the current segment
         self._damage: dict[str, Damage] = {}  # the first damage of each file
         self._queue_files = self._open_queue_files()
-        # the file that was read last, and its entries
-        self._opened: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
-        self._holes = self._find_holes()
+        # The queue file that was read last, and its entries by (topic, queue), or None if they are damaged.
+        self._last_read: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
+        self._uncovered_ranges = self._find_uncovered_ranges()
 
-    def add(self, found: FrameFound) -> None:
-        """Compare one frame of the current segment."""
-        rows, first_seq = found.rows, found.frame.first_seq
-        hashes, at = hash_keys(rows.column("unique_key"), rows.column("keys"))
-        self._keys.append((hashes, first_seq + at))
-        self._frames.append(found.frame)
+    def add(self, inspected: InspectedFrame) -> None:
+        """Add the next frame of the current segment, and compare its rows with the queue index."""
+        rows, first_seq = inspected.rows, inspected.frame.first_seq
+        hashes, row_numbers = hash_keys(rows.column("unique_key"), rows.column("keys"))
+        self._segment_keys.append((hashes, first_seq + row_numbers))
+        self._segment_frames.append(inspected.frame)
         visible = np.flatnonzero(rows.column("queue_offset").is_valid())
         if len(visible):
             self._compare_queues(rows.take(pa.array(visible)), first_seq + visible)
 
-    def finish(self, segment: SegmentFound) -> list[Damage]:
-        """List the damage found in the segment whose last frame was added."""
-        keys, self._keys = self._keys, []
-        frames, self._frames = self._frames, []
+    def finish(self, segment: InspectedSegment) -> list[Damage]:
+        """Compare the key run and the frame index of the segment whose last frame was added. Returns all damage."""
+        keys, self._segment_keys = self._segment_keys, []
+        frames, self._segment_frames = self._segment_frames, []
         if not segment.is_last and not segment.is_spare:
             self._compare_keys(f"{FOLDER}/{segment.ordinal:010d}.keys", keys)
             self._compare_frame_index(segment, frames)
-        found, self._damage = list(self._damage.values()), {}
-        return found
+        damage, self._damage = list(self._damage.values()), {}
+        return damage
 
     def _compare_keys(self, name: str, keys: list[tuple[UInt64Array, Int64Array]]) -> None:
         try:
             stored = KeyRun(self._files.map_readonly(name)).columns()
         except NotFound:
-            return  # the broker makes this file at the first look-up
+            return  # the broker writes this file at the first look-up
         except Corrupt as error:
-            self._note(name, None, f"{error}; delete it, it is made again")
+            self._record(name, None, f"{error}; delete it, it is made again")
             return
         hashes = np.concatenate([np.empty(0, np.uint64), *(pair[0] for pair in keys)])
         seqs = np.concatenate([np.empty(0, np.int64), *(pair[1] for pair in keys)])
-        if not _same(hashes, seqs, *stored):
-            self._note(name, None, "it does not hold the keys of its segment; delete it, it is made again")
+        if not _are_same_pairs(hashes, seqs, *stored):
+            self._record(name, None, "it does not hold the keys of its segment; delete it, it is made again")
 
-    def _compare_frame_index(self, found: SegmentFound, frames: list[fmt.Frame]) -> None:
-        segment = Segment(found.ordinal, found.first_seq or 0, found.buffer)
+    def _compare_frame_index(self, inspected: InspectedSegment, frames: list[fmt.Frame]) -> None:
+        segment = Segment(inspected.ordinal, inspected.first_seq or 0, inspected.buffer)
         for frame in frames:
             if (frame.first_seq, frame.position) != (segment.next_seq, segment.end):
-                return  # after damage, which was reported, the correct content of the index is unknown
+                return  # a frame is damaged (which was reported), so the correct content of the index is unknown
             segment.add(frame)
         name = frame_index.index_name(segment)
         try:
             stored = bytes(self._files.map_readonly(name))
         except NotFound:
-            return  # the broker makes this file during maintenance
-        if found.until_seq == segment.next_seq and stored != frame_index.encode(segment):
-            self._note(name, None, "it does not name the frames of its segment; delete it, it is made again")
+            return  # the broker writes this file during maintenance
+        if inspected.until_seq == segment.next_seq and stored != frame_index.encode(segment):
+            self._record(
+                name, None, "it does not name the frames of its segment; delete it, it is made again"
+            )
 
     def _compare_queues(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
+        """Compare visible rows with the queue files that should have entries for them."""
         for file in self._queue_files:
-            mine = (seqs >= file.first_seq) & (seqs < min(file.next_seq, self._vouched_seq))
-            if mine.any():
-                self._compare_file(file, rows.filter(pa.array(mine)), seqs[mine])
-        holes = [(before, after) for before, after in self._holes if seqs[0] < after and seqs[-1] >= before]
-        for before, after in holes:
-            lost = np.flatnonzero((seqs >= before) & (seqs < after))
-            if len(lost):
-                self._note(file_name(before), None, f"it is missing: seq {seqs[lost[0]]} is in no queue")
+            is_in_file = (seqs >= file.first_seq) & (seqs < min(file.next_seq, self._checkpoint_seq))
+            if is_in_file.any():
+                self._compare_file(file, rows.filter(pa.array(is_in_file)), seqs[is_in_file])
+        overlapping = [
+            (begin, end) for begin, end in self._uncovered_ranges if seqs[0] < end and seqs[-1] >= begin
+        ]
+        for begin, end in overlapping:
+            uncovered = np.flatnonzero((seqs >= begin) & (seqs < end))
+            if len(uncovered):
+                self._record(
+                    file_name(begin), None, f"it is missing: seq {seqs[uncovered[0]]} is in no queue"
+                )
 
     def _compare_file(self, file: QueueFile, rows: pa.RecordBatch, seqs: Int64Array) -> None:
         columns = zip(
             rows.column("topic").to_pylist(), rows.column("queue_id").to_pylist(),
             rows.column("queue_offset").to_pylist(), seqs.tolist(), strict=True,
         )  # fmt: skip
-        stored = self._parts_of(file)
+        stored = self._read_entries(file)
         for topic, queue_id, offset, seq in columns if stored is not None else ():
             part = stored.get((topic, queue_id)) if stored is not None else None
-            at = offset - part.first_offset if part is not None else -1
-            named = int(part.entries["seq"][at]) if part is not None and 0 <= at < len(part.entries) else None
-            if named != seq:
-                text = f"offset {offset} of queue {queue_id} of {topic!r} should name seq {seq}, and names {named}"
-                self._note(file.name, None, f"{text}; delete it, it is made again")
+            index = offset - part.first_offset if part is not None else -1
+            is_stored = part is not None and 0 <= index < len(part.entries)
+            stored_seq = int(part.entries["seq"][index]) if part is not None and is_stored else None
+            if stored_seq != seq:
+                text = f"offset {offset} of queue {queue_id} of {topic!r} should name seq {seq}, and names {stored_seq}"
+                self._record(file.name, None, f"{text}; delete it, it is made again")
 
-    def _parts_of(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
-        """Read the entries of a file. None if they are damaged. One file is kept in memory at a time."""
-        if self._opened is None or self._opened[0] is not file:
+    def _read_entries(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
+        """Read the entries of a queue file, by (topic, queue). None if they are damaged.
+
+        Only the last file is kept in memory.
+        """
+        if self._last_read is None or self._last_read[0] is not file:
             try:
-                self._opened = (file, {(part.topic, part.queue_id): part for part in file.parts()})
+                self._last_read = (file, {(part.topic, part.queue_id): part for part in file.parts()})
             except Corrupt as error:
-                self._note(file.name, None, f"{error}; delete it, it is made again")
-                self._opened = (file, None)
-        return self._opened[1]
+                self._record(file.name, None, f"{error}; delete it, it is made again")
+                self._last_read = (file, None)
+        return self._last_read[1]
 
     def _open_queue_files(self) -> list[QueueFile]:
-        found = []
+        queue_files = []
         for name in self._files.list_dir(QUEUES):
             try:
-                found.append(QueueFile(f"{QUEUES}/{name}", self._files.map_readonly(f"{QUEUES}/{name}")))
+                queue_files.append(
+                    QueueFile(f"{QUEUES}/{name}", self._files.map_readonly(f"{QUEUES}/{name}"))
+                )
             except Corrupt as error:
-                self._note(f"{QUEUES}/{name}", None, f"{error}; delete it, it is made again")
-        return sorted(found, key=lambda file: file.first_seq)
+                self._record(f"{QUEUES}/{name}", None, f"{error}; delete it, it is made again")
+        return sorted(queue_files, key=lambda file: file.first_seq)
 
-    def _find_holes(self) -> list[tuple[int, int]]:
-        """Find the ranges below the checkpoint that no file covers.
+    def _find_uncovered_ranges(self) -> list[tuple[int, int]]:
+        """Find the ranges of rows [begin, end) below the checkpoint that no queue file covers.
 
-        Ranges whose damaged file was reported already are left out.
+        Ranges whose damaged file is already reported are left out.
         """
-        covered, holes = 1, []
+        covered_seq, ranges = 1, []
         for file in self._queue_files:
-            if file.first_seq > covered:
-                holes.append((covered, file.first_seq))
-            covered = max(covered, file.next_seq)
-        if covered < self._vouched_seq:
-            holes.append((covered, self._vouched_seq))
-        return [hole for hole in holes if file_name(hole[0]) not in self._damage]
+            if file.first_seq > covered_seq:
+                ranges.append((covered_seq, file.first_seq))
+            covered_seq = max(covered_seq, file.next_seq)
+        if covered_seq < self._checkpoint_seq:
+            ranges.append((covered_seq, self._checkpoint_seq))
+        return [(begin, end) for begin, end in ranges if file_name(begin) not in self._damage]
 
-    def _note(self, name: str, position: int | None, text: str) -> None:
+    def _record(self, name: str, position: int | None, text: str) -> None:
+        """Record the first damage of a file."""
         self._damage.setdefault(name, Damage(name, position, text))
 
 
-def _same(hashes: UInt64Array, seqs: Int64Array, stored: UInt64Array, stored_seqs: Int64Array) -> bool:
-    """Return whether the same pairs are stored, sorted by hash. Pairs with the same hash may be in any order."""
+def _are_same_pairs(
+    hashes: UInt64Array, seqs: Int64Array, stored: UInt64Array, stored_seqs: Int64Array
+) -> bool:
+    """Check whether `stored` and `stored_seqs` are the same pairs as `hashes` and `seqs`, sorted by hash.
+
+    Pairs with the same hash may be in any order.
+    """
     if len(hashes) != len(stored) or np.any(stored[1:] < stored[:-1]):
         return False
-    mine, theirs = np.lexsort((seqs, hashes)), np.lexsort((stored_seqs, stored))
+    order, stored_order = np.lexsort((seqs, hashes)), np.lexsort((stored_seqs, stored))
     return bool(
-        np.array_equal(hashes[mine], stored[theirs]) and np.array_equal(seqs[mine], stored_seqs[theirs])
+        np.array_equal(hashes[order], stored[stored_order])
+        and np.array_equal(seqs[order], stored_seqs[stored_order])
     )

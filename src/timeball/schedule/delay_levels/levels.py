@@ -70,33 +70,34 @@ class LevelTable:
         return np.minimum(level, len(self))
 
     def delay_ms(self, level: Int64Array) -> Int64Array:
-        """Return the durations of these levels (1 to len), in ms."""
+        """Look up the durations of these levels (1 to len), in ms."""
         return np.asarray(self._array[level - 1])
 
 
 def _duration_ms(number: int, item: str) -> int:
-    found = _ITEM.fullmatch(item)
-    if found is None:
+    """Parse the item of a level, such as "10s". Raise SetupError."""
+    match = _ITEM.fullmatch(item)
+    if match is None:
         raise SetupError(
             f"--delay-levels: level {number} is {item!r}; write a number and one of s, m, h, d, "
             "with one blank between levels, such as '1s 5s 10s 1m'"
         )
-    duration_ms = int(found[1]) * _UNIT_MS[found[2]]
+    duration_ms = int(match[1]) * _UNIT_MS[match[2]]
     if duration_ms > limits.DELAY_MS_MAX:
         raise SetupError(f"--delay-levels: level {number} is {item}; ten years is the most")
     return duration_ms
 
 
-# ---- how a message looks while it waits for a level -----------------------------------------------------------
+# ---- the stored form of a message of a level ------------------------------------------------------------------
 
 LEVEL, REAL_TOPIC, REAL_QUEUE = "DELAY", "REAL_TOPIC", "REAL_QID"
 OVERRULED = ("TIMER_DELIVER_MS", "TIMER_DELAY_MS", "TIMER_DELAY_SEC")
 
-# `_OURS` matches one property of these names with the separator before it. `_REAL` matches the two properties that the
-# broker restores, at the end of a text.
+# `_LEVEL_PROPERTIES` matches one property with one of these names and the separator before it. `_REAL_PROPERTIES`
+# matches the two properties with the original topic and queue at the end of a text.
 _NAMES = "|".join((LEVEL, REAL_TOPIC, REAL_QUEUE, *OVERRULED))
-_OURS = f"{PROPERTY_END}(?:{_NAMES}){PROPERTY_NAME_END}[^{PROPERTY_END}]*"
-_REAL = (
+_LEVEL_PROPERTIES = f"{PROPERTY_END}(?:{_NAMES}){PROPERTY_NAME_END}[^{PROPERTY_END}]*"
+_REAL_PROPERTIES = (
     f"{REAL_TOPIC}{PROPERTY_NAME_END}(?P<topic>[^{PROPERTY_END}]+){PROPERTY_END}"
     f"{REAL_QUEUE}{PROPERTY_NAME_END}(?P<queue>-?[0-9]+){PROPERTY_END}$"
 )
@@ -105,13 +106,13 @@ _REAL = (
 def disguised_properties(
     properties: pa.Array, level: Int64Array, topic: pa.Array, queue_id: pa.Array
 ) -> pa.Array:
-    """Add the three properties of messages that are to wait. Raise InvalidMessage if a text becomes too long."""
+    """Add the three properties of a pending message of a level. Raise InvalidMessage if a text becomes too long."""
     text = pc.binary_join_element_wise(
         "", pc.utf8_rtrim(properties.fill_null(""), PROPERTY_END), PROPERTY_END
     )
-    # Removed before the broker's are added: a client must not choose the topic that the broker restores later.
-    text = pc.replace_substring_regex(text, _OURS, "")
-    ours = [
+    # Properties of a client with these names are removed: it must not choose the topic that the broker restores later.
+    text = pc.replace_substring_regex(text, _LEVEL_PROPERTIES, "")
+    added = [
         part
         for name, value in (
             (LEVEL, pa.array(level).cast(pa.string())),
@@ -120,8 +121,9 @@ def disguised_properties(
         )
         for part in (name + PROPERTY_NAME_END, value, PROPERTY_END)
     ]
-    # Each entry was given a leading separator, so that each could be matched by itself. The first separator is removed.
-    text = pc.binary_join_element_wise(text, PROPERTY_END, *ours, "")
+    # The texts got a leading separator above, so that each property could be matched with the separator before it. The
+    # first separator is removed.
+    text = pc.binary_join_element_wise(text, PROPERTY_END, *added, "")
     text = pc.utf8_ltrim(text, PROPERTY_END)
     lengths = byte_lengths(text)
     if int(lengths.max()) > limits.PROPERTIES_BYTES_MAX:
@@ -134,7 +136,7 @@ def disguised_properties(
 
 def restored(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Convert READ_SCHEMA rows of the schedule topic to messages with their own topics and queues."""
-    real = pc.extract_regex(rows.column("properties"), _REAL)
+    real = pc.extract_regex(rows.column("properties"), _REAL_PROPERTIES)
     if real.null_count:
         seq = rows.column("seq")[pc.index(real.is_null(), True).as_py()]
         raise Corrupt(f"seq {seq} waits in {SCHEDULE_TOPIC} and does not say for which topic")

@@ -1,11 +1,12 @@
-"""The backlog `hour_log`: the tail of the log in memory, and the files to which its messages are moved.
+"""The backlog `hour_log`: the tail of the log in memory, and the files of the pending table that replace it.
 
-    add    -> tail: two int64 a message          attach: files replace the tail's messages
-    open   <- tail, and files whose next due time has come near
+    add     stores a message in the tail, as two int64
+    attach  adds files, whose messages leave the tail
+    open    takes messages from the tail, and from files whose next due time is near
 
-Both are open up to `opened_ms`: a message that arrives later with an earlier due time counts as opened at once. Each
-file has a next due time of its own (pending.py), so messages that a bulk job attaches behind `opened_ms` are opened
-like all others. This backlog serves the pending table under every strategy.
+Tail and files are open up to `opened_ms`: a message that is added later with an earlier due time counts as opened at
+once. Each file has a next due time of its own (pending.py), so messages of a bulk job that are due before `opened_ms`
+are opened like all others. This backlog serves the pending table under every strategy.
 """
 
 from __future__ import annotations
@@ -50,25 +51,25 @@ class HourLog(Backlog):
         self._tail = DueIndex()
         self._locations = Locations()  # of messages in the tail that are not in their first row
         self._opened_ms = -FAR_MS  # all messages of the tail with earlier due times have been opened
-        self._keep_first()
+        self._update_first_due()
 
-    # -- the five questions ----------------------------------------------------------------------------------
+    # -- the five operations of a backlog --------------------------------------------------------------------
 
     def add(self, waiting: Waiting, now_ms: int, rewritten: Rewritten | None = None) -> Bools:
-        """Store two numbers per message, and two more if it is not in its first row."""
+        """Store two numbers per message, and two more if its row is not that of its version."""
         ahead_ms = now_ms + self._ahead_ms
         if self.first_due_ms >= ahead_ms:
             self._opened_ms = max(self._opened_ms, ahead_ms)  # nothing before this time has to be opened
-        opened = np.asarray(waiting.due_ms < self._opened_ms)
-        # Counted only once: for one row, `all` and `any` would cost more than the rest, as they run Python code.
-        opened_rows = np.count_nonzero(opened)
-        if opened_rows < len(opened):
-            far = waiting.part(~opened) if opened_rows else waiting
+        is_opened = np.asarray(waiting.due_ms < self._opened_ms)
+        # One count instead of `all` and `any`: for one row these would cost more than all the rest of this method.
+        opened_count = np.count_nonzero(is_opened)
+        if opened_count < len(is_opened):
+            far = waiting.part(~is_opened) if opened_count else waiting
             self._tail.add(far.due_ms, far.seq)
             if waiting.row_seq is not waiting.seq:  # else each message is in the row of its version
                 self._locations.add(far.seq, far.row_seq)
             self.first_due_ms = min(self.first_due_ms, self._tail.first_due_ms)
-        return opened
+        return is_opened
 
     async def open(self, now_ms: int, until_ms: int) -> Opened:
         """Open the due messages of the files, without bodies, and of the tail."""
@@ -80,13 +81,12 @@ class HourLog(Backlog):
             self.pending.opened(window.next_ms)
             self.pending.miss(window.missing)
         else:
-            self.pending.look_again()  # files that were not local may be local by now
-        # No pause from here on: messages added meanwhile must stay in the tail until the bound has moved.
-        # `window.until_ms` counts, not `until_ms`: the files may have allowed less, and tail and files must be open up
-        # to the same time.
+            self.pending.look_again()  # files may have become local
+        # No await from here on: messages that were added meanwhile must stay in the tail until `_opened_ms` has moved.
+        # The survey may have ended before `until_ms`, and tail and files must be open up to the same time.
         due, seq = self._tail.pop_before(window.until_ms, 0)
         self._opened_ms = max(self._opened_ms, window.until_ms)
-        self._keep_first()
+        self._update_first_due()
         return Opened.near(
             np.concatenate([window.due_ms, due]),
             np.concatenate([window.seq, seq]),
@@ -94,19 +94,19 @@ class HourLog(Backlog):
         )
 
     def needed_seq(self, settled_ms: int) -> int | None:
-        """Return None: the watermark of the table already protects the rows of the tail."""
+        """No row is needed, because retention keeps all rows from the watermark of the table on."""
         return None
 
     def state(self, settled_ms: int) -> None:
-        """Return None: the list of files and the log contain all that a restart needs."""
+        """No state is needed: a restart reads the list of files and the log."""
 
     def restore(
         self, state: msgspec.Struct | None, settled: Settled, waiting: Waiting, now_ms: int
     ) -> Opened:
-        """Start with the messages of the tail, and with the files. File parts that the mark covers are skipped."""
+        """Start with the messages of the tail, and with the files without the rows that the mark covers."""
         self.pending.skip_settled(settled)
-        self._keep_first()
-        # As if they arrived now: near messages are returned, the others stay in the tail.
+        self._update_first_due()
+        # Added as if they arrived now: near messages are returned, the others stay in the tail.
         near = waiting.part(self.add(waiting, now_ms))
         return Opened.near(near.due_ms, near.seq, near.row_seq)
 
@@ -135,15 +135,15 @@ class HourLog(Backlog):
         if attachment.job == "compact":
             # Compaction took all pending messages below `to_seq`. Opened ones have left the tail before.
             self._tail.drop_seqs_below(attachment.to_seq)
-            # An empty tail needs no locations. Otherwise outdated ones stay for now, at 16 bytes each.
+            # An empty tail needs no locations. Otherwise outdated ones stay in memory for now, at 16 bytes each.
             if not len(self._tail):
                 self._locations = Locations()
-        self._keep_first()
+        self._update_first_due()
 
     def look_again(self) -> None:
         """Check again which files are local."""
         self.pending.look_again()
-        self._keep_first()
+        self._update_first_due()
 
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Read these messages, which are sorted, from the files (reader thread)."""
@@ -152,25 +152,25 @@ class HourLog(Backlog):
         if rows is None:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         # The files contain more rows in this span: settled ones, and messages of another gather.
-        wanted = np.isin(int64(rows.column("seq")), seq)
-        return rows if wanted.all() else rows.filter(pa.array(wanted))
+        is_wanted = np.isin(int64(rows.column("seq")), seq)
+        return rows if is_wanted.all() else rows.filter(pa.array(is_wanted))
 
-    def rows_due(self, instants_ms: list[int]) -> list[int]:
-        """Count the rows of tail and files that are due before each of `instants_ms`, which ascend.
+    def rows_due(self, times_ms: list[int]) -> list[int]:
+        """Count the rows of tail and files that are due before each of `times_ms`, which ascend.
 
-        A file that spans such a time counts with its share of the span. Settled (released or cancelled) rows count
-        until they are removed.
+        If a time is within the span of a file, a share of the file's rows is counted. Settled (released or cancelled)
+        rows are included until they are removed.
         """
         spans = np.array(
             [(entry.min_due_ms, entry.max_due_ms, entry.rows) for entry in self.pending.live_entries()],
             dtype=np.float64,
         ).reshape(-1, 3)
-        found = []
-        for until_ms in instants_ms:
-            # Due times are taken as evenly spread over the span of a file.
+        counts = []
+        for until_ms in times_ms:
+            # An estimate: it assumes that due times are evenly spread over the span of a file.
             share = (until_ms - spans[:, 0]) / (spans[:, 1] - spans[:, 0] + 1)
-            found.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * spans[:, 2]).sum()))
-        return found
+            counts.append(self._tail.count_before(until_ms) + int((np.clip(share, 0, 1) * spans[:, 2]).sum()))
+        return counts
 
     def statistics(self) -> dict[str, int]:
         """Count the rows in the tail and in files."""
@@ -181,10 +181,11 @@ class HourLog(Backlog):
             "open_files": self.pending.open_files,
         }
 
-    def _keep_first(self) -> None:
+    def _update_first_due(self) -> None:
         self.first_due_ms = min(self._tail.first_due_ms, self.pending.first_due_ms)
 
     def _survey(self, files: list[tuple[DataFile, int]], until_ms: int, now_ms: int) -> Window:
+        """Read the pairs to open from `files`, and close files that are far from now (reader thread)."""
         window = survey(files, until_ms)
         # In the reader thread, which alone opens and reads data files, so no file is closed during a read.
         close_far(self.pending.all(), now_ms)

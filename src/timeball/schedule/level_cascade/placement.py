@@ -1,21 +1,21 @@
 """Placement: pure functions that compute the next queue of a message from its due time and its list of levels.
 
-    queue 0            its turn is near: no hop any more
-    queue 2·level - 1  this hop, and more behind it
-    queue 2·level      this hop is the last that matters: the message is near when it is over
+    queue 0            near messages: no hop any more
+    queue 2·level - 1  messages in a hop of this level, with more hops after it
+    queue 2·level      messages in their last hop, of this level: near when it is over
 
-A hop begins when the message is entered, and ends one level's duration later, so that each queue is sorted. Delays
-between hops (a scan every 100 ms, a commit, a restart) add up and are not compensated on the way: the list stays as it
-is while its next level ends at most `DRIFT_MS` after the due time. Otherwise a new list is made for the remaining time.
-The last hop is opened `lead_ms` early, so that no drift is visible in a delivery.
+A hop begins when the message is added to the queue, and ends one level's duration later, so that each queue is sorted.
+Delays between hops (a scan every 100 ms, a commit, a restart) add up and are not compensated for each hop: the list is
+followed while its next level ends at most `DRIFT_MS` after the due time. Otherwise a new list is made for the remaining
+time. Last hops are opened early, by up to `lead_ms`, so that these delays are not visible in a delivery.
 
-    more behind it:  end of the hop <  due - lead          opened at its end
-    last:            end of the hop <= due + DRIFT_MS      opened lead_ms before its end
+    not the last:  end of the hop <  due - lead          opened at its end
+    the last:      end of the hop <= due + DRIFT_MS      opened up to lead_ms before its end
 
 A remaining time is split into levels of a table of 32:
 
     1s 5s 10s 30s 1m … 2h                                levels 1 to 18 are RocketMQ's: a number means the same
-    3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h     levels 19 to 32 are the digits that were missing
+    3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h     levels 19 to 32 are the digits that RocketMQ lacks
 
 A *list* contains the digits of the time, largest first: tens and ones of hours, minutes and seconds. A digit that is in
 the table is one level. Another digit is two levels, the digit below it and 1. The table has all tens, all minutes and
@@ -44,9 +44,9 @@ HOPS_MAX = 8
 HOP_BITS = 6
 REACH_MS = DAY_MS  # the longest time that one list covers
 # The level of times beyond that.
-FARTHER = NAMES.index("20h") + 1
+BEYOND_REACH = NAMES.index("20h") + 1
 
-# Level n is at index n. There is no level 0, and no message waits for it.
+# Level n is at index n. There is no level 0: its duration is 0.
 DURATION_MS: Int64Array = np.array((0, *LevelTable.parse(" ".join(NAMES)).durations_ms), dtype=np.int64)
 
 DRIFT_MS = SECOND_MS  # eight hops, each delayed by a scan and a commit
@@ -58,20 +58,20 @@ SCAN_MS = 100  # the interval of RocketMQ's scan
 
 
 def _levels_of(count: int, unit: str) -> list[int]:
-    """Find the levels of a number of hours, minutes or seconds, largest first."""
-    found = []
+    """Split a number of hours, minutes or seconds into levels, largest first."""
+    names = []
     tens, ones = divmod(count, 10)
-    for digit, places in ((tens, "0"), (ones, "")):
-        name = f"{digit}{places}{unit}"
+    for digit, zeros in ((tens, "0"), (ones, "")):
+        name = f"{digit}{zeros}{unit}"
         if digit and name in NAMES:
-            found.append(name)
+            names.append(name)
         elif digit:
-            found += [f"{digit - 1}{places}{unit}", f"1{places}{unit}"]
-    return [NAMES.index(name) + 1 for name in found]
+            names += [f"{digit - 1}{zeros}{unit}", f"1{zeros}{unit}"]
+    return [NAMES.index(name) + 1 for name in names]
 
 
 def _packed(levels: list[int]) -> int:
-    return sum(level << (HOP_BITS * place) for place, level in enumerate(levels))
+    return sum(level << (HOP_BITS * index) for index, level in enumerate(levels))
 
 
 def _table(values: int, unit: str) -> tuple[Int64Array, Int64Array]:
@@ -87,32 +87,32 @@ _SECONDS, _ = _table(60, "s")
 
 
 def plan(remaining_ms: Int64Array) -> Int64Array:
-    """Compute the list for each remaining time in ms. 0, an empty list, below a second."""
+    """Split each remaining time (ms) into a list of levels. The list is 0 (empty) for less than a second."""
     within = np.clip(remaining_ms, 0, REACH_MS)
     hours, minutes, seconds = within // HOUR_MS, within // MINUTE_MS % 60, within // SECOND_MS % 60
     hour_bits = _HOUR_BITS[hours]
     hops = _HOURS[hours] | _MINUTES[minutes] << hour_bits
     hops |= _SECONDS[seconds] << (hour_bits + _MINUTE_BITS[minutes])
-    return np.where(remaining_ms > REACH_MS, FARTHER, hops)
+    return np.where(remaining_ms > REACH_MS, BEYOND_REACH, hops)
 
 
 def first(hops: Int64Array) -> Int64Array:
-    """Return the first level of each list. 0 for an empty list."""
+    """Extract the first level of each list. 0 for an empty list."""
     return np.asarray(hops & ((1 << HOP_BITS) - 1))
 
 
 def rest(hops: Int64Array) -> Int64Array:
-    """Return each list without its first level."""
+    """Remove the first level of each list."""
     return np.asarray(hops >> HOP_BITS)
 
 
 def lead_ms_of(ahead_ms: int) -> int:
-    """Compute how many ms before its due time a message is near, if bodies are loaded `ahead_ms` ahead."""
+    """Compute the lead time: how many ms before its due time a message is near. Bodies are loaded `ahead_ms` ahead."""
     return max(ahead_ms, LEAD_MS_MIN)
 
 
 def is_last(queue: int) -> bool:
-    """Check whether a hop in this queue is the last."""
+    """Check whether the hops of this queue are the last ones of their messages."""
     return queue % 2 == 0
 
 
@@ -136,18 +136,18 @@ class Entered:
     left: Int64Array
 
 
-def following(due_ms: Int64Array, left: Int64Array, now_ms: int) -> Int64Array:
-    """Return the list to go on with after a hop: the rest of the old one, or a new one if the rest does not fit."""
-    level = first(left)
+def next_hops(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
+    """Choose the list for the time after a hop: `hops`, or a new list if its first level ends too late."""
+    level = first(hops)
     fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
-    return left if fits.all() else np.where(fits, left, plan(due_ms - now_ms))
+    return hops if fits.all() else np.where(fits, hops, plan(due_ms - now_ms))
 
 
 def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> Entered:
-    """Begin the first level of each list, or of a new list if it does not fit. Near messages have no hop."""
-    near = due_ms - entry_ms <= lead_ms
-    hops = following(due_ms, hops, entry_ms)
-    level = np.where(near, 0, first(hops))
+    """Place messages in the queues of their first hops, which begin at `entry_ms`. Near messages have no hop."""
+    is_near = due_ms - entry_ms <= lead_ms
+    hops = next_hops(due_ms, hops, entry_ms)
+    level = np.where(is_near, 0, first(hops))
     hop_end = entry_ms + DURATION_MS[level]
-    last = hop_end >= due_ms - lead_ms
-    return Entered(np.where(near, NEAR, 2 * level - 1 + last), hop_end, rest(hops))
+    is_last_hop = hop_end >= due_ms - lead_ms
+    return Entered(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, rest(hops))

@@ -9,8 +9,8 @@
 
 Slot n is at byte (n mod count) * 16. Several slots share this position, and `lap` distinguishes them. With slots of
 1000 ms and three days the ring takes 4 MB, with slots of 1 ms 4 GB. The space is allocated when the ring is made, so a
-full disk shows at the start and not as a page fault. The ring is never synced and no start reads it. Each start makes
-an empty ring, and the backlog pushes the durable links, which have checksums.
+full disk is an error at the start instead of a fault when a page is written. The ring is never synced, and no start
+reads it: each start makes an empty ring and pushes the durable links of the timer log, which have checksums.
 
 Slots are numbered for ever, due time // precision. Counted from `bound`, the first slot that is not opened:
 
@@ -19,12 +19,12 @@ Slots are numbered for ever, due time // precision. Counted from `bound`, the fi
 
 The reach is a length of *time*: a finer precision makes more slots, not a shorter ring. (RocketMQ's number of slots is
 fixed, so that at 100 ms its seven days are 17 hours.) The part of `count` beyond the reach is for slots that are opened
-and not settled (released or cancelled) yet. Their records stay readable for a restart until the delivery lags by
-`MARGIN_MS`.
+but whose messages are not all settled (released or cancelled) yet. Their records stay readable for a restart, unless
+the delivery lags by more than `MARGIN_MS`.
 
-A message due out of reach waits in a slot within it and is rolled when that slot is opened: it is rewritten and placed
-again. A roll must not be urgent. So a message due just beyond the reach waits in the middle, not at the end (as in
-RocketMQ). A roll is never made later than a third of the ring before its message is due.
+A message due beyond the reach waits in a slot within it and is *rolled* when that slot is opened: it is rewritten and
+placed again. A roll must not be urgent. So a message due just beyond the reach waits in the middle of the reach, not at
+the end as in RocketMQ. A roll is never made later than a third of the reach before its message is due.
 """
 
 from __future__ import annotations
@@ -65,31 +65,31 @@ class Slots:
         """The number of slots before `bound` that keep their records."""
         return self.count - self.reach
 
-    def of_instant(self, ms: int) -> int:
+    def slot_at(self, ms: int) -> int:
         """Compute the slot of a due time."""
         return ms // self.precision_ms
 
-    def of_instants(self, ms: Int64Array) -> Int64Array:
+    def slots_at(self, ms: Int64Array) -> Int64Array:
         """Compute the slot of each due time."""
         return np.asarray(ms // self.precision_ms)
 
     def begin_ms(self, slot: int) -> int:
-        """Return the first ms of a slot."""
+        """Compute the first ms of a slot."""
         return slot * self.precision_ms
 
     def index(self, slots: Int64Array) -> Int64Array:
         """Compute the positions of slots in the ring."""
         return np.asarray(slots % self.count)
 
-    def place(self, slots: Int64Array, bound: int) -> Int64Array:
-        """Choose the slots in which messages due in `slots` wait. None of `slots` is before `bound`."""
+    def choose_slots(self, slots: Int64Array, bound: int) -> Int64Array:
+        """Choose the slots in which messages due in `slots` are stored. None of `slots` may be before `bound`."""
         last = bound + self.reach - 1
         beyond = slots - last
         if not (beyond > 0).any():
             return slots
         # Just beyond the reach: the middle, so that the roll is not urgent. Farther away: the last slot.
-        elsewhere = np.where(beyond < self.reach // 3, bound + self.reach // 2, last)
-        return np.where(beyond > 0, elsewhere, slots)
+        roll_slots = np.where(beyond < self.reach // 3, bound + self.reach // 2, last)
+        return np.where(beyond > 0, roll_slots, slots)
 
 
 RECORD = np.dtype([("last", "<i8"), ("lap", "<u4"), ("rows", "<u4")])
@@ -140,34 +140,34 @@ class Ring:
     def heads(self, slots: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Read (newest link, rows) of these slots. (-1, 0) for a slot that is unused or no longer in the ring."""
         records = self._records[self._slots.index(slots)]
-        # The position may belong to a slot of another revolution. The lap distinguishes them.
-        mine = (records["rows"] > 0) & (records["lap"] == slots // self._slots.count)
+        # The position may belong to a slot of another lap.
+        is_current = (records["rows"] > 0) & (records["lap"] == slots // self._slots.count)
         rows = records["rows"].astype(np.int64)
-        return np.where(mine, records["last"], -1), np.where(mine, rows, 0)
+        return np.where(is_current, records["last"], -1), np.where(is_current, rows, 0)
 
     def push(self, slots: Int64Array, last: Int64Array, rows: Int64Array) -> None:
         """Set the newest links of these slots, and add `rows` to their row counts. `slots` is distinct and ascends.
 
-        A slot whose position belongs to a later revolution is skipped: it is an opened one, far behind.
+        A slot whose position belongs to a later lap is skipped: it was opened long ago.
         """
         count = self._slots.count
         index, lap = self._slots.index(slots), slots // count
-        old = self._records[index]
-        in_use = old["rows"] > 0
-        mine = in_use & (old["lap"] == lap)
-        ours = ~in_use | (old["lap"] <= lap)
-        fresh = np.empty(len(slots), RECORD)
-        fresh["last"], fresh["lap"] = last, lap
-        fresh["rows"] = np.minimum(np.where(mine, old["rows"], 0) + rows, ROWS_MAX)
-        # Whole records are written, so that the kernel writes back either the old or the new one at any time.
-        self._records[index[ours]] = fresh[ours]
-        ahead = slots >= self.bound
-        self.rows += int(rows[ahead].sum())
-        new = ahead & ~mine
-        if new.any():
-            np.add.at(self._used, index[new] // BLOCK, 1)
-        if ahead.any() and self._first is not None:
-            self._first = min(self._first, int(slots[ahead][0]))
+        old_records = self._records[index]
+        in_use = old_records["rows"] > 0
+        is_current = in_use & (old_records["lap"] == lap)
+        is_writable = ~in_use | (old_records["lap"] <= lap)
+        new_records = np.empty(len(slots), RECORD)
+        new_records["last"], new_records["lap"] = last, lap
+        new_records["rows"] = np.minimum(np.where(is_current, old_records["rows"], 0) + rows, ROWS_MAX)
+        # Whole records are written, so that a page on disk contains either the old or the new record.
+        self._records[index[is_writable]] = new_records[is_writable]
+        is_unopened = slots >= self.bound
+        self.rows += int(rows[is_unopened].sum())
+        is_new = is_unopened & ~is_current
+        if is_new.any():
+            np.add.at(self._used, index[is_new] // BLOCK, 1)
+        if is_unopened.any() and self._first is not None:
+            self._first = min(self._first, int(slots[is_unopened][0]))
 
     def first_used(self) -> int | None:
         """Find the first used slot from `bound` on. None if there is none."""
@@ -176,9 +176,9 @@ class Ring:
         return self._first
 
     def open(self, to: int, rows_max: int) -> tuple[Int64Array, Int64Array]:
-        """Move `bound` up to `to`. Return the used slots that it passed, ascending, and the newest link of each.
+        """Move `bound` towards `to`. Returns the used slots that it passed, ascending, and the newest link of each.
 
-        It moves less far if they contain more than `rows_max` rows, but past one used slot at least.
+        The bound stops earlier if the slots contain more than `rows_max` rows, but it passes at least one used slot.
         """
         first = self.first_used()
         if first is None or first >= to:
@@ -189,14 +189,14 @@ class Ring:
         slots = np.arange(first, to, dtype=np.int64)
         last, rows = self.heads(slots)
         in_use = np.flatnonzero(rows)
-        fitting = int(np.searchsorted(np.cumsum(rows[in_use]), rows_max, side="right"))
-        if fitting < len(in_use):
-            in_use = in_use[: max(1, fitting)]
+        fitting_count = int(np.searchsorted(np.cumsum(rows[in_use]), rows_max, side="right"))
+        if fitting_count < len(in_use):
+            in_use = in_use[: max(1, fitting_count)]
             to = int(slots[in_use[-1]]) + 1
         self.bound = to
         self.rows -= int(rows[in_use].sum())
         np.subtract.at(self._used, self._slots.index(slots[in_use]) // BLOCK, 1)
-        # Not known now. The next call of `first_used` searches by the counts of the blocks.
+        # Unknown now: the next call of `first_used` searches with the counts of the blocks.
         self._first = None
         return slots[in_use], last[in_use]
 
@@ -205,12 +205,18 @@ class Ring:
         self._file.close()
 
     def _find_first(self) -> int:
-        """Search the used blocks in slot order. That of `bound` comes first, and once more last for the next lap."""
+        """Search the used blocks in slot order.
+
+        The block of `bound` comes first, and once more last: its positions before `bound` belong to the next lap.
+        """
         begin = self.bound % self._slots.count
-        next_lap, home = self.bound - begin + self._slots.count, begin // BLOCK
+        next_lap, first_block = self.bound - begin + self._slots.count, begin // BLOCK
         blocks = np.flatnonzero(self._used)
-        for part, end in ((blocks[blocks >= home], next_lap), (blocks[blocks <= home], 1 << 62)):
-            for block in part.tolist():
+        for chosen_blocks, end in (
+            (blocks[blocks >= first_block], next_lap),
+            (blocks[blocks <= first_block], 1 << 62),
+        ):
+            for block in chosen_blocks.tolist():
                 slots = self._slots_in(block)
                 slots = slots[(slots >= self.bound) & (slots < end)]
                 if len(slots):
@@ -218,6 +224,7 @@ class Ring:
         raise AssertionError("a slot is counted and not in the ring")
 
     def _slots_in(self, block: int) -> Int64Array:
+        """List the used slots whose positions are in a block."""
         begin = block * BLOCK
         records = self._records[begin : begin + BLOCK]
         in_use = np.flatnonzero(records["rows"])

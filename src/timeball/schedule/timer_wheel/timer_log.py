@@ -11,15 +11,16 @@
 
 All fields are little-endian int64. The checksum is that of mapped_log.py, over the fields before it.
 
-As in RocketMQ, the ring contains the end of each slot's chain, and the chain leads backwards. Unlike there, a link
-covers all messages of one batch that share a slot, so slots are read and written in batches. The first link of a slot
-has -1 as `prev`.
+As in RocketMQ, the ring contains the newest link of each slot's chain, and each link refers to the one before it.
+Unlike in RocketMQ, a link covers all messages of one batch that share a slot, so slots are read and written in batches.
+The first link of a slot has -1 as `prev`.
 
 No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message durably
-has another entry. A restart may read the mark or not. If not, the log behind the checkpoint contains the new location.
+has another entry (the *mark*). A power cut may lose the mark. Then the commit log after the checkpoint contains the new
+location, and the restart marks the entry again.
 
 Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span is
-delivered, the span is dropped. Then the rows of the commit log that it refers to are no longer needed, either.
+delivered, the span is dropped, and the rows of the commit log to which it refers are no longer needed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class Span(msgspec.Struct, array_like=True):
-    """A part of the log: its first link and entry, its first `bound`, its last slot, its oldest commit-log row."""
+    """A part of the log: its first link and entry, the ring's `bound` at its begin, its last slot, its oldest row."""
 
     first_link: int
     first_entry: int
@@ -101,14 +102,15 @@ class TimerLog:
     def append(
         self, slots: Int64Array, rows: Int64Array, prev: Int64Array, waiting: Waiting, bound: int
     ) -> Int64Array:
-        """Append messages, the first rows[0] of which belong to slots[0], and so on. Return the index of each link.
+        """Append messages. The first rows[0] of them belong to slots[0], and so on. Returns the index of each new link.
 
-        `prev` contains the ends of the slots' chains so far. `bound` is the current one of the ring, for the spans.
+        `prev` contains the newest link of each slot so far, or -1. `bound` is that of the ring, for the spans.
         """
         entries = np.empty(len(waiting), ENTRY)
         entries["due_ms"], entries["seq"], entries["row_seq"] = waiting.due_ms, waiting.seq, waiting.row_seq
         self._extend_span(int(slots.max()), int(waiting.row_seq.min()), bound)
-        # Entries first: on a full disk an entry without a link only takes space. A link without entries is a fault.
+        # Entries first: if the disk becomes full, entries without a link only take space, but a link without entries
+        # would be damage.
         first = self.entries.append(entries)
         links = np.empty(len(slots), LINK)
         links["prev"], links["slot"], links["rows"] = prev, slots, rows
@@ -117,20 +119,20 @@ class TimerLog:
 
     def walk(self, slots: Int64Array, last: Int64Array) -> Entries:
         """Read all entries of these slots, whose chains end in the links `last` (reader thread). Raise Corrupt."""
-        found = [np.empty(0, LINK)]
+        link_batches = [np.empty(0, LINK)]
         while len(last):
             links = self.links.at(last)
-            # Each checksum covers one record alone. Here the chain is checked: it must lead backwards, and so end.
+            # The checksums cover single records. This checks the chain: each link refers to an earlier one of its slot.
             if not bool(((links["slot"] == slots) & (links["prev"] < last) & (links["rows"] > 0)).all()):
                 fault = "the chain of a slot is broken; start the broker again, and the ring is made anew"
                 raise Corrupt(f"{self.links.folder}: {fault}")
-            found.append(links)
-            more = links["prev"] >= 0
-            slots, last = slots[more], links["prev"][more]
-        return self.entries_of(np.concatenate(found))
+            link_batches.append(links)
+            has_previous = links["prev"] >= 0
+            slots, last = slots[has_previous], links["prev"][has_previous]
+        return self.entries_of(np.concatenate(link_batches))
 
-    def gone(self, index: Int64Array) -> None:
-        """Mark these entries: their messages durably have another entry."""
+    def mark_moved(self, index: Int64Array) -> None:
+        """Mark these entries, because their messages durably have another entry."""
         self.entries.mark(index)
 
     def forget(self, low: int) -> None:
@@ -152,16 +154,16 @@ class TimerLog:
             [msgspec.structs.replace(span) for span in self._spans],
         )
 
-    def gone_by_seq(self, seq: Int64Array) -> int:
-        """Mark all entries of these messages, in one pass over the entries. Return the number of marked entries."""
+    def mark_moved_by_seq(self, seq: Int64Array) -> int:
+        """Mark all entries of these messages, in one pass over the log. Returns the number of marked entries."""
         if not len(seq):
             return 0
         count, seq = 0, np.sort(seq)
         for begin, entries in self.entries.parts():
             seqs = entries["seq"]
-            found = np.minimum(np.searchsorted(seq, seqs), len(seq) - 1)
-            index = begin + np.flatnonzero(seq[found] == seqs)
-            self.gone(index)
+            indexes = np.minimum(np.searchsorted(seq, seqs), len(seq) - 1)
+            index = begin + np.flatnonzero(seq[indexes] == seqs)
+            self.mark_moved(index)
             count += len(index)
         return count
 
@@ -173,14 +175,15 @@ class TimerLog:
         index = np.repeat(links["first"] - (ends - rows), rows) + np.arange(total, dtype=np.int64)
         entries = self.entries.at(index)
         columns = (np.ascontiguousarray(entries[name]) for name in ("due_ms", "seq", "row_seq"))
-        found = Entries(index, np.repeat(links["slot"], rows), *columns)
-        # A marked entry does not count: its message has another entry.
-        here = found.row_seq >= 0
-        return found if here.all() else found.part(here)
+        result = Entries(index, np.repeat(links["slot"], rows), *columns)
+        # Marked entries are skipped: their messages have another entry.
+        is_valid = result.row_seq >= 0
+        return result if is_valid.all() else result.part(is_valid)
 
-    # -- inside ----------------------------------------------------------------------------------------------------
+    # -- internals -------------------------------------------------------------------------------------------------
 
     def _extend_span(self, last_slot: int, first_row_seq: int, bound: int) -> None:
+        """Add a batch to the last span, or to a new one if the last span is large enough."""
         span = self._spans[-1] if self._spans else None
         if (
             span is None
@@ -189,6 +192,6 @@ class TimerLog:
         ):
             self._spans.append(Span(self.links.end, self.entries.end, bound, last_slot, first_row_seq))
             return
-        # A span is dropped only after its last slot. One message due next year keeps all of it, hence the limits above.
+        # A span is dropped only after its last slot, which may be far away, so the limits above keep spans small.
         span.last_slot = max(span.last_slot, last_slot)
         span.first_row_seq = min(span.first_row_seq, first_row_seq)

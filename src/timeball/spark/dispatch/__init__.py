@@ -1,1 +1,1 @@
-"""The job `dispatch`: Spark reads due messages from the pending table and brings them to the broker."""
+"""The job `dispatch`: Spark reads due messages from the pending table and sends them to the broker for release."""

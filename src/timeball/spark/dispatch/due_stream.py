@@ -1,16 +1,16 @@
-"""The Spark format `timeball_due`: a stream of pointers to rows of the pending table that are about to be due.
+"""The Spark format `timeball_due`: a stream of pointers to rows of the pending table that are due soon.
 
     spark.readStream.format("timeball_due").option("endpoint", …).load()     rows: POINTER_SCHEMA
          .writeStream.format("timeball_due").option("endpoint", …)           releases them (release_writer.py)
 
-An offset is a time on the broker's clock: all rows due before it have been planned, that is, given to a task. A
-micro-batch covers the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run when
-their rows are due. All its rows are of one version of the table, which its offset names. `latestOffset` returns the
-start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while the broker has nothing due.
+An offset is a time on the broker's clock: all rows due before it are *planned*, which means assigned to a task. A
+micro-batch plans the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run when
+their rows are due. All its rows are from one version of the table, which its offset names. `latestOffset` returns the
+start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while no message is due soon.
 
-Correctness does not depend on the stream. The broker releases a row once even if it is planned twice. It also releases
-rows by itself that are planned too late or never. Rows that were due more than `behind_ms` ago are never planned,
-because the broker has already loaded them.
+No message depends on the stream. The broker releases a row once even if it is planned twice. It also releases by itself
+the rows that are planned too late or never. Rows that were due more than `behind_ms` ago are never planned, because the
+broker has already loaded them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from pyspark.sql.types import StructType
 from timeball.model import limits
 from timeball.model.errors import NotFound, SetupError
 from timeball.model.wire import Status
-from timeball.spark.dispatch.due_files import POINTER_SCHEMA, DueFiles, Span, end_of, pointers, tasks
+from timeball.spark.dispatch.due_files import (
+    POINTER_SCHEMA,
+    DueFiles,
+    Span,
+    cut_into_tasks,
+    encode_pointers,
+    window_end,
+)
 from timeball.spark.dispatch.release_writer import ReleaseWriter
 from timeball.spark.source import option_values as values
 from timeball.spark.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
@@ -100,7 +107,7 @@ class DueDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
         """See DataSource."""
         if schema.fieldNames() != POINTER_SCHEMA.names:
-            raise SetupError(f"{NAME} takes what it has given out, {POINTER_SCHEMA.names}, and nothing else")
+            raise SetupError(f"{NAME} accepts only the columns of its own stream: {POINTER_SCHEMA.names}")
         options = due_options(self.options)
         return ReleaseWriter(options.endpoint, options.lead_ms)
 
@@ -113,7 +120,7 @@ class DuePart(InputPartition):
 
 
 class DueStream(BrokerStream):
-    """The stream of pointers to rows that are about to be due. Tasks only call `read`."""
+    """The stream of pointers to rows that are due soon. Tasks only call `read`."""
 
     def __init__(self, options: DueOptions) -> None:
         super().__init__(options.endpoint)
@@ -125,27 +132,34 @@ class DueStream(BrokerStream):
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Choose the offset of a new query: `behind_ms` before now, because the broker has loaded all earlier rows."""
         status = self.broker().status()
-        begin = status.now_ms - self.options.behind_ms
-        return {"due_ms": begin, "from_ms": begin, "version": status.table.version}
+        begin_ms = status.now_ms - self.options.behind_ms
+        return {"due_ms": begin_ms, "from_ms": begin_ms, "version": status.table.version}
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Choose the end of the next micro-batch, or `start` itself while no row is about to be due."""
+        """Choose the end of the next micro-batch.
+
+        Returns `start` while no row is due soon, which starts no micro-batch.
+        """
         options, status = self.options, self.broker().status()
         self._now_ms = status.now_ms
-        begin = max(int(start["due_ms"]), status.now_ms - options.behind_ms)
-        end = status.now_ms + options.lead_ms if self._final_ms is None else self._final_ms
-        spans = self._spans(status.table.version, begin, end, status)
-        if self._final_ms is None and not self._is_time(spans, status.now_ms):
+        begin_ms = max(int(start["due_ms"]), status.now_ms - options.behind_ms)
+        end_ms = status.now_ms + options.lead_ms if self._final_ms is None else self._final_ms
+        spans = self._spans(status.table.version, begin_ms, end_ms, status)
+        if self._final_ms is None and not self._is_batch_due(spans, status.now_ms):
             return start
-        end = max(begin, end_of(spans, options.max_rows_per_batch, end)) if spans else max(begin, end)
-        return {"due_ms": end, "from_ms": begin, "version": status.table.version}
+        end_ms = (
+            max(begin_ms, window_end(spans, options.max_rows_per_batch, end_ms))
+            if spans
+            else max(begin_ms, end_ms)
+        )
+        return {"due_ms": end_ms, "from_ms": begin_ms, "version": status.table.version}
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """End the query after the messages that are due now."""
+        """Make the query end after the messages that are due now."""
         self._final_ms = self.broker().status().now_ms + 1
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """The broker's clock at the latest status, so that Spark's progress shows how far the query lags."""
+        """Report the broker's clock at the latest status, so that Spark's progress shows the lag of the query."""
         return None if self._now_ms is None else {"due_ms": self._now_ms}
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
@@ -154,7 +168,8 @@ class DueStream(BrokerStream):
             return []
         spans = self._spans(int(end["version"]), int(end["from_ms"]), int(end["due_ms"]))
         return [
-            DuePart(pointers(piece).to_pydict()) for piece in tasks(spans, self.options.rows_per_partition)
+            DuePart(encode_pointers(task_spans).to_pydict())
+            for task_spans in cut_into_tasks(spans, self.options.rows_per_partition)
         ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -162,26 +177,30 @@ class DueStream(BrokerStream):
         if isinstance(partition, DuePart):
             yield pa.RecordBatch.from_pydict(partition.columns, POINTER_SCHEMA)
 
-    def _is_time(self, spans: list[Span], now_ms: int) -> bool:
-        """Check whether the first row is due within half of `lead_ms`, or earlier.
+    def _is_batch_due(self, spans: list[Span], now_ms: int) -> bool:
+        """Check whether the first row is due within half of `lead_ms`.
 
-        A micro-batch that is planned as soon as its first row comes within `lead_ms` would contain only few rows.
+        With the whole `lead_ms`, each micro-batch would be planned as soon as it has its first rows, and be small.
         """
         first_ms = min((int(span.due_ms[0]) for span in spans), default=None)
         return first_ms is not None and first_ms <= now_ms + self.options.lead_ms // 2
 
-    def _spans(self, version: int, begin: int, end: int, status: Status | None = None) -> list[Span]:
-        if begin >= end:
+    def _spans(self, version: int, begin_ms: int, end_ms: int, status: Status | None = None) -> list[Span]:
+        """Find the rows of a table version that are due at begin <= due_ms < end.
+
+        Returns none if its files are not there.
+        """
+        if begin_ms >= end_ms:
             return []
         if self._files is None:
             uri = self.options.table_uri or (status or self.broker().status()).table.uri
             self._files = DueFiles(uri)
         try:
             self._files.use_version(version)
-            return self._files.between(begin, end)
+            return self._files.between(begin_ms, end_ms)
         except (NotFound, OSError):
-            # The files of this version are removed already, or not written yet. To plan nothing is safe, because the
-            # broker releases rows that are not brought. The next micro-batch opens the table again.
+            # The files of this version are already deleted, or not written yet. Planning nothing is safe, because the
+            # broker releases rows that no task sends. The next micro-batch opens the table again.
             self._files = None
             return []
 

@@ -1,7 +1,7 @@
-"""The job `dispatch`: a streaming query that reads due messages from the pending table and brings them to the broker.
+"""The job `dispatch`: a streaming query that reads due messages from the pending table and sends them to the broker.
 
 Without it, the broker reads them itself. The job is for clusters with more cores than one broker process can use. Its
-tasks read and decode the message bodies, wait until their rows are due and bring them to the broker over Flight. The
+tasks read and decode the message bodies, wait until their rows are due and send them to the broker over Flight. The
 broker decides which rows are released, and writes the release records. If Spark dies or lags, no message is lost, and
 messages are at most `--dispatch-grace-ms` (a setting of the broker) late. See docs/pipeline/dispatch.md.
 
@@ -34,17 +34,17 @@ def start(
     once: bool = False,
     options: dict[str, str] | None = None,
 ) -> StreamingQuery:
-    """Start the query. With `once` it ends after it has brought the messages that were due at its start."""
-    chosen = {**(options or {}), "endpoint": endpoint}
-    due = spark.readStream.format(FORMAT).options(**chosen).load()
-    writer = due.writeStream.format(FORMAT).options(**chosen)
+    """Start the query. With `once` it ends after the messages that were due at its start."""
+    stream_options = {**(options or {}), "endpoint": endpoint}
+    due = spark.readStream.format(FORMAT).options(**stream_options).load()
+    writer = due.writeStream.format(FORMAT).options(**stream_options)
     return start_query(writer, query_name(NAME, endpoint), checkpoint, None if once else TRIGGER)
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
-    """Make the lease of a dispatcher. While `needed` returns True, the broker leaves due rows of files to the job.
+    """Make the lease of a dispatcher. While `needed` returns True, the broker leaves due rows in files to the job.
 
-    The lease is given back as soon as it is not needed. Then the broker loads due messages by itself again.
+    The lease ends as soon as it is not needed. Then the broker loads due messages by itself again.
     """
     return Lease(
         endpoint,
@@ -53,5 +53,5 @@ def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
         needed,
         lease_ms=LEASE_MS,
         renew_s=RENEW_EVERY_S,
-        is_returned=True,
+        ends_when_unneeded=True,
     )

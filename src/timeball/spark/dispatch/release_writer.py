@@ -1,11 +1,11 @@
-"""The sink of `timeball_due`: a task reads the rows of its pointers, waits until they are due, and brings them.
+"""The sink of `timeball_due`: a task reads the rows of its pointers, waits until they are due, and sends them.
 
-    read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> bring due rows, batch by batch
+    read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> send due rows to the broker, batch by batch
 
-The task follows the broker's clock. It reads that clock with a `status` call, adds the time that has passed on its own
-monotonic clock, and reads the broker's clock again every second. A reading is already old when the answer arrives. So
-the task's clock is a little late and never ahead. If the broker still refuses a batch as early, its clock was set back.
-The task then brings these rows again later.
+The task estimates the broker's clock. It reads that clock with a `status` call, adds the time that has passed on its
+own monotonic clock, and reads the broker's clock again every second. A reading is already old when the answer arrives.
+So the estimate is a little late and never ahead. If the broker refuses a batch as early nevertheless, its clock was set
+back. The task then sends these rows again later.
 
 The broker decides which rows are released (broker/accepting/delivery.py), so a repeated task changes nothing. If a file
 no longer exists, the broker has rewritten it, and its pending rows are in another file. A task waits for at most
@@ -36,16 +36,19 @@ LOG = logging.getLogger("timeball.spark")
 BATCH_ROWS = 16_384
 TICK_MS = 10  # the shortest wait between two batches, when rows become due one by one
 CLOCK_EVERY_MS = 1_000
-# Longer than the lead a task waits only if the broker's clock was set back. It then leaves its rows to the broker.
+# A task waits longer than its lead only if the broker's clock was set back. After this time it leaves its rows to the
+# broker.
 PATIENCE_MS = 10_000
 
 
 @dataclass
-class Brought(WriterCommitMessage):
-    """The result of a task, in rows."""
+class ReleaseCounts(WriterCommitMessage):
+    """The result of a task: numbers of rows."""
 
     released: int = 0
-    left: int = 0  # not released: the broker has settled (released or cancelled) or loaded them already
+    left_to_broker: int = (
+        0  # not released: the broker has settled (released or cancelled) or loaded them already
+    )
 
 
 class BrokerClock:
@@ -57,16 +60,17 @@ class BrokerClock:
 
     def now_ms(self) -> int:
         """Estimate the time of the broker's scheduler, in milliseconds since 1970. Asks the broker once a second."""
-        passed_ms = (self._clock.monotonic_ns() - self._read_ns) // 1_000_000
-        if passed_ms >= CLOCK_EVERY_MS:
+        elapsed_ms = (self._clock.monotonic_ns() - self._broker_read_ns) // 1_000_000
+        if elapsed_ms >= CLOCK_EVERY_MS:
             self.read_clock()
-            passed_ms = 0
-        return self._seen_ms + passed_ms
+            elapsed_ms = 0
+        return self._broker_ms + elapsed_ms
 
     def read_clock(self) -> None:
         """Read the broker's clock by a `status` call."""
-        self._seen_ms = self._endpoint.status().now_ms
-        self._read_ns = self._clock.monotonic_ns()  # after the call, so that the estimate is never ahead
+        self._broker_ms = self._endpoint.status().now_ms
+        # Read after the call, so that the estimate is never ahead.
+        self._broker_read_ns = self._clock.monotonic_ns()
 
 
 class ReleaseWriter(DataSourceStreamArrowWriter):
@@ -80,24 +84,31 @@ class ReleaseWriter(DataSourceStreamArrowWriter):
         spans = [span for batch in iterator for span in batch.to_pylist()]
         rows = read_all(spans)
         if rows is None:
-            return Brought()
+            return ReleaseCounts()
         with Endpoint(self._endpoint) as endpoint:
-            return bring(rows, endpoint, self._lead_ms + PATIENCE_MS)
+            return release_when_due(rows, endpoint, self._lead_ms + PATIENCE_MS)
 
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's name
         """See DataSourceStreamWriter. Only logs the counts, because the broker has stored the releases already."""
-        brought = [message for message in messages if isinstance(message, Brought)]
+        counts = [message for message in messages if isinstance(message, ReleaseCounts)]
         LOG.info(
             "epoch done job=dispatch epoch=%d released=%d left=%d",
-            *(batchId, sum(each.released for each in brought), sum(each.left for each in brought)),
+            *(
+                batchId,
+                sum(count.released for count in counts),
+                sum(count.left_to_broker for count in counts),
+            ),
         )
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """See DataSourceStreamWriter. Nothing to undo: the rows brought are released, the broker releases the rest."""
+        """See DataSourceStreamWriter.
+
+        There is nothing to undo: the rows sent are released, the broker releases the rest.
+        """
 
 
 def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
-    """Read the rows of these pointers, sorted by (due_ms, seq). Skips deleted files. None if there are no rows."""
+    """Read the rows of these pointers, sorted by (due_ms, seq). Skips deleted files. Returns None without rows."""
     tables = []
     for span in spans:
         try:
@@ -118,31 +129,36 @@ def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
     return batches[0] if batches else None
 
 
-def bring(rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clock | None = None) -> Brought:
-    """Bring sorted rows to the broker as they become due. After `patience_ms`, the remaining rows are left to it."""
-    brought, clock = Brought(), clock or SystemClock()
+def release_when_due(
+    rows: pa.RecordBatch, endpoint: Endpoint, patience_ms: int, clock: Clock | None = None
+) -> ReleaseCounts:
+    """Send sorted rows to the broker as they become due.
+
+    After `patience_ms`, the remaining rows are left to the broker.
+    """
+    counts, clock = ReleaseCounts(), clock or SystemClock()
     give_up_ns = clock.monotonic_ns() + patience_ms * 1_000_000
-    watch = BrokerClock(endpoint, clock)
-    rest: pa.RecordBatch | None = rows
-    while rest is not None and clock.monotonic_ns() < give_up_ns:
-        sent = Kept(due_batches(rest, watch, give_up_ns, clock))
-        early = []
-        for batch, answer in zip(sent.batches, endpoint.release(sent), strict=True):
+    broker_clock = BrokerClock(endpoint, clock)
+    remaining: pa.RecordBatch | None = rows
+    while remaining is not None and clock.monotonic_ns() < give_up_ns:
+        batches = RecordingIterator(due_batches(remaining, broker_clock, give_up_ns, clock))
+        refused_as_early = []
+        for batch, answer in zip(batches.batches, endpoint.release(batches), strict=True):
             if answer.error == OutOfRange.code:
-                early.append(batch)
+                refused_as_early.append(batch)
             elif answer.error:
                 raise from_code(answer.error, answer.text)
-            brought.released += answer.released
-            brought.left += answer.left
-        rest = pa.concat_batches(early) if early else None
-        if early:
-            watch.read_clock()
+            counts.released += answer.released
+            counts.left_to_broker += answer.left
+        remaining = pa.concat_batches(refused_as_early) if refused_as_early else None
+        if refused_as_early:
+            broker_clock.read_clock()
             threading.Event().wait(TICK_MS / 1000)
-    return brought
+    return counts
 
 
-class Kept:
-    """An iterator over batches that also keeps them, so that each can be matched with its answer."""
+class RecordingIterator:
+    """An iterator over batches that records them, so that each can be matched with its answer."""
 
     def __init__(self, source: Iterator[pa.RecordBatch]) -> None:
         self._source = source
@@ -155,23 +171,23 @@ class Kept:
 
 
 def due_batches(
-    rows: pa.RecordBatch, watch: BrokerClock, give_up_ns: int, clock: Clock
+    rows: pa.RecordBatch, broker_clock: BrokerClock, give_up_ns: int, clock: Clock
 ) -> Iterator[pa.RecordBatch]:
-    """Yield sorted rows in batches of due rows, as they become due. Stops at `give_up_ns` on the monotonic clock."""
+    """Yield batches of sorted rows as they become due. Stops at `give_up_ns` on the monotonic clock."""
     due = int64(rows.column("due_ms"))
-    at = 0
-    while at < len(due):
-        ready = _ready(due, watch.now_ms())
-        if ready > at:
-            end = min(ready, at + BATCH_ROWS)
-            yield from halves(rows.slice(at, end - at))
-            at = end
-        if at < len(due) and at >= ready:
+    next_row = 0
+    while next_row < len(due):
+        due_rows = _count_due(due, broker_clock.now_ms())
+        if due_rows > next_row:
+            end = min(due_rows, next_row + BATCH_ROWS)
+            yield from halves(rows.slice(next_row, end - next_row))
+            next_row = end
+        if next_row < len(due) and next_row >= due_rows:
             if clock.monotonic_ns() >= give_up_ns:
                 return
-            wait_ms = min(max(TICK_MS, int(due[at]) - watch.now_ms()), CLOCK_EVERY_MS)
+            wait_ms = min(max(TICK_MS, int(due[next_row]) - broker_clock.now_ms()), CLOCK_EVERY_MS)
             threading.Event().wait(wait_ms / 1000)
 
 
-def _ready(due_ms: Int64Array, now_ms: int) -> int:
+def _count_due(due_ms: Int64Array, now_ms: int) -> int:
     return int(np.searchsorted(due_ms, now_ms, side="right"))

@@ -1,14 +1,14 @@
-"""The job `archive` keeps every visible message in a Delta table, for longer than the log's retention.
+"""The job `archive` stores every visible message in a Delta table, for longer than the log's retention.
 
 The table is beside the pending table by default. It has one row for each message that became visible in a queue: the
-MESSAGE and RELEASE rows of the log with all their columns. Such a message has *passed*, at its `store_ms`. A cancelled
-message never becomes visible, so only the ledger has it.
+MESSAGE and RELEASE rows of the log with all their columns. A message has *passed* when it became visible, at its
+`store_ms`. A cancelled message never becomes visible, so it is only in the ledger.
 
-Each epoch extends the archive from its mark to the end of the log (archive_writer.py). So the table alone defines its
-content. A repeated epoch adds nothing, and retention cannot leave an unnoticed gap.
+Each epoch extends the archive from its mark to the end of the log (archive_writer.py). So no state outside the table
+decides where it continues. A repeated epoch adds nothing, and retention cannot leave an unnoticed gap.
 
-Every TIDY_EVERY versions, the job joins neighbouring small files of one day into one sorted file. It deletes replaced
-files, and files that a dead task has left, a week later, so that no reader loses a file while it reads.
+Every TIDY_EVERY versions, the job joins neighbouring small files of one day into one sorted file. A week later it
+deletes the replaced files and the files of dead tasks. The delay protects readers that still use an older version.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from timeball.spark.jobs.engine import Engine
 from timeball.spark.jobs.marked import MarkedJob
 from timeball.spark.log_events import ARCHIVE_SCHEMA
 from timeball.spark.source.pacing import split_range
-from timeball.spark.table_store import Store, beside, create_table, open_table
+from timeball.spark.table_store import Store, create_table, default_table_uri, open_table
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
@@ -52,8 +52,7 @@ SINCE = "timeball.since"  # table property: the first row of the log that the ar
 SINCE_MS = "timeball.since_ms"  # table property: the time of that row; earlier messages are missing
 EPOCH_ROWS = 1_000_000
 PIECE_ROWS = 500_000  # rows of the log per task, which usually writes one file
-# An archive is not urgent, and each epoch adds one or two files. So there is one epoch per minute, or per half a
-# million rows.
+# An archive is not urgent, and each epoch adds one or two files. So there is one epoch per minute, or per 500,000 rows.
 OPTIONS = {
     "max_rows_per_batch": str(EPOCH_ROWS),
     "rows_per_partition": str(PIECE_ROWS),
@@ -94,9 +93,9 @@ def beginning(endpoint: Endpoint) -> tuple[int, int]:
     if status.log.first_seq <= 1:
         return status.log.first_seq, 0
     for batch in endpoint.read_log(status.log.first_seq, status.log.durable_seq, columns=["store_ms"]):
-        known = batch.column("store_ms").drop_null()
-        if len(known):
-            return status.log.first_seq, known[0].as_py()
+        times_ms = batch.column("store_ms").drop_null()
+        if len(times_ms):
+            return status.log.first_seq, times_ms[0].as_py()
     return status.log.first_seq, status.now_ms
 
 
@@ -111,13 +110,13 @@ class Reach:
 
 def reach(table: DeltaTable) -> Reach:
     """Read the range of an archive. Raises StorageError if the table is not an archive."""
-    known = table.metadata().configuration
+    properties = table.metadata().configuration
     mark = app_version(table, APP_ID)
-    if SINCE not in known or SINCE_MS not in known or mark is None:
+    if SINCE not in properties or SINCE_MS not in properties or mark is None:
         raise StorageError(
             f"the Delta table at {table.table_uri} is not an archive; name another with --archive"
         )
-    return Reach(int(known[SINCE]), int(known[SINCE_MS]), mark)
+    return Reach(int(properties[SINCE]), int(properties[SINCE_MS]), mark)
 
 
 def files(
@@ -126,23 +125,25 @@ def files(
     due_ms: Bounds | None = None,
     topics: Sequence[str] = (),
 ) -> list[str]:
-    """Select the files that can have rows of these topics, by their statistics. Returns URIs.
+    """Select the files that may contain matching rows by their statistics. Returns URIs.
 
-    `passed_ms`, `due_ms`: bounds of the time at which a message passed, and of its due time. Without `topics`, all.
+    `passed_ms`, `due_ms`: bounds of the time at which a message passed, and of its due time. `topics`: empty for all.
     """
 
-    def may_hold(action: dict[str, Any]) -> bool:
+    def may_contain(action: dict[str, Any]) -> bool:
         low, high = action.get("min.topic"), action.get("max.topic")
-        named = not topics or low is None or high is None or any(low <= topic <= high for topic in topics)
-        asked = {"store_ms": passed_ms, "due_ms": due_ms}
-        return named and all(
+        may_have_topics = (
+            not topics or low is None or high is None or any(low <= topic <= high for topic in topics)
+        )
+        bounds_by_column = {"store_ms": passed_ms, "due_ms": due_ms}
+        return may_have_topics and all(
             bounds.may_hold(action.get(f"min.{name}"), action.get(f"max.{name}"))
-            for name, bounds in asked.items()
+            for name, bounds in bounds_by_column.items()
             if bounds is not None
         )
 
     actions = pa.table(table.get_add_actions(flatten=True)).to_pylist()
-    return [f"{table.table_uri.rstrip('/')}/{action['path']}" for action in actions if may_hold(action)]
+    return [f"{table.table_uri.rstrip('/')}/{action['path']}" for action in actions if may_contain(action)]
 
 
 def read_archive(spark: SparkSession, table: DeltaTable, uris: Sequence[str] | None = None) -> DataFrame:
@@ -170,25 +171,28 @@ def messages(
 
     if uri is not None and PLACEHOLDER not in uri:
         return _messages(spark, uri, from_ms, until_ms, topics)
-    where = JOB.places(group_statuses(endpoint), uri)
-    found = {group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in where.items()}
-    return unite(found)
+    archives = JOB.sinks_by_group(group_statuses(endpoint), uri)
+    messages_by_group = {
+        group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in archives.items()
+    }
+    return unite(messages_by_group)
 
 
 def _messages(
     spark: SparkSession, uri: str, from_ms: int | None, until_ms: int | None, topics: Sequence[str]
 ) -> DataFrame:
+    """Read the messages of one archive, as `messages` does."""
     from timeball.spark.source.pushdown import Bounds
 
     table = open_table(uri)
-    found = read_archive(
+    rows = read_archive(
         spark, table, files(table, Bounds(from_ms, None if until_ms is None else until_ms - 1), topics=topics)
     )
     if from_ms is not None:
-        found = found.where(found["store_ms"] >= from_ms)
+        rows = rows.where(rows["store_ms"] >= from_ms)
     if until_ms is not None:
-        found = found.where(found["store_ms"] < until_ms)
-    return found.where(found["topic"].isin(*topics)) if topics else found
+        rows = rows.where(rows["store_ms"] < until_ms)
+    return rows.where(rows["topic"].isin(*topics)) if topics else rows
 
 
 # ---- from the log to the archive --------------------------------------------------------------------------
@@ -201,14 +205,16 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
-        work = f"what passed in rows {low:,} to {high:,} of the log"
-        written = engine.run(
+        work = f"messages of rows {low:,} to {high:,} of the log"
+        entries_by_task = engine.run(
             NAME,
             work,
             partial(archive_writer.write_piece, endpoint, uri),
             split_range(low, high, piece_rows),
         )
-        archive_writer.commit_epoch(uri, low, high, [entry for each in written for entry in each])
+        archive_writer.commit_epoch(
+            uri, low, high, [entry for entries in entries_by_task for entry in entries]
+        )
     if begin < to_seq:
         tidy(uri)
     return max(0, to_seq - begin)
@@ -219,11 +225,15 @@ def _mark(broker: Endpoint, status: Status, uri: str) -> int:
 
 
 JOB = MarkedJob(
-    NAME, OPTIONS, extend, mark=_mark, place=lambda status: beside(NAME, status.table.uri, status)
+    NAME,
+    OPTIONS,
+    extend,
+    mark=_mark,
+    default_uri=lambda status: default_table_uri(NAME, status.table.uri, status),
 )
 
 
-# ---- few files --------------------------------------------------------------------------------------------
+# ---- joining small files ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -251,9 +261,9 @@ def tidy(uri: str, every: int = TIDY_EVERY) -> None:
 
 
 def join(table: DeltaTable) -> int:
-    """Join neighbouring small files and return the number of files replaced. They stay on disk for older versions."""
+    """Join neighbouring small files. Returns the number of replaced files, which stay on disk for older versions."""
     store = Store(table.table_uri)
-    gone = 0
+    replaced = 0
     for group in neighbours(small_files(table)):
         read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
         now_ms = SystemClock().wall_ms()
@@ -265,33 +275,33 @@ def join(table: DeltaTable) -> int:
         ]
         archive_writer.commit(table, [*joined, *removed])
         table.update_incremental()
-        gone += len(group)
-    return gone
+        replaced += len(group)
+    return replaced
 
 
 def small_files(table: DeltaTable) -> list[Small]:
-    """List the files with less than half the limits of a joined file, ordered by day and first row."""
-    found = [
+    """List the files with less than half the size limits of a joined file, ordered by day and first row."""
+    files = [
         Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
         for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
     ]
-    small = [each for each in found if each.rows < JOINED_ROWS // 2 and each.size_bytes < JOINED_BYTES // 2]
-    return sorted(small, key=lambda each: (each.day, each.first_seq))
+    small = [file for file in files if file.rows < JOINED_ROWS // 2 and file.size_bytes < JOINED_BYTES // 2]
+    return sorted(small, key=lambda file: (file.day, file.first_seq))
 
 
-def neighbours(small: Sequence[Small]) -> Iterator[list[Small]]:
-    """Group consecutive files of one day, at least two each, that together stay within JOINED_ROWS and JOINED_BYTES."""
+def neighbours(small_files: Sequence[Small]) -> Iterator[list[Small]]:
+    """Yield groups of two or more consecutive files of one day, each group within JOINED_ROWS and JOINED_BYTES."""
     group: list[Small] = []
-    for each in small:
+    for file in small_files:
         rows, size = (
-            sum(g.rows for g in group) + each.rows,
-            sum(g.size_bytes for g in group) + each.size_bytes,
+            sum(g.rows for g in group) + file.rows,
+            sum(g.size_bytes for g in group) + file.size_bytes,
         )
-        if group and (group[0].day != each.day or rows > JOINED_ROWS or size > JOINED_BYTES):
+        if group and (group[0].day != file.day or rows > JOINED_ROWS or size > JOINED_BYTES):
             if len(group) > 1:
                 yield group
             group = []
-        group.append(each)
+        group.append(file)
     if len(group) > 1:
         yield group
 

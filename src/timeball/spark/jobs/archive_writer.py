@@ -1,13 +1,13 @@
 """Write files of the archive: tasks write ranges of the log as sorted files, and one Delta commit adds them.
 
 A task gets a range (from_seq, to_seq), fetches its rows over Flight and writes them. It runs on Spark's executors, or
-in the job's own process without Spark. Message bodies never enter the JVM. The files:
+without Spark in the job's own process. Message bodies never enter the JVM. The files are:
 
     day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
 
 The table is partitioned by day only. With partitions by topic, each epoch would write a file per topic, and a broker
-has thousands of topics (one for each consumer group with retries). So a file has a range of time, sorted by topic. A
-reader of one topic skips files and row groups by their smallest and largest topic.
+may have thousands of topics (one for each consumer group with retries). So a file contains a range of time, sorted by
+topic. A reader of one topic skips files and row groups by their smallest and largest topic.
 
 Each row is added exactly once. The archive stores its mark, the row of the log up to which it is complete, as Delta's
 application version. An epoch that covers the rows [low, high) is committed as follows, with M the mark:
@@ -74,7 +74,7 @@ class ArchiveFile:
 
 
 def by_topic(rows: pa.Table) -> pa.Table:
-    """Sort rows by (topic, seq). Compares each distinct topic name once, and not once per row."""
+    """Sort rows by (topic, seq). Sorts the distinct topic names instead of comparing names row by row."""
     topics = rows.column("topic").combine_chunks().dictionary_encode()
     rank = np.argsort(np.argsort(np.array(topics.dictionary.to_pylist(), dtype=object)))
     order = np.lexsort((int64(rows.column("seq").combine_chunks()), rank[topics.indices.to_numpy()]))
@@ -82,12 +82,12 @@ def by_topic(rows: pa.Table) -> pa.Table:
 
 
 def by_day(rows: pa.Table) -> Iterator[tuple[str, pa.Table]]:
-    """Split rows by the day (UTC) on which they passed, which is nearly always the same. Keeps the order in a day."""
+    """Split rows by the day (UTC) on which they passed, nearly always a single one. Keeps the order within a day."""
     days = int64(rows.column("store_ms").combine_chunks()) // DAY_MS
     for day in np.unique(days).tolist():
-        mine = days == day
-        part = rows if mine.all() else rows.filter(pa.array(mine))
-        yield (_EPOCH_DAY + timedelta(days=day)).isoformat(), part.combine_chunks()
+        is_of_day = days == day
+        rows_of_day = rows if is_of_day.all() else rows.filter(pa.array(is_of_day))
+        yield (_EPOCH_DAY + timedelta(days=day)).isoformat(), rows_of_day.combine_chunks()
 
 
 def encode_file(rows: pa.Table) -> bytes:
@@ -107,23 +107,23 @@ def encode_file(rows: pa.Table) -> bytes:
 
 
 def write_files(store: Store, rows: pa.Table) -> Iterator[ArchiveFile]:
-    """Write rows of FILE_SCHEMA to one file per day, and yield the entry of each. Each call makes new file names."""
-    for day, part in by_day(by_topic(rows)):
-        data = encode_file(part)
+    """Write rows of FILE_SCHEMA to one file per day, and yield the entries. Each call makes new file names."""
+    for day, rows_of_day in by_day(by_topic(rows)):
+        data = encode_file(rows_of_day)
         path = f"{PARTITION}={day}/{uuid.uuid4().hex}.parquet"
         store.put(path, data)
-        yield ArchiveFile(path, day, part.num_rows, len(data), statistics(part))
+        yield ArchiveFile(path, day, rows_of_day.num_rows, len(data), statistics(rows_of_day))
 
 
 def statistics(rows: pa.Table) -> str:
     """Encode Delta's statistics of a file: number of rows, and minimum, maximum and nulls of the columns _BOUNDED."""
     ranges = {name: pc.min_max(rows.column(name)) for name in _BOUNDED}
-    known = {name: found for name, found in ranges.items() if found["min"].is_valid}
+    known = {name: bounds for name, bounds in ranges.items() if bounds["min"].is_valid}
     return json.dumps(
         {
             "numRecords": rows.num_rows,
-            "minValues": {name: found["min"].as_py() for name, found in known.items()},
-            "maxValues": {name: found["max"].as_py() for name, found in known.items()},
+            "minValues": {name: bounds["min"].as_py() for name, bounds in known.items()},
+            "maxValues": {name: bounds["max"].as_py() for name, bounds in known.items()},
             "nullCount": {name: rows.column(name).null_count for name in _BOUNDED},
         }
     )
@@ -140,14 +140,14 @@ def write_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[Archive
         with Endpoint(endpoint) as broker:
             for rows in chunks(broker.read_log(*piece, PASSED)):
                 written.extend(write_files(store, rows))
-    except BaseException:  # an interrupt, too, would leave files that no table uses
+    except BaseException:  # also for an interrupt, which would leave unused files
         store.remove(entry.path for entry in written)
         raise
     return written
 
 
 def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile]) -> None:
-    """Add the files of rows from_seq <= seq < to_seq once, and move the mark. Also needed if there are no files.
+    """Add the files of the rows from_seq <= seq < to_seq once, and move the mark. An epoch without files moves it too.
 
     Raises OutOfRange if another job has extended the archive. The files are then removed.
     """
@@ -161,7 +161,7 @@ def commit_epoch(uri: str, from_seq: int, to_seq: int, files: list[ArchiveFile])
             raise OutOfRange(f"the archive ends at row {mark}, this epoch begins at {from_seq}")
         add(table, files, to_seq)
     except (OutOfRange, CommitFailedError) as error:
-        # If the answer of an object store is lost, a commit can succeed and be reported as failed. Then the files
+        # If the answer of an object store was lost, a commit that succeeded is reported as failed. Then the files
         # belong to the table and must not be removed.
         if files and files[0].path in _paths(open_table(uri)):
             return

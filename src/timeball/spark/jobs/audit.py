@@ -1,4 +1,4 @@
-"""The job `audit` proves for every accepted scheduled message that it was released, cancelled, or is still pending.
+"""The job `audit` checks that every accepted scheduled message was released, was cancelled, or is still pending.
 
     accepted = released + cancelled + expired + pending
 
@@ -9,19 +9,20 @@ cancelled.
 
     lost        accepted, not settled, and not among the pending messages, in its first row or in one that moved it
     early       released before its due time. A message whose delay follows elapsed time gets a new due time when the
-                clock is set. Its release row contains that shifted due time, which counts here, and the promised one
+                clock is set. Its release row contains that shifted due time, which counts here, and the original
+                one
     duplicate   accepted or settled more than once
     unknown     settled or pending, but never accepted
     queue_gaps  positions of a queue that are missing or used twice, in the kept part of the log
-    overdue     not settled although due more than `overdue_ms` ago. No breach, because the broker may have been down
+    overdue     not settled although due more than `overdue_ms` ago. Not a breach, because the broker may have been down
 
 In a cluster, each group is audited separately, because a message never leaves its group. Then the counts are added.
 
-The broker may work during an audit, so the order of reading matters: first the version of the table, then E. A message
+The broker works during an audit, so the order of reading matters: first the version of the table, then E. A message
 that is no longer in that version of the table was settled earlier, so the row that settles it is before E. A message
 with several rows (in the table and in the tail, or a scheduled message and the rows that moved it) counts once. During
-the audit, a message may be written again after E, and retention may remove its older row. That could look like a loss,
-so the audit then runs again.
+the audit, the broker may write a message again after E, and retention may remove its older row. The message would then
+look lost, so the audit runs again.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from pyspark.sql import functions as f
 from timeball.model.errors import NotFound, OutOfRange
 from timeball.model.message import SCHEDULE_TOPIC, Kind
 from timeball.spark.endpoint import Endpoint, read_groups
-from timeball.spark.groups import GROUP, place_of
+from timeball.spark.groups import GROUP, group_table_uri
 from timeball.spark.jobs import ledger
 from timeball.spark.source.spark_api import described, shuffled_by_size
 from timeball.spark.spark_errors import spark_errors
-from timeball.spark.table_store import beside, open_table
-from timeball.spark.views.snapshot import settled_status
+from timeball.spark.table_store import default_table_uri, open_table
+from timeball.spark.views.snapshot import status_with_all_attaches
 from timeball.spark.views.spark_views import read_events
 
 LOG = logging.getLogger("timeball.spark")
@@ -51,7 +52,7 @@ OVERDUE_MS = 10_000
 OFFENDERS_MAX = 100
 BREACHES = ("lost", "early", "duplicate", "unknown")
 COUNTS = ("accepted", "released", "cancelled", "expired", "pending", "overdue", "queue_gaps", *BREACHES)
-LOOKS_MAX = 3  # retention may remove a segment every few seconds or minutes, and an audit may take as long
+AUDITS_MAX = 3  # repeats are needed if retention removes a segment during the audit
 
 
 class Scope(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,11 +100,11 @@ def run(
     OutOfRange if retention has removed rows of the log that the ledger does not have.
     """
     groups = read_groups(endpoint)
-    found = {}
+    reports = {}
     for group in groups:
-        uri = place_of("--ledger", ledger_uri, group.name, len(groups))
-        found[group.name] = _audit(spark, group.endpoint, uri, overdue_ms)
-    return found[groups[0].name] if len(groups) == 1 else add_up(found)
+        uri = group_table_uri("--ledger", ledger_uri, group.name, len(groups))
+        reports[group.name] = _audit(spark, group.endpoint, uri, overdue_ms)
+    return reports[groups[0].name] if len(groups) == 1 else add_up(reports)
 
 
 def add_up(groups: dict[str, AuditReport]) -> AuditReport:
@@ -123,30 +124,32 @@ def add_up(groups: dict[str, AuditReport]) -> AuditReport:
 
 
 def _audit(spark: SparkSession, endpoint: str, ledger_uri: str | None, overdue_ms: int) -> AuditReport:
-    for tries_left in reversed(range(LOOKS_MAX)):
+    """Audit one group. Repeats the audit if retention may have removed rows that it still had to read."""
+    for tries_left in reversed(range(AUDITS_MAX)):
         try:
             with spark_errors(), described(spark, f"audit of {endpoint}"):
                 report = _audit_once(spark, endpoint, ledger_uri, overdue_ms)
         except OutOfRange as error:
             if not tries_left:
                 raise
-            LOG.info("looking again job=audit reason=%s", error)
+            LOG.info("auditing again job=audit reason=%s", error)
             continue
         if (
             not report.lost
             or not tries_left
             or report.scope is None
-            or not _has_let_go(endpoint, report.scope)
+            or not _has_retention_removed_rows(endpoint, report.scope)
         ):
             break
-        LOG.info("looking again, retention may have let them go job=audit lost=%d", report.lost)
+        LOG.info("auditing again, retention may have removed their rows job=audit lost=%d", report.lost)
     return report
 
 
 def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms: int) -> AuditReport:
-    scope, history = gather_witnesses(spark, endpoint, uri)
-    witnessed = history.unionByName(waiting(spark, endpoint, scope), allowMissingColumns=True)
-    judged = judge(witnessed.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
+    """Read all events and pending messages of one group, and judge them."""
+    scope, events = read_scope_and_events(spark, endpoint, uri)
+    all_events = events.unionByName(read_pending(spark, endpoint, scope), allowMissingColumns=True)
+    judged = judge(all_events.where(f.col("seq") >= scope.since), scope.now_ms, overdue_ms)
     # Spark plans a DataFrame when `persist` is called. So `persist` is inside the block that sets the number of shuffle
     # partitions.
     with shuffled_by_size(spark, scope.end - scope.since):
@@ -157,19 +160,19 @@ def _audit_once(spark: SparkSession, endpoint: str, uri: str | None, overdue_ms:
             judged.unpersist()
 
 
-def _has_let_go(endpoint: str, scope: Scope) -> bool:
+def _has_retention_removed_rows(endpoint: str, scope: Scope) -> bool:
     """Check whether retention has removed rows of the log since the audit read its bounds."""
     with Endpoint(endpoint) as broker:
         return broker.status().log.first_seq > scope.first
 
 
-# ---- the witnesses ----------------------------------------------------------------------------------------
+# ---- the sources ------------------------------------------------------------------------------------------
 
 
-def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
+def read_scope_and_events(spark: SparkSession, endpoint: str, uri: str | None) -> tuple[Scope, DataFrame]:
     """Read the scope of the audit, and all events in it: one row per message and event, with the column `seq`."""
     with Endpoint(endpoint) as broker:
-        status = settled_status(broker)
+        status = status_with_all_attaches(broker)
         end = broker.status()
     scope = Scope(
         since=end.log.first_seq,
@@ -182,12 +185,12 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
     )
     recorded = None
     try:
-        table = open_table(uri or beside(ledger.NAME, end.table.uri, end))
+        table = open_table(uri or default_table_uri(ledger.NAME, end.table.uri, end))
         since, ledger_end = ledger.bounds(table)
         scope = msgspec.structs.replace(scope, since=since, ledger_end=ledger_end)
         recorded = ledger.read_ledger(spark, table)
     except NotFound:
-        LOG.info("no ledger, the log alone is the witness job=audit since_seq=%d", scope.since)
+        LOG.info("no ledger, only the log is audited job=audit since_seq=%d", scope.since)
     if scope.ledger_end < end.log.first_seq:
         raise OutOfRange(
             f"the ledger ends at row {scope.ledger_end}, the log begins at {end.log.first_seq}: events are lost"
@@ -201,7 +204,7 @@ def gather_witnesses(spark: SparkSession, endpoint: str, uri: str | None) -> tup
     )
 
 
-def waiting(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
+def read_pending(spark: SparkSession, endpoint: str, scope: Scope) -> DataFrame:
     """Read the pending messages as events 'waiting'. A message with several rows occurs several times.
 
     They are the rows of the table, the SCHEDULED rows of the tail, and its MOVED rows, under the number of the message
@@ -246,8 +249,8 @@ def gaps(visible: DataFrame) -> DataFrame:
 
     Columns: topic, queue_id, first, last, and the numbers of positions `missing`, `twice` and `unplaced` (null).
     """
-    taken = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
-    queues = taken.groupBy("topic", "queue_id").agg(
+    uses = visible.groupBy("topic", "queue_id", "queue_offset").agg(f.count("*").alias("times"))
+    queues = uses.groupBy("topic", "queue_id").agg(
         f.min("queue_offset").alias("first"),
         f.max("queue_offset").alias("last"),
         (f.max("queue_offset") - f.min("queue_offset") + 1 - f.count("queue_offset")).alias("missing"),
@@ -260,10 +263,10 @@ def gaps(visible: DataFrame) -> DataFrame:
 # ---- the judgement ----------------------------------------------------------------------------------------
 
 
-def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
+def judge(events: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     """Combine the events of each message into one row, with counts of its events and a flag for each breach.
 
-    `witnessed`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms,
+    `events`: seq, event (accepted, moved, released, cancelled, waiting), topic, unique_key, due_ms, at_ms,
     event_seq (the row of the log that records the event), and from_due_ms. A row 'waiting' that is older than the last
     move of its message does not count, because its due time is out of date.
     """
@@ -274,24 +277,24 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     def newest(event: str) -> Column:
         return f.max(f.when(f.col("event") == event, f.col("event_seq")))
 
-    # The due time is the one promised last. It is not taken from the release, which is the event to be checked.
+    # The due time that was set last. It is not taken from the release, because the release is checked against it.
     moved_to = f.max_by("due_ms", f.when(f.col("event") == "moved", f.col("event_seq")))
-    promised = f.coalesce(
+    latest_due_ms = f.coalesce(
         f.when(newest("moved").isNotNull(), moved_to),
         f.max(f.when(f.col("event") != "released", f.col("due_ms"))),
     )
-    waits = f.coalesce(newest("waiting") >= f.coalesce(newest("moved"), f.lit(0)), f.lit(False))
-    folded = witnessed.groupBy("seq").agg(
+    is_waiting = f.coalesce(newest("waiting") >= f.coalesce(newest("moved"), f.lit(0)), f.lit(False))
+    messages = events.groupBy("seq").agg(
         times("accepted"),
         times("released"),
         times("cancelled"),
-        waits.cast("int").alias("waiting"),
+        is_waiting.cast("int").alias("waiting"),
         # The rows of a message with a delay level are in SCHEDULE_TOPIC. Only its release has the real topic.
         f.coalesce(f.max(f.when(f.col("topic") != SCHEDULE_TOPIC, f.col("topic"))), f.max("topic")).alias(
             "topic"
         ),
         f.max("unique_key").alias("unique_key"),
-        f.coalesce(promised, f.max("due_ms")).alias("due_ms"),
+        f.coalesce(latest_due_ms, f.max("due_ms")).alias("due_ms"),
         f.min(f.when(f.col("event") == "released", f.col("at_ms"))).alias("released_ms"),
         f.min(f.when(f.col("event") == "released", f.col("due_ms"))).alias("shifted_ms"),
         f.min(f.when(f.col("event") == "released", f.col("from_due_ms"))).alias("from_due_ms"),
@@ -301,7 +304,7 @@ def judge(witnessed: DataFrame, now_ms: int, overdue_ms: int) -> DataFrame:
     # A shifted due time counts only if the release shifted it from the due time that the other sources have.
     is_shifted = f.col("from_due_ms") == f.col("due_ms")
     due_ms = f.when(is_shifted, f.col("shifted_ms")).otherwise(f.col("due_ms"))
-    return folded.select(
+    return messages.select(
         "*",
         (open_ & (f.col("waiting") == 0)).alias("lost"),
         f.coalesce(f.col("released_ms") < due_ms, f.lit(False)).alias("early"),
@@ -328,16 +331,18 @@ def balance(judged: DataFrame, uneven_queues: DataFrame, scope: Scope) -> AuditR
         "cancelled": count(known & (f.col("released") == 0) & (f.col("cancelled") > 0)),
         **{name: count(f.col(name)) for name in ("pending", "overdue", *BREACHES)},
     }
-    found = judged.agg(*[column.alias(name) for name, column in counts.items()]).collect()[0].asDict()
+    totals = judged.agg(*[column.alias(name) for name, column in counts.items()]).collect()[0].asDict()
     offenders = {
         name: [row.asDict() for row in judged.where(f.col(name)).limit(OFFENDERS_MAX).collect()]
         for name in (*BREACHES, "overdue")
-        if found[name]
+        if totals[name]
     }
-    uneven = [row.asDict() for row in uneven_queues.limit(OFFENDERS_MAX).collect()]
-    if uneven:
-        offenders["queue_gaps"] = uneven
-    settled = found["released"] + found["cancelled"]
-    ok = not any(found[name] for name in BREACHES) and not uneven
-    ok = ok and found["accepted"] == settled + found["pending"]
-    return AuditReport(ok=ok, scope=scope, expired=0, queue_gaps=len(uneven), offenders=offenders, **found)
+    queue_offenders = [row.asDict() for row in uneven_queues.limit(OFFENDERS_MAX).collect()]
+    if queue_offenders:
+        offenders["queue_gaps"] = queue_offenders
+    settled = totals["released"] + totals["cancelled"]
+    ok = not any(totals[name] for name in BREACHES) and not queue_offenders
+    ok = ok and totals["accepted"] == settled + totals["pending"]
+    return AuditReport(
+        ok=ok, scope=scope, expired=0, queue_gaps=len(queue_offenders), offenders=offenders, **totals
+    )

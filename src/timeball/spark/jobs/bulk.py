@@ -2,23 +2,23 @@
 
     survey    count, in one pass, the invalid rows by the rule that they break, and the valid rows by the minute of
               their due time
-    plan      create the campaign at the broker; the time of its plan is the "now" of all later tries
+    plan      create the campaign at the broker; all later tries use the time of this plan as the current time
     reject    write rows that break a rule to a separate Delta table, with the rule and the row as JSON
     write     distribute the rows to tasks by due time; the tasks sort and write files (source/scheduled_writer.py)
-    attach    append one record with the campaign's id to the broker's log: it schedules all rows, or none
+    attach    append one record with the campaign's id to the broker's log, which schedules all rows at once
 
 A job may be killed at any step. Run it again under the same id to continue. Rejected rows are written once, because the
 campaign's id is the application id of their commit in the Delta table. Messages are scheduled once, because the attach
 contains the campaign's id. Attached rows are not written again. The source must not change until the job is done,
 because the survey and the write each read it once. The write checks each row again.
 
-In a cluster, a hash distributes the rows to the groups. The part of each group is attached separately under the same
-id, so all messages of a part are scheduled, or none. A later try continues with the parts that are missing. The plan of
-each part names all groups, so a group that is added between two tries changes nothing.
+In a cluster, a hash distributes the rows among the groups. The part of each group is attached separately under the same
+id, so all messages of a part are scheduled, or none. A later try continues with the missing parts. The plan of each
+part names all groups, so a group that is added between two tries changes nothing.
 
-A task gets a contiguous range of due times, so it writes few files. Arrow sorts them. If a minute has too many rows for
-a task, a hash splits it. To sort or sample the rows in Spark would be more expensive than everything else, and the
-survey has counted the rows already.
+A task gets a contiguous range of due times, so it writes few files. Arrow sorts the rows of a task. If a minute has too
+many rows for a task, a hash splits it. Sorting or sampling the rows in Spark would cost more than all other steps, and
+the survey has already counted the rows.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ LOG = logging.getLogger("timeball.spark")
 
 REJECTS = "rejects"
 REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
-# The limits of one task. Its rows fit into one sorted run, and two tasks can share a million rows.
+# The limits of a task. Its rows fit into one chunk that is sorted in memory, and two tasks share a million rows.
 TASK_ROWS, TASK_BYTES = CHUNK_ROWS // 2, CHUNK_BYTES // 2
 TASKS_MAX = 2_000  # each writes one or more files, and an attach may have 10,000 files
-# A hash of these columns decides the group of a row. They do not change between tries.
-_PLACED_BY = ("topic", "due_ms", "unique_key", "keys", "body")
+# A hash of these columns decides the group of a row. Their values do not change between tries.
+_GROUP_HASH_COLUMNS = ("topic", "due_ms", "unique_key", "keys", "body")
 _PAYLOAD = ("body", "keys", "tag", "unique_key", "properties")
 
 
@@ -141,9 +141,9 @@ def run(
                 job.write(frame, columns, surveys)
         attached = {} if dry_run and not repeated else job.find_attachments()
     reasons = surveys[0].reasons
-    files = [entry for each in attached.values() for entry in each.files]
+    files = [entry for attachment in attached.values() for entry in attachment.files]
     rows = {group: int(survey.rows.sum()) for group, survey in zip(parts, surveys, strict=True)}
-    rows |= {group: each.rows for group, each in attached.items()}
+    rows |= {group: attachment.rows for group, attachment in attached.items()}
     return BulkReport(
         campaign=name,
         dry_run=dry_run,
@@ -178,21 +178,24 @@ class Job:
         first = next(iter(self._parts.values()))
         self._id = first.id
         self.rejects_uri = rejects_uri or sibling(first.table_uri, REJECTS)
-        self._known = {name: part.find_decided() for name, part in self._parts.items()}
+        self._known = {name: campaign_part.find_state() for name, campaign_part in self._parts.items()}
         # Each try checks the rows against the time of the first plan. Otherwise a row could be valid in one try and
         # rejected in another, and be both scheduled and rejected, or neither.
-        planned = next((known for known in self._known.values() if known is not None), None)
-        self.now_ms = first.broker.status().now_ms if planned is None else planned.planned_ms
+        existing_plan = next((state for state in self._known.values() if state is not None), None)
+        self.now_ms = first.broker.status().now_ms if existing_plan is None else existing_plan.planned_ms
 
     def attached_before(self) -> bool:
-        """Check whether earlier calls have attached all parts. Raises InvalidMessage if the campaign was cancelled."""
-        known = self._known.values()
-        if any(each is not None and each.state == "cancelled" for each in known):
+        """Check whether all parts were attached by earlier calls.
+
+        Raises InvalidMessage if the campaign was cancelled.
+        """
+        states = self._known.values()
+        if any(state is not None and state.state == "cancelled" for state in states):
             raise InvalidMessage(f"campaign {self._id} was cancelled: schedule these rows under another id")
-        return not any(each is None or each.state == "planned" for each in known)
+        return not any(state is None or state.state == "planned" for state in states)
 
     def check_tables(self) -> None:
-        """Raise SetupError unless a task can use the pending table of each part. Called before the rows are read."""
+        """Check, before the rows are read, that tasks can use the pending table of each part. Raises SetupError."""
         for part in self._parts.values():
             check_table(self._spark, part.table_uri, part.broker.status().table.version, "--table-uri")
 
@@ -204,24 +207,24 @@ class Job:
     def write(self, frame: DataFrame, columns: Columns, surveys: Sequence[Survey]) -> None:
         """Plan the campaign, write the rejected rows, and write and attach the parts. May be killed after any step.
 
-        The plan in the first group decides. It fixes the groups, and the time against which all later tries check rows.
+        The plan in the first group fixes the groups, and the time against which all later tries check rows.
         """
-        now_ms, planned = self.now_ms, []
+        now_ms, states = self.now_ms, []
         for part, survey in zip(self._parts.values(), surveys, strict=True):
-            planned.append(part.plan(int(survey.rows.sum()), now_ms, self._groups))
-            now_ms = planned[0].planned_ms
+            states.append(part.plan(int(survey.rows.sum()), now_ms, self._groups))
+            now_ms = states[0].planned_ms
         screened = screen(frame, columns, now_ms)
         if surveys[0].reasons:
             with self._step("rejects"):
                 self._put_rejects(screened.where(f.col(REASON).isNotNull()))
         for number, (part, survey) in enumerate(zip(self._parts.values(), surveys, strict=True)):
-            if planned[number].state != "planned":
+            if states[number].state != "planned":
                 continue
             with self._step("write"):
                 self._write_part(screened, number, part, survey)
             if part.decided().state == "planned":
                 raise OutOfRange(
-                    f"campaign {self._id} was attached so long ago that it is forgotten: use another id"
+                    f"campaign {self._id} was attached so long ago that the broker has forgotten it: use another id"
                 )
 
     @contextmanager
@@ -231,14 +234,18 @@ class Job:
             yield
 
     def _write_part(self, screened: DataFrame, number: int, part: Campaign, survey: Survey) -> None:
+        """Write and attach the valid rows of one group."""
         valid = screened.where(f.col(REASON).isNull())
         if self._groups:
-            valid = valid.where(part_of(valid, len(self._groups)) == number)
-        writer = with_lists_of_keys(deal_out(valid.drop(REASON, ROW), survey)).write.format("timeball")
+            valid = valid.where(group_number(valid, len(self._groups)) == number)
+        writer = with_lists_of_keys(partition_by_task(valid.drop(REASON, ROW), survey)).write.format(
+            "timeball"
+        )
         writer = writer.option("endpoint", part.broker.uri).option("table_uri", part.table_uri)
         writer.option("job_id", self._id).mode("append").save()
 
     def _put_rejects(self, rejected: DataFrame) -> None:
+        """Append the rejected rows to the Delta table of rejects, once per campaign."""
         create_table(
             self.rejects_uri,
             REJECT_SCHEMA,
@@ -254,60 +261,66 @@ class Job:
         writer.mode("append").save()
 
     def find_attachments(self) -> dict[str, Attachment]:
-        """Find the attach of each part in the log of its group. Parts without one are left out."""
-        found = {}
+        """Find the attach of each part in the log of its group. The result lacks parts without an attach."""
+        attachments = {}
         for name, part in self._parts.items():
-            known = part.find_decided()
-            attachment = find_attach(part.broker, self._id, known.planned_seq) if known else None
+            state = part.find_state()
+            attachment = find_attach(part.broker, self._id, state.planned_seq) if state else None
             if attachment is not None:
-                found[name] = attachment
-        return found
+                attachments[name] = attachment
+        return attachments
 
 
 # ---- the survey -------------------------------------------------------------------------------------------
 
 
-def _no_numbers() -> Int64Array:
+def _no_values() -> Int64Array:
     return np.empty(0, np.int64)
 
 
-NOTHING = Survey(_no_numbers(), _no_numbers(), _no_numbers(), {})
+NOTHING = Survey(_no_values(), _no_values(), _no_values(), {})
 
 
-def part_of(screened: DataFrame, parts: int) -> Column:
-    """Make the column with the number of a row's part. It depends on the row only, so it is the same in each try."""
-    named = [f.col(name) for name in _PLACED_BY if name in screened.columns]
-    # The hash has a salt, because `deal_out` splits large minutes by a hash too. Without it, the rows of one part could
-    # all get the same hash there.
-    return f.pmod(f.xxhash64(f.lit(_PLACED_BY[0]), *named), f.lit(parts)).cast("int")
+def group_number(screened: DataFrame, group_count: int) -> Column:
+    """Make the column with the number of the group that gets a row. It depends only on the row, so tries agree."""
+    hash_columns = [f.col(name) for name in _GROUP_HASH_COLUMNS if name in screened.columns]
+    # The hash has a salt, because `partition_by_task` splits large minutes by a hash too. Without the salt, all rows of
+    # a group could get the same hash there.
+    return f.pmod(f.xxhash64(f.lit(_GROUP_HASH_COLUMNS[0]), *hash_columns), f.lit(group_count)).cast("int")
 
 
-def count_surveys(screened: DataFrame, parts: int) -> list[Survey]:
-    """Count the rows of `screen` by part. The first survey contains the rows of all parts that break a rule."""
-    if parts == 1:
+def count_surveys(screened: DataFrame, group_count: int) -> list[Survey]:
+    """Count the rows of `screen` for each group. The first survey also counts the invalid rows of all groups."""
+    if group_count == 1:
         return [count_survey(screened)]
-    placed = f.when(f.col(REASON).isNull(), part_of(screened, parts)).otherwise(0)
-    counted = _count(screened, placed.alias("part"))
-    return [_survey_of(counted.filter(pc.equal(counted.column("part"), part))) for part in range(parts)]
+    row_group_number = f.when(f.col(REASON).isNull(), group_number(screened, group_count)).otherwise(0)
+    counts = _count(screened, row_group_number.alias("part"))
+    return [
+        _build_survey(counts.filter(pc.equal(counts.column("part"), group))) for group in range(group_count)
+    ]
 
 
 def count_survey(screened: DataFrame) -> Survey:
     """Count the rows of `screen`."""
-    return _survey_of(_count(screened))
+    return _build_survey(_count(screened))
 
 
-def _count(screened: DataFrame, *more: Column) -> pa.Table:
-    given = [f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns]
-    size = sum(given[1:], given[0]).cast("bigint")
+def _count(screened: DataFrame, *extra_columns: Column) -> pa.Table:
+    """Count rows and payload bytes by reason, minute and the extra columns."""
+    payload_sizes = [
+        f.coalesce(f.octet_length(name), f.lit(0)) for name in _PAYLOAD if name in screened.columns
+    ]
+    size = sum(payload_sizes[1:], payload_sizes[0]).cast("bigint")
     minute = f.when(f.col(REASON).isNull(), f.floor(f.col("due_ms") / MINUTE_MS)).cast("bigint")
-    rows = screened.select(REASON, minute.alias("minute"), *more, size.alias("size"))
-    by = [name for name in rows.columns if name != "size"]
-    return rows.groupBy(*by).agg(f.count("*").alias("rows"), f.sum("size").alias("bytes")).toArrow()
+    rows = screened.select(REASON, minute.alias("minute"), *extra_columns, size.alias("size"))
+    group_by = [name for name in rows.columns if name != "size"]
+    return rows.groupBy(*group_by).agg(f.count("*").alias("rows"), f.sum("size").alias("bytes")).toArrow()
 
 
-def _survey_of(found: pa.Table) -> Survey:
-    valid = found.filter(found.column(REASON).is_null()).sort_by("minute")
-    rejected = found.filter(found.column(REASON).is_valid()).sort_by([("rows", "descending")])
+def _build_survey(counts: pa.Table) -> Survey:
+    """Build the survey of one group from the counts."""
+    valid = counts.filter(counts.column(REASON).is_null()).sort_by("minute")
+    rejected = counts.filter(counts.column(REASON).is_valid()).sort_by([("rows", "descending")])
     minute_, rows, size_ = (
         valid.column(name).to_numpy().astype(np.int64) for name in ("minute", "rows", "bytes")
     )
@@ -315,11 +328,11 @@ def _survey_of(found: pa.Table) -> Survey:
     return Survey(minute_, rows, size_, dict(reasons))
 
 
-# ---- who writes what --------------------------------------------------------------------------------------
+# ---- dividing rows among tasks ----------------------------------------------------------------------------
 
 
-class Deal(msgspec.Struct, frozen=True):
-    """The distribution of rows to tasks: spans of time, and one or more tasks for each."""
+class TaskPlan(msgspec.Struct, frozen=True):
+    """The distribution of rows among tasks: spans of time, each with one or more tasks."""
 
     minute: Int64Array  # first minute of each span, since 1970
     first: Int64Array  # number of the first task of each span
@@ -331,62 +344,66 @@ class Deal(msgspec.Struct, frozen=True):
         return int(self.tasks.sum())
 
 
-def plan_deal(survey: Survey, task_rows: int, task_bytes: int) -> Deal:
+def plan_tasks(survey: Survey, task_rows: int, task_bytes: int) -> TaskPlan:
     """Cut the time into spans, each with the rows of about one task. A larger minute is a span with several tasks.
 
-    If this makes more than TASKS_MAX tasks, each task gets more rows. As parts of tasks are rounded up, there may be up
-    to twice as many.
+    If there would be more than TASKS_MAX tasks, each task gets more rows. Fractions of tasks are rounded up, so there
+    may be up to twice as many tasks.
     """
-    # The work of each minute, in tasks.
-    worth = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
-    worth = worth / max(1.0, worth.sum() / TASKS_MAX)
-    total = np.cumsum(worth)
+    # The work of each minute, as a number of tasks.
+    tasks_per_minute = np.maximum(survey.rows / task_rows, survey.payload_bytes / task_bytes)
+    tasks_per_minute = tasks_per_minute / max(1.0, tasks_per_minute.sum() / TASKS_MAX)
+    cumulative = np.cumsum(tasks_per_minute)
     # A span ends where the sum passes the next whole number. A large minute is a separate span.
-    span = np.floor(total - worth)
-    large = worth > 1
-    begins = (
-        np.append(True, (np.diff(span) != 0) | large[1:] | large[:-1]) if len(worth) else np.empty(0, bool)
+    span_number = np.floor(cumulative - tasks_per_minute)
+    is_large = tasks_per_minute > 1
+    begins_span = (
+        np.append(True, (np.diff(span_number) != 0) | is_large[1:] | is_large[:-1])
+        if len(tasks_per_minute)
+        else np.empty(0, bool)
     )
-    at = np.flatnonzero(begins)
-    tasks = np.where(large[at], np.ceil(worth[at]), 1).astype(np.int64)
-    return Deal(survey.minute[at], np.cumsum(tasks) - tasks, tasks)
+    starts = np.flatnonzero(begins_span)
+    tasks = np.where(is_large[starts], np.ceil(tasks_per_minute[starts]), 1).astype(np.int64)
+    return TaskPlan(survey.minute[starts], np.cumsum(tasks) - tasks, tasks)
 
 
-def deal_out(valid: DataFrame, survey: Survey) -> DataFrame:
-    """Partition the rows by task, as `plan_deal` plans it. There is no shuffle if one task is enough."""
-    deal = plan_deal(survey, TASK_ROWS, TASK_BYTES)
-    if deal.total == 1:
+def partition_by_task(valid: DataFrame, survey: Survey) -> DataFrame:
+    """Partition the rows by task, as `plan_tasks` divides them. There is no shuffle if one task is enough."""
+    task_plan = plan_tasks(survey, TASK_ROWS, TASK_BYTES)
+    if task_plan.total == 1:
         return valid.coalesce(1)
     minute = f.floor(f.col("due_ms") / MINUTE_MS)
     names = [f.col(name) for name in valid.columns]
 
-    def task(low: int, high: int) -> Column:
-        """Make the column with the task of a row that is in the spans low <= i < high, by binary search."""
+    def task_of_span(low: int, high: int) -> Column:
+        """Make the column with a row's task among the spans low <= i < high, by binary search."""
         if high - low == 1:
-            first = f.lit(int(deal.first[low]))
-            if deal.tasks[low] == 1:
+            first = f.lit(int(task_plan.first[low]))
+            if task_plan.tasks[low] == 1:
                 return first
-            return first + f.pmod(f.xxhash64(*names), f.lit(int(deal.tasks[low])))
+            return first + f.pmod(f.xxhash64(*names), f.lit(int(task_plan.tasks[low])))
         middle = (low + high) // 2
-        return f.when(minute < int(deal.minute[middle]), task(low, middle)).otherwise(task(middle, high))
+        return f.when(minute < int(task_plan.minute[middle]), task_of_span(low, middle)).otherwise(
+            task_of_span(middle, high)
+        )
 
-    return valid.repartitionById(deal.total, task(0, len(deal.minute)).cast("int"))
+    return valid.repartitionById(task_plan.total, task_of_span(0, len(task_plan.minute)).cast("int"))
 
 
-# Check, before a job starts, that a Spark task can read the broker's pending table and write into its folder.
+# ---- preflight: can tasks use the pending table? --------------------------------------------------------------------
 #
-# If executors and broker do not share the folder, a job would run for minutes and then fail at its attach. Or it would
-# write into a folder of the same name on another machine. Therefore one task opens the table at the given URI, compares
-# its version with the broker's, and writes and removes an empty file. With a local master, this process does the check
-# itself.
+# If executors and broker do not share the table's folder, a job would run for minutes and then fail at its attach. Or
+# it would write into a folder of the same name on another machine. So, before a job starts, a task opens the table at
+# the given URI, compares its version with the broker's, and writes and removes an empty file. With a local master, this
+# process does the check itself.
 
 
 def check_table(spark: SparkSession, uri: str, version: int, option: str) -> None:
-    """Raise SetupError unless a task can use the table at `uri`, which has at least `version` at the broker.
+    """Check that a task can read and write the table at `uri`, which is at `version` or later at the broker.
 
-    `option`: the command line option with which a user can give another URI, for the error.
+    `option`: the command line option for another URI, named in the error. Raises SetupError.
     """
-    reason = _in_a_task(spark, uri, version)
+    reason = _find_problem_in_task(spark, uri, version)
     if reason is not None:
         raise SetupError(
             f"a task of Spark cannot use the broker's pending table at {uri}: {reason}. Share this folder with the "
@@ -394,12 +411,12 @@ def check_table(spark: SparkSession, uri: str, version: int, option: str) -> Non
         )
 
 
-def reason_against(uri: str, version: int) -> str | None:
-    """Explain why the table at a URI is older than the broker's `version` or cannot be written to, or return None."""
+def find_table_problem(uri: str, version: int) -> str | None:
+    """Explain why this process cannot use the table: it is older than `version`, or not writable. Else returns None."""
     try:
-        there = open_table(uri).version()
-        if there < version:
-            return f"it is of version {there} there, and of version {version} at the broker"
+        table_version = open_table(uri).version()
+        if table_version < version:
+            return f"it is of version {table_version} there, and of version {version} at the broker"
         store = Store(uri)
         # The name does not begin with `_` or `.`, so if this task dies, Delta's vacuum at the broker deletes the file.
         probe = f"preflight-{uuid.uuid4().hex}"
@@ -410,10 +427,10 @@ def reason_against(uri: str, version: int) -> str | None:
     return None
 
 
-def _in_a_task(spark: SparkSession, uri: str, version: int) -> str | None:
+def _find_problem_in_task(spark: SparkSession, uri: str, version: int) -> str | None:
     context = spark.sparkContext
     if (context.master or "").startswith("local["):
-        return reason_against(uri, version)
+        return find_table_problem(uri, version)
     with spark_errors(), described(spark, f"preflight: is the table at {uri}?"):
-        [reason] = context.parallelize([uri], 1).map(partial(reason_against, version=version)).collect()
+        [reason] = context.parallelize([uri], 1).map(partial(find_table_problem, version=version)).collect()
     return None if reason is None else str(reason)

@@ -1,18 +1,18 @@
 """Convert any DataFrame to the columns of scheduled messages, and mark rows that break a rule, as Spark expressions.
 
-The rules are rules.RULES. Expressions are made from their `shape`. So Spark can find, count and separate invalid rows
-without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
+The rules are rules.RULES. The `shape` of each rule becomes a Spark expression. So Spark finds, counts and separates
+invalid rows without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
 
 A due time must be an exact point in time. So a wall-clock time without a time zone is refused unless the caller gives
-the zone. The types of the due column:
+the zone. The types of the due column are:
 
     timestamp               a point in time
     bigint, int             milliseconds since 1970
     timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without `zone`
     string                  any of these as text; a text without an offset needs `zone`, else its row is rejected
 
-All characters of a text must be understood, because Spark's own cast would ignore a zone at its end. Local times are
-resolved by local_time.py on Arrow batches. The time zone rules of Java are never used.
+A text must match one of the patterns completely, because Spark's own cast would ignore a zone at its end. Wall-clock
+times are resolved by local_time.py on Arrow batches. The time zone rules of Java are never used.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pyspark.sql.types import StructType
 from timeball.model import limits, rules
 from timeball.model import reserved_topics as reserved
 from timeball.model.errors import InvalidDelay, InvalidMessage
-from timeball.model.local_time import zone_named
+from timeball.model.local_time import load_zone
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, int64
 
 REASON = "reason"
 ROW = "row"  # column with the original row, for the table of rejects
-NO_INSTANT = "due: missing, or no instant"
+NO_DUE_TIME = "due: missing, or no instant"
 NO_ZONE = "due: no offset from UTC in the text, and no time zone given for it"
 _NUMBER = r"\A-?\d+\z"
 _DATE, _TIME_OF_DAY = r"\d{4}-\d\d?-\d\d?", r"[T ]\d\d?:\d\d(:\d\d([.]\d{1,9})?)?"
 _LOCAL = rf"\A{_DATE}({_TIME_OF_DAY})?\z"
 _WITH_OFFSET = rf"\A{_DATE}{_TIME_OF_DAY} ?([Zz]|UTC|[+-]\d\d(:?\d\d)?)\z"
 # A text with digits after the microseconds that are not all zero. Spark ignores them.
-_FINER = r"[.]\d{6}\d*[1-9]"
+_DIGITS_BELOW_MICROS = r"[.]\d{6}\d*[1-9]"
 _BAD_FORM = "_bad_form_of_"  # prefix of columns that mark values in a bad form
 _AS_JSON = ("struct", "array", "map")
 
@@ -66,20 +66,20 @@ class Columns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
-    """Convert the rows to the columns (row, topic, body, due_ms, …, reason). Raises InvalidMessage as `check` does.
+    """Convert the rows to the columns (row, topic, body, due_ms, …, reason). Raises the errors of `check`.
 
-    `reason` is the first rule that a row breaks at the time `now_ms`, and null for valid rows.
+    `reason` is the first rule that a row breaks at the time `now_ms`. It is null for valid rows.
     """
     check(frame.schema, columns)
-    found = frame.select(
+    screened = frame.select(
         f.struct("*").alias(ROW),
         (f.lit(columns.topic_name) if columns.topic is None else _text(frame, columns.topic)).alias("topic"),
         _body(frame, columns).alias("body"),
         _due_ms(frame, columns).alias("due_ms"),
         _no_zone(frame, columns).alias("_no_zone"),
         *[
-            as_stored(frame, column).alias(name)
-            for name, as_stored in _STORED.items()
+            convert(frame, column).alias(name)
+            for name, convert in _STORED.items()
             if (column := getattr(columns, name)) is not None
         ],
         *[
@@ -88,8 +88,8 @@ def screen(frame: DataFrame, columns: Columns, now_ms: int) -> DataFrame:
             if (column := getattr(columns, name)) is not None
         ],
     )
-    marks = [name for name in found.columns if name.startswith(_BAD_FORM)]
-    return found.withColumn(REASON, reason(found, now_ms)).drop("_no_zone", *marks)
+    form_marks = [name for name in screened.columns if name.startswith(_BAD_FORM)]
+    return screened.withColumn(REASON, reason(screened, now_ms)).drop("_no_zone", *form_marks)
 
 
 def with_lists_of_keys(screened: DataFrame) -> DataFrame:
@@ -100,18 +100,18 @@ def with_lists_of_keys(screened: DataFrame) -> DataFrame:
 
 
 def check(schema: StructType, columns: Columns) -> None:
-    """Raise InvalidMessage for a column that is missing, ambiguous or of an unusable type, or for an unknown zone.
+    """Check the columns. Raises InvalidMessage if one is missing, ambiguous or of an unusable type.
 
-    Also if the topic or the zone is missing, or no column is left for the body.
+    Also raises it for an unknown or missing zone, for a missing topic, and if no column is left for the body.
     """
     names = schema.fieldNames()
     for name in columns.taken:
         if name not in names:
             raise InvalidMessage(f"column {name}: there is none; there are {', '.join(names)}")
-    used = names if columns.body is None else columns.taken
-    known = [name.lower() for name in names]  # for Spark, upper and lower case are the same
-    if twice := sorted({name for name in used if known.count(name.lower()) > 1}):
-        raise InvalidMessage(f"column {', '.join(twice)}: there twice; drop or rename one of them")
+    used_names = names if columns.body is None else columns.taken
+    lower_names = [name.lower() for name in names]  # for Spark, upper and lower case are the same
+    if ambiguous := sorted({name for name in used_names if lower_names.count(name.lower()) > 1}):
+        raise InvalidMessage(f"column {', '.join(ambiguous)}: there twice; drop or rename one of them")
     if (columns.topic is None) == (columns.topic_name is None):
         raise InvalidMessage("name either a topic or the column that holds it")
     if columns.body is None and not set(names) - set(columns.taken):
@@ -127,7 +127,7 @@ def check(schema: StructType, columns: Columns) -> None:
         )
     if columns.zone is not None:
         try:
-            zone_named(columns.zone)
+            load_zone(columns.zone)
         except InvalidDelay as error:
             raise InvalidMessage(f"zone {error}") from error
 
@@ -145,6 +145,7 @@ def _column(name: str) -> Column:
 
 
 def _text(frame: DataFrame, name: str) -> Column:
+    """Make a text column. Raises InvalidMessage for a binary column."""
     kind = _kind(frame.schema, name)
     if kind == "binary":
         raise InvalidMessage(f"column {name}: binary, wanted text")
@@ -159,9 +160,10 @@ def _keys(frame: DataFrame, name: str) -> Column:
 
 
 def _body(frame: DataFrame, columns: Columns) -> Column:
+    """Make the column of bodies. Without a body column, all columns without another purpose become one JSON object."""
     if columns.body is None:
-        rest = [name for name in frame.columns if name not in columns.taken]
-        return f.to_json(f.struct(*[_column(name) for name in rest]))
+        other_columns = [name for name in frame.columns if name not in columns.taken]
+        return f.to_json(f.struct(*[_column(name) for name in other_columns]))
     kind = _kind(frame.schema, columns.body)
     if kind in ("string", "binary"):
         return _column(columns.body)
@@ -170,6 +172,7 @@ def _body(frame: DataFrame, columns: Columns) -> Column:
 
 
 def _properties(frame: DataFrame, name: str) -> Column:
+    """Make the column of properties in the form of the log, from a map or from text that has this form already."""
     kind = _kind(frame.schema, name)
     if kind == "string":
         return _column(name)
@@ -193,15 +196,15 @@ def _bad_form(frame: DataFrame, name: str, column: str) -> Column:
     """Make the column that marks values which break the rule of shape "form" of `name`, as rules.form_faults does."""
     kind = _kind(frame.schema, column)
     if name == "properties":
-        wrong = f.lit(False) if kind == "string" else _bad_pairs(column)
+        is_bad = f.lit(False) if kind == "string" else _bad_pairs(column)
     elif name == "keys" and kind.startswith("array<"):
-        wrong = f.exists(
+        is_bad = f.exists(
             _column(column).cast("array<string>"),
             lambda key: key.isNull() | key.rlike(rules.NOT_AN_ENTRY),
         )
     else:
-        wrong = _text(frame, column).rlike(rules.NOT_IN_KEY if name == "keys" else rules.NOT_A_LABEL)
-    return f.coalesce(wrong, f.lit(False))
+        is_bad = _text(frame, column).rlike(rules.NOT_IN_KEY if name == "keys" else rules.NOT_A_LABEL)
+    return f.coalesce(is_bad, f.lit(False))
 
 
 def _bad_pairs(column: str) -> Column:
@@ -216,10 +219,11 @@ def _bad_pairs(column: str) -> Column:
     )
 
 
-# ---- the instant ------------------------------------------------------------------------------------------
+# ---- the due time -----------------------------------------------------------------------------------------
 
 
 def _due_ms(frame: DataFrame, columns: Columns) -> Column:
+    """Make the column of due times in ms since 1970. It is null for a text that is no due time."""
     kind, column = _kind(frame.schema, columns.due), _column(columns.due)
     if kind in ("bigint", "int"):
         return column.cast("bigint")
@@ -228,13 +232,13 @@ def _due_ms(frame: DataFrame, columns: Columns) -> Column:
     if kind in ("timestamp_ntz", "date"):
         return _in_zone(column.cast("timestamp_ntz"), columns.zone)
     text = f.trim(column)
-    finer = text.rlike(_FINER).cast("int")
-    naive = f.when(text.rlike(_LOCAL), text.try_cast("timestamp_ntz"))
-    naive = naive + f.make_dt_interval(secs=finer / 1_000_000)
-    instant = f.when(text.rlike(_WITH_OFFSET), text.try_cast("timestamp"))
-    instant = instant + f.make_dt_interval(secs=finer / 1_000_000)
-    number = f.when(text.rlike(_NUMBER), text.try_cast("bigint"))
-    return f.coalesce(number, _up_to_ms(instant), _in_zone(naive, columns.zone))
+    has_finer_digits = text.rlike(_DIGITS_BELOW_MICROS).cast("int")
+    wall_clock = f.when(text.rlike(_LOCAL), text.try_cast("timestamp_ntz"))
+    wall_clock = wall_clock + f.make_dt_interval(secs=has_finer_digits / 1_000_000)
+    timestamp = f.when(text.rlike(_WITH_OFFSET), text.try_cast("timestamp"))
+    timestamp = timestamp + f.make_dt_interval(secs=has_finer_digits / 1_000_000)
+    milliseconds = f.when(text.rlike(_NUMBER), text.try_cast("bigint"))
+    return f.coalesce(milliseconds, _up_to_ms(timestamp), _in_zone(wall_clock, columns.zone))
 
 
 def _no_zone(frame: DataFrame, columns: Columns) -> Column:
@@ -245,40 +249,42 @@ def _no_zone(frame: DataFrame, columns: Columns) -> Column:
     return text.rlike(_LOCAL) & text.try_cast("timestamp_ntz").isNotNull()
 
 
-def _in_zone(naive: Column, zone: str | None) -> Column:
+def _in_zone(wall_clock: Column, zone: str | None) -> Column:
     """Convert a wall-clock time in a zone to milliseconds since 1970, rounded up. Null without a zone."""
     if zone is None:
         return f.lit(None).cast("bigint")
-    there = zone_named(zone)
+    time_zone = load_zone(zone)
 
-    def resolved(local: pa.Array) -> pa.Array:
-        instants_us = there.instants_us(int64(local.cast(pa.timestamp("us")).cast(pa.int64()).fill_null(0)))
-        return pa.array(-(-instants_us // 1_000), mask=np.asarray(local.is_null()))
+    def resolve(local: pa.Array) -> pa.Array:
+        times_us = time_zone.instants_us(int64(local.cast(pa.timestamp("us")).cast(pa.int64()).fill_null(0)))
+        return pa.array(-(-times_us // 1_000), mask=np.asarray(local.is_null()))
 
-    found: Column = arrow_udf(resolved, "bigint")(naive)  # type: ignore[call-overload]
-    return found
+    due_ms: Column = arrow_udf(resolve, "bigint")(wall_clock)  # type: ignore[call-overload]
+    return due_ms
 
 
-def _up_to_ms(instant: Column) -> Column:
+def _up_to_ms(timestamp: Column) -> Column:
     """Convert to milliseconds since 1970. Rounded up, because a message may never be early."""
-    finer = f.pmod(f.unix_micros(instant), f.lit(1000)) > 0
-    return f.unix_millis(instant) + finer.cast("bigint")
+    has_microseconds = f.pmod(f.unix_micros(timestamp), f.lit(1000)) > 0
+    return f.unix_millis(timestamp) + has_microseconds.cast("bigint")
 
 
 # ---- the rules --------------------------------------------------------------------------------------------
 
 
-def reason(found: DataFrame, now_ms: int) -> Column:
+def reason(screened: DataFrame, now_ms: int) -> Column:
     """Make the column with the text of the first rule that a row breaks. It is null for valid rows."""
-    broken: list[tuple[Column, str]] = [
+    conditions: list[tuple[Column, str]] = [
         (f.col("_no_zone"), NO_ZONE),
-        (f.col("due_ms").isNull(), NO_INSTANT),
+        (f.col("due_ms").isNull(), NO_DUE_TIME),
     ]
-    broken += [(breaks(rule, now_ms), rule.text) for rule in rules.RULES if rule.column in found.columns]
-    said = f.lit(None).cast("string")
-    for condition, text in reversed(broken):
-        said = f.when(condition, f.lit(text)).otherwise(said)
-    return said
+    conditions += [
+        (breaks(rule, now_ms), rule.text) for rule in rules.RULES if rule.column in screened.columns
+    ]
+    first_reason = f.lit(None).cast("string")
+    for condition, text in reversed(conditions):
+        first_reason = f.when(condition, f.lit(text)).otherwise(first_reason)
+    return first_reason
 
 
 def breaks(rule: rules.Rule, now_ms: int) -> Column:

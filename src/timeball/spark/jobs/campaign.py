@@ -1,8 +1,8 @@
-"""One campaign, for the commands that show and change it: its state at the broker, and the progress of its messages.
+"""Show and change a campaign: its state at the broker, and the progress of its messages.
 
 The broker stores the state of a campaign and carries out pause, resume and cancel (docs/pipeline/bulk.md). This module
-counts the outcomes of its messages, from the log and the pending table. It does so with Arrow in the calling process,
-and needs some bytes of memory per message:
+counts the outcomes of its messages from the log and the pending table. It uses Arrow in the calling process, and needs
+a few bytes of memory per message:
 
     rows = released + cancelled + waiting + held
 
@@ -23,11 +23,11 @@ import pyarrow.dataset as ds
 from timeball.model.errors import NotFound
 from timeball.model.message import Int64Array, Kind, int64
 from timeball.model.rules import check_campaign
-from timeball.model.wire import Campaign as Decided
+from timeball.model.wire import Campaign as CampaignState
 from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import TableFile, read_files, table_files
-from timeball.spark.views.snapshot import settled_status
+from timeball.spark.views.snapshot import status_with_all_attaches
 from timeball.table import attachment as att
 from timeball.table.attachment import Ranges, within
 
@@ -48,8 +48,8 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     last_due_ms: int | None = None  # the latest due time; None if no message is waiting
     planned_ms: int
     percent: float  # of rows that are released or cancelled
-    # False if retention has removed log rows since the campaign was planned. Then `released` is all messages that are
-    # neither pending nor known to be cancelled.
+    # False if retention has removed log rows since the campaign was planned. Then `released` counts all messages that
+    # are neither pending nor known to be cancelled.
     whole: bool = True
 
 
@@ -88,21 +88,21 @@ class Campaign:
         self.id = check_campaign(campaign)
         self.table_uri = table_uri or broker.status().table.uri
 
-    # ---- what was decided -----------------------------------------------------------------------------------
+    # ---- the state at the broker ----------------------------------------------------------------------------
 
-    def decided(self) -> Decided:
+    def decided(self) -> CampaignState:
         """Fetch the state of the campaign from the broker. Raises NotFound."""
         return self.broker.campaigns(self.id)[0]
 
-    def find_decided(self) -> Decided | None:
-        """Fetch the state of the campaign from the broker, or None if there is no such campaign."""
+    def find_state(self) -> CampaignState | None:
+        """Fetch the state of the campaign from the broker. Returns None for an unknown campaign."""
         try:
             return self.decided()
         except NotFound:
             return None
 
-    def plan(self, rows: int, at_ms: int, groups: Sequence[str] = ()) -> Decided:
-        """Create the campaign at the broker, before any file is written. If it is planned already, return that plan.
+    def plan(self, rows: int, at_ms: int, groups: Sequence[str] = ()) -> CampaignState:
+        """Create the campaign at the broker, before any file is written. Returns an existing plan unchanged.
 
         `rows`: the number of its messages. `at_ms`: the time of the plan. `groups`: if there are several groups, all
         groups with a part of the campaign.
@@ -120,7 +120,7 @@ class Campaign:
         return Resumed(campaign=self.id, rows=done.count, shift_ms=done.shift_ms, repeated=done.repeated)
 
     def cancel(self) -> Cancelled:
-        """Cancel all waiting and held messages. This is final: messages not in `cancelled` are or will be released."""
+        """Cancel all waiting and held messages. Those that are not cancelled have been or will be released."""
         done, progress = self.broker.change_campaign(self.id, "cancel"), self.progress()
         return Cancelled(
             campaign=self.id,
@@ -130,75 +130,75 @@ class Campaign:
             released=progress.rows - progress.cancelled,
         )
 
-    # ---- what happened --------------------------------------------------------------------------------------
+    # ---- the outcomes of its messages -----------------------------------------------------------------------
 
     def progress(self) -> Progress:
         """Count the messages: each is released, cancelled, waiting or held."""
-        status = settled_status(self.broker, self.table_uri)
+        status = status_with_all_attaches(self.broker, self.table_uri)
         decided = self.decided()
         if not decided.ranges:
-            return _nothing_attached(decided)
-        released, cancelled = self._settled(decided, status)
-        due_ms = self._waiting(decided, status, ordered([released, cancelled]))
+            return _progress_without_rows(decided)
+        released, cancelled = self._read_settled(decided, status)
+        due_ms = self._read_pending_due_ms(decided, status, sorted_distinct([released, cancelled]))
         is_held, is_whole = decided.held_from_ms is not None, status.log.first_seq <= decided.planned_seq
         if decided.state == "cancelled" and not is_whole:
-            # Cancelled rows may still be in the table when retention has removed their CANCEL rows.
+            # Cancelled messages may still be in the table although retention has removed their CANCEL rows.
             due_ms = due_ms[:0]
-        ended = max(len(cancelled), decided.cancelled)
-        out = len(released) if is_whole else decided.rows - ended - len(due_ms)
+        cancelled_count = max(len(cancelled), decided.cancelled)
+        released_count = len(released) if is_whole else decided.rows - cancelled_count - len(due_ms)
         has_next = len(due_ms) > 0 and not is_held
         return Progress(
             campaign=self.id,
             state=decided.state,
             rows=decided.rows,
-            released=out,
-            cancelled=ended,
+            released=released_count,
+            cancelled=cancelled_count,
             waiting=0 if is_held else len(due_ms),
             held=len(due_ms) if is_held else 0,
             next_due_ms=int(due_ms.min()) if has_next else None,
             last_due_ms=int(due_ms.max()) if has_next else None,
             planned_ms=decided.planned_ms,
-            percent=round(100 * (out + ended) / decided.rows, 1),
+            percent=round(100 * (released_count + cancelled_count) / decided.rows, 1),
             whole=is_whole,
         )
 
-    def _settled(self, decided: Decided, end: Status) -> tuple[Int64Array, Int64Array]:
-        """Find the sorted numbers of the messages that the log before `end` records as released, and as cancelled."""
-        begin = min(max(decided.planned_seq, end.log.first_seq), end.log.durable_seq)
+    def _read_settled(self, state: CampaignState, status: Status) -> tuple[Int64Array, Int64Array]:
+        """Read the sorted numbers of the messages that the log up to `status` records as (released, cancelled)."""
+        begin = min(max(state.planned_seq, status.log.first_seq), status.log.durable_seq)
 
-        def named(kind: Kind) -> Int64Array:
-            found: list[Int64Array] = []
-            for batch in self.broker.read_log(begin, end.log.durable_seq, [kind], columns=["source_seq"]):
+        def read_sources(kind: Kind) -> Int64Array:
+            by_batch: list[Int64Array] = []
+            for batch in self.broker.read_log(begin, status.log.durable_seq, [kind], columns=["source_seq"]):
                 seq = int64(batch.column("source_seq"))
-                found.append(seq[att.within(seq, decided.ranges)])
-            return ordered(found)
+                by_batch.append(seq[att.within(seq, state.ranges)])
+            return sorted_distinct(by_batch)
 
         # A message that was moved to another due time has left its campaign and counts as cancelled.
-        moved: list[Int64Array] = []
+        moved_by_batch: list[Int64Array] = []
         columns = ["source_seq", "from_due_ms"]
-        for batch in self.broker.read_log(begin, end.log.durable_seq, [Kind.MOVED], columns=columns):
+        for batch in self.broker.read_log(begin, status.log.durable_seq, [Kind.MOVED], columns=columns):
             seq = int64(batch.filter(batch.column("from_due_ms").is_valid()).column("source_seq"))
-            moved.append(seq[att.within(seq, decided.ranges)])
-        left, released = ordered(moved), named(Kind.RELEASE)
-        released = released[~is_in(released, left)]
-        return released, ordered([named(Kind.CANCEL), left])
+            moved_by_batch.append(seq[att.within(seq, state.ranges)])
+        moved_away, released = sorted_distinct(moved_by_batch), read_sources(Kind.RELEASE)
+        released = released[~is_in(released, moved_away)]
+        return released, sorted_distinct([read_sources(Kind.CANCEL), moved_away])
 
-    def _waiting(self, decided: Decided, status: Status, gone: Int64Array) -> Int64Array:
+    def _read_pending_due_ms(self, state: CampaignState, status: Status, settled: Int64Array) -> Int64Array:
         """Read the due times (ms) of all waiting or held messages.
 
-        `gone`: sorted numbers of the settled (released or cancelled) ones.
+        `settled`: the sorted numbers of the settled (released or cancelled) messages.
         """
-        from_ms = status.settled_before_ms if decided.held_from_ms is None else decided.held_from_ms
-        found: list[Int64Array] = [np.empty(0, np.int64)]
+        from_ms = status.settled_before_ms if state.held_from_ms is None else state.held_from_ms
+        due_by_batch: list[Int64Array] = [np.empty(0, np.int64)]
         for batch in table_rows(
-            self.table_uri, status.table.version, decided.ranges, ["seq", "due_ms"], from_ms
+            self.table_uri, status.table.version, state.ranges, ["seq", "due_ms"], from_ms
         ):
-            waits = ~is_in(int64(batch.column("seq")), gone)
-            found.append(int64(batch.column("due_ms"))[waits])
-        return np.concatenate(found)
+            is_pending = ~is_in(int64(batch.column("seq")), settled)
+            due_by_batch.append(int64(batch.column("due_ms"))[is_pending])
+        return np.concatenate(due_by_batch)
 
 
-def _nothing_attached(decided: Decided) -> Progress:
+def _progress_without_rows(decided: CampaignState) -> Progress:
     is_planned = decided.state == "planned"
     return Progress(
         campaign=decided.campaign, state=decided.state, rows=decided.rows if is_planned else 0,
@@ -214,34 +214,34 @@ def held(broker: Endpoint, table_uri: str | None = None) -> dict[str, int]:
 
 
 def find_attach(broker: Endpoint, job_id: str, from_seq: int) -> att.Attachment | None:
-    """Find the bulk attach of a job in the log, from row `from_seq` on. None if the kept log does not contain it."""
+    """Find the bulk attach of a job in the log from row `from_seq` on. Returns None if the log does not contain it."""
     log = broker.status().log
     begin = min(max(from_seq, log.first_seq), log.durable_seq)
     for batch in broker.read_log(begin, log.durable_seq, [Kind.TABLE], columns=["body"]):
         for body in batch.column("body").to_pylist():  # one for each change of the table
-            found = att.decode_change(body)
-            if isinstance(found, att.Attachment) and found.job_id == job_id:
-                return found
+            change = att.decode_change(body)
+            if isinstance(change, att.Attachment) and change.job_id == job_id:
+                return change
     return None
 
 
 # ---- ranges of numbers ----------------------------------------------------------------------------------------
 
 
-def ordered(parts: Sequence[Int64Array]) -> Int64Array:
-    """Sort the distinct numbers of all parts. Does not use numpy's `unique`, whose hash table takes longer."""
-    joined = np.concatenate([np.empty(0, np.int64), *parts])
-    joined.sort()
-    kept: Int64Array = joined[np.diff(joined, prepend=-1) != 0]
-    return kept
+def sorted_distinct(arrays: Sequence[Int64Array]) -> Int64Array:
+    """Sort the distinct numbers of all arrays. numpy's `unique` would take longer, because it uses a hash table."""
+    values = np.concatenate([np.empty(0, np.int64), *arrays])
+    values.sort()
+    distinct: Int64Array = values[np.diff(values, prepend=-1) != 0]
+    return distinct
 
 
 def is_in(seq: Int64Array, numbers: Int64Array) -> npt.NDArray[np.bool_]:
     """Compute a mask of the values of `seq` that are in the sorted `numbers`."""
     if not len(numbers):
         return np.zeros(len(seq), dtype=np.bool_)
-    at = np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)
-    return np.asarray(numbers[at] == seq)
+    index = np.minimum(np.searchsorted(numbers, seq), len(numbers) - 1)
+    return np.asarray(numbers[index] == seq)
 
 
 def table_rows(
@@ -259,10 +259,10 @@ def table_rows(
         for file in sorted(table_files(uri, version), key=lambda file: file.min_due_ms or 0)
         if file.may_hold((due_from_ms, None)) and _may_hold(file, ranges)
     ]
-    wanted = (ds.field("seq") >= low) & (ds.field("seq") < high) & (ds.field("due_ms") >= due_from_ms)
-    for batch in read_files(uri, paths, columns, wanted):
-        inside = within(int64(batch.column("seq")), ranges)
-        rows = batch if inside.all() else batch.filter(pa.array(inside))
+    row_filter = (ds.field("seq") >= low) & (ds.field("seq") < high) & (ds.field("due_ms") >= due_from_ms)
+    for batch in read_files(uri, paths, columns, row_filter):
+        is_in_ranges = within(int64(batch.column("seq")), ranges)
+        rows = batch if is_in_ranges.all() else batch.filter(pa.array(is_in_ranges))
         if rows.num_rows:
             yield rows
 

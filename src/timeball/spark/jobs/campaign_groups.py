@@ -1,6 +1,6 @@
 """A campaign with parts in several groups of a cluster: calls go to all its parts, and the answers are added up.
 
-The plan of each part names all groups of the campaign. So if a group no longer exists, that is an error, and its part
+The plan of each part names all groups of the campaign. So a group that no longer exists raises an error, and its part
 is not silently left out. A part that is not planned, because the job died before, has no messages yet. With one group,
 the only part is the campaign itself.
 """
@@ -13,18 +13,18 @@ from typing import TypeVar
 
 from timeball.model.errors import NotFound
 from timeball.spark.endpoint import Endpoint, read_groups
-from timeball.spark.groups import Group, place_of
+from timeball.spark.groups import Group, group_table_uri
 from timeball.spark.jobs.campaign import Campaign, Cancelled, Paused, Progress, Resumed
 
 T = TypeVar("T")
 
-# The campaign has the first of these states that one of its parts has. So it is finished when all its parts are.
+# A campaign has the first of these states that any of its parts has. So it is finished when all its parts are.
 STATES = ("planned", "cancelled", "paused", "running", "finished")
 
 
 @contextmanager
 def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> Iterator[dict[str, Campaign]]:
-    """Open the parts of a campaign, by group: in the groups that its plan names, or in all groups if it is not planned.
+    """Open the parts of a campaign by group, in the groups that its plan names. Without a plan, in all groups.
 
     `table_uri`: the URI of the pending tables for this process, if it is not the brokers'. It contains `{group}` if
     there are several groups. The connections are closed after the block.
@@ -33,7 +33,7 @@ def open_parts(endpoint: str, campaign: str, table_uri: str | None = None) -> It
     with ExitStack() as opened:
 
         def open_in(group: Group) -> Campaign:
-            uri = place_of("--table-uri", table_uri, group.name, len(groups))
+            uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
             return Campaign(opened.enter_context(Endpoint(group.endpoint)), campaign, uri)
 
         yield choose({group.name: open_in(group) for group in sorted(groups)})
@@ -45,14 +45,14 @@ def choose(campaigns: dict[str, Campaign]) -> dict[str, Campaign]:
     `campaigns`: the campaign in each group of the cluster, planned there or not. Raises NotFound if the plan names a
     group that is not in the cluster.
     """
-    decided = (
-        {name: campaign.find_decided() for name, campaign in campaigns.items()} if len(campaigns) > 1 else {}
+    states = (
+        {name: campaign.find_state() for name, campaign in campaigns.items()} if len(campaigns) > 1 else {}
     )
-    known = {name: each for name, each in decided.items() if each is not None}
-    if not known:
+    planned = {name: state for name, state in states.items() if state is not None}
+    if not planned:
         return campaigns
     # A plan names no groups if it was made when there was one group, or for one group only.
-    names = next((each.groups for each in known.values() if each.groups), list(known))
+    names = next((state.groups for state in planned.values() if state.groups), list(planned))
     for name in names:
         if name not in campaigns:
             raise NotFound(f"the campaign has a part in the group {name!r}, which is not in the cluster")
@@ -67,44 +67,47 @@ class CampaignParts:
 
     def progress(self) -> Progress:
         """Count the messages of all parts."""
-        return add_progress(self._each(Campaign.progress))
+        return add_progress(self._call_parts(Campaign.progress))
 
     def pause(self) -> Paused:
         """Hold all waiting messages."""
-        done = self._each(Campaign.pause)
+        results = self._call_parts(Campaign.pause)
         return Paused(
-            campaign=done[0].campaign,
-            held=sum(each.held for each in done),
-            repeated=all(each.repeated for each in done),
+            campaign=results[0].campaign,
+            held=sum(result.held for result in results),
+            repeated=all(result.repeated for result in results),
         )
 
     def resume(self, *, shift: bool = False) -> Resumed:
-        """Make all held messages wait again. `shift_ms` is the longest of the parts, which are paused one by one."""
-        done = self._each(lambda part: part.resume(shift=shift))
+        """Make all held messages wait again.
+
+        The parts were paused one by one, and `shift_ms` is their longest shift.
+        """
+        results = self._call_parts(lambda part: part.resume(shift=shift))
         return Resumed(
-            campaign=done[0].campaign,
-            rows=sum(each.rows for each in done),
-            shift_ms=max(each.shift_ms for each in done),
-            repeated=all(each.repeated for each in done),
+            campaign=results[0].campaign,
+            rows=sum(result.rows for result in results),
+            shift_ms=max(result.shift_ms for result in results),
+            repeated=all(result.repeated for result in results),
         )
 
     def cancel(self) -> Cancelled:
         """Cancel all waiting and held messages."""
-        done = self._each(Campaign.cancel)
+        results = self._call_parts(Campaign.cancel)
         return Cancelled(
-            campaign=done[0].campaign,
-            rows=sum(each.rows for each in done),
-            newly=sum(each.newly for each in done),
-            cancelled=sum(each.cancelled for each in done),
-            released=sum(each.released for each in done),
+            campaign=results[0].campaign,
+            rows=sum(result.rows for result in results),
+            newly=sum(result.newly for result in results),
+            cancelled=sum(result.cancelled for result in results),
+            released=sum(result.released for result in results),
         )
 
-    def _each(self, call: Callable[[Campaign], T]) -> list[T]:
-        """Call a function for each planned part and return the results."""
-        # If no part is planned, all are called, which raises NotFound.
+    def _call_parts(self, call: Callable[[Campaign], T]) -> list[T]:
+        """Call a function for each planned part. Returns the results."""
+        # If no part is planned, all parts are called, which raises NotFound.
         if len(self._parts) == 1:
             return [call(part) for part in self._parts.values()]
-        planned = [part for part in self._parts.values() if part.find_decided() is not None]
+        planned = [part for part in self._parts.values() if part.find_state() is not None]
         return [call(part) for part in planned or self._parts.values()]
 
 
@@ -112,7 +115,7 @@ def add_progress(parts: list[Progress]) -> Progress:
     """Add the progress of the parts."""
     if len(parts) == 1:
         return parts[0]
-    rows, ended = sum(part.rows for part in parts), sum(part.released + part.cancelled for part in parts)
+    rows, settled = sum(part.rows for part in parts), sum(part.released + part.cancelled for part in parts)
     due_ms = [part.next_due_ms for part in parts if part.next_due_ms is not None]
     last_ms = [part.last_due_ms for part in parts if part.last_due_ms is not None]
     return Progress(
@@ -126,6 +129,6 @@ def add_progress(parts: list[Progress]) -> Progress:
         next_due_ms=min(due_ms, default=None),
         last_due_ms=max(last_ms, default=None),
         planned_ms=min(part.planned_ms for part in parts),
-        percent=round(100 * ended / rows, 1) if rows else parts[0].percent,
+        percent=round(100 * settled / rows, 1) if rows else parts[0].percent,
         whole=all(part.whole for part in parts),
     )

@@ -2,21 +2,21 @@
 
 A task gets a range of the log, fetches its pending messages over Flight, sorts them and writes files, with the same
 functions as the broker. Then one attach adds all files to the table and moves the watermark: the row of the log before
-which the table has all pending messages. There is no shuffle: each file is sorted, and the broker merges files when it
-reads. A range without pending messages moves the watermark too.
+which the table has all pending messages. No shuffle is needed, because each file is sorted and the broker merges files
+when it reads. A range without pending messages moves the watermark too.
 
-The watermark is the mark of this job. An attach states the range of rows that it covers. The broker refuses an attach
-that does not begin at the watermark, because then another compactor has attached in the meantime. It recognizes a
+The watermark is the mark of this job. An attach names the range of rows that it covers. The broker refuses an attach
+that does not begin at the watermark, because another compactor has then attached in the meantime. It recognizes a
 repeated attach.
 
-Without this job, the broker compacts by itself. A lease, which is renewed while the loop runs, prevents the broker from
-compacting at the same time. If both do it nevertheless, the watermark decides which attach is accepted.
+Without this job, the broker compacts by itself. A lease, renewed while the loop runs, prevents the broker from
+compacting at the same time. If both compact nevertheless, the watermark decides which attach is accepted.
 
 Only messages of the strategy `hour_log` are compacted. Messages of a `timer_wheel` or a `level_cascade` stay in the log
 until they are released, so this job has nothing to do.
 
-Each group of a cluster has its own tail, table and watermark. So it has its own loop, whose endpoint is confined to
-the group.
+Each group of a cluster has its own tail, table and watermark. So it has its own loop, whose endpoint is pinned to the
+group.
 
 Each compaction adds a table version and some files, and appends a row to the log. So an epoch starts only when there
 are `min_rows_per_batch` new rows, or `few_rows` of them after `max_trigger_delay_ms`. The broker has the same rule for
@@ -34,7 +34,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.model.message import TABLE_SCHEMA, Kind
-from timeball.spark.endpoint import COMPACTED, Endpoint, Lease
+from timeball.spark.endpoint import COMPACTED_STRATEGY, Endpoint, Lease
 from timeball.spark.jobs.engine import Engine, Piece
 from timeball.spark.jobs.marked import MarkedJob
 from timeball.spark.source.pacing import split_range
@@ -49,8 +49,8 @@ JOB_ID = "spark-compact"
 LEASE_MS = 30_000
 RENEW_EVERY_S = 8.0
 TRIGGER_S = 1.0
-# Rows of the log. One task processes a million, so that files are few and large. An epoch has more than one task only
-# if the job has fallen behind.
+# Numbers of rows of the log. A task processes a million, so that files are few and large. An epoch has several tasks
+# only if the job lags.
 OPTIONS = {
     "rows_per_partition": "1000000",
     "max_rows_per_batch": "4000000",
@@ -60,25 +60,25 @@ OPTIONS = {
 }
 
 
-def waiting(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
+def select_pending(batch: pa.RecordBatch, settled_before_ms: int) -> pa.RecordBatch:
     """Select the messages of a batch of the log that may still be pending, in TABLE_SCHEMA.
 
     `batch`: SCHEDULED and MOVED rows. `settled_before_ms`: all messages that were due before are settled (released or
     cancelled).
     """
-    is_version = pc.or_(
+    sets_due_time = pc.or_(
         pc.equal(batch.column("kind"), int(Kind.SCHEDULED)), batch.column("from_due_ms").is_valid()
     )
-    wanted = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), is_version)
-    # In most batches all rows are wanted. They are not filtered, because a filter copies the rows it keeps. `wanted` is
-    # null for a half message, which has no due time.
-    rows = batch if not wanted.null_count and pc.all(wanted).as_py() else batch.filter(wanted)
-    moved, nothing = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
-    changed = {
+    is_pending = pc.and_(pc.greater_equal(batch.column("due_ms"), settled_before_ms), sets_due_time)
+    # Most batches are returned whole, because a filter would copy the rows. `is_pending` is null for a half message,
+    # which has no due time.
+    rows = batch if not is_pending.null_count and pc.all(is_pending).as_py() else batch.filter(is_pending)
+    moved, null = pc.equal(rows.column("kind"), int(Kind.MOVED)), pa.scalar(None, pa.int64())
+    computed = {
         "accepted_ms": pc.if_else(moved, rows.column("accepted_ms"), rows.column("store_ms")),
-        "number": pc.if_else(moved, rows.column("source_seq"), nothing),
+        "number": pc.if_else(moved, rows.column("source_seq"), null),
     }
-    columns = [changed[name] if name in changed else rows.column(name) for name in TABLE_SCHEMA.names]
+    columns = [computed[name] if name in computed else rows.column(name) for name in TABLE_SCHEMA.names]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
 
@@ -87,17 +87,17 @@ def write_piece(endpoint: str, table_uri: str, piece: Piece) -> list[FileEntry]:
     written: list[FileEntry] = []
     store = Store(table_uri)
     with Endpoint(endpoint) as broker:
-        # Read before the rows. Messages settled by then may be left out. Those settled later are written as well, which
+        # Read before the rows: messages settled by then may be left out. Messages settled later are written too, which
         # does no harm.
         status = broker.status()
         batches = (
-            waiting(batch, status.settled_before_ms)
+            select_pending(batch, status.settled_before_ms)
             for batch in broker.read_log(*piece, [Kind.SCHEDULED, Kind.MOVED], placed=False)
         )
         try:
             for rows in chunks(batch for batch in batches if batch.num_rows):
                 written.extend(store.put_rows(sort_rows(rows), status.now_ms))
-        except BaseException:  # an interrupt, too, would leave files that no table uses
+        except BaseException:  # also for an interrupt, which would leave unused files
             store.remove(entry.path for entry in written)
             raise
     return written
@@ -115,8 +115,8 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
             return 0
         pieces = split_range(begin, to_seq, piece_rows)
         work = f"rows {begin:,} to {to_seq:,} of the log's tail into the pending table"
-        written = engine.run(NAME, work, partial(write_piece, endpoint, uri), pieces)
-        files = [entry for each in written for entry in each]
+        entries_by_task = engine.run(NAME, work, partial(write_piece, endpoint, uri), pieces)
+        files = [entry for entries in entries_by_task for entry in entries]
         attached = broker.attach(
             Attachment(job="compact", job_id=JOB_ID, epoch=to_seq, files=files, from_seq=begin, to_seq=to_seq)
         )
@@ -133,27 +133,27 @@ JOB = MarkedJob(
     OPTIONS,
     extend,
     mark=lambda _, status, __: status.watermark,
-    place=lambda status: status.table.uri,
+    default_uri=lambda status: status.table.uri,
     is_shared=True,
     trigger_s=TRIGGER_S,
 )
 
 
-def superfluous(endpoint: str) -> str | None:
-    """Explain why this broker has nothing to compact, or return None if it has."""
+def no_work_reason(endpoint: str) -> str | None:
+    """Explain why this broker has nothing to compact. Returns None if it has."""
     with Endpoint(endpoint) as broker:
         strategy = broker.status().strategy
-    return None if strategy == COMPACTED else nothing_to_compact(strategy)
+    return None if strategy == COMPACTED_STRATEGY else nothing_to_compact(strategy)
 
 
 def nothing_to_compact(strategy: str) -> str:
-    """Write the message for people that a broker with this strategy has nothing to compact."""
+    """Format the message that a broker with this strategy has nothing to compact."""
     return f"nothing to compact: with the strategy {strategy} messages wait in the log"
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
     """Make the lease of a compactor, held while `needed` returns True.
 
-    It is not given back early, so the broker does not start to compact while a failed loop is restarted.
+    It does not end early, so the broker does not begin to compact while a failed loop is restarted.
     """
     return Lease(endpoint, NAME, Endpoint.lease_compactor, needed, lease_ms=LEASE_MS, renew_s=RENEW_EVERY_S)

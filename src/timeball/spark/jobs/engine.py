@@ -3,8 +3,8 @@
 A job cuts rows of the log into pieces, and has one function that processes a piece: its task. An engine runs the task
 for each piece and returns the results in order. So a job does not depend on where its tasks run, and it writes the same
 files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink
-(jobs/marked.py). The files that other tasks of the failed epoch have written belong to no version of any table. They
-are deleted later.
+(jobs/marked.py). The files that other tasks of the failed epoch have written are not in any version of a table, and are
+deleted later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-Piece = tuple[int, int]  # rows from <= seq < to of the log
+Piece = tuple[int, int]  # (begin, end): the rows begin <= seq < end of the log
 Result = TypeVar("Result")
 
 
@@ -22,10 +22,10 @@ class Engine(Protocol):
     def run(
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
-        """Run the task for each piece and return the results in order. `work` describes the work for people."""
+        """Run the task for each piece. Returns the results in order. `work`: a description for people."""
 
     def lives(self) -> bool:
-        """Return True while the engine can run tasks."""
+        """Check whether the engine can run tasks."""
 
     def cancel(self, job: str) -> None:
         """Cancel the running tasks of a job, if the engine can."""
@@ -41,7 +41,7 @@ class InProcess:
         return [task(piece) for piece in pieces]
 
     def lives(self) -> bool:
-        """Return True: this process can always run tasks."""
+        """This process can always run tasks."""
         return True
 
     def cancel(self, job: str) -> None:

@@ -1,15 +1,16 @@
 """The job `ledger` writes the events of scheduled messages (log_events.py) to an append-only Delta table.
 
-The table is beside the pending table by default. A scheduled message that is moved to another due time has an event
-`moved`. If its row is only written again, it has none: it was accepted once, and is still pending.
+The table is beside the pending table by default. Moving a scheduled message to another due time is an event `moved`.
+Writing its row again without a new due time is no event.
 
-The number of a scheduled message is its sequence number in the log. The rows of a bulk attach are not in the log one by
-one. So the ledger has their topics and due times only after their release. Until then the pending table has them.
+The number of a scheduled message is its sequence number in the log. A bulk attach is one row of the log for all its
+messages. So the ledger has the topics and due times of these messages only after their release. Until then they are in
+the pending table.
 
 Each epoch extends the ledger from its mark, which is the application version of the Delta table, to the end of the log.
-So the table alone defines its content. A repeated epoch adds nothing, and a lost table cannot leave an unnoticed gap. A
-task reads a range of the log over Flight, and writes the events of its rows as one file. Spark's executors run the
-tasks, or this process does.
+So no state outside the table decides where it continues. A repeated epoch adds nothing, and a lost table cannot leave
+an unnoticed gap. A task reads a range of the log over Flight, and writes the events of its rows as one file. Spark's
+executors run the tasks, or this process does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from timeball.spark.jobs.engine import Engine, Piece
 from timeball.spark.jobs.marked import MarkedJob
 from timeball.spark.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.spark.source.pacing import split_range
-from timeball.spark.table_store import beside, create_table, open_table
+from timeball.spark.table_store import create_table, default_table_uri, open_table
 from timeball.spark.views.view_sql import scheduled_sql
 
 if TYPE_CHECKING:  # a job without Spark imports none of it
@@ -43,7 +44,7 @@ NAME = "ledger"
 SINCE = "timeball.since"  # table property: the first row of the log that the ledger contains
 EPOCH_ROWS = 1_000_000
 OPTIONS = {"max_rows_per_batch": str(EPOCH_ROWS), "rows_per_partition": str(EPOCH_ROWS)}
-TIDY_EVERY = 100  # versions; each has added one or two files, which are then joined
+TIDY_EVERY = 100  # versions; each adds one or two files, which are then joined
 
 
 # ---- the table --------------------------------------------------------------------------------------------
@@ -52,13 +53,13 @@ TIDY_EVERY = 100  # versions; each has added one or two files, which are then jo
 def open_ledger(uri: str, since: int) -> DeltaTable:
     """Open the ledger at `uri`. If there is none, create one that begins at row `since` of the log.
 
-    Columns that an older ledger does not have are added, because Delta loses unknown columns when it joins files.
+    Adds the columns that an older ledger does not have, because Delta drops unknown columns when it joins files.
     """
     try:
         table = open_table(uri)
-        if lacking := [f for f in EVENT_SCHEMA if f.name not in table_schema(table).names]:
+        if missing_fields := [f for f in EVENT_SCHEMA if f.name not in table_schema(table).names]:
             bounds(table)  # raises if the table is not a ledger, before it is changed
-            table.alter.add_columns(Schema.from_arrow(pa.schema(lacking)).fields)
+            table.alter.add_columns(Schema.from_arrow(pa.schema(missing_fields)).fields)
         return table
     except NotFound:
         return create_table(
@@ -87,7 +88,7 @@ def bounds(table: DeltaTable) -> tuple[int, int]:
 
 
 def write_events(endpoint: str, uri: str, piece: Piece) -> DeltaFile:
-    """Write the events of one range of the log as one file of the ledger. This is the task of the job."""
+    """Write the events of a range of the log as one file of the ledger. This is the job's task."""
     with Endpoint(endpoint) as broker:
         return write_file(uri, EVENT_SCHEMA, read_events(broker, *piece))
 
@@ -106,11 +107,11 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         )
         # `low` makes the commit fail if another process has extended the ledger from the same row.
         append_once(uri, LEDGER_APP_ID, low, high, written)
-    _tidy(uri)
+    _join_small_files(uri)
     return max(0, to_seq - begin)
 
 
-def _tidy(uri: str) -> None:
+def _join_small_files(uri: str) -> None:
     """Every TIDY_EVERY versions, join files, and delete files that no version has used for a week."""
     table = open_table(uri)
     if table.version() % TIDY_EVERY != TIDY_EVERY - 1:
@@ -131,7 +132,11 @@ def _mark(broker: Endpoint, status: Status, uri: str) -> int:
 
 
 JOB = MarkedJob(
-    NAME, OPTIONS, extend, mark=_mark, place=lambda status: beside(NAME, status.table.uri, status)
+    NAME,
+    OPTIONS,
+    extend,
+    mark=_mark,
+    default_uri=lambda status: default_table_uri(NAME, status.table.uri, status),
 )
 
 
@@ -153,8 +158,10 @@ def scheduled_rows(spark: SparkSession, endpoint: str, uri: str | None = None) -
     """
     from timeball.spark.source.spark_api import unite
 
-    where = JOB.places(group_statuses(endpoint), uri)
-    return unite({group: _scheduled_rows(spark, *place) for group, place in where.items()})
+    ledgers = JOB.sinks_by_group(group_statuses(endpoint), uri)
+    return unite(
+        {group: _scheduled_rows(spark, *endpoint_and_uri) for group, endpoint_and_uri in ledgers.items()}
+    )
 
 
 def _scheduled_rows(spark: SparkSession, endpoint: str, uri: str) -> DataFrame:

@@ -1,11 +1,10 @@
-"""Jobs that follow the log, as loops. Each epoch reads the end of the log and extends the job's sink up to it.
+"""Jobs that follow the log, as loops. Each epoch extends the job's sink up to the end of the log.
 
 The sink stores its own *mark*: the row (sequence number) before which it is complete. For a Delta table of events or
 messages, the commit of an epoch contains the mark. For `compact` the mark is the broker's watermark. No other state
 decides where a job continues, and there is no checkpoint. So a job may be killed at any moment, run twice, or continue
-with another engine. A repeated epoch adds nothing, and no epoch can leave a gap. A mark after the end of the log means
-that the table belongs to another log. Such a table is refused, because otherwise rows of this log would be skipped up
-to the mark.
+with another engine. A repeated epoch adds nothing, and no epoch can leave a gap. A table whose mark is after the end of
+the log belongs to another log. It is refused, because the job would skip the rows of this log up to the mark.
 
 In a cluster, one loop follows the logs of all groups at its endpoint, and each group has its own table. A group that is
 added later is read from its first row.
@@ -27,23 +26,23 @@ from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
 from timeball.model.wire import LogStatus, Status
 from timeball.spark.endpoint import Connections, Endpoint, group_statuses
-from timeball.spark.groups import Group, place_of, query_name
+from timeball.spark.groups import Group, group_table_uri, query_name
 from timeball.spark.jobs.engine import Engine
 from timeball.spark.source.options import ReadOptions, read_options
-from timeball.spark.source.pacing import Pace, share
+from timeball.spark.source.pacing import Pace, divide_rows
 
 LOG = logging.getLogger("timeball.spark")
 
 TRIGGER_S = 5.0
 STOP_S = 20.0
-PROGRESS_KEPT = 100  # epochs; the runner reads them several times a second
+PROGRESS_KEPT = 100  # progress reports of epochs; the runner reads them several times per second
 
-# Name of a group -> its endpoint, and the URI of its table. The name is None for a broker that is in no cluster.
-Places = dict[str | None, tuple[str, str]]
+# Name of a group -> (its endpoint, the URI of its sink). The name is None for a broker that is in no cluster.
+Sinks = dict[str | None, tuple[str, str]]
 
 
 class Extend(Protocol):
-    """Extend the table at `uri` up to row `to_seq` (exclusive), in pieces of `piece_rows` rows.
+    """Extend the sink at `uri` up to row `to_seq` (exclusive), in tasks of `piece_rows` rows.
 
     Returns the number of rows of the log that were processed.
     """
@@ -59,9 +58,9 @@ class MarkedJob:
     options: Mapping[str, str]
     extend: Extend
     mark: Callable[[Endpoint, Status, str], int]  # (broker, its status, uri) -> row
-    place: Callable[[Status], str]  # status of a broker -> default URI of the sink
+    default_uri: Callable[[Status], str]  # status of a broker -> default URI of the sink
     is_shared: bool = False  # the broker moves the mark too, so it is read from each status
-    trigger_s: float = TRIGGER_S  # from the start of one look at the log to the start of the next
+    trigger_s: float = TRIGGER_S  # interval between two reads of the broker's status
 
     def start(
         self,
@@ -74,26 +73,27 @@ class MarkedJob:
     ) -> Loop:
         """Start the loop. With `once` it ends when the sink has all rows that are durable at the start.
 
-        `uri`, or the option `uri`, is the URI of the sink if it is not at its default place. Raises SetupError.
+        `uri`, or the option `uri`: the URI of the sink if it is not the default. Raises SetupError.
         """
-        chosen = {**self.options, **(options or {}), "endpoint": endpoint, "read": "ranges"}
-        place = chosen.pop("uri", uri)
-        self.places(group_statuses(endpoint), place)  # raises for an invalid URI, before the loop starts
-        return Loop(self, engine, read_options(chosen), place, once)
+        all_options = {**self.options, **(options or {}), "endpoint": endpoint, "read": "ranges"}
+        sink_uri = all_options.pop("uri", uri)
+        # Raises for an invalid URI, before the loop starts.
+        self.sinks_by_group(group_statuses(endpoint), sink_uri)
+        return Loop(self, engine, read_options(all_options), sink_uri, once)
 
-    def places(self, found: Sequence[tuple[Group, Status]], uri: str | None) -> Places:
-        """Find the endpoint and the URI of the sink of each group. `uri`: the one that the user gave, if any."""
+    def sinks_by_group(self, statuses: Sequence[tuple[Group, Status]], uri: str | None) -> Sinks:
+        """List the endpoint and the sink's URI of each group. `uri`: given by the user, or None for the default."""
         return {
             group.name or None: (
                 group.endpoint,
-                place_of(f"--{self.name}", uri, group.name, len(found)) or self.place(status),
+                group_table_uri(f"--{self.name}", uri, group.name, len(statuses)) or self.default_uri(status),
             )
-            for group, status in found
+            for group, status in statuses
         }
 
 
 class Query(Protocol):
-    """A running job: a loop, or a streaming query of Spark. These are the members that the runner uses."""
+    """A loop or a streaming query of Spark, with the members that the runner uses."""
 
     @property
     def isActive(self) -> bool: ...  # noqa: N802 - Spark's names
@@ -108,7 +108,7 @@ class Query(Protocol):
 
 
 class Loop:
-    """A running job with its own thread.
+    """A running job, in its own thread.
 
     Only that thread writes the state. Other threads read the properties and call `stop`.
     """
@@ -128,9 +128,9 @@ class Loop:
         self._brokers = Connections(options.endpoint)
         self._pace = Pace(options, self._clock)
         self._marks: dict[str, int] = {}  # group -> mark, as last seen
-        self._final: dict[str, int] | None = None  # with `once`: group -> end of its log at the start
+        self._final_seqs: dict[str, int] | None = None  # with `once`: group -> end of its log at the start
         self._epochs = 0
-        self._busy = False  # an epoch is running
+        self._is_epoch_running = False  # read by other threads
         self._error: TimeballError | None = None
         self._stopping = threading.Event()
         self._progress: deque[dict[str, Any]] = deque(maxlen=PROGRESS_KEPT)
@@ -149,16 +149,16 @@ class Loop:
 
     @property
     def recentProgress(self) -> list[dict[str, Any]]:  # noqa: N802
-        """The progress reports of the latest epochs, oldest first: a copy, because the loop goes on meanwhile."""
+        """A copy of the progress reports of the latest epochs, oldest first."""
         return list(self._progress)
 
     @property
     def status(self) -> dict[str, Any]:
-        """States whether an epoch is running, in the form of a Spark query."""
-        return {"isTriggerActive": self._busy}
+        """Report if an epoch is running, in the format of a Spark query."""
+        return {"isTriggerActive": self._is_epoch_running}
 
     def exception(self) -> TimeballError | None:
-        """Return the error that ended the loop, if any."""
+        """Get the error that ended the loop, or None."""
         return self._error
 
     def awaitTermination(self) -> None:  # noqa: N802
@@ -168,80 +168,85 @@ class Loop:
             raise self._error
 
     def stop(self) -> None:
-        """Stop the loop. A running epoch is cancelled, which is safe. Waits for at most STOP_S seconds."""
+        """Stop the loop. Cancels a running epoch, which is safe, and waits for at most STOP_S seconds."""
         self._stopping.set()
-        if self._busy:
+        if self._is_epoch_running:
             self._engine.cancel(self._job.name)
         self._thread.join(STOP_S)
 
     # ---- in the loop's thread
 
     def _run(self) -> None:
+        """Run epochs until the loop is stopped, has ended (`once`) or has failed."""
         try:
             while not self._stopping.is_set():
-                begun_ns = self._clock.monotonic_ns()
-                found = self._brokers.statuses()
-                lag = self._lag(found)
-                total = sum(lag.values())
+                started_ns = self._clock.monotonic_ns()
+                statuses = self._brokers.statuses()
+                new_rows = self._count_new_rows(statuses)
+                total = sum(new_rows.values())
                 rows = min(total, self._options.max_rows_per_batch)
-                if rows and (self._once or self._pace.worth(rows)):
+                if rows and (self._once or self._pace.is_worth_a_batch(rows)):
                     self._pace.begin_batch()
-                    self._epoch(found, share(lag, rows), begun_ns)
+                    self._run_epoch(statuses, divide_rows(new_rows, rows), started_ns)
                 elif self._once:
                     return
-                if total <= rows and not self._once:  # otherwise rows are left, and the next epoch starts now
-                    passed_s = (self._clock.monotonic_ns() - begun_ns) / 1e9
-                    self._stopping.wait(max(0.0, self._job.trigger_s - passed_s))
+                # If there are more rows, the next epoch starts without a pause.
+                if total <= rows and not self._once:
+                    elapsed_s = (self._clock.monotonic_ns() - started_ns) / 1e9
+                    self._stopping.wait(max(0.0, self._job.trigger_s - elapsed_s))
         except TimeballError as error:
             self._error = error
-        except Exception as error:  # of a library: the runner reports it and starts the loop again
+        except Exception as error:  # of a library: the runner reports it and restarts the loop
             self._error = Unavailable(f"{self._label} failed: {type(error).__name__}: {error}")
             LOG.debug("loop failed job=%s", self._label, exc_info=True)
         finally:
             self._brokers.close()
 
-    def _lag(self, found: Sequence[tuple[Group, Status]]) -> dict[str, int]:
-        """Count, for each group, the rows of its log after the mark. With `once`, only up to the end at the start."""
-        if self._once and self._final is None:
-            self._final = {group.name: status.log.durable_seq for group, status in found}
-        lag = {}
-        there = self._job.places(found, self._uri)
-        for group, status in found:
+    def _count_new_rows(self, statuses: Sequence[tuple[Group, Status]]) -> dict[str, int]:
+        """Count the rows of each group's log after the mark. With `once`, only those that existed at the start."""
+        if self._once and self._final_seqs is None:
+            self._final_seqs = {group.name: status.log.durable_seq for group, status in statuses}
+        new_rows = {}
+        sinks = self._job.sinks_by_group(statuses, self._uri)
+        for group, status in statuses:
             if group.name not in self._marks or self._job.is_shared:
-                self._marks[group.name] = self._mark(group, status, there[group.name or None][1])
-            end = status.log.durable_seq if self._final is None else self._final.get(group.name, 0)
-            lag[group.name] = max(0, end - self._marks[group.name])
-        return lag
+                self._marks[group.name] = self._read_mark(group, status, sinks[group.name or None][1])
+            end = status.log.durable_seq if self._final_seqs is None else self._final_seqs.get(group.name, 0)
+            new_rows[group.name] = max(0, end - self._marks[group.name])
+        return new_rows
 
-    def _mark(self, group: Group, status: Status, uri: str) -> int:
+    def _read_mark(self, group: Group, status: Status, uri: str) -> int:
+        """Read the mark of a group's sink, and check that it is within the log."""
         broker = self._brokers.broker(group.endpoint)
         mark = self._job.mark(broker, status, uri)
-        if mark > status.log.durable_seq:  # `status` may be older than the mark, so ask for a new one
+        if mark > status.log.durable_seq:  # `status` may be older than the mark, so read it again
             check_mark(self._job.name, uri, mark, broker.status().log, mark)
         return mark
 
-    def _epoch(self, found: Sequence[tuple[Group, Status]], rows: Mapping[str, int], begun_ns: int) -> None:
+    def _run_epoch(
+        self, statuses: Sequence[tuple[Group, Status]], rows: Mapping[str, int], started_ns: int
+    ) -> None:
         """Extend each sink by the given number of rows, and append a progress report.
 
-        `rows`: group -> number of rows. `begun_ns`: the start of the epoch on the monotonic clock.
+        `rows`: group -> number of rows. `started_ns`: the start of the epoch on the monotonic clock.
         """
-        before, there = dict(self._marks), self._job.places(found, self._uri)
-        self._busy = True
+        old_marks, sinks = dict(self._marks), self._job.sinks_by_group(statuses, self._uri)
+        self._is_epoch_running = True
         try:
             for name in sorted(name for name, count in rows.items() if count):
-                to_seq = before[name] + rows[name]
-                self._job.extend(self._engine, *there[name or None], to_seq, self._options.rows_per_partition)
+                to_seq = old_marks[name] + rows[name]
+                self._job.extend(self._engine, *sinks[name or None], to_seq, self._options.rows_per_partition)
                 self._marks[name] = to_seq
         finally:
-            self._busy = False
-        latest = {group.name: status.log.durable_seq for group, status in found}
-        took_ms = (self._clock.monotonic_ns() - begun_ns) // 1_000_000
+            self._is_epoch_running = False
+        latest = {group.name: status.log.durable_seq for group, status in statuses}
+        took_ms = (self._clock.monotonic_ns() - started_ns) // 1_000_000
         self._progress.append(
             {
                 "batchId": self._epochs,
                 "sources": [
                     {
-                        "startOffset": offset(before),
+                        "startOffset": offset(old_marks),
                         "endOffset": offset(self._marks),
                         "latestOffset": offset(latest),
                     }
@@ -253,12 +258,12 @@ class Loop:
 
 
 def offset(seqs: Mapping[str, int]) -> dict[str, int]:
-    """Format rows by group as an offset of a stream of the log. The key is `seq` for a broker that is in no cluster."""
+    """Format {group: row} as an offset of a stream of the log. The key is `seq` for a broker that is in no cluster."""
     return {name or "seq": seq for name, seq in sorted(seqs.items())}
 
 
 def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> None:
-    """Check that a table with this mark can continue with this log up to row `to_seq`.
+    """Check that a table with this mark can be extended from this log up to row `to_seq`.
 
     Raises OutOfRange if retention has removed rows after the mark. Raises SetupError if the mark is after the log's
     end.

@@ -3,13 +3,13 @@
     a message that passed at t in [from, until)  ->  a scheduled message due at  start + (t - from) * stretch
 
 A message *passes* when it becomes visible in a queue. `t` is that time, or the message's due time (`by`). The messages
-come from the archive up to its mark, and from the log after that. So a replay is complete even if the job `archive` has
-not caught up. A window is refused if it begins before the archive (or, without one, before the log), or if it is not
-over yet. Otherwise a replay of a part of the messages would look complete.
+come from the archive up to its mark, and from the log after that. So a replay is complete even if the job `archive`
+lags. A window is refused if it begins before the archive (without an archive: before the log), or if it has not ended
+yet. Otherwise a replay of some of its messages would look complete.
 
 All messages are written in one attach. Its name follows from the arguments, and the broker accepts each name only once.
 So a second run with the same arguments changes nothing. A replay is a campaign (jobs/campaign.py) of that name, so its
-pending messages can be counted, paused and cancelled together. If a run dies, the next one completes it.
+pending messages can be counted, paused and cancelled together. If a run dies, the next run completes it.
 
 A replayed message is a new message. It has its own id, and its property REPLAY_OF contains the old id. Queue, tag,
 keys, properties, flags and body are the same. The topics for retries and dead letters (%RETRY%…, %DLQ%…) are replayed
@@ -34,7 +34,7 @@ from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfRange, Unavailable
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.model.rules import check_campaign
-from timeball.model.wire import Campaign as Decided
+from timeball.model.wire import Campaign as CampaignState
 from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
@@ -44,12 +44,12 @@ from timeball.spark.jobs.campaign import Campaign
 from timeball.spark.source.pushdown import Bounds
 from timeball.spark.source.spark_api import described
 from timeball.spark.spark_errors import spark_errors
-from timeball.spark.table_store import beside, open_table
+from timeball.spark.table_store import default_table_uri, open_table
 
 LOG = logging.getLogger("timeball.spark")
 
 REPLAY_OF = "REPLAY_OF"
-SECOND_TRIES = "^%(RETRY|DLQ)%"
+RETRY_TOPICS = "^%(RETRY|DLQ)%"
 ROWS_PER_TASK = 500_000
 BARS_MAX = 48  # of the due load that a plan shows
 _WIDTHS_MS = [
@@ -125,15 +125,15 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     groups: dict[str, ReplayReport] | UnsetType = UNSET  # the report of each group, if there are several
 
 
-# ---- what passed ------------------------------------------------------------------------------------------
+# ---- the messages of a window -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of a replay: the archive, if there is one, up to row `mark` of the log, and the log from there on."""
+    """The sources of a replay: the archive (if any) up to row `mark` of the log, and the log from there on."""
 
     table: DeltaTable | None
-    since_ms: int  # all messages that passed at this time or later are known
+    since_ms: int  # the sources have all messages that passed at this time or later
     mark: int
     end: int  # exclusive
     now_ms: int
@@ -141,48 +141,50 @@ class Sources:
 
 
 def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str | None = None) -> Sources:
-    """Find the bounds of archive and log, such that all messages that passed before `now_ms` are in rows before `end`.
+    """Find the bounds of archive and log. All messages that passed before `now_ms` are in rows before `end`.
 
     Raises NotFound if there is no archive at a given `archive_uri`. Raises OutOfRange if rows between the archive and
     the log are missing.
     """
     with Endpoint(endpoint) as broker:
-        status = _all_durable(broker)
+        status = _wait_until_durable(broker)
         first = status.log.first_seq
-        table, known = None, archive.Reach(first, 0, first)
+        table, reach = None, archive.Reach(first, 0, first)
         try:
-            table = open_table(archive_uri or beside(archive.NAME, table_uri or status.table.uri, status))
-            known = archive.reach(table)
+            table = open_table(
+                archive_uri or default_table_uri(archive.NAME, table_uri or status.table.uri, status)
+            )
+            reach = archive.reach(table)
         except NotFound:
             if archive_uri is not None:
                 raise
-            known = archive.Reach(first, archive.beginning(broker)[1], first)
-    if known.mark < first:
+            reach = archive.Reach(first, archive.beginning(broker)[1], first)
+    if reach.mark < first:
         raise OutOfRange(
-            f"the archive ends at row {known.mark} but the log begins at {first}: messages between them are missing"
+            f"the archive ends at row {reach.mark} but the log begins at {first}: messages between them are missing"
         )
-    end = max(known.mark, status.log.durable_seq)
-    return Sources(table, known.since_ms, known.mark, end, status.now_ms, status.settled_before_ms)
+    end = max(reach.mark, status.log.durable_seq)
+    return Sources(table, reach.since_ms, reach.mark, end, status.now_ms, status.settled_before_ms)
 
 
-def _all_durable(broker: Endpoint) -> Status:
-    """Wait for a status in which all rows that were numbered at its `now_ms` are durable.
+def _wait_until_durable(broker: Endpoint) -> Status:
+    """Wait until all rows that have a number now are durable. Returns a status with the current `now_ms`.
 
     Raises Unavailable after _DURABLE_TRIES tries.
     """
-    asked = broker.status()
+    first_status = broker.status()
     for _ in range(_DURABLE_TRIES):
         status = broker.status()
-        if status.log.durable_seq >= asked.log.next_seq:
-            return msgspec.structs.replace(status, now_ms=asked.now_ms)
+        if status.log.durable_seq >= first_status.log.next_seq:
+            return msgspec.structs.replace(status, now_ms=first_status.now_ms)
         threading.Event().wait(_DURABLE_PAUSE_S)
     raise Unavailable("the broker's disk does not keep up; try again when less is being sent")
 
 
 def check_covered(window: Window, sources: Sources) -> None:
-    """Raise OutOfRange if some messages of the window are unknown, because they are too old or have not passed yet.
+    """Check that the sources have all messages of the window, and that no new due time is too far ahead.
 
-    Raises InvalidDelay if a new due time would be too far ahead.
+    Raises OutOfRange if messages are too old or have not passed yet, InvalidDelay for a due time too far ahead.
     """
     if window.from_ms < sources.since_ms:
         raise OutOfRange(
@@ -201,13 +203,16 @@ def check_covered(window: Window, sources: Sources) -> None:
         )
 
 
-def moment(by: By) -> Column:
-    """Make the column of the time that decides. The due time of a message without delay is when it became visible."""
+def deciding_time(by: By) -> Column:
+    """Make the column of the time that decides (Window.by).
+
+    Without a due time it is when the message became visible.
+    """
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
 def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
-    """Read the messages of a window: the columns that a replay needs, and `at_ms`, the time that decides."""
+    """Read the messages of a window, with the columns that a replay needs and `at_ms`, the time that decides."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
     source = source.option("from_seq", str(sources.mark)).option("to_seq", str(sources.end))
@@ -222,18 +227,18 @@ def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources)
 
 def within(rows: DataFrame, window: Window) -> DataFrame:
     """Select the rows of the log or the archive that are in the window, and add the column `at_ms`."""
-    at = moment(window.by)
+    at_ms = deciding_time(window.by)
     topic = f.col("topic")
-    wanted = topic.isin(*window.topics) if window.topics else ~topic.rlike(SECOND_TRIES)
-    inside = (at >= window.from_ms) & (at < window.until_ms) & wanted
-    return rows.where(inside).withColumn("at_ms", at)
+    has_topic = topic.isin(*window.topics) if window.topics else ~topic.rlike(RETRY_TOPICS)
+    is_in_window = (at_ms >= window.from_ms) & (at_ms < window.until_ms) & has_topic
+    return rows.where(is_in_window).withColumn("at_ms", at_ms)
 
 
-# ---- when it passes again ---------------------------------------------------------------------------------
+# ---- the new messages -------------------------------------------------------------------------------------
 
 
 def due(window: Window) -> Column:
-    """Make the column of new due times. They are rounded up, because a message may be slightly late but never early."""
+    """Make the column of new due times. Rounded up, because a message may be slightly late but never early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
     )
@@ -245,32 +250,36 @@ def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) ->
     `count`: the number of rows, for partitions of about ROWS_PER_TASK rows. None: one partition. Messages with the same
     due time are in the same partition, in the order in which they passed.
     """
-    given = f.coalesce(f.col("properties"), f.lit(""))
-    closed = (given == "") | given.endswith(PROPERTY_END)
-    given = f.when(closed, given).otherwise(f.concat(given, f.lit(PROPERTY_END)))
-    named = f.concat(given, f.lit(REPLAY_OF + PROPERTY_NAME_END), f.col("unique_key"), f.lit(PROPERTY_END))
+    properties = f.coalesce(f.col("properties"), f.lit(""))
+    has_end = (properties == "") | properties.endswith(PROPERTY_END)
+    properties = f.when(has_end, properties).otherwise(f.concat(properties, f.lit(PROPERTY_END)))
+    marked = f.concat(
+        properties, f.lit(REPLAY_OF + PROPERTY_NAME_END), f.col("unique_key"), f.lit(PROPERTY_END)
+    )
     # If the properties would become too long, the row keeps its properties, without REPLAY_OF.
-    fits = f.col("unique_key").isNotNull() & (f.octet_length(named) <= limits.PROPERTIES_BYTES_MAX)
+    fits = f.col("unique_key").isNotNull() & (f.octet_length(marked) <= limits.PROPERTIES_BYTES_MAX)
     topic = f.col("topic") if window.to_topic is None else f.lit(window.to_topic)
     flags = f.coalesce(f.col("sys_flag"), f.lit(0)).bitwiseAND(f.lit(~_TRANSACTION_BITS))
-    again = rows.select(
+    scheduled = rows.select(
         topic.alias("topic"),
         "body",
         due(window).alias("due_ms"),
         "tag",
         "keys",
-        f.when(fits, named).otherwise(f.col("properties")).alias("properties"),
+        f.when(fits, marked).otherwise(f.col("properties")).alias("properties"),
         "queue_id",
         "flag",
         flags.cast("int").alias("sys_flag"),
         "at_ms",
         "seq",
     )
-    parts = 1 if count is None else -(-count // ROWS_PER_TASK)
-    # Each task numbers its rows in order, and messages with the same due time are released in the order of numbers. So
-    # all of them must be in one task.
-    ordered = again.repartitionByRange(parts, "due_ms").sortWithinPartitions("due_ms", "at_ms", "seq")
-    return ordered.drop("at_ms", "seq")
+    partitions = 1 if count is None else -(-count // ROWS_PER_TASK)
+    # Messages with the same due time are released in the order of their numbers, and each task numbers its own rows. So
+    # all messages with the same due time must be in one task.
+    in_order = scheduled.repartitionByRange(partitions, "due_ms").sortWithinPartitions(
+        "due_ms", "at_ms", "seq"
+    )
+    return in_order.drop("at_ms", "seq")
 
 
 def width_ms(span_ms: int) -> int:
@@ -297,8 +306,8 @@ def plan(
     sources = open_sources(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
     width = width_ms(window.end_ms - window.start_ms)
-    again = due(window)
-    step = (f.floor(again / width) * width).cast("bigint")
+    new_due_ms = due(window)
+    step = (f.floor(new_due_ms / width) * width).cast("bigint")
     with spark_errors(), described(spark, f"replay {window.job_id}: what passed"):
         groups = (
             passed(spark, endpoint, window, sources)
@@ -306,9 +315,9 @@ def plan(
             .agg(
                 f.count("*").alias("rows"),
                 f.sum(f.octet_length("body")).alias("bytes"),
-                f.min(again).alias("first"),
-                f.max(again).alias("last"),
-                f.count_if(again < sources.now_ms).alias("overdue"),
+                f.min(new_due_ms).alias("first"),
+                f.max(new_due_ms).alias("last"),
+                f.count_if(new_due_ms < sources.now_ms).alias("overdue"),
             )
             .collect()
         )
@@ -354,17 +363,17 @@ def run(
     done = done_before(endpoint, name, table_uri)
     if done is not None:
         return done
-    places = {"archive_uri": archive_uri, "table_uri": table_uri}
-    planned = planned or plan(spark, endpoint, window, **places)
-    sources = open_sources(endpoint, **places)
+    uris = {"archive_uri": archive_uri, "table_uri": table_uri}
+    planned = planned or plan(spark, endpoint, window, **uris)
+    sources = open_sources(endpoint, **uris)
     if not planned.rows:
         return ReplayReport(job_id=name, rows=0, at_ms=sources.now_ms, repeated=False, ranges=[])
     with spark_errors(), Endpoint(endpoint) as broker:
         campaign = Campaign(broker, name, table_uri)
         check_table(spark, campaign.table_uri, broker.status().table.version, "--table-uri")
         campaign.plan(planned.rows, sources.now_ms)
-        again = scheduled_rows(passed(spark, endpoint, window, sources), window, planned.rows)
-        writer = again.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
+        scheduled = scheduled_rows(passed(spark, endpoint, window, sources), window, planned.rows)
+        writer = scheduled.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         with described(spark, f"replay {name}"):
             # The rows were accepted before and are not changed. For example, RocketMQ's clients join several keys into
             # one text, which the writer would refuse in a DataFrame.
@@ -372,29 +381,34 @@ def run(
             writer.option("table_uri", campaign.table_uri).mode("append").save()
         attached = campaign.decided()
         if attached.state == "planned":
-            raise OutOfRange(f"replay {name} was done so long ago that it is forgotten: name it anew")
+            raise OutOfRange(
+                f"replay {name} was done so long ago that the broker has forgotten it: use another name"
+            )
     LOG.info("window scheduled again job=replay id=%s rows=%d", name, attached.rows)
     return _report(attached)
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """Report the result of an earlier replay of this name, or None. Raises InvalidMessage if it was cancelled."""
+    """Report the result of an earlier replay of this name. Returns None if there is none.
+
+    Raises InvalidMessage if it was cancelled.
+    """
     with Endpoint(endpoint) as broker:
-        known = Campaign(broker, job_id, table_uri).find_decided()
-    if known is None or known.state == "planned":
+        state = Campaign(broker, job_id, table_uri).find_state()
+    if state is None or state.state == "planned":
         return None
-    if known.state == "cancelled":
+    if state.state == "cancelled":
         raise InvalidMessage(
-            f"replay {job_id} was cancelled: to do it all the same, name it anew with --job-id"
+            f"replay {job_id} was cancelled: to do it nevertheless, give another name with --job-id"
         )
-    return _report(known, repeated=True)
+    return _report(state, repeated=True)
 
 
-def _report(attached: Decided, *, repeated: bool = False) -> ReplayReport:
+def _report(state: CampaignState, *, repeated: bool = False) -> ReplayReport:
     return ReplayReport(
-        job_id=attached.campaign,
-        rows=attached.rows,
-        at_ms=attached.planned_ms,
+        job_id=state.campaign,
+        rows=state.rows,
+        at_ms=state.planned_ms,
         repeated=repeated,
-        ranges=attached.ranges,
+        ranges=state.ranges,
     )

@@ -1,8 +1,8 @@
 """The job `replay` over the groups of a cluster: the messages of each group are scheduled again in the same group.
 
-Each group has its own replay, and all have the same name. If a run dies, the next one completes it: groups that have
-done their replay do nothing, and a group that was added meanwhile replays its messages. With one group, the result is
-that of jobs/replay.py.
+Each group has its own replay, and all replays have the same name. If a run dies, the next run completes it: groups that
+have done their replay do nothing, and a group that was added meanwhile replays its messages. With one group, the result
+is the result of jobs/replay.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 from pyspark.sql import SparkSession
 
 from timeball.spark.endpoint import read_groups
-from timeball.spark.groups import Group, place_of
+from timeball.spark.groups import Group, group_table_uri
 from timeball.spark.jobs import replay
 from timeball.spark.jobs.replay import ReplayPlan, ReplayReport, Window
 
@@ -31,13 +31,13 @@ def plan(
 ) -> ReplayPlan:
     """Count the messages that `run` would schedule. Writes nothing."""
     groups = read_groups(endpoint)
-    found = {
-        each.name: replay.plan(
-            spark, each.endpoint, window, **_places(each, len(groups), archive_uri, table_uri)
+    plans = {
+        group.name: replay.plan(
+            spark, group.endpoint, window, **_group_uris(group, len(groups), archive_uri, table_uri)
         )
-        for each in groups
+        for group in groups
     }
-    return found[groups[0].name] if len(groups) == 1 else add_plans(found)
+    return plans[groups[0].name] if len(groups) == 1 else add_plans(plans)
 
 
 def run(
@@ -50,79 +50,84 @@ def run(
     job_id: str | None = None,
     planned: ReplayPlan | None = None,
 ) -> ReplayReport:
-    """Schedule the messages of the window again, in one attach per group. Groups that have done so do nothing.
+    """Schedule the messages of the window again, in one attach per group. Does nothing in groups that have done so.
 
     `planned`: a recent result of `plan`, so that the messages are not counted again. URIs contain `{group}` if there
     are several groups.
     """
-    groups, found = read_groups(endpoint), {}
-    for each in groups:
-        known = planned
+    groups, reports = read_groups(endpoint), {}
+    for group in groups:
+        group_plan = planned
         if planned is not None and len(groups) > 1:
-            known = planned.groups.get(each.name) if planned.groups else None
-        places = _places(each, len(groups), archive_uri, table_uri)
-        found[each.name] = replay.run(spark, each.endpoint, window, job_id=job_id, planned=known, **places)
-    return found[groups[0].name] if len(groups) == 1 else add_reports(found)
+            group_plan = planned.groups.get(group.name) if planned.groups else None
+        uris = _group_uris(group, len(groups), archive_uri, table_uri)
+        reports[group.name] = replay.run(
+            spark, group.endpoint, window, job_id=job_id, planned=group_plan, **uris
+        )
+    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
 
 
 def done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
-    """Report the result of an earlier replay of this name, or None if a group has not done its part."""
-    groups, found = read_groups(endpoint), {}
-    for each in groups:
-        uri = place_of("--table-uri", table_uri, each.name, len(groups))
-        done = replay.done_before(each.endpoint, job_id, uri)
+    """Report the result of an earlier replay of this name. Returns None unless all groups have done their part."""
+    groups, reports = read_groups(endpoint), {}
+    for group in groups:
+        uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
+        done = replay.done_before(group.endpoint, job_id, uri)
         if done is None:
             return None
-        found[each.name] = done
-    return found[groups[0].name] if len(groups) == 1 else add_reports(found)
+        reports[group.name] = done
+    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
 
 
 def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
     """Add the plans of all groups. They have the same `width_ms`, because it follows from the window."""
-    parts = list(groups.values())
-    first = [each.first_due_ms for each in parts if each.first_due_ms is not None]
-    last = [each.last_due_ms for each in parts if each.last_due_ms is not None]
-    topics = _add(each.topics for each in parts)
+    plans = list(groups.values())
+    first_due_ms = [plan.first_due_ms for plan in plans if plan.first_due_ms is not None]
+    last_due_ms = [plan.last_due_ms for plan in plans if plan.last_due_ms is not None]
+    topics = _add(plan.topics for plan in plans)
     return msgspec.structs.replace(
-        parts[0],
-        rows=sum(each.rows for each in parts),
-        body_bytes=sum(each.body_bytes for each in parts),
-        first_due_ms=min(first, default=None),
-        last_due_ms=max(last, default=None),
-        overdue=sum(each.overdue for each in parts),
-        now_ms=min(each.now_ms for each in parts),
-        curve=dict(sorted(_add(each.curve for each in parts).items())),
+        plans[0],
+        rows=sum(plan.rows for plan in plans),
+        body_bytes=sum(plan.body_bytes for plan in plans),
+        first_due_ms=min(first_due_ms, default=None),
+        last_due_ms=max(last_due_ms, default=None),
+        overdue=sum(plan.overdue for plan in plans),
+        now_ms=min(plan.now_ms for plan in plans),
+        curve=dict(sorted(_add(plan.curve for plan in plans).items())),
         topics=dict(sorted(topics.items(), key=lambda item: (-item[1], item[0]))),
         groups=dict(groups),
     )
 
 
 def add_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
-    """Add the reports of all groups. `repeated` is True if none has scheduled a row now, and at least one before."""
-    parts = list(groups.values())
+    """Add the reports of all groups.
+
+    `repeated` is True if no group has scheduled a row now, and at least one before.
+    """
+    reports = list(groups.values())
     return ReplayReport(
-        job_id=parts[0].job_id,
-        rows=sum(each.rows for each in parts),
-        at_ms=min(each.at_ms for each in parts),
-        repeated=any(each.repeated for each in parts)
-        and not any(each.rows and not each.repeated for each in parts),
+        job_id=reports[0].job_id,
+        rows=sum(report.rows for report in reports),
+        at_ms=min(report.at_ms for report in reports),
+        repeated=any(report.repeated for report in reports)
+        and not any(report.rows and not report.repeated for report in reports),
         ranges=[],
         groups=dict(groups),
     )
 
 
-def _places(
+def _group_uris(
     group: Group, groups: int, archive_uri: str | None, table_uri: str | None
 ) -> dict[str, str | None]:
     return {
-        "archive_uri": place_of("--archive", archive_uri, group.name, groups),
-        "table_uri": place_of("--table-uri", table_uri, group.name, groups),
+        "archive_uri": group_table_uri("--archive", archive_uri, group.name, groups),
+        "table_uri": group_table_uri("--table-uri", table_uri, group.name, groups),
     }
 
 
 def _add(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
     total: dict[K, int] = {}
-    for each in counts:
-        for name, rows in each.items():
+    for group_counts in counts:
+        for name, rows in group_counts.items():
             total[name] = total.get(name, 0) + rows
     return total

@@ -1,8 +1,8 @@
 """The engine that runs the tasks of jobs on the executors of a Spark session.
 
-The pieces and the results of tasks (entries of written files) pass through the JVM as an RDD, but no rows do. A Python
-data source would be more expensive: for each query Spark starts one process for its planning, one for its commit and
-one for its stream. And in a DataFrame of pointers there is nothing to optimize.
+Only pieces and results of tasks (entries of written files) pass through the JVM as an RDD, and no rows. A Python data
+source would be more expensive: for each query Spark starts one process for its planning, one for its commit and one for
+its stream. A DataFrame of pointers would not help either, because there is nothing to optimize.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OnSpark:
             return context.parallelize(pieces, len(pieces)).map(task).collect()
 
     def lives(self) -> bool:
-        """Return True while tasks can be started: the JVM runs and its Spark context is not stopped."""
+        """Check whether tasks can be started: the JVM runs and its Spark context is not stopped."""
         try:
             return not self.session.sparkContext._jsc.sc().isStopped()
         except (Py4JError, OSError, AttributeError):  # AttributeError: PySpark has set `_jsc` to None

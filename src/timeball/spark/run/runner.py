@@ -1,16 +1,16 @@
 """Run the continuous jobs, several in one Spark session, until they are done or stopped.
 
-    start     start each job; the mark in its sink decides which rows are left to do
+    start     start each job; the mark in its sink decides which rows it still has to process
     watch     write one log line per epoch (rows of the log, rows/s, lag behind the log's end) and a status file
     restart   start a failed job again, with growing pauses, while the other jobs continue
     end       end a job that has nothing to do for this broker, before it starts or when the broker refuses its work
     give up   if Spark itself is lost, for example because its JVM was killed: `timeball up` starts a new process.
-              With `once` also on an error that does not pass by itself, and after TRIES_ONCE failures
+              With `once` also on an error that is not TRANSIENT, and after TRIES_ONCE failures
     stop      on SIGTERM or SIGINT, after the current epoch, or during it if it takes more than 20 s: both are safe
 
-compact, ledger and archive are loops (jobs/marked.py) whose tasks an engine runs: Spark, or with `with_spark=False`
-this process, which then needs neither Java nor pyspark. dispatch is a streaming query of Spark. Code that concerns both
-calls either of them a query.
+compact, ledger and archive are loops (jobs/marked.py). An engine runs their tasks: Spark, or with `with_spark=False`
+this process, which then needs neither Java nor pyspark. dispatch is a streaming query of Spark. In this module, "query"
+means a loop or a streaming query.
 
 No message is late if Spark lags or dies. The broker serves pending messages from the log's tail, and compacts by itself
 when the lease of the job has expired.
@@ -38,7 +38,7 @@ from timeball.spark.groups import query_name
 from timeball.spark.jobs import archive, compact, ledger
 from timeball.spark.jobs.engine import Engine, InProcess
 from timeball.spark.jobs.marked import MarkedJob, Query
-from timeball.spark.run.job_status import Board, Epoch, JobStatus, State, epoch_of
+from timeball.spark.run.job_status import Board, Epoch, JobStatus, State, parse_progress
 from timeball.spark.table_store import sibling
 
 if TYPE_CHECKING:  # a run without Spark imports none of it
@@ -46,27 +46,27 @@ if TYPE_CHECKING:  # a run without Spark imports none of it
 
 LOG = logging.getLogger("timeball.spark")
 
-# Errors that can pass by themselves: the broker or Spark comes back, the epoch is planned again from the new mark, or
-# the disk gets more space.
-PASSING = (Unavailable, OutOfRange, OverLimit)
-PAUSE_S = (1.0, 30.0)  # before a restart: after the first failure, and at most
+# Errors that a later try may not have: the broker or Spark is back, the epoch is planned from the new mark, or the disk
+# has more space.
+TRANSIENT = (Unavailable, OutOfRange, OverLimit)
+PAUSE_S = (1.0, 30.0)  # before a restart: after the first failure, and the longest pause
 HEALTHY_S = 60.0  # a query that has run for longer is restarted after the shortest pause
 TRIES_ONCE = 5
 WATCH_EVERY_S = 0.25
 STOP_PATIENCE_S = 20.0
-STOP_LOOK_S = 0.02
+STOP_CHECK_S = 0.02
 LOST = "Spark's JVM has ended or was killed: it needs a new process"
 
 DISPATCH = "dispatch"
 LOOPS: dict[str, MarkedJob] = {job.name: job for job in (compact.JOB, ledger.JOB, archive.JOB)}
 JOBS = (*LOOPS, DISPATCH)
-SUPERFLUOUS = {compact.NAME: compact.superfluous}
+NO_WORK_REASONS = {compact.NAME: compact.no_work_reason}
 BY_GROUP = (compact.NAME, DISPATCH)  # one query per group; the other jobs read all groups in one loop
 
 
 @dataclass
 class Job:
-    """One continuous job, over all restarts of its query. Used by the thread of `run` only."""
+    """A continuous job with its current query, over all restarts. Used only by the thread of `run`."""
 
     name: str  # with the group, if the job has a query for each group
     start: Callable[[], Query]
@@ -74,18 +74,18 @@ class Job:
     last_epoch: int = -1  # the latest epoch of this query that was reported
     failures: int = 0  # in succession
     started_ns: int = 0
-    wake_ns: int = 0  # no start before this time
+    wake_ns: int = 0  # the query is not started before this time
     done: bool = False
     report: Callable[[str], None] = field(default=LOG.info)
     hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
-    superfluous: Callable[[], str | None] = lambda: None  # the reason why the job has nothing to do, if any
+    no_work_reason: Callable[[], str | None] = lambda: None  # why the job has nothing to do, if so
     spark_lives: Callable[[], bool] = lambda: True
     last: Epoch | None = None
     last_ms: int | None = None
     epochs: int = 0
     rows: int = 0
     error: str | None = None  # of the latest failure
-    ended: State | None = None  # set by the runner at its end
+    ended: State | None = None  # final state, set when the runner ends
 
     @property
     def running(self) -> bool:
@@ -93,15 +93,15 @@ class Job:
         return self.query is not None and bool(self.query.isActive)
 
     def tick(self, now_ns: int, *, once: bool) -> None:
-        """Start the query, report its new epochs, or restart it. Call it often.
+        """Start the query, report its new epochs, or handle its end. Call this often.
 
-        Raises Unavailable if Spark is lost. With `once`, also raises errors that do not pass.
+        Raises Unavailable if Spark is lost. With `once`, also raises errors that are not TRANSIENT.
         """
         if self.done:
             return
         if self.query is None:
             if now_ns >= self.wake_ns:
-                self._begin(now_ns, once)
+                self._start_query(now_ns, once)
             return
         if not self.spark_lives():  # a loop that waits for new rows does not notice a lost JVM
             raise Unavailable(LOST)
@@ -111,52 +111,55 @@ class Job:
         failure = self.query.exception()
         self.query = None
         if failure is not None:
-            self._failed(_told(failure), failure, now_ns, once)
+            self._handle_failure(_to_timeball_error(failure), failure, now_ns, once)
         elif once:
             self.done = True
         else:
-            self._failed(Unavailable("the query ended by itself"), None, now_ns, once)
+            self._handle_failure(Unavailable("the query ended by itself"), None, now_ns, once)
 
-    def _begin(self, now_ns: int, once: bool) -> None:
+    def _start_query(self, now_ns: int, once: bool) -> None:
         self.last_epoch, self.started_ns = -1, now_ns
         try:
             with _spark_errors():
-                if not self._end_if_superfluous():
+                if not self._end_if_no_work():
                     self.query = self.start()
         except TimeballError as error:
-            self._failed(error, error, now_ns, once)
+            self._handle_failure(error, error, now_ns, once)
 
-    def _failed(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
+    def _handle_failure(self, error: TimeballError, cause: Exception | None, now_ns: int, once: bool) -> None:
+        """Schedule a restart after a pause, end the job if it has nothing to do, or raise the error to give up."""
         if now_ns - self.started_ns > HEALTHY_S * 1e9:
             self.failures = 0
         self.failures += 1
         self.error = str(error)
-        if isinstance(error, RequestError) and not isinstance(error, PASSING):
+        if isinstance(error, RequestError) and not isinstance(error, TRANSIENT):
             # The broker may have been restarted with another strategy, for which the job has nothing to do.
             with contextlib.suppress(TimeballError):
-                if self._end_if_superfluous():
+                if self._end_if_no_work():
                     return
-        gives_up = once and (not isinstance(error, PASSING) or self.failures >= TRIES_ONCE)
+        gives_up = once and (not isinstance(error, TRANSIENT) or self.failures >= TRIES_ONCE)
         if gives_up or not self.spark_lives():
             raise error from cause
         pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
         self.wake_ns = now_ns + int(pause_s * 1e9)
         LOG.warning(
-            "job failed, it is started again job=%s failed=%d restart_s=%.0f reason=%s",
+            "job failed, it is restarted job=%s failed=%d restart_s=%.0f reason=%s",
             self.name,
             self.failures,
             pause_s,
             error,
         )
 
-    def _end_if_superfluous(self) -> bool:
-        reason = self.superfluous()
+    def _end_if_no_work(self) -> bool:
+        """End the job if it has nothing to do for this broker. Returns whether it has ended."""
+        reason = self.no_work_reason()
         if reason is not None:
             self.done = True
             LOG.warning("job ended job=%s reason=%s", self.name, reason)
         return self.done
 
     def _report(self) -> None:
+        """Log the epochs that the query has finished since the last call."""
         assert self.query is not None
         newest = self.query.lastProgress
         if newest is None or newest["batchId"] <= self.last_epoch:
@@ -164,17 +167,17 @@ class Job:
         for progress in self.query.recentProgress:
             if progress["batchId"] > self.last_epoch:
                 self.last_epoch = progress["batchId"]
-                epoch = epoch_of(progress)
+                epoch = parse_progress(progress)
                 if epoch is not None:
-                    self._note(epoch)
+                    self._record_epoch(epoch)
                     self.report(epoch.line(self.name))
 
-    def _note(self, epoch: Epoch) -> None:
+    def _record_epoch(self, epoch: Epoch) -> None:
         self.last, self.last_ms, self.epochs = epoch, SystemClock().wall_ms(), self.epochs + 1
         self.rows += epoch.rows or 0
 
     def status(self, started_ms: int) -> JobStatus:
-        """Build the status of the job for its file. `started_ms`: the start of the runner."""
+        """Build the content of the job's status file. `started_ms`: the start of the runner."""
         return JobStatus(
             job=self.name,
             state=self.state,
@@ -222,22 +225,27 @@ def run(
     stop = stop or threading.Event()
     # py4j logs each failure of an epoch with the stacks of Java and Python. The runner reports it in one line.
     logging.getLogger("py4j").setLevel(logging.CRITICAL)
-    folder = checkpoint or default_folder(endpoint)  # first: without a broker, fail before Spark starts
+    folder = checkpoint or default_folder(endpoint)  # asks the broker: without one, fail before Spark starts
     if checkpoint is None and DISPATCH in jobs and storage_uris.in_object_store(folder):
         raise SetupError(
-            f"--checkpoint: dispatch keeps a checkpoint of Spark's, which would be at {folder}; name a folder for it"
+            f"--checkpoint: dispatch needs a checkpoint folder of Spark, which cannot be at {folder}; name "
+            "another folder"
         )
-    with _engine(jobs, spark, master, conf, with_spark=with_spark) as engine, _signals(stop), _spark_errors():
+    with (
+        _open_engine(jobs, spark, master, conf, with_spark=with_spark) as engine,
+        _stop_on_signals(stop),
+        _spark_errors(),
+    ):
         running = [
-            _job(name, engine, where, folder, once, (options or {}).get(name))
+            _make_job(name, engine, group_endpoint, folder, once, (options or {}).get(name))
             for name in jobs
-            for where in job_endpoints(name, endpoint)
+            for group_endpoint in job_endpoints(name, endpoint)
         ]
-        _watch(running, stop, once, clock or SystemClock(), Board(folder))
+        _run_until_done(running, stop, once, clock or SystemClock(), Board(folder))
 
 
 @contextlib.contextmanager
-def _engine(
+def _open_engine(
     jobs: Sequence[str],
     spark: SparkSession | None,
     master: str | None,
@@ -252,8 +260,10 @@ def _engine(
     from timeball.spark.run.on_spark import OnSpark
     from timeball.spark.run.session import LOCAL_MASTER, build_session, close, continuous, make_active
 
-    chosen = master or LOCAL_MASTER
-    session = spark or build_session(chosen, "timeball " + " ".join(jobs), continuous(chosen, conf))
+    session_master = master or LOCAL_MASTER
+    session = spark or build_session(
+        session_master, "timeball " + " ".join(jobs), continuous(session_master, conf)
+    )
     try:
         if DISPATCH in jobs:
             make_active(session)
@@ -264,7 +274,7 @@ def _engine(
 
 
 def check_names(jobs: Sequence[str], *, with_spark: bool = True) -> None:
-    """Raise SetupError if there is no job, or for a name that is unknown, repeated, or needs Spark without Spark."""
+    """Check names of jobs. Raises SetupError for no job, an unknown or repeated name, or dispatch without Spark."""
     for name in jobs:
         if name not in JOBS:
             raise SetupError(f"no job {name!r}; there are {', '.join(JOBS)}")
@@ -285,16 +295,17 @@ def job_endpoints(name: str, endpoint: str) -> list[str]:
 def default_folder(endpoint: str) -> str:
     """Find the default folder for checkpoints, beside the pending table. Raises Forbidden and Unavailable."""
     with Endpoint(endpoint) as broker:
-        # This call changes nothing and needs the permission that jobs need. So a missing permission shows at once.
+        # This call changes nothing and needs the same permission as the jobs, so a missing permission is found here.
         broker.starts(0, 0)
         return sibling(broker.status().table.uri, "pipeline")
 
 
-def _job(
+def _make_job(
     name: str, engine: Engine, endpoint: str, folder: str, once: bool, options: Mapping[str, str] | None
 ) -> Job:
+    """Make the job `name` for the groups at `endpoint`, with its lease and its reason to end."""
     label = query_name(name, endpoint) if name in BY_GROUP else name
-    reason = SUPERFLUOUS.get(name, lambda _: None)
+    no_work_reason = NO_WORK_REASONS.get(name, lambda _: None)
     start: Callable[[], Query]
     lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
     if name == DISPATCH:
@@ -302,15 +313,21 @@ def _job(
         from timeball.spark.run.on_spark import OnSpark
 
         assert isinstance(engine, OnSpark)
-        place = f"{folder.rstrip('/')}/{label}"
+        checkpoint = f"{folder.rstrip('/')}/{label}"
         start = partial(
-            dispatch.start, engine.session, endpoint, place, once=once, options=dict(options or {})
+            dispatch.start, engine.session, endpoint, checkpoint, once=once, options=dict(options or {})
         )
         lease = partial(dispatch.lease, endpoint)
     else:
         start = partial(LOOPS[name].start, engine, endpoint, once=once, options=options)
         lease = partial(compact.lease, endpoint) if name == compact.NAME else None
-    return Job(label, start, hold_lease=lease, superfluous=lambda: reason(endpoint), spark_lives=engine.lives)
+    return Job(
+        label,
+        start,
+        hold_lease=lease,
+        no_work_reason=lambda: no_work_reason(endpoint),
+        spark_lives=engine.lives,
+    )
 
 
 def _spark_errors() -> contextlib.AbstractContextManager[None]:
@@ -322,17 +339,17 @@ def _spark_errors() -> contextlib.AbstractContextManager[None]:
     return spark_errors()
 
 
-def _told(failure: Exception) -> TimeballError:
+def _to_timeball_error(failure: Exception) -> TimeballError:
     """Convert the failure of a query to one of Timeball's errors."""
     if isinstance(failure, TimeballError):
         return failure
-    from timeball.spark.spark_errors import plain
+    from timeball.spark.spark_errors import to_timeball_error
 
-    return plain(failure)
+    return to_timeball_error(failure)
 
 
 def _finish(job: Job, query: Query) -> None:
-    """Stop the query of a job. An error is only logged, because a lost JVM has been reported before."""
+    """Stop the query of a job. An error is only logged: if the JVM is lost, that has been reported."""
     try:
         with _spark_errors():
             finish(query)
@@ -341,8 +358,8 @@ def _finish(job: Job, query: Query) -> None:
         LOG.warning("job not stopped job=%s reason=%s", job.name, error)
 
 
-def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, board: Board) -> None:
-    # Runs the jobs until `stop` is set, all are done, or one gives up. Then stops all queries.
+def _run_until_done(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, board: Board) -> None:
+    """Run the jobs until `stop` is set, all are done, or one gives up. Then stop all queries."""
     started_ms = clock.wall_ms()
     with contextlib.ExitStack() as leases:
         for job in jobs:
@@ -356,11 +373,11 @@ def _watch(jobs: list[Job], stop: threading.Event, once: bool, clock: Clock, boa
                     board.write_status(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
-            lost = not job.spark_lives()
-            told = Unavailable(LOST) if lost else error
-            for each in jobs if lost else [job]:
-                each.ended, each.error = "failed", str(told)
-            raise told from error
+            is_spark_lost = not job.spark_lives()
+            reported = Unavailable(LOST) if is_spark_lost else error
+            for failed_job in jobs if is_spark_lost else [job]:
+                failed_job.ended, failed_job.error = "failed", str(reported)
+            raise reported from error
         finally:
             for job in jobs:
                 if job.query is not None:
@@ -374,29 +391,29 @@ def finish(query: Query, patience_s: float = STOP_PATIENCE_S) -> None:
     if not query.isActive:
         return
     pause = threading.Event()
-    for _ in range(int(patience_s / STOP_LOOK_S)):
+    for _ in range(int(patience_s / STOP_CHECK_S)):
         if not query.isActive or not query.status["isTriggerActive"]:
             break
-        pause.wait(STOP_LOOK_S)
+        pause.wait(STOP_CHECK_S)
     query.stop()
 
 
 @contextlib.contextmanager
-def _signals(stop: threading.Event) -> Iterator[None]:
+def _stop_on_signals(stop: threading.Event) -> Iterator[None]:
     """Make SIGTERM and SIGINT set `stop` within the block, if this is the main thread.
 
-    Enter it after Spark has installed its own handler, which would replace these.
+    Enter it after the start of Spark, whose own handler would replace these handlers.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def ask(_: int, __: FrameType | None) -> None:
+    def request_stop(_: int, __: FrameType | None) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    old_handlers = {number: signal.signal(number, request_stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in old_handlers.items():
             signal.signal(number, handler)

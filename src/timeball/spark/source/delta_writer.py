@@ -39,7 +39,7 @@ class DeltaDataSource(DataSource):
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format, as DataSource requires."""
+        """Name the format, as DataSource requires."""
         return "timeball_delta"
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -48,18 +48,18 @@ class DeltaDataSource(DataSource):
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """Check the options and build the writer of an append. Raises SetupError."""
-        given = {key.lower(): value for key, value in self.options.items()}
+        options = {key.lower(): value for key, value in self.options.items()}
         for name in OPTIONS:
-            if not given.get(name):
+            if not options.get(name):
                 raise SetupError(f"option {name}: missing; timeball_delta needs {', '.join(OPTIONS)}")
         if overwrite:
             raise SetupError("mode overwrite: timeball_delta only appends")
         for name in ("app_version", "app_since"):
-            if not given.get(name, "0").isdigit():
-                raise SetupError(f"option {name}={given[name]!r}: a whole number")
-        since = int(given["app_since"]) if "app_since" in given else None
+            if not options.get(name, "0").isdigit():
+                raise SetupError(f"option {name}={options[name]!r}: a whole number")
+        since = int(options["app_since"]) if "app_since" in options else None
         return DeltaWriter(
-            schema.fieldNames(), given["uri"], given["app_id"], int(given["app_version"]), since
+            schema.fieldNames(), options["uri"], options["app_id"], int(options["app_version"]), since
         )
 
 

@@ -4,8 +4,7 @@
     read=events   the events of scheduled messages in these rows (log_events.py)
     read=ranges   (from_seq, to_seq) of each partition, for writers that fetch the rows themselves
 
-A range that retention has removed, or that is not durable yet, is refused, because a shorter answer would look
-complete.
+A range that retention has removed, or that is not durable yet, is refused, because fewer rows would look complete.
 
 When the broker restarts during a read, the read resumes after the last row (endpoint.retrying_read).
 
@@ -15,7 +14,7 @@ node. A group that is not in an offset is read from its first row.
 
 A micro-batch starts when there are `min_rows_per_batch` new rows, or `few_rows` new rows after `max_trigger_delay_ms`.
 Until then `latestOffset` returns the start offset, and Spark starts no micro-batch. Without this rule, a query that
-itself appends to the log would trigger itself for ever. Compaction is such a query: it appends one TABLE row.
+itself appends to the log would trigger itself for ever. Compaction is an example: it appends one TABLE row.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import Status
-from timeball.spark.endpoint import Endpoint, behind_last_seq, group_statuses, retrying_read
+from timeball.spark.endpoint import Endpoint, after_last_seq, group_statuses, retrying_read
 from timeball.spark.groups import GROUP, Group
 from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions
-from timeball.spark.source.pacing import share, split_range
-from timeball.spark.source.pushdown import OPEN, Wanted, bounds, kinds, wanted
+from timeball.spark.source.pacing import divide_rows, split_range
+from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, kinds, row_filter
 from timeball.spark.source.spark_api import Filter, ReadLimit
-from timeball.spark.source.streams import Offset, PacedStream, check_known
+from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,15 +70,15 @@ def log_parts(
     return [LogPart(*piece, group) for piece in split_range(begin, end, rows)]
 
 
-def start_seq(position: int | str | None, status: Status, otherwise: str) -> int:
-    """Resolve a position (a number or a name, `otherwise` for None) to a sequence number."""
-    named = {
+def start_seq(position: int | str | None, status: Status, default: str) -> int:
+    """Resolve a position (a number or a name, `default` for None) to a sequence number."""
+    seq_by_name = {
         "first": status.log.first_seq,
         "latest": status.log.durable_seq,
         "watermark": status.watermark,
     }
-    chosen = otherwise if position is None else position
-    return named[chosen] if isinstance(chosen, str) else chosen
+    resolved = default if position is None else position
+    return seq_by_name[resolved] if isinstance(resolved, str) else resolved
 
 
 def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
@@ -92,7 +91,7 @@ def check_kept(from_seq: int, to_seq: int, status: Status) -> None:
         raise OutOfRange(f"to_seq {to_seq}: the log ends at {status.log.durable_seq}")
 
 
-def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.RecordBatch]:
+def read_part(options: ReadOptions, part: LogPart, condition: RowFilter) -> Iterator[pa.RecordBatch]:
     """Read one piece: the requested rows, with the requested columns."""
     if options.read == "ranges":
         row = pa.record_batch({"from_seq": [part.from_seq], "to_seq": [part.to_seq]})
@@ -104,31 +103,31 @@ def read_part(options: ReadOptions, part: LogPart, rows: Wanted) -> Iterator[pa.
                 yield select(batch, options, part.group)
         return
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
-        columns = needed(options, rows)
+        columns = columns_to_fetch(options, condition)
 
         def read(begin: int) -> Iterator[pa.RecordBatch]:
             return endpoint.read_log(
                 begin, part.to_seq, options.kinds, columns=columns, placed=options.placed
             )
 
-        for batch in retrying_read(endpoint, read, part.from_seq, behind_last_seq):
-            kept = rows.keep(batch)
-            if kept.num_rows:
-                yield shape(kept, options, part.group)
+        for batch in retrying_read(endpoint, read, part.from_seq, after_last_seq):
+            selected = condition.apply(batch)
+            if selected.num_rows:
+                yield shape(selected, options, part.group)
 
 
-def needed(options: ReadOptions, rows: Wanted) -> list[str] | None:
-    """Return the columns to fetch: the requested ones, and those by which rows are filtered. None means all."""
+def columns_to_fetch(options: ReadOptions, condition: RowFilter) -> list[str] | None:
+    """List the columns to fetch: the requested columns, and those that the filters use. None means all columns."""
     if options.columns is None:
         return None
-    names = {"seq", *options.columns, *rows.columns}
+    names = {"seq", *options.columns, *condition.columns}
     if options.body_kinds is not None and "body" in names:
         names.add("kind")
     return [name for name in READ_SCHEMA.names if name in names]
 
 
 def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
-    """Apply the options `body_kinds` and `columns`, before the rows are copied into the JVM."""
+    """Apply the options `body_kinds` and `columns` in Arrow, before the rows are copied into the JVM."""
     if options.body_kinds is not None and (options.columns is None or "body" in options.columns):
         with_body = pc.is_in(batch.column("kind"), pa.array(options.body_kinds, pa.int8()))
         body = pc.if_else(with_body, batch.column("body"), pa.scalar(None, pa.binary()))
@@ -137,7 +136,7 @@ def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = Non
 
 
 def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> pa.RecordBatch:
-    """Select the requested columns. The column `group` is filled with the group's name."""
+    """Select the requested columns, and fill the column `group` with the group's name."""
     if options.columns is None:
         return batch
     if GROUP in options.columns:
@@ -148,14 +147,14 @@ def select(batch: pa.RecordBatch, options: ReadOptions, group: Group | None) -> 
 
 def check_one_log(options: ReadOptions, groups: int) -> None:
     """Refuse row numbers in a read of several groups, because each group has its own numbers. Raises SetupError."""
-    given = [
+    given_options = [
         name
         for name, value in (("from_seq", options.from_seq), ("to_seq", options.to_seq))
         if isinstance(value, int)
     ]
-    if groups > 1 and given:
+    if groups > 1 and given_options:
         raise SetupError(
-            f"option {given[0]}: each of the {groups} groups has numbers of its own; name one: group"
+            f"option {given_options[0]}: each of the {groups} groups has numbers of its own; name one: group"
         )
 
 
@@ -165,23 +164,23 @@ class LogReader(DataSourceReader):
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
         self.seqs = OPEN
-        self.rows = wanted((), options.topic, []) if options.read == "log" else Wanted()
+        self._condition = row_filter((), options.topic, []) if options.read == "log" else RowFilter()
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow the range, the kinds and the rows. Returns every filter, so that Spark applies them again."""
         if self.options.read == "log":
             self.seqs = bounds(filters, "seq")
-            self.rows = wanted(("due_ms",), self.options.topic, filters)
+            self._condition = row_filter(("due_ms",), self.options.topic, filters)
             self.options = msgspec.structs.replace(self.options, kinds=kinds(self.options.kinds, filters))
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: check the range of each group and cut it into pieces."""
         options = self.options
-        found = group_statuses(options.endpoint)
-        check_one_log(options, len(found))
+        statuses = group_statuses(options.endpoint)
+        check_one_log(options, len(statuses))
         spans: list[tuple[Group, int, int]] = []
-        for group, status in found:
+        for group, status in statuses:
             begin = start_seq(options.from_seq, status, "first")
             end = status.log.durable_seq if options.to_seq is None else options.to_seq
             check_kept(begin, end, status)
@@ -194,12 +193,16 @@ class LogReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         # If the plan has no partitions, Spark still calls this once, with None.
-        return read_part(self.options, partition, self.rows) if isinstance(partition, LogPart) else iter(())
+        return (
+            read_part(self.options, partition, self._condition)
+            if isinstance(partition, LogPart)
+            else iter(())
+        )
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
 
-ALONE = "seq"  # the only key in the offset of a broker that is in no cluster
+SINGLE_GROUP_KEY = "seq"  # the only key in the offset of a broker that is in no cluster
 Seqs = dict[str, int]  # group -> row
 
 
@@ -209,93 +212,100 @@ class LogStream(PacedStream):
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)
         # Spark pushes no filters into a stream, so only the option `topic` filters rows.
-        self._rows = Wanted() if options.read == "ranges" else wanted((), options.topic, [])
-        self._final: Seqs | None = None
-        self._latest: Seqs | None = None
+        self._condition = RowFilter() if options.read == "ranges" else row_filter((), options.topic, [])
+        self._final_seqs: Seqs | None = None
+        self._latest_seqs: Seqs | None = None
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return the start of a new query: from_seq, by default the first row that retention has kept."""
-        found = self.statuses()
-        check_one_log(self.options, len(found))
+        """Choose the start of a new query: from_seq, by default the first row that retention has kept."""
+        statuses = self.statuses()
+        check_one_log(self.options, len(statuses))
         return to_json(
-            {group.name: start_seq(self.options.from_seq, status, "first") for group, status in found}
+            {group.name: start_seq(self.options.from_seq, status, "first") for group, status in statuses}
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return the end of the next micro-batch, or `start` when there should be none."""
-        found = self.statuses()
-        begin = from_json(start, found)
-        self._latest = durable_seqs(found)
-        check_same(begin, self._latest)
-        ends = self._latest
-        if self._final is not None:  # with availableNow, a group that was added since is left to the next run
-            final = self._final
+        """Choose the end of the next micro-batch.
+
+        Returns `start`, which starts no micro-batch, if there are too few rows.
+        """
+        statuses = self.statuses()
+        begin = from_json(start, statuses)
+        self._latest_seqs = durable_seqs(statuses)
+        check_within_log(begin, self._latest_seqs)
+        ends = self._latest_seqs
+        if self._final_seqs is not None:  # availableNow: a group that was added since is left to the next run
+            final = self._final_seqs
             ends = {name: max(begin[name], min(end, final.get(name, 0))) for name, end in ends.items()}
-        lag = {name: end - begin[name] for name, end in ends.items()}
-        total, rows_max = sum(lag.values()), self.rows_max(limit)
+        lags = {name: end - begin[name] for name, end in ends.items()}
+        total, rows_max = sum(lags.values()), self.rows_max(limit)
         rows = total if rows_max is None else min(total, rows_max)
-        if not rows or (self._final is None and not self.worth(rows)):
+        if not rows or (self._final_seqs is None and not self.is_worth_a_batch(rows)):
             return start
         self.begin_batch()
-        taken = share(lag, rows)
-        return to_json({name: begin[name] + taken[name] for name in begin})
+        shares = divide_rows(lags, rows)
+        return to_json({name: begin[name] + shares[name] for name in begin})
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Make the query stop at the current durable end of each log."""
-        self._final = durable_seqs(self.statuses())
+        self._final_seqs = durable_seqs(self.statuses())
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """Return the end of the log at the last check. Spark shows the query's lag from it."""
-        return None if self._latest is None else to_json(self._latest)
+        """Report the ends of the logs at the last check. Spark computes the query's lag from them."""
+        return None if self._latest_seqs is None else to_json(self._latest_seqs)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """Cut a micro-batch into pieces. Raises OutOfRange when retention has removed a part of it."""
-        found = self.statuses()
-        begin = from_json(start, found)
-        stop = {name: seq for name, seq in from_json(end, found).items() if begin[name] < seq}
-        total = sum(seq - begin[name] for name, seq in stop.items())
+        """Cut a micro-batch into pieces for tasks. Raises OutOfRange when retention has removed some of its rows."""
+        statuses = self.statuses()
+        begin = from_json(start, statuses)
+        ends = {name: seq for name, seq in from_json(end, statuses).items() if begin[name] < seq}
+        total = sum(seq - begin[name] for name, seq in ends.items())
         parts = []
-        for group, status in found:
-            if group.name in stop:
-                span = begin[group.name], stop[group.name]
+        for group, status in statuses:
+            if group.name in ends:
+                span = begin[group.name], ends[group.name]
                 check_kept(*span, status)
                 parts += log_parts(*span, self.options, group, total)
         return parts
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
-        return read_part(self.options, partition, self._rows) if isinstance(partition, LogPart) else iter(())
+        return (
+            read_part(self.options, partition, self._condition)
+            if isinstance(partition, LogPart)
+            else iter(())
+        )
 
 
-def check_same(begin: Seqs, durable: Seqs) -> None:
-    """Refuse an offset beyond the end of a log: the checkpoint belongs to another log. Raises SetupError."""
+def check_within_log(begin: Seqs, durable: Seqs) -> None:
+    """Raise SetupError for an offset beyond the end of a log, because the checkpoint then belongs to another log."""
     for name, seq in begin.items():
         if durable[name] < seq:
-            whose = f"the log of group {name}" if name else "the broker's log"
+            log_name = f"the log of group {name}" if name else "the broker's log"
             raise SetupError(
-                f"the checkpoint stands at row {seq} but {whose} ends at {durable[name]}: it belongs to another "
+                f"the checkpoint stands at row {seq} but {log_name} ends at {durable[name]}: it belongs to another "
                 "log; remove the checkpoint folder of this query"
             )
 
 
-def durable_seqs(found: Sequence[tuple[Group, Status]]) -> Seqs:
-    """Return the durable end of each group's log."""
-    return {group.name: status.log.durable_seq for group, status in found}
+def durable_seqs(statuses: Sequence[tuple[Group, Status]]) -> Seqs:
+    """Get the durable end of each group's log."""
+    return {group.name: status.log.durable_seq for group, status in statuses}
 
 
 def to_json(seqs: Mapping[str, int]) -> Offset:
     """Encode an offset, with the groups in order, so that equal offsets have equal texts."""
-    return {name or ALONE: seqs[name] for name in sorted(seqs)}
+    return {name or SINGLE_GROUP_KEY: seqs[name] for name in sorted(seqs)}
 
 
-def from_json(offset: Offset, found: Sequence[tuple[Group, Status]]) -> Seqs:
+def from_json(offset: Offset, statuses: Sequence[tuple[Group, Status]]) -> Seqs:
     """Decode an offset to a row number for each group. A group that is not in the offset starts at its first row.
 
     An offset from before the broker joined a cluster is the offset of the named node's group, which is first in
-    `found`. Raises SetupError if the offset has a group that no longer exists.
+    `statuses`. Raises SetupError if the offset has a group that no longer exists.
     """
-    kept = {group.name: status for group, status in found}
-    if set(offset) == {ALONE} and ALONE not in kept:
-        offset = {found[0][0].name: offset[ALONE]}
-    check_known(offset, kept)
-    return {name: int(offset.get(name, status.log.first_seq)) for name, status in kept.items()}
+    status_by_group = {group.name: status for group, status in statuses}
+    if set(offset) == {SINGLE_GROUP_KEY} and SINGLE_GROUP_KEY not in status_by_group:
+        offset = {statuses[0][0].name: offset[SINGLE_GROUP_KEY]}
+    check_groups_exist(offset, status_by_group)
+    return {name: int(offset.get(name, status.log.first_seq)) for name, status in status_by_group.items()}

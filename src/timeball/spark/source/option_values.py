@@ -17,9 +17,9 @@ from timeball.model.message import Kind
 from timeball.spark.groups import split_endpoint
 
 Offsets = dict[int, int]  # queue -> offset
-MOST = 2**62  # default upper bound of a whole number
+NUMBER_MAX = 2**62  # default upper bound of a whole number
 NO_ALIASES: Mapping[str, str] = {}
-# Kafka's names of positions. Kafka's JSON has the two numbers in their place.
+# Kafka's name of the first offset. In JSON, Kafka uses two numbers as positions.
 EARLIEST = "earliest"
 KAFKA_WORDS = {-2: "first", -1: "latest"}
 
@@ -38,20 +38,20 @@ def parse(
     `ignored` and the keys of `aliases` are names in lower case. Raises SetupError for the first bad option, with the
     name that the user wrote.
     """
-    found: dict[str, Any] = {}
-    for key, given in options.items():
+    parsed: dict[str, Any] = {}
+    for key, value in options.items():
         if key.lower() in ignored:
             continue
         name = aliases.get(key.lower(), key.lower())
         if name not in record.__struct_fields__:
             raise SetupError(f"option {key}: unknown; there are {', '.join(record.__struct_fields__)}")
-        if name in found:
+        if name in parsed:
             raise SetupError(f"option {key}: another name of {name}, which is given as well")
         try:
-            found[name] = parsers[name](given.strip())
+            parsed[name] = parsers[name](value.strip())
         except ValueError as error:
-            raise SetupError(f"option {key}={given!r}: {error}") from error
-    return record(**found)
+            raise SetupError(f"option {key}={value!r}: {error}") from error
+    return record(**parsed)
 
 
 def one_of(*words: str) -> Callable[[str], str]:
@@ -65,79 +65,79 @@ def one_of(*words: str) -> Callable[[str], str]:
     return parse
 
 
-def count(least: int, most: int = MOST) -> Callable[[str], int]:
-    """Build a parser for a whole number from `least` to `most`."""
+def count(lowest: int, highest: int = NUMBER_MAX) -> Callable[[str], int]:
+    """Build a parser for a whole number from `lowest` to `highest`."""
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise ValueError("a whole number") from None
-        if not least <= value <= most:
-            raise ValueError(f"at least {least}" if value < least else f"at most {most}")
+        if not lowest <= value <= highest:
+            raise ValueError(f"at least {lowest}" if value < lowest else f"at most {highest}")
         return value
 
     return parse
 
 
-def position(*named: str) -> Callable[[str], int | str]:
-    """Build a parser for a sequence number, or one of these names."""
+def position(*names: str) -> Callable[[str], int | str]:
+    """Build a parser for a sequence number or one of these names."""
 
     def parse(text: str) -> int | str:
-        word = ours(text)
-        if word in named:
+        word = from_kafka_word(text)
+        if word in names:
             return word
         try:
             return count(0)(text)
         except ValueError as error:
-            raise ValueError(f"a sequence number of 0 or more, or one of {', '.join(named)}") from error
+            raise ValueError(f"a sequence number of 0 or more, or one of {', '.join(names)}") from error
 
     return parse
 
 
-def ours(text: str) -> str:
-    """Convert a word to lower case, and Kafka's `earliest` to our `first`."""
+def from_kafka_word(text: str) -> str:
+    """Convert a word to lower case, and Kafka's `earliest` to `first`."""
     return "first" if text.lower() == EARLIEST else text.lower()
 
 
 def end_seq(text: str) -> int | None:
-    """Parse the number of the row to stop before. None stands for `latest`: the end of the durable rows."""
+    """Parse the number of the row to stop before. `latest`, the end of the durable rows, becomes None."""
     return None if text.lower() == "latest" else count(0)(text)
 
 
-def offsets(*named: str, rest: str = "first") -> Callable[[str], int | str | Offsets]:
+def offsets(*names: str, default: str = "first") -> Callable[[str], int | str | Offsets]:
     """Build a parser for positions in queues: a name, one offset for all queues, or queue=offset,queue=offset.
 
-    It also parses Kafka's form, {"orders": {"0": 100}}. `rest` is the position of the queues that are not listed.
+    It also parses Kafka's form, {"orders": {"0": 100}}. `default`: the position of the queues that are not listed.
     """
-    wanted = ", ".join([*named, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
+    expected = ", ".join([*names, "an offset of 0 or more", "or one a queue: 0=100,1=250"])
 
     def parse(text: str) -> int | str | Offsets:
-        word = ours(text)
-        if word in named:
+        word = from_kafka_word(text)
+        if word in names:
             return word
         try:
             if text.startswith("{"):
-                pairs = kafka_offsets(text, rest)
+                pairs = kafka_offsets(text, default)
             elif "=" in text:
                 pairs = [(queue, offset) for queue, offset in (entry.split("=") for entry in text.split(","))]
             else:
                 return count(0)(text)
-            found = {queue_id(queue): count(0)(offset) for queue, offset in pairs}
+            offset_by_queue = {queue_id(queue): count(0)(offset) for queue, offset in pairs}
         except ValueError as error:
-            raise ValueError(wanted) from error
-        if len(found) != len(pairs):
+            raise ValueError(expected) from error
+        if len(offset_by_queue) != len(pairs):
             raise ValueError("each queue once")
-        return found
+        return offset_by_queue
 
     return parse
 
 
-def kafka_offsets(text: str, rest: str) -> list[tuple[str, str]]:
-    """Return the (queue, offset) pairs of the topic in Kafka's JSON, without the queues at the position `rest`."""
+def kafka_offsets(text: str, default: str) -> list[tuple[str, str]]:
+    """Read the (queue, offset) pairs of the topic from Kafka's JSON, without the queues at the position `default`."""
     [queues] = kafka_topics(text).values()
     return [
-        (queue, str(offset)) for queue, offset in queues.items() if KAFKA_WORDS.get(offset, offset) != rest
+        (queue, str(offset)) for queue, offset in queues.items() if KAFKA_WORDS.get(offset, offset) != default
     ]
 
 
@@ -158,10 +158,10 @@ def queue_id(text: str) -> int:
 
 
 def endpoint(text: str) -> str:
-    """Parse the address of a broker, or addresses of a cluster. Either may be confined to one group: …#g2."""
+    """Parse the address of a broker, or addresses of a cluster. Either may be pinned to one group: …#g2."""
     addresses, _ = split_endpoint(text)
-    scheme, _, place = addresses.partition("://")
-    host, _, port = place.rpartition(":")
+    scheme, _, address = addresses.partition("://")
+    host, _, port = address.rpartition(":")
     if scheme not in ("grpc", "grpc+tcp", "grpc+tls") or not host or not port.isdigit():
         raise ValueError("grpc://host:port, for example grpc://127.0.0.1:7400")
     return text
@@ -171,10 +171,10 @@ def kinds(text: str) -> tuple[int, ...]:
     """Parse a list of kinds of rows, by name or number, separated by commas."""
     known = {kind.name.lower(): int(kind) for kind in Kind if kind}
     known.update({str(value): value for value in known.values()})
-    found = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
-    if not all(found):
+    numbers = tuple(known.get(word.strip().lower(), 0) for word in text.split(","))
+    if not all(numbers):
         raise ValueError("a list of " + ", ".join(kind.name.lower() for kind in Kind if kind))
-    return found
+    return numbers
 
 
 def flag(text: str) -> bool:
@@ -186,17 +186,17 @@ def flag(text: str) -> bool:
 
 def names(text: str) -> tuple[str, ...]:
     """Parse a list of distinct column names, separated by commas."""
-    found = tuple(name.strip() for name in text.split(","))
-    if not all(found) or len(set(found)) != len(found):
+    columns = tuple(name.strip() for name in text.split(","))
+    if not all(columns) or len(set(columns)) != len(columns):
         raise ValueError("column names, separated by commas, each once")
-    return found
+    return columns
 
 
-def text(given: str) -> str:
+def text(value: str) -> str:
     """Parse a nonempty text."""
-    if not given:
+    if not value:
         raise ValueError("may not be empty")
-    return given
+    return value
 
 
 def instant_ms(text: str) -> int:
@@ -204,9 +204,9 @@ def instant_ms(text: str) -> int:
     if text.isdecimal():
         return count(0, limits.INSTANT_MS_MAX)(text)
     try:
-        instant = datetime.fromisoformat(text)
+        time = datetime.fromisoformat(text)
     except ValueError:
         raise ValueError("an instant such as 2030-01-31T09:00:00Z or 1895994000000") from None
-    if instant.tzinfo is None:
+    if time.tzinfo is None:
         raise ValueError("names no time zone: end it with Z or an offset such as +01:00")
-    return round(instant.timestamp() * 1000)
+    return round(time.timestamp() * 1000)

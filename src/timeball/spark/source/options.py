@@ -2,9 +2,9 @@
 
 Spark passes options as text under lower-case names, whether they come from `.option(...)` or from `.load(path)`. An
 unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect. An option that does
-not apply to the read, such as `kinds` with read=pending, is refused, too.
+not apply to the read, for example `kinds` with read=pending, is refused, too.
 
-Option names of Kafka's and Delta's sources are accepted in place of ours. `ALIASES` is the only list of them.
+Some option names of Kafka's and Delta's sources are accepted as aliases. `ALIASES` lists all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 from timeball.model import limits
 from timeball.model.errors import SetupError
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
-from timeball.spark.groups import GROUP, pin, split_endpoint
+from timeball.spark.groups import GROUP, pin_to_group, split_endpoint
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.source import option_values as values
 from timeball.spark.source.option_values import Offsets
@@ -49,7 +49,7 @@ CATALOG_OPTIONS = ("provider", "location", "owner")
 CATALOG_PREFIX = "option."
 # Spark's own options, which it passes on to the sink of a stream.
 SPARK_OPTIONS = {"checkpointlocation", "queryname", "outputmode"}
-# Option names of Kafka's and Delta's sources -> ours. In lower case, because Spark may pass them on like that.
+# Option names of Kafka's and Delta's sources -> options of Timeball. In lower case, because Spark may pass them so.
 ALIASES = {
     "subscribe": "topic",
     "startingoffsets": "from_offset",
@@ -108,7 +108,7 @@ class WriteOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Option -> the values of `read` to which it applies. An option that is not listed applies to all of them.
-FITS: dict[str, tuple[str, ...]] = {
+APPLIES_TO_READS: dict[str, tuple[str, ...]] = {
     "topic": ("log", "queue", "pending", "ledger"),
     "from_seq": ("log", "events", "ranges"),
     "to_seq": ("log", "events", "ranges"),
@@ -127,12 +127,12 @@ FITS: dict[str, tuple[str, ...]] = {
     "max_trigger_delay_ms": STREAMED,
     "few_rows": STREAMED,
 }
-ONLY_BATCH = ("to_seq", "to_offset", "version", "timestamp")
-ONLY_STREAM = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms", "few_rows")
+BATCH_ONLY = ("to_seq", "to_offset", "version", "timestamp")
+STREAM_ONLY = ("max_rows_per_batch", "min_rows_per_batch", "max_trigger_delay_ms", "few_rows")
 
 
 def describe() -> dict[str, str]:
-    """Return {option: description}, for help texts and documentation."""
+    """Describe each option, for help texts and documentation: {option: description}."""
     return {
         "endpoint": f"broker, grpc://host:port ({DEFAULT_ENDPOINT})",
         "group": "of a cluster only this group; a write without it goes to the group of the node that is named",
@@ -168,18 +168,20 @@ def describe() -> dict[str, str]:
 def read_options(options: Mapping[str, str]) -> ReadOptions:
     """Parse and check the options of a read. Raises SetupError for the first bad one."""
     _check_no_catalog(options)
-    given = {key.lower(): text for key, text in options.items()}
-    if SUBSCRIBED in given and "read" not in given:
+    by_lower_name = {key.lower(): text for key, text in options.items()}
+    if SUBSCRIBED in by_lower_name and "read" not in by_lower_name:
         options = {"read": "queue", **options}
     names = aliases(options)
     parsed = values.parse(options, ReadOptions, _PARSERS, aliases=names)
     parsed = msgspec.structs.replace(
-        parsed, endpoint=confined(parsed.endpoint, parsed.group), columns=_chosen(parsed)
+        parsed, endpoint=pin_to_option_group(parsed.endpoint, parsed.group), columns=_expand_columns(parsed)
     )
     for key in options:
-        fits = FITS.get(names.get(key.lower(), key.lower()), tuple(SCHEMAS))
-        if parsed.read not in fits:
-            raise SetupError(f"option {key}: only with read={' or '.join(fits)}, not with read={parsed.read}")
+        reads = APPLIES_TO_READS.get(names.get(key.lower(), key.lower()), tuple(SCHEMAS))
+        if parsed.read not in reads:
+            raise SetupError(
+                f"option {key}: only with read={' or '.join(reads)}, not with read={parsed.read}"
+            )
     if parsed.read == "queue" and parsed.topic is None:
         raise SetupError("option topic: missing; read=queue needs it")
     _check_topic_of_offsets(options, parsed)
@@ -190,7 +192,7 @@ def read_options(options: Mapping[str, str]) -> ReadOptions:
 
 
 def aliases(options: Mapping[str, str]) -> dict[str, str]:
-    """Return {Kafka's or Delta's name in lower case: our option} for this read. Offsets are row numbers in the log."""
+    """Choose the aliases for this read: {alias in lower case: option}. For the log, offsets are row numbers."""
     read = next((text.strip().lower() for key, text in options.items() if key.lower() == "read"), None)
     if read == "queue":
         return ALIASES
@@ -198,7 +200,7 @@ def aliases(options: Mapping[str, str]) -> dict[str, str]:
 
 
 def _check_no_catalog(options: Mapping[str, str]) -> None:
-    """Refuse tables in Spark's catalog: their queries would have no options, and so read the default endpoint."""
+    """Refuse tables in Spark's catalog. Spark drops their options, so queries would read the default endpoint."""
     for key in options:
         if key.startswith(CATALOG_PREFIX) or key.lower() in CATALOG_OPTIONS:
             raise SetupError(
@@ -208,36 +210,36 @@ def _check_no_catalog(options: Mapping[str, str]) -> None:
 
 
 def _check_topic_of_offsets(options: Mapping[str, str], parsed: ReadOptions) -> None:
-    """Refuse offsets in Kafka's JSON that are of another topic than the option `topic`."""
+    """Refuse offsets in Kafka's JSON whose topic is not the option `topic`."""
     for key, text in options.items():
         is_kafkas = ALIASES.get(key.lower(), key) in IN_LOG and text.lstrip().startswith("{")
         if is_kafkas and {*values.kafka_topics(text)} != {parsed.topic}:
             raise SetupError(f"option {key}={text!r}: the topic that is read is {parsed.topic!r}")
 
 
-def _chosen(options: ReadOptions) -> tuple[str, ...] | None:
-    """Return the option `columns`, with `*` replaced by all columns of the read."""
+def _expand_columns(options: ReadOptions) -> tuple[str, ...] | None:
+    """Replace `*` in the option `columns` by all columns of the read."""
     if options.columns is None or ALL_COLUMNS not in options.columns:
         return options.columns
-    at = options.columns.index(ALL_COLUMNS)
-    columns = (*options.columns[:at], *SCHEMAS[options.read].names, *options.columns[at + 1 :])
+    index = options.columns.index(ALL_COLUMNS)
+    columns = (*options.columns[:index], *SCHEMAS[options.read].names, *options.columns[index + 1 :])
     if len(set(columns)) != len(columns):
         raise SetupError("option columns: each once; * is all but group")
     return columns
 
 
-def confined(endpoint: str, group: str | None) -> str:
-    """Confine an endpoint to the group of the option `group`. Raises SetupError if it is confined to another one."""
+def pin_to_option_group(endpoint: str, group: str | None) -> str:
+    """Pin an endpoint to the group of the option `group`. Raises SetupError if it is pinned to another group."""
     if group is None:
         return endpoint
-    _, named = split_endpoint(endpoint)
-    if named not in ("", group):
-        raise SetupError(f"option group={group!r}: the endpoint is confined to the group {named!r}")
-    return pin(endpoint, group)
+    _, pinned_group = split_endpoint(endpoint)
+    if pinned_group not in ("", group):
+        raise SetupError(f"option group={group!r}: the endpoint is confined to the group {pinned_group!r}")
+    return pin_to_group(endpoint, group)
 
 
 def arrow_schema(options: ReadOptions) -> pa.Schema:
-    """Return the schema of a read with these options. Raises SetupError for an unknown column."""
+    """Build the schema of a read with these options. Raises SetupError for an unknown column."""
     known = SCHEMAS[options.read]
     for name in options.columns or ():
         if name not in (*known.names, GROUP):
@@ -252,7 +254,7 @@ def arrow_schema(options: ReadOptions) -> pa.Schema:
 
 def check_batch(options: ReadOptions) -> None:
     """Refuse options that only streams have. Raises SetupError."""
-    for name in ONLY_STREAM:
+    for name in STREAM_ONLY:
         if getattr(options, name) != getattr(ReadOptions(), name):
             raise SetupError(f"option {name}: only for streams; a batch reads everything at once")
 
@@ -261,7 +263,7 @@ def check_stream(options: ReadOptions) -> None:
     """Refuse reads and options that only batches have. Raises SetupError."""
     if options.read not in STREAMED:
         raise SetupError(f"option read={options.read}: a batch source; use spark.read")
-    for name in ONLY_BATCH:
+    for name in BATCH_ONLY:
         if getattr(options, name) != getattr(ReadOptions(), name):
             raise SetupError(f"option {name}: only for batch reads; a stream has no end")
 
@@ -271,7 +273,7 @@ def write_options(options: Mapping[str, str]) -> WriteOptions:
     parsed = values.parse(options, WriteOptions, _PARSERS, ignored=SPARK_OPTIONS)
     if parsed.epoch and parsed.job_id is None:
         raise SetupError("option epoch: only with job_id, the name of the writes that it counts")
-    return msgspec.structs.replace(parsed, endpoint=confined(parsed.endpoint, parsed.group))
+    return msgspec.structs.replace(parsed, endpoint=pin_to_option_group(parsed.endpoint, parsed.group))
 
 
 _PARSERS: dict[str, Callable[[str], Any]] = {
@@ -287,7 +289,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "placed": values.flag,
     "queue_id": values.queue_id,
     "from_offset": values.offsets(*OFFSET_STARTS),
-    "to_offset": values.offsets("latest", rest="latest"),
+    "to_offset": values.offsets("latest", default="latest"),
     "version": values.count(0),
     "timestamp": values.instant_ms,
     "table_uri": values.text,

@@ -1,4 +1,4 @@
-"""The pace of streams: when there are enough rows for a micro-batch, and how its rows are divided among tasks."""
+"""The pace of streams: when there are enough rows for a micro-batch, and how rows are divided."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import TypeVar
 from timeball.io.clock import Clock, SystemClock
 from timeball.spark.source.options import ReadOptions
 
+# What has a lag: a queue, a group, or a queue of a group.
 Part = TypeVar("Part", int, str, tuple[str, int])
 
 
 class Pace:
-    """Decides when a micro-batch starts: at `min_rows_per_batch` rows, or `few_rows` after `max_trigger_delay_ms`."""
+    """Starts a micro-batch at `min_rows_per_batch` new rows, or at `few_rows` after `max_trigger_delay_ms`."""
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         self.options = options
         self._clock = clock or SystemClock()
         self._idle_since_ns = self._clock.monotonic_ns()
 
-    def worth(self, rows: int) -> bool:
+    def is_worth_a_batch(self, rows: int) -> bool:
         """Check whether this number of new rows is enough for a micro-batch now."""
         options = self.options
         if rows >= min(options.min_rows_per_batch, options.max_rows_per_batch):
@@ -41,16 +42,19 @@ def split_range(begin: int, end: int, rows: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(cuts))
 
 
-def share(lag: Mapping[Part, int], rows: int) -> dict[Part, int]:
-    """Divide `rows` rows among the parts in proportion to their lags. If all lags are fewer rows, take all of them."""
+def divide_rows(lag: Mapping[Part, int], rows: int) -> dict[Part, int]:
+    """Divide `rows` rows among groups or queues in proportion to their lags, but take no more than the lags.
+
+    `lag`: part -> number of its rows that are not read yet.
+    """
     total = sum(lag.values())
     if total <= rows:
         return dict(lag)
-    taken: dict[Part, int] = {}
-    given = seen = 0
+    shares: dict[Part, int] = {}
+    divided_rows = seen_lag = 0
     # Rounding the running total instead of each share makes the shares add up to exactly `rows`.
     for part in sorted(lag):
-        seen += lag[part]
-        taken[part] = rows * seen // total - given
-        given += taken[part]
-    return taken
+        seen_lag += lag[part]
+        shares[part] = rows * seen_lag // total - divided_rows
+        divided_rows += shares[part]
+    return shares

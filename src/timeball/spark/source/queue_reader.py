@@ -24,21 +24,21 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
-from timeball.spark.endpoint import Endpoint, behind_rows, read_groups, retrying_read
+from timeball.spark.endpoint import Endpoint, after_rows, read_groups, retrying_read
 from timeball.spark.groups import Group
 from timeball.spark.source.log_reader import piece_rows, shape
 from timeball.spark.source.option_values import Offsets
 from timeball.spark.source.options import ReadOptions
-from timeball.spark.source.pacing import share, split_range
-from timeball.spark.source.pushdown import OPEN, Wanted, bounds, wanted
+from timeball.spark.source.pacing import divide_rows, split_range
+from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, row_filter
 from timeball.spark.source.spark_api import Filter, ReadLimit
-from timeball.spark.source.streams import Offset, PacedStream, check_known
+from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Kept = dict[int, tuple[int, int]]  # queue -> (first kept offset, next offset)
-Place = tuple[str, int]  # (group, queue)
+KeptOffsets = dict[int, tuple[int, int]]  # queue -> (first kept offset, next offset)
+GroupQueue = tuple[str, int]  # (group, queue)
 GROUPS_EVERY_NS = 1_000_000_000  # a stream reads the list of groups at most once in this time
 
 
@@ -52,45 +52,47 @@ class QueuePart(InputPartition):
     group: Group | None = None
 
 
-def kept_in_groups(brokers: Sequence[tuple[Group, Endpoint]], options: ReadOptions) -> dict[str, Kept]:
-    """Return {group: kept offsets of the queues to read}, for the groups that have the topic.
+def kept_offsets_by_group(
+    brokers: Sequence[tuple[Group, Endpoint]], options: ReadOptions
+) -> dict[str, KeptOffsets]:
+    """Read {group: kept offsets of the queues to read}, for the groups that have the topic.
 
     Raises NotFound if no group has it.
     """
-    found: dict[str, Kept] = {}
+    offsets_by_group: dict[str, KeptOffsets] = {}
     missing: NotFound | None = None
     for group, broker in brokers:
         try:
-            found[group.name] = kept_offsets(broker, options)
+            offsets_by_group[group.name] = kept_offsets(broker, options)
         except NotFound as error:
             missing = error
-    if missing is not None and not found:
+    if missing is not None and not offsets_by_group:
         raise missing
-    return found
+    return offsets_by_group
 
 
-def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> Kept:
-    """Return the kept offsets of the queues to read.
+def kept_offsets(endpoint: Endpoint, options: ReadOptions) -> KeptOffsets:
+    """Read the kept offsets of the queues to read.
 
     Raises NotFound, which names the option, for a topic or queue that does not exist.
     """
     topic = options.topic or ""
     try:
-        kept = endpoint.queues(topic)
+        offsets_by_queue = endpoint.queues(topic)
     except NotFound as error:
         raise NotFound(
             f"option topic={topic!r}: {error}; a topic begins with create_topic or its first message"
         ) from error
     if options.queue_id is None:
-        return kept
-    if options.queue_id not in kept:
+        return offsets_by_queue
+    if options.queue_id not in offsets_by_queue:
         raise NotFound(
-            f"option queue_id={options.queue_id}: the topic {topic!r} has the queues 0 to {len(kept) - 1}"
+            f"option queue_id={options.queue_id}: the topic {topic!r} has the queues 0 to {len(offsets_by_queue) - 1}"
         )
-    return {options.queue_id: kept[options.queue_id]}
+    return {options.queue_id: offsets_by_queue[options.queue_id]}
 
 
-def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
+def offsets_at(name: str, position: int | str | Offsets, kept: KeptOffsets) -> Offsets:
     """Resolve the option `name` to an offset in each queue.
 
     Raises NotFound for a queue that is not read, and OutOfRange for an offset that the queue does not have.
@@ -101,26 +103,32 @@ def offsets_at(name: str, position: int | str | Offsets, kept: Kept) -> Offsets:
                 raise NotFound(
                     f"option {name}: there is no queue {queue} among those to read: {sorted(kept)}"
                 )
-    found: Offsets = {}
+    resolved: Offsets = {}
     for queue, (first, end) in kept.items():
-        named = position.get(queue, name_of_rest(name)) if isinstance(position, dict) else position
-        offset = {"first": first, "latest": end}[named] if isinstance(named, str) else named
+        queue_position = (
+            position.get(queue, default_position(name)) if isinstance(position, dict) else position
+        )
+        offset = (
+            {"first": first, "latest": end}[queue_position]
+            if isinstance(queue_position, str)
+            else queue_position
+        )
         if not first <= offset <= end:
             raise OutOfRange(
                 f"option {name}: offset {offset} of queue {queue}, which keeps {first} to {end}; "
                 "an offset can be given for each queue: 0=100,1=250"
             )
-        found[queue] = offset
-    return found
+        resolved[queue] = offset
+    return resolved
 
 
-def name_of_rest(name: str) -> str:
-    """Return the position of queues that an option does not list: they are read completely."""
+def default_position(name: str) -> str:
+    """Choose the position of queues that the option `name` does not list, so that they are read completely."""
     return "first" if name == "from_offset" else "latest"
 
 
-def check_offsets(topic: str, begin: Mapping[int, int], kept: Kept) -> None:
-    """Raise OutOfRange if retention has removed rows of the micro-batch, because fewer rows would look complete."""
+def check_offsets(topic: str, begin: Mapping[int, int], kept: KeptOffsets) -> None:
+    """Raise OutOfRange if retention has removed rows of the micro-batch. Fewer rows would look complete."""
     for queue, offset in begin.items():
         if queue in kept and offset < kept[queue][0]:
             raise OutOfRange(
@@ -139,10 +147,13 @@ def check_one_group(options: ReadOptions, groups: int) -> None:
 
 
 def queue_parts(
-    begin: Mapping[Place, int], end: Mapping[Place, int], options: ReadOptions, groups: Sequence[Group]
+    begin: Mapping[GroupQueue, int],
+    end: Mapping[GroupQueue, int],
+    options: ReadOptions,
+    groups: Sequence[Group],
 ) -> list[QueuePart]:
     """Cut all queues into the pieces that tasks read. A queue that is not in `begin` starts at offset 0."""
-    total = sum(max(0, end[place] - begin.get(place, 0)) for place in end)
+    total = sum(max(0, end[group_queue] - begin.get(group_queue, 0)) for group_queue in end)
     rows = piece_rows(total, options)
     return [
         QueuePart(queue, *piece, group)
@@ -153,7 +164,7 @@ def queue_parts(
     ]
 
 
-def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iterator[pa.RecordBatch]:
+def read_queue_part(options: ReadOptions, part: QueuePart, condition: RowFilter) -> Iterator[pa.RecordBatch]:
     """Read one piece: the requested rows, with the requested columns."""
     with Endpoint(options.endpoint if part.group is None else part.group.endpoint) as endpoint:
         topic = options.topic or ""
@@ -161,10 +172,10 @@ def read_queue_part(options: ReadOptions, part: QueuePart, rows: Wanted) -> Iter
         def read(begin: int) -> Iterator[pa.RecordBatch]:
             return endpoint.read_queue(topic, part.queue_id, begin, part.to_offset)
 
-        for batch in retrying_read(endpoint, read, part.from_offset, behind_rows):
-            kept = rows.keep(batch)
-            if kept.num_rows:
-                yield shape(kept, options, part.group)
+        for batch in retrying_read(endpoint, read, part.from_offset, after_rows):
+            selected = condition.apply(batch)
+            if selected.num_rows:
+                yield shape(selected, options, part.group)
 
 
 class QueueReader(DataSourceReader):
@@ -172,13 +183,13 @@ class QueueReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
-        self.rows = Wanted()
+        self._condition = RowFilter()
         self.queue = self.offset = OPEN
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow queues, offsets and rows. Returns every filter, so that Spark applies them again."""
         self.queue, self.offset = bounds(filters, "queue_id"), bounds(filters, "queue_offset")
-        self.rows = wanted(("seq", "due_ms"), None, filters)
+        self._condition = row_filter(("seq", "due_ms"), None, filters)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
@@ -186,12 +197,12 @@ class QueueReader(DataSourceReader):
         options = self.options
         groups = read_groups(options.endpoint)
         check_one_group(options, len(groups))
-        with ExitStack() as opened:
-            brokers = [(group, opened.enter_context(Endpoint(group.endpoint))) for group in groups]
-            found = kept_in_groups(brokers, options)
-        begin: dict[Place, int] = {}
-        end: dict[Place, int] = {}
-        for name, kept in found.items():
+        with ExitStack() as connections:
+            brokers = [(group, connections.enter_context(Endpoint(group.endpoint))) for group in groups]
+            kept_by_group = kept_offsets_by_group(brokers, options)
+        begin: dict[GroupQueue, int] = {}
+        end: dict[GroupQueue, int] = {}
+        for name, kept in kept_by_group.items():
             low = offsets_at("from_offset", options.from_offset, kept)
             high = offsets_at("to_offset", options.to_offset, kept)
             for queue in kept:
@@ -202,7 +213,7 @@ class QueueReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
-            yield from read_queue_part(self.options, partition, self.rows)
+            yield from read_queue_part(self.options, partition, self._condition)
 
 
 # ---- as a stream ----------------------------------------------------------------------------------------------
@@ -213,73 +224,86 @@ class QueueStream(PacedStream):
 
     def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
         super().__init__(options, clock)
-        self._final: dict[Place, int] | None = None
-        self._latest: dict[Place, int] | None = None
+        self._final_offsets: dict[GroupQueue, int] | None = None
+        self._latest_offsets: dict[GroupQueue, int] | None = None
         self._groups: list[Group] = []
-        self._looked_ns = 0
+        self._groups_read_ns = 0
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return the start of a new query: from_offset, by default the first rows that retention has kept."""
-        groups, found = self._kept()
+        """Choose the start of a new query: from_offset, by default the first rows that retention has kept."""
+        groups, kept_by_group = self._read_kept_offsets()
         check_one_group(self.options, len(groups))
         position = self.options.from_offset
         return to_json(
-            flat({name: offsets_at("from_offset", position, kept) for name, kept in found.items()})
+            flat({name: offsets_at("from_offset", position, kept) for name, kept in kept_by_group.items()})
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Return the end of the next micro-batch, or `start` when there should be none."""
-        groups, found = self._kept()
+        """Choose the end of the next micro-batch.
+
+        Returns `start`, which starts no micro-batch, if there are too few rows.
+        """
+        groups, kept_by_group = self._read_kept_offsets()
         begin = from_json(start, groups)
-        self._check_same(begin, found)
-        self._latest = ends_of(found)
-        ends = self._latest if self._final is None else self._final
-        lag = {place: max(0, end - begin.get(place, 0)) for place, end in ends.items()}
-        rows_max, total = self.rows_max(limit), sum(lag.values())
+        self._check_within_queues(begin, kept_by_group)
+        self._latest_offsets = ends_of(kept_by_group)
+        ends = self._latest_offsets if self._final_offsets is None else self._final_offsets
+        lags = {group_queue: max(0, end - begin.get(group_queue, 0)) for group_queue, end in ends.items()}
+        rows_max, total = self.rows_max(limit), sum(lags.values())
         rows = total if rows_max is None else min(total, rows_max)
-        if not rows or (self._final is None and not self.worth(rows)):
+        if not rows or (self._final_offsets is None and not self.is_worth_a_batch(rows)):
             return start
         self.begin_batch()
-        taken = share(lag, rows)
-        return to_json({place: begin.get(place, 0) + taken.get(place, 0) for place in {*begin, *lag}})
+        shares = divide_rows(lags, rows)
+        return to_json(
+            {
+                group_queue: begin.get(group_queue, 0) + shares.get(group_queue, 0)
+                for group_queue in {*begin, *lags}
+            }
+        )
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
         """Make the query stop at the current ends of the queues."""
-        self._final = ends_of(self._kept()[1])
+        self._final_offsets = ends_of(self._read_kept_offsets()[1])
 
     def reportLatestOffset(self) -> Offset | None:  # noqa: N802
-        """Return the ends of the queues at the last check. Spark shows the query's lag from them."""
-        return None if self._latest is None else to_json(self._latest)
+        """Report the ends of the queues at the last check. Spark computes the query's lag from them."""
+        return None if self._latest_offsets is None else to_json(self._latest_offsets)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
-        """Cut a micro-batch into pieces. Raises OutOfRange when retention has removed a part of it."""
-        groups, found = self._kept()
+        """Cut a micro-batch into pieces for tasks. Raises OutOfRange when retention has removed some of its rows."""
+        groups, kept_by_group = self._read_kept_offsets()
         begin, stop = from_json(start, groups), from_json(end, groups)
-        moved = {place: offset for place, offset in stop.items() if offset > begin.get(place, 0)}
+        ends = {
+            group_queue: offset for group_queue, offset in stop.items() if offset > begin.get(group_queue, 0)
+        }
         for group in groups:
-            low = {queue: begin.get((name, queue), 0) for name, queue in moved if name == group.name}
-            check_offsets(self.options.topic or "", low, found.get(group.name, {}))
-        return queue_parts(begin, moved, self.options, groups)
+            low = {queue: begin.get((name, queue), 0) for name, queue in ends if name == group.name}
+            check_offsets(self.options.topic or "", low, kept_by_group.get(group.name, {}))
+        return queue_parts(begin, ends, self.options, groups)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one piece, in a task."""
         if isinstance(partition, QueuePart):
-            yield from read_queue_part(self.options, partition, Wanted())
+            yield from read_queue_part(self.options, partition, RowFilter())
 
-    def _kept(self) -> tuple[list[Group], dict[str, Kept]]:
-        """Return the current groups, and the kept offsets of the topic in each group that has it."""
+    def _read_kept_offsets(self) -> tuple[list[Group], dict[str, KeptOffsets]]:
+        """Read the current groups, and the kept offsets of the topic in each group that has it."""
         now_ns = self._clock.monotonic_ns()
-        # Reading the groups each time would double the calls. A new group can wait for a second.
-        if not self._groups or now_ns - self._looked_ns >= GROUPS_EVERY_NS:
-            self._groups, self._looked_ns = self.groups(), now_ns
+        # Reading the groups every time would double the number of calls. A new group can wait for a second.
+        if not self._groups or now_ns - self._groups_read_ns >= GROUPS_EVERY_NS:
+            self._groups, self._groups_read_ns = self.groups(), now_ns
         groups = self._groups
-        return groups, kept_in_groups(
+        return groups, kept_offsets_by_group(
             [(group, self.broker(group.endpoint)) for group in groups], self.options
         )
 
-    def _check_same(self, begin: Mapping[Place, int], found: Mapping[str, Kept]) -> None:
+    def _check_within_queues(
+        self, begin: Mapping[GroupQueue, int], kept_by_group: Mapping[str, KeptOffsets]
+    ) -> None:
+        """Raise SetupError for an offset beyond the end of its queue: the checkpoint then belongs to another topic."""
         for (name, queue), offset in begin.items():
-            end = found.get(name, {}).get(queue, (0, 0))[1]
+            end = kept_by_group.get(name, {}).get(queue, (0, 0))[1]
             if offset > end:
                 raise SetupError(
                     f"the checkpoint stands at offset {offset} of queue {queue} but {self.options.topic!r} ends there "
@@ -287,25 +311,27 @@ class QueueStream(PacedStream):
                 )
 
 
-def flat(offsets: Mapping[str, Mapping[int, int]]) -> dict[Place, int]:
+def flat(offsets: Mapping[str, Mapping[int, int]]) -> dict[GroupQueue, int]:
     """Flatten {group: {queue: offset}} to {(group, queue): offset}."""
     return {(name, queue): offset for name, queues in offsets.items() for queue, offset in queues.items()}
 
 
-def ends_of(found: Mapping[str, Kept]) -> dict[Place, int]:
-    """Return the end of each queue."""
-    return flat({name: {queue: end for queue, (_, end) in kept.items()} for name, kept in found.items()})
+def ends_of(kept_by_group: Mapping[str, KeptOffsets]) -> dict[GroupQueue, int]:
+    """Get the end of each queue."""
+    return flat(
+        {name: {queue: end for queue, (_, end) in kept.items()} for name, kept in kept_by_group.items()}
+    )
 
 
-def to_json(offsets: Mapping[Place, int]) -> Offset:
+def to_json(offsets: Mapping[GroupQueue, int]) -> Offset:
     """Encode an offset, with groups and queues in order, so that equal offsets have equal texts."""
-    found: dict[str, dict[str, int]] = {}
+    by_group: dict[str, dict[str, int]] = {}
     for name, queue in sorted(offsets):
-        found.setdefault(name, {})[str(queue)] = offsets[name, queue]
-    return found.get("", {}) if set(found) <= {""} else found
+        by_group.setdefault(name, {})[str(queue)] = offsets[name, queue]
+    return by_group.get("", {}) if set(by_group) <= {""} else by_group
 
 
-def from_json(offset: Offset, groups: Sequence[Group]) -> dict[Place, int]:
+def from_json(offset: Offset, groups: Sequence[Group]) -> dict[GroupQueue, int]:
     """Decode an offset to offsets by group and queue.
 
     An offset from before the broker joined a cluster is that of the named node's group, which is first in `groups`.
@@ -313,7 +339,7 @@ def from_json(offset: Offset, groups: Sequence[Group]) -> dict[Place, int]:
     """
     if all(isinstance(value, int) for value in offset.values()):
         offset = {groups[0].name: offset}
-    check_known(offset, [group.name for group in groups])
+    check_groups_exist(offset, [group.name for group in groups])
     return {
         (name, int(queue)): int(value) for name, queues in offset.items() for queue, value in queues.items()
     }

@@ -1,4 +1,4 @@
-"""`df.write.format("timeball")`: write rows as files of the pending table, and make them messages by one attach.
+"""`df.write.format("timeball")`: write rows as files of the pending table, and schedule them by one attach.
 
 Tasks write files. The driver attaches all of them in one record of the broker's log. So either every row of the
 DataFrame becomes a scheduled message or none does, however often a task or the whole job is repeated. No row is visible
@@ -7,13 +7,13 @@ before the attach. The files of a dead task belong to no table.
     task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
 
-The broker recognises a repeated write by its name. The name of a batch write is the option `job_id`, or a random one.
-The name of a stream is the query id in its checkpoint: batch ids start at 0 in each new checkpoint, so no other name
+The broker recognises a repeated write by its name. The name of a batch write is the option `job_id`, by default random.
+The name of a stream is the query id in its checkpoint. Batch ids start at 0 in each new checkpoint, so no other name
 could distinguish a repeated micro-batch from a new one. The broker also compares the digest of the rows, and refuses
 other rows under a known name.
 
-After it has tried an attach, this module never deletes the files: the answer may be lost, and then the files belong to
-the table. The broker deletes files of a refused attach later, like all files that belong to no table.
+After it has tried an attach, this module never deletes the files: if only the answer was lost, the files belong to the
+table. The broker deletes the files of a refused attach later, like all files that belong to no table.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ class Written(WriterCommitMessage):
     ranges: list[tuple[int, int]] = field(default_factory=list)  # (first_seq, rows)
     rows: int = 0
     dropped: int = 0
-    given: int = 0  # rows + dropped
-    checksum: int = 0  # of all given rows; 0 if the write has no name to be repeated under
+    input_rows: int = 0  # rows + dropped
+    checksum: int = 0  # of all input rows; 0 if the write has no name under which it could be repeated
     query_id: str | None = None  # of the stream; None in a batch write
 
 
 class ScheduledTask:
-    """The part of a write that runs in a task: writes a stream of Arrow batches to files."""
+    """Writes the Arrow batches of one task to files."""
 
-    def __init__(self, options: WriteOptions, *, summed: bool = True) -> None:
+    def __init__(self, options: WriteOptions, *, with_checksum: bool = True) -> None:
         self.options = options
-        self.summed = summed  # whether the write may be repeated under its name, and so needs a checksum
+        self.with_checksum = with_checksum  # true if the write may be repeated under its name
 
     def write(self, batches: Iterator[pa.RecordBatch]) -> Written:
         """Write all rows of one partition. On failure, the task's files are deleted again."""
@@ -69,25 +69,26 @@ class ScheduledTask:
             store = Store(self.options.table_uri or endpoint.status().table.uri)
             try:
                 for rows in chunks(batches):
-                    self._write_run(rows, endpoint, store, written)
-            except BaseException:  # an interrupt would leave unused files just as an error does
+                    self._write_chunk(rows, endpoint, store, written)
+            except BaseException:  # also for an interrupt, which would leave unused files
                 store.remove(entry.path for entry in written.files)
                 raise
         return written
 
-    def _write_run(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
+    def _write_chunk(self, rows: pa.Table, endpoint: Endpoint, store: Store, written: Written) -> None:
+        """Check, sort and number the rows of a chunk, write them to files, and add these to `written`."""
         now_ms = endpoint.status().now_ms
-        given, rows = rows, scheduled_columns.normalise(rows, now_ms)
-        written.given += rows.num_rows
-        if self.summed:
+        raw_rows, rows = rows, scheduled_columns.to_table_columns(rows, now_ms)
+        written.input_rows += rows.num_rows
+        if self.with_checksum:
             written.checksum += scheduled_columns.checksum(rows)
-        broken = scheduled_columns.first_broken(given, rows, now_ms, as_stored=self.options.as_stored)
-        bad = int(np.count_nonzero(broken >= 0))
-        if bad:
+        broken = scheduled_columns.first_broken(raw_rows, rows, now_ms, as_stored=self.options.as_stored)
+        invalid_count = int(np.count_nonzero(broken >= 0))
+        if invalid_count:
             if self.options.on_invalid == "fail":
-                raise InvalidMessage(refusal(rows, broken))
-            LOG.warning("rows dropped rows=%d reason=%s", bad, refusal(rows, broken))
-            written.dropped += bad
+                raise InvalidMessage(invalid_rows_message(rows, broken))
+            LOG.warning("rows dropped rows=%d reason=%s", invalid_count, invalid_rows_message(rows, broken))
+            written.dropped += invalid_count
             rows = rows.filter(pa.array(broken < 0)).combine_chunks()
         if rows.num_rows == 0:
             return
@@ -100,20 +101,20 @@ class ScheduledTask:
 
 
 def query_id() -> str | None:
-    """Return the query id of the task's stream, or None in a batch. It stays the same as long as the checkpoint."""
+    """Read the query id of the task's stream. Returns None in a batch. A checkpoint keeps the query id."""
     context = TaskContext.get()
     return None if context is None else context.getLocalProperty(QUERY_ID)
 
 
-def refusal(rows: pa.Table, broken: np.ndarray) -> str:
+def invalid_rows_message(rows: pa.Table, broken: np.ndarray) -> str:
     """Build the error message for rows that break a rule: how many there are, and the first of them."""
-    bad = np.flatnonzero(broken >= 0)
-    first = int(bad[0])
+    invalid = np.flatnonzero(broken >= 0)
+    first = int(invalid[0])
     topic, rule = rows.column("topic")[first].as_py(), rules.RULES[broken[first]]
     value = f" {rules.shown(rows.column(rule.column)[first].as_py())}" if rule.shape == "form" else ""
     return (
-        f"{len(bad)} of {rows.num_rows} rows are invalid; the first (row {first} of its task, topic {topic!r}):{value} "
-        f"{rule.text}; option on_invalid=drop leaves such rows out"
+        f"{len(invalid)} of {rows.num_rows} rows are invalid; the first (row {first} of its task, topic {topic!r}):"
+        f"{value} {rule.text}; option on_invalid=drop leaves such rows out"
     )
 
 
@@ -123,15 +124,18 @@ def attach_all(
     job_id: str,
     epoch: int,
     *,
-    summed: bool = True,
+    with_checksum: bool = True,
 ) -> None:
-    """Attach the files of all tasks to the pending table, in one step. `summed`: send the digest of the rows.
+    """Attach the files of all tasks to the pending table, in one step. `with_checksum`: send the digest of the rows.
 
-    Raises OverLimit for too many files, and then deletes them: no attach was tried.
+    Raises OverLimit for too many files, and deletes them, because no attach was tried.
     """
-    parts = [message for message in messages if isinstance(message, Written)]
-    files = [entry for part in parts for entry in part.files]
-    rows, dropped = sum(part.rows for part in parts), sum(part.dropped for part in parts)
+    task_results = [message for message in messages if isinstance(message, Written)]
+    files = [entry for result in task_results for entry in result.files]
+    rows, dropped = (
+        sum(result.rows for result in task_results),
+        sum(result.dropped for result in task_results),
+    )
     if not files:
         LOG.info("nothing to write job=bulk id=%s rows=0 dropped=%d", job_id, dropped)
         return
@@ -142,7 +146,7 @@ def attach_all(
                 f"{len(files)} files in one write, at most {limits.ATTACH_FILES_MAX}: order the DataFrame first "
                 "(df.repartitionByRange('due_ms')), so that each task writes few hours"
             )
-        ranges = [each for part in parts for each in part.ranges]
+        ranges = [seq_range for result in task_results for seq_range in result.ranges]
         attached = endpoint.attach(
             Attachment(
                 job="bulk",
@@ -150,7 +154,7 @@ def attach_all(
                 epoch=epoch,
                 files=files,
                 ranges=ranges,
-                digest=digest(parts, options) if summed else "",
+                digest=digest(task_results, options) if with_checksum else "",
             )
         )
     LOG.info(
@@ -168,12 +172,12 @@ def attach_all(
     )
 
 
-def digest(parts: Sequence[Written], options: WriteOptions) -> str:
+def digest(task_results: Sequence[Written], options: WriteOptions) -> str:
     """Build the digest of a write: the number of rows and their checksum. With on_repeat=skip it matches any rows."""
     if options.on_repeat == "skip":
         return ANY_ROWS
-    checksum = sum(part.checksum for part in parts) & (1 << 64) - 1
-    return f"{sum(part.given for part in parts)} rows {checksum:016x}"
+    checksum = sum(result.checksum for result in task_results) & (1 << 64) - 1
+    return f"{sum(result.input_rows for result in task_results)} rows {checksum:016x}"
 
 
 def remove_written(messages: Sequence[WriterCommitMessage | None], options: WriteOptions) -> None:
@@ -195,17 +199,17 @@ class ScheduledWriter(DataSourceArrowWriter):
     def __init__(self, schema: StructType, options: WriteOptions) -> None:
         scheduled_columns.check_columns(schema)
         self.options = options
-        # Made once, on the driver. Tasks and commit use copies of this object, so all of them have the same name.
+        # Chosen once, on the driver. Tasks and commit use copies of this object, so all have the same name.
         self.job_id = options.job_id or f"bulk-{uuid.uuid4().hex}"
         self.named = options.job_id is not None
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task to files."""
-        return ScheduledTask(self.options, summed=self.named).write(iterator)
+        return ScheduledTask(self.options, with_checksum=self.named).write(iterator)
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Attach the files of all tasks."""
-        attach_all(messages, self.options, self.job_id, self.options.epoch, summed=self.named)
+        attach_all(messages, self.options, self.job_id, self.options.epoch, with_checksum=self.named)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Delete the tasks' files, unless a commit was tried."""

@@ -1,9 +1,9 @@
 """Adapters to PySpark: schemas, starting queries, and stand-ins for classes that older versions of PySpark lack.
 
-PySpark's data source API got these classes after 4.0:
+PySpark added these classes to its data source API after 4.0:
 
-    4.1    filters that Spark pushes down; a stream's sink that takes Arrow batches
-    4.2    how much a stream's micro-batch may read; availableNow for Python streams
+    4.1    filters that Spark pushes down; a sink of streams that accepts Arrow batches
+    4.2    read limits of micro-batches; availableNow for Python streams
 
 With an empty class in place of each missing one (`Missing`), batch reads and writes work on 4.0 and 4.1, because these
 versions never use the missing classes there. Streams are refused (`check_streams`).
@@ -71,7 +71,7 @@ else:
     globals().update({name: _part("pyspark.sql.streaming.datasource", name) for name in _STREAM.split()})
 
 
-PARTITIONS = "spark.sql.shuffle.partitions"
+SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
 DEFAULT_PARTITIONS = "200"
 PARTITION_ROWS = 500_000  # per shuffle partition; the same as the default of the option rows_per_partition
 DESCRIPTION = "spark.job.description"
@@ -104,23 +104,23 @@ def spark_schema(schema: pa.Schema) -> StructType:
 def described(spark: SparkSession, text: str) -> Iterator[None]:
     """Set the description of the Spark jobs that the body starts. Spark's web UI shows it."""
     context = spark.sparkContext
-    before = context.getLocalProperty(DESCRIPTION)
+    old_description = context.getLocalProperty(DESCRIPTION)
     context.setLocalProperty(DESCRIPTION, text)
     try:
         yield
     finally:
-        context.setLocalProperty(DESCRIPTION, before)  # type: ignore[arg-type]  # None removes it
+        context.setLocalProperty(DESCRIPTION, old_description)  # type: ignore[arg-type]  # None removes it
 
 
 @contextmanager
 def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
     """Limit shuffles in the body to one partition per PARTITION_ROWS of `rows`, and at most to Spark's setting."""
-    before = spark.conf.get(PARTITIONS, DEFAULT_PARTITIONS) or DEFAULT_PARTITIONS
-    spark.conf.set(PARTITIONS, max(1, min(int(before), -(-rows // PARTITION_ROWS))))
+    old_partitions = spark.conf.get(SHUFFLE_PARTITIONS, DEFAULT_PARTITIONS) or DEFAULT_PARTITIONS
+    spark.conf.set(SHUFFLE_PARTITIONS, max(1, min(int(old_partitions), -(-rows // PARTITION_ROWS))))
     try:
         yield
     finally:
-        spark.conf.set(PARTITIONS, before)
+        spark.conf.set(SHUFFLE_PARTITIONS, old_partitions)
 
 
 def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
@@ -128,8 +128,8 @@ def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
     if len(frames) == 1:
         [only] = frames.values()
         return only
-    named = [frame.withColumn(GROUP, f.lit(group)) for group, frame in frames.items()]
-    return reduce(lambda one, other: one.unionByName(other, allowMissingColumns=True), named)
+    labelled = [frame.withColumn(GROUP, f.lit(group)) for group, frame in frames.items()]
+    return reduce(lambda left, right: left.unionByName(right, allowMissingColumns=True), labelled)
 
 
 def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: str | None) -> StreamingQuery:

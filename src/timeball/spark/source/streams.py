@@ -1,7 +1,7 @@
 """Base classes of the stream readers: connections to the groups, and the rule for starting a micro-batch.
 
-Spark keeps one instance next to the driver for the whole query. It asks the broker for the current groups again and
-again, so a group that is added while the query runs is read from its first row on.
+Spark keeps one instance next to the driver for the whole query. The instance asks the broker for the groups before each
+micro-batch, so a group that is added while the query runs is read from its first row on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Offset = dict[str, Any]
 
 
 class BrokerStream(Connections, DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A stream reader with connections to all groups. Only the driver's side uses them: tasks only call `read`."""
+    """A stream reader with connections to all groups. Only the driver uses them, because tasks only call `read`."""
 
     def stop(self) -> None:
         """Close the connections when the query ends."""
@@ -47,13 +47,13 @@ class PacedStream(BrokerStream, Pace):
         return ReadMaxRows(self.options.max_rows_per_batch)
 
     def rows_max(self, limit: ReadLimit) -> int | None:
-        """Return the maximum number of rows of a micro-batch. None means no limit."""
+        """Read the maximum number of rows of a micro-batch from `limit`. None means no limit."""
         if isinstance(limit, ReadAllAvailable):
             return None
         return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
 
 
-def check_known(names: Iterable[str], groups: Collection[str]) -> None:
+def check_groups_exist(names: Iterable[str], groups: Collection[str]) -> None:
     """Check that each group in an offset still exists in the cluster. Raises SetupError."""
     for name in names:
         if name not in groups:

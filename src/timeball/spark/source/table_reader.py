@@ -3,14 +3,14 @@
 The Delta log lists the files, and tasks open them by URI. A filter is applied at three levels, from coarse to fine: to
 files by the statistics in the Delta log, to row groups by the statistics in the files' footers, to rows in Arrow.
 
-    read=pending   TABLE_SCHEMA; settled (released or cancelled) scheduled messages remain in it until their file is
-    rewritten read=ledger    EVENT_SCHEMA; columns that an older ledger lacks are null read=history   HISTORY_SCHEMA;
-    the versions of the pending table that can be read, with their times
+    read=pending   TABLE_SCHEMA; settled (released or cancelled) messages remain until their file is rewritten
+    read=ledger    EVENT_SCHEMA; columns that an older ledger does not have are null
+    read=history   HISTORY_SCHEMA; the versions of the pending table that can be read, with their times
 
 In a cluster each group has its own tables. All of them are read, and the option `version` requires the option `group`.
 
-A file of an old version may be deleted by now. Then the read fails with an error that names the file. It never yields
-fewer rows.
+If a file of an old version has been deleted, the read fails with an error that names the file. It never yields fewer
+rows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from timeball.model import storage_uris
 from timeball.model.errors import NotFound, SetupError, StorageError
 from timeball.model.wire import Status
 from timeball.spark.endpoint import group_statuses
-from timeball.spark.groups import GROUP, PLACEHOLDER, Group, place_of
+from timeball.spark.groups import GROUP, PLACEHOLDER, Group, group_table_uri
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
-from timeball.spark.source.pushdown import Bounds, Wanted, wanted
+from timeball.spark.source.pushdown import Bounds, RowFilter, row_filter
 from timeball.spark.source.spark_api import Filter, spark_schema
-from timeball.spark.table_store import as_of, beside, dataset_of, open_table
+from timeball.spark.table_store import dataset_of, default_table_uri, load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 BATCH_ROWS = 65_536
 NAMED_TASKS_MAX = 64  # tasks of a FilesReader
-# Number columns whose filters are pushed down.
-NUMBERS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
+# Value of `read` -> integer columns whose filters are pushed down.
+PUSHED_COLUMNS = {"pending": ("seq", "due_ms"), "ledger": ("first_seq", "due_ms", "at_ms", "event_seq")}
 
 
 @dataclass(frozen=True)
@@ -73,18 +73,24 @@ class TableReader(DataSourceReader):
 
     def __init__(self, options: ReadOptions) -> None:
         self.options = options
-        self.rows = wanted(NUMBERS[options.read], options.topic, [])
+        self._condition = row_filter(PUSHED_COLUMNS[options.read], options.topic, [])
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow the files to open and the rows. Returns every filter, so that Spark applies them again."""
-        self.rows = wanted(NUMBERS[self.options.read], self.options.topic, filters)
+        self._condition = row_filter(PUSHED_COLUMNS[self.options.read], self.options.topic, filters)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the read on the driver: divide the files of each group's table among tasks."""
-        found = [(group, table_files(table, self.rows)) for group, table in tables_of(self.options)]
-        rows = piece_rows(sum(rows for _, files in found for _, rows in files), self.options)
-        return [TablePart(part.slices, group) for group, files in found for part in deal(files, rows)]
+        files_by_group = [
+            (group, table_files(table, self._condition)) for group, table in tables_of(self.options)
+        ]
+        rows = piece_rows(sum(rows for _, files in files_by_group for _, rows in files), self.options)
+        return [
+            TablePart(part.slices, group)
+            for group, files in files_by_group
+            for part in divide_among_tasks(files, rows)
+        ]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read one part, in a task. Raises NotFound for a deleted file, StorageError for other failures."""
@@ -93,8 +99,8 @@ class TableReader(DataSourceReader):
         schema = arrow_schema(self.options)
         for piece in partition.slices:
             try:
-                for batch in read_slice(piece, schema, self.rows):
-                    yield name_group(batch, partition.group)
+                for batch in read_slice(piece, schema, self._condition):
+                    yield fill_group_column(batch, partition.group)
             except FileNotFoundError as error:
                 raise NotFound(
                     f"{piece.uri} is gone: this version of the table has been swept, a day after its files left "
@@ -130,7 +136,7 @@ class HistoryReader(DataSourceReader):
                 for commit in reversed(open_table(piece.uri).history())
             ]
             batch = pa.RecordBatch.from_pylist(rows, SCHEMAS["history"])
-            yield name_group(fit(batch, arrow_schema(self.options)), partition.group)
+            yield fill_group_column(fit(batch, arrow_schema(self.options)), partition.group)
 
 
 def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
@@ -140,57 +146,59 @@ def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
     """
     if options.ledger_uri is not None and PLACEHOLDER not in options.ledger_uri:
         return [(Group("", options.endpoint), _version_of(options, options.ledger_uri, options.version))]
-    found = group_statuses(options.endpoint)
-    if len(found) > 1 and options.version is not None:
-        raise SetupError(f"option version: each of the {len(found)} groups has its own; name one: group")
-    return [(group, _table_of(options, group, status, len(found))) for group, status in found]
+    statuses = group_statuses(options.endpoint)
+    if len(statuses) > 1 and options.version is not None:
+        raise SetupError(f"option version: each of the {len(statuses)} groups has its own; name one: group")
+    return [(group, _table_of(options, group, status, len(statuses))) for group, status in statuses]
 
 
 def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -> DeltaTable:
+    """Open the pending table or the ledger of one group."""
     version = options.version
-    uri = place_of("option ledger_uri", options.ledger_uri, group.name, groups)
+    uri = group_table_uri("option ledger_uri", options.ledger_uri, group.name, groups)
     if uri is None:
-        uri = place_of("option table_uri", options.table_uri, group.name, groups) or status.table.uri
+        uri = group_table_uri("option table_uri", options.table_uri, group.name, groups) or status.table.uri
         if options.read == "ledger":
-            uri = beside("ledger", uri, status)
+            uri = default_table_uri("ledger", uri, status)
         elif version is None and options.timestamp is None:
             version = status.table.version
     return _version_of(options, uri, version)
 
 
 def _version_of(options: ReadOptions, uri: str, version: int | None) -> DeltaTable:
+    """Open a version of a table: `version`, or the one of the option `timestamp`, or the newest."""
     table = open_table(uri, version)
     if options.timestamp is None:
         return table
     try:
-        return as_of(table, options.timestamp)
+        return load_version_at(table, options.timestamp)
     except NotFound as error:
         raise NotFound(f"option timestamp: {error}") from error
 
 
-def name_group(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
+def fill_group_column(batch: pa.RecordBatch, group: Group | None) -> pa.RecordBatch:
     """Fill the column `group` with the group's name, if the batch has the column."""
-    at = batch.schema.get_field_index(GROUP)
-    if at < 0 or group is None or not group.name:
+    index = batch.schema.get_field_index(GROUP)
+    if index < 0 or group is None or not group.name:
         return batch
-    return batch.set_column(at, GROUP_FIELD, pa.repeat(pa.scalar(group.name), batch.num_rows))
+    return batch.set_column(index, GROUP_FIELD, pa.repeat(pa.scalar(group.name), batch.num_rows))
 
 
 def read_delta(
     spark: SparkSession, table: DeltaTable, schema: pa.Schema, uris: Sequence[str] | None = None
 ) -> DataFrame:
-    """Read one version of a Delta table of ours, or some of its files, as a DataFrame.
+    """Read one version of a Delta table, or only its files `uris`, as a DataFrame.
 
-    In an object store, Arrow reads the files. Spark itself would need a jar for each kind of store, and its own keys.
+    In an object store, Arrow reads the files, because Spark would need a jar for each kind of store, and its own keys.
     """
-    chosen = table.file_uris() if uris is None else list(uris)
-    if not chosen:
+    file_uris = table.file_uris() if uris is None else list(uris)
+    if not file_uris:
         return spark.createDataFrame([], spark_schema(schema))
     if storage_uris.in_object_store(table.table_uri):
-        named = spark.read.format("timeball_delta").schema(spark_schema(schema))
-        return named.option("files", json.dumps(chosen)).load()
+        reader = spark.read.format("timeball_delta").schema(spark_schema(schema))
+        return reader.option("files", json.dumps(file_uris)).load()
     source = spark.read.schema(spark_schema(schema)).option("basePath", table.table_uri.rstrip("/"))
-    return source.parquet(*chosen)
+    return source.parquet(*file_uris)
 
 
 @dataclass
@@ -201,7 +209,7 @@ class NamedFiles(InputPartition):
 
 
 class FilesReader(DataSourceReader):
-    """Reads a list of files of a Delta table that the driver supplies, with the columns of `schema`.
+    """Reads files of a Delta table, listed by the driver, with the columns of `schema`.
 
     The paths of the files contain the values of partition columns, so a task does not have to open the table.
     """
@@ -220,9 +228,9 @@ class FilesReader(DataSourceReader):
             return
         for uri in partition.uris:
             folders = [part.partition("=")[0] for part in uri.split("/") if "=" in part]
-            named = [name for name in folders if name in self.schema.names]
+            partition_columns = [name for name in folders if name in self.schema.names]
             try:
-                for rows in dataset_of([uri], self.schema, named).to_batches(
+                for rows in dataset_of([uri], self.schema, partition_columns).to_batches(
                     batch_size=BATCH_ROWS, batch_readahead=4, fragment_readahead=2
                 ):
                     yield fit(rows, self.schema)
@@ -230,30 +238,34 @@ class FilesReader(DataSourceReader):
                 raise StorageError(f"cannot read {uri}: {error}") from error
 
 
-def table_files(table: DeltaTable, rows: Wanted) -> list[tuple[str, int]]:
-    """List (URI, rows) of the files that can contain requested rows, by the statistics in the Delta log."""
+def table_files(table: DeltaTable, condition: RowFilter) -> list[tuple[str, int]]:
+    """List (URI, number of rows) of the files that may contain requested rows, by the statistics in the Delta log."""
     actions = pa.table(table.get_add_actions(flatten=True))
     if not actions.num_rows:
         return []
     base = table.table_uri.rstrip("/")
-    kept = [True] * actions.num_rows
-    for name, limits in rows.ranges:
+    may_match = [True] * actions.num_rows
+    for name, limits in condition.ranges:
         low, high = (_values(actions, f"{side}.{name}") for side in ("min", "max"))
-        kept = [k and limits.may_hold(a, b) for k, a, b in zip(kept, low, high, strict=True)]
+        may_match = [k and limits.may_hold(a, b) for k, a, b in zip(may_match, low, high, strict=True)]
     paths, counts = actions.column("path").to_pylist(), actions.column("num_records").to_pylist()
-    return [(f"{base}/{path}", count or 0) for path, count, k in zip(paths, counts, kept, strict=True) if k]
+    return [
+        (f"{base}/{path}", count or 0) for path, count, k in zip(paths, counts, may_match, strict=True) if k
+    ]
 
 
 def _values(actions: pa.Table, name: str) -> list[Any]:
     return actions.column(name).to_pylist() if name in actions.column_names else [None] * actions.num_rows
 
 
-def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
+def divide_among_tasks(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
     """Divide files into partitions of about `rows_per_part` rows each. Large files are cut between row groups.
 
     The largest slices are assigned first, each to the partition with the fewest rows, so that tasks are even.
     """
-    slices = [piece for uri, rows in files for piece in cut(uri, rows, max(rows_per_part, ROW_GROUP_ROWS))]
+    slices = [
+        piece for uri, rows in files for piece in cut_file(uri, rows, max(rows_per_part, ROW_GROUP_ROWS))
+    ]
     total = sum(piece.rows for piece in slices)
     parts = [TablePart([]) for _ in range(min(len(slices), max(1, -(-total // rows_per_part))))]
     load = [0] * len(parts)
@@ -264,7 +276,7 @@ def deal(files: list[tuple[str, int]], rows_per_part: int) -> list[TablePart]:
     return parts
 
 
-def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
+def cut_file(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
     """Cut a file into even slices of whole row groups."""
     groups, per_slice = -(-rows // ROW_GROUP_ROWS), max(1, rows_per_slice // ROW_GROUP_ROWS)
     slices = max(1, -(-groups // per_slice))
@@ -273,42 +285,48 @@ def cut(uri: str, rows: int, rows_per_slice: int) -> list[Slice]:
     return [Slice(uri, begin, end, (rows if end is None else end) - begin) for begin, end in zip(cuts, ends)]
 
 
-def read_slice(piece: Slice, schema: pa.Schema, rows: Wanted) -> Iterator[pa.RecordBatch]:
+def read_slice(file_slice: Slice, schema: pa.Schema, condition: RowFilter) -> Iterator[pa.RecordBatch]:
     """Read the requested rows of a slice, in `schema`."""
-    files, path = storage_uris.arrow(piece.uri)
+    files, path = storage_uris.arrow(file_slice.uri)
     with files.open_input_file(path) as source:
         file = pq.ParquetFile(source)
-        there = set(file.schema_arrow.names)
-        names = [name for name in dict.fromkeys([*schema.names, *rows.columns]) if name in there]
-        groups = [group for group in groups_of(file.metadata, piece) if may_hold(file.metadata, group, rows)]
+        stored_columns = set(file.schema_arrow.names)
+        names = [
+            name for name in dict.fromkeys([*schema.names, *condition.columns]) if name in stored_columns
+        ]
+        groups = [
+            group
+            for group in row_groups_of(file.metadata, file_slice)
+            if may_hold(file.metadata, group, condition)
+        ]
         if not groups:
             return
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names):
-            kept = rows.keep(batch)
-            if kept.num_rows:
-                yield fit(kept, schema)
+            selected = condition.apply(batch)
+            if selected.num_rows:
+                yield fit(selected, schema)
 
 
-def groups_of(footer: Any, piece: Slice) -> list[int]:
-    """Return the numbers of the row groups that begin within the slice."""
-    found, row = [], 0
+def row_groups_of(footer: Any, file_slice: Slice) -> list[int]:
+    """List the row groups that begin within the slice."""
+    groups, row = [], 0
     for group in range(footer.num_row_groups):
-        if piece.begin_row <= row and (piece.end_row is None or row < piece.end_row):
-            found.append(group)
+        if file_slice.begin_row <= row and (file_slice.end_row is None or row < file_slice.end_row):
+            groups.append(group)
         row += footer.row_group(group).num_rows
-    return found
+    return groups
 
 
-def may_hold(footer: Any, group: int, rows: Wanted) -> bool:
-    """Check by the statistics in the Parquet footer whether a row group can contain a requested row.
+def may_hold(footer: Any, row_group: int, condition: RowFilter) -> bool:
+    """Check by the statistics in the Parquet footer whether a row group may contain a requested row.
 
-    True if there are no statistics.
+    It may if there are no statistics.
     """
-    if not rows.ranges:
+    if not condition.ranges:
         return True
     for index in range(footer.num_columns):
-        column = footer.row_group(group).column(index)
-        limits: Bounds = rows.range(column.path_in_schema)
+        column = footer.row_group(row_group).column(index)
+        limits: Bounds = condition.range(column.path_in_schema)
         known = column.statistics if column.is_stats_set else None
         if known is not None and known.has_min_max and not limits.may_hold(known.min, known.max):
             return False

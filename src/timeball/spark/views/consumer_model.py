@@ -1,19 +1,17 @@
 """A model of consumers: computes how late messages are when consumers of a fixed rate process a given due load.
 
-The model is a fluid queue. The rows of a second are in the queue from the beginning of that second on, and consumers
-take `rate` rows per second, in order of arrival. For one queue with arrivals a(k) at second t(k), before which P(k)
-rows wait:
+The model is a fluid queue. The rows of a second enter the queue at the beginning of that second, and consumers take
+`rate` rows per second, in order of arrival. Let a(k) rows arrive at second t(k), when P(k) rows are waiting already:
 
     X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        the rows left if the consumers were never idle
     P(k) = X(k) - min(X(0), …, X(k))                       they were idle wherever X fell below its minimum so far
 
-So one pass over the seconds with due rows is enough, however far apart these seconds are. The rows of a second wait
-between P/rate and (P + a)/rate seconds, distributed evenly. Quantiles over messages are computed exactly from the sum
-of these spans.
+So one pass over the seconds with due rows is enough, however far apart these seconds are. The waits of the rows of a
+second are distributed evenly between P/rate and (P + a)/rate seconds. Quantiles over messages are computed exactly from
+the sum of these spans.
 
-The model ignores: due times within a second (so each figure is right to one second, or to the load's width if that is
-coarser), the broker's own lateness (milliseconds), messages that are not accepted yet, and consumers that become
-slower.
+The model ignores due times within a second (so each figure is exact to 1 s, or to the width of the load's cells), the
+lateness of the broker itself (milliseconds), messages that are not accepted yet, and consumers that become slower.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from timeball.spark.views.due_histogram import ALL_TOPICS, CELLS_MAX, Load, from
 
 FloatArray = npt.NDArray[np.float64]
 
-OTHER_TOPICS = "*"  # stands for all topics that have no rate of their own
+OTHER_TOPICS = "*"  # stands for all topics without their own rate
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -63,7 +61,7 @@ class Queue:
 
     @property
     def after(self) -> FloatArray:
-        """The rows that wait just after the rows of the second have arrived."""
+        """The waiting rows just after the rows of each second have arrived."""
         return np.asarray(self.before + self.rows, dtype=np.float64)
 
     def outcome(self) -> Outcome:
@@ -78,29 +76,29 @@ class Queue:
             rows=int(self.rows.sum()),
             backlog_max=round(float(after[worst])),
             backlog_max_at_ms=int(self.second[worst]) * SECOND_MS,
-            lateness_max_ms=_ms(after[worst] / self.rate),
-            lateness_p50_ms=_ms(half),
-            lateness_p99_ms=_ms(nearly_all),
+            lateness_max_ms=_round_to_ms(after[worst] / self.rate),
+            lateness_p50_ms=_round_to_ms(half),
+            lateness_p99_ms=_round_to_ms(nearly_all),
             caught_up_ms=self._caught_up_ms(worst),
         )
 
     def _caught_up_ms(self, worst: int) -> int:
         idle = np.flatnonzero(self.before[worst + 1 :] <= 0)
         last = worst + int(idle[0]) if len(idle) else len(self.second) - 1
-        return int(self.second[last]) * SECOND_MS + _ms(float(self.after[last]) / self.rate)
+        return int(self.second[last]) * SECOND_MS + _round_to_ms(float(self.after[last]) / self.rate)
 
     def backlog(self) -> tuple[FloatArray, FloatArray]:
-        """Return (seconds, rows) of the corners of the backlog's curve, to draw it."""
+        """Compute the corners of the backlog's curve as (seconds, rows), to draw it."""
         if len(self.second) == 0:
             return np.empty(0), np.empty(0)
         after = self.after
         begin = self.second.astype(np.float64)
-        empty = begin + after / self.rate
-        end = np.minimum(empty, np.append(begin[1:], np.inf))
-        left = np.maximum(after - self.rate * (end - begin), 0.0)
+        empty_at = begin + after / self.rate
+        end = np.minimum(empty_at, np.append(begin[1:], np.inf))
+        rows_at_end = np.maximum(after - self.rate * (end - begin), 0.0)
         return (
             np.column_stack((begin, begin, end)).ravel(),
-            np.column_stack((self.before, after, left)).ravel(),
+            np.column_stack((self.before, after, rows_at_end)).ravel(),
         )
 
 
@@ -112,20 +110,20 @@ def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) 
     second, rows = load.per_second()
     if backlog:
         begin = int(second[0]) if from_s is None and len(second) else from_s or 0
-        waiting = Load(second=np.array([begin]), rows=np.array([backlog], np.int64))
-        both = from_cells(
+        initial = Load(second=np.array([begin]), rows=np.array([backlog], np.int64))
+        combined = from_cells(
             (ALL_TOPICS,),
             np.zeros(len(second) + 1, np.int64),
-            np.append(waiting.second, second),
-            np.append(waiting.rows, rows),
+            np.append(initial.second, second),
+            np.append(initial.rows, rows),
             load.width_s,
         )
-        second, rows = both.second, both.rows
+        second, rows = combined.second, combined.rows
     if len(second) == 0:
         return Queue(rate, second, rows, np.empty(0))
-    came = np.concatenate(([0], np.cumsum(rows)[:-1]))
-    level = came - rate * (second - second[0])
-    return Queue(rate, second, rows, level - np.minimum.accumulate(level))
+    arrived_before = np.concatenate(([0], np.cumsum(rows)[:-1]))
+    never_idle_rows = arrived_before - rate * (second - second[0])
+    return Queue(rate, second, rows, never_idle_rows - np.minimum.accumulate(never_idle_rows))
 
 
 def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
@@ -137,11 +135,11 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
         return [0.0 for _ in shares]
     # The density of messages over lateness (messages per second of lateness) is a step function: each span adds its
     # rate at its begin and removes it at its end.
-    at = np.concatenate((low, high))
-    order = np.argsort(at, kind="stable")
-    at, change = at[order], np.concatenate((rates, -rates))[order]
-    so_far = np.concatenate(([0.0], np.cumsum(np.cumsum(change)[:-1] * np.diff(at))))
-    return [float(np.interp(share * so_far[-1], so_far, at)) for share in shares]
+    lateness = np.concatenate((low, high))
+    order = np.argsort(lateness, kind="stable")
+    lateness, rate_change = lateness[order], np.concatenate((rates, -rates))[order]
+    messages_so_far = np.concatenate(([0.0], np.cumsum(np.cumsum(rate_change)[:-1] * np.diff(lateness))))
+    return [float(np.interp(share * messages_so_far[-1], messages_so_far, lateness)) for share in shares]
 
 
 # ---- consumers of several topics --------------------------------------------------------------------------
@@ -165,20 +163,20 @@ def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int 
 
     `backlog` rows are unread at the start: in the queue of OTHER_TOPICS, or without that rate in the only queue.
     """
-    made = queues(load, rates, backlog, from_s)
-    half, nearly_all = quantiles(list(made.values()), (0.5, 0.99)) if made else (0.0, 0.0)
-    outcomes = {name: each.outcome() for name, each in made.items()}
-    left = (
+    queue_by_name = queues(load, rates, backlog, from_s)
+    half, nearly_all = quantiles(list(queue_by_name.values()), (0.5, 0.99)) if queue_by_name else (0.0, 0.0)
+    outcomes = {name: served_queue.outcome() for name, served_queue in queue_by_name.items()}
+    unserved = (
         {}
         if OTHER_TOPICS in rates
-        else {n: part.total for n, part in load.by_topic().items() if n not in rates}
+        else {topic: topic_load.total for topic, topic_load in load.by_topic().items() if topic not in rates}
     )
     return WhatIf(
         queues=outcomes,
-        lateness_max_ms=max((each.lateness_max_ms for each in outcomes.values()), default=0),
-        lateness_p50_ms=_ms(half),
-        lateness_p99_ms=_ms(nearly_all),
-        unserved=left,
+        lateness_max_ms=max((served_queue.lateness_max_ms for served_queue in outcomes.values()), default=0),
+        lateness_p50_ms=_round_to_ms(half),
+        lateness_p99_ms=_round_to_ms(nearly_all),
+        unserved=unserved,
     )
 
 
@@ -199,12 +197,12 @@ def queues(
             "a backlog belongs to one queue: give one consumer rate for all topics, or for one"
         )
     owner = OTHER_TOPICS if OTHER_TOPICS in rates else next(iter(rates), None)
-    parts = {name: load.only([name]) for name in rates if name != OTHER_TOPICS}
+    loads = {name: load.only([name]) for name in rates if name != OTHER_TOPICS}
     if OTHER_TOPICS in rates:
-        parts[OTHER_TOPICS] = load.only(set(load.topics) - set(rates))
+        loads[OTHER_TOPICS] = load.only(set(load.topics) - set(rates))
     return {
-        name: queue(part, rates[name], backlog if name == owner else 0, from_s)
-        for name, part in parts.items()
+        name: queue(queue_load, rates[name], backlog if name == owner else 0, from_s)
+        for name, queue_load in loads.items()
     }
 
 
@@ -214,36 +212,39 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
         raise RequestError("the largest lateness must be above 0 ms")
     if load.total + backlog == 0:
         return 0.0
-    most_s = lateness_max_ms / SECOND_MS
+    max_wait_s = lateness_max_ms / SECOND_MS
 
-    def holds(rate: float) -> bool:
-        made = queue(load, rate, backlog, from_s)
-        return bool(np.max(made.after) / rate <= most_s)
+    def is_enough(rate: float) -> bool:
+        queue_at_rate = queue(load, rate, backlog, from_s)
+        return bool(np.max(queue_at_rate.after) / rate <= max_wait_s)
 
-    high = (load.total + backlog) / most_s  # enough even if all rows were due at once
+    high = (load.total + backlog) / max_wait_s  # enough even if all rows were due at once
     low = 0.0
     while high - low > high * 0.001:
         middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
 
 
-# ---- a load that is not there yet -------------------------------------------------------------------------
+# ---- a planned load ---------------------------------------------------------------------------------------
 
 
 def spread(rows: int, at_ms: int, over_ms: int = 0, topic: str = ALL_TOPICS) -> Load:
-    """Build the load of `rows` rows that fall due evenly during `over_ms` from `at_ms` on. 0 means all at once."""
+    """Build the load of `rows` rows that fall due evenly during `over_ms` from `at_ms` on.
+
+    With 0, all are due at once.
+    """
     if rows < 0 or over_ms < 0:
         raise RequestError("an extra load has no negative number of rows, and no negative length")
     steps = max(1, min(-(-over_ms // SECOND_MS), rows, CELLS_MAX))
     marks = np.arange(steps + 1, dtype=np.int64)
-    # Two terms, because the product rows * steps might not fit into 64 bits.
+    # Two terms, because the product marks * rows might not fit into 64 bits.
     upto = (marks * (rows // steps)) + marks * (rows % steps) // steps
     second = (at_ms + over_ms * marks[:-1] // steps) // SECOND_MS
     return from_cells((topic,), np.zeros(steps, np.int64), second, np.diff(upto))
 
 
-def _ms(seconds: float) -> int:
+def _round_to_ms(seconds: float) -> int:
     return round(float(seconds) * SECOND_MS)
 
 

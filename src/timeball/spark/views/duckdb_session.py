@@ -30,9 +30,16 @@ import pyarrow.dataset as ds
 from timeball.model.errors import NotFound, OverLimit, RequestError, TimeballError
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.groups import GROUP, Group, groups_of, place_of
+from timeball.spark.groups import GROUP, Group, group_table_uri, groups_of
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_events
-from timeball.spark.table_store import ALWAYS, Due, as_dataset, files_dataset, files_gone, table_files
+from timeball.spark.table_store import (
+    ANY_DUE_TIME,
+    Due,
+    as_dataset,
+    deleted_file_error,
+    files_dataset,
+    table_files,
+)
 from timeball.spark.views import view_sql
 from timeball.spark.views.due_histogram import Load, count_due
 from timeball.spark.views.snapshot import Snapshot, Version, all_versions, check_version
@@ -56,7 +63,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def view_columns() -> dict[str, list[str]]:
-    """Return {view: columns}, without the columns that the ledger and archive jobs add to their tables."""
+    """List {view: columns}, without the columns that the ledger and archive jobs add to their tables."""
     bases = {
         "waiting_rows": _WAITING_SCHEMA,
         "table_rows": TABLE_SCHEMA,
@@ -78,7 +85,7 @@ class SqlSession:
     `pending` has only scheduled messages with a due time within `due`. Without `bodies` it has no column `body`, and no
     bodies are fetched for it.
 
-    DuckDB runs on a thread of the session's own.
+    DuckDB runs in the session's own thread.
     """
 
     def __init__(
@@ -90,30 +97,32 @@ class SqlSession:
         upcoming: bool = False,
         table_uri: str | None = None,
         bodies: bool = True,
-        due: Due = ALWAYS,
+        due: Due = ANY_DUE_TIME,
         memory_bytes: int = MEMORY_BYTES,
         log_rows: int = LOG_ROWS,
     ) -> None:
         self._memory_bytes = memory_bytes
         columns = tuple(name for name in view_sql.PENDING_COLUMNS if bodies or name != "body")
-        chosen = Chosen(columns, due, log_rows)
-        with ExitStack() as opened:
-            scratch = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
-            self._database = opened.enter_context(_open_database(scratch, memory_bytes))
-            self._worker = opened.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
-            broker = opened.enter_context(Endpoint(endpoint, patience_s=0))
+        session_options = SessionOptions(columns, due, log_rows)
+        with ExitStack() as resources:
+            scratch = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="timeball-sql-")))
+            self._database = resources.enter_context(_open_database(scratch, memory_bytes))
+            self._worker = resources.enter_context(ThreadPoolExecutor(1, "timeball-sql"))
+            broker = resources.enter_context(Endpoint(endpoint, patience_s=0))
             groups = [Group("", endpoint)] if snapshot else groups_of(broker.status(), endpoint)
             check_version(version, len(groups))
             self._groups: list[Relations] = []
             for number, group in enumerate(groups):
                 if len(groups) > 1:
-                    broker = opened.enter_context(Endpoint(group.endpoint, patience_s=0))
-                uri = place_of("--table-uri", table_uri, group.name, len(groups))
+                    broker = resources.enter_context(Endpoint(group.endpoint, patience_s=0))
+                uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
                 shot = snapshot or Snapshot.pin(broker, version=version, upcoming=upcoming, table_uri=uri)
-                place = number if len(groups) > 1 else None
-                self._groups.append(Relations(self._database, scratch, broker, group, shot, chosen, place))
-            self._opened = opened.pop_all()
-        self.version = all_versions({each.group.name: each.version for each in self._groups})
+                number_of_group = number if len(groups) > 1 else None
+                self._groups.append(
+                    Relations(self._database, scratch, broker, group, shot, session_options, number_of_group)
+                )
+            self._resources = resources.pop_all()
+        self.version = all_versions({relations.group.name: relations.version for relations in self._groups})
 
     def __enter__(self) -> Self:
         return self
@@ -123,7 +132,7 @@ class SqlSession:
 
     def close(self) -> None:
         """Close the database and the connections. Rows that are not read yet are lost."""
-        self._opened.close()
+        self._resources.close()
 
     def run(self, text: str) -> Answer:
         """Run one SELECT.
@@ -133,10 +142,10 @@ class SqlSession:
         """
         try:
             self._check(text)
-            self._prepare(view_sql.named(text))
-            rows = self._work(lambda: self._database.sql(text).to_arrow_reader(BATCH_ROWS))
+            self._prepare(view_sql.views_in_query(text))
+            rows = self._run_in_worker(lambda: self._database.sql(text).to_arrow_reader(BATCH_ROWS))
         except duckdb.Error as error:
-            raise self._plain(error) from error
+            raise self._to_timeball_error(error) from error
         return Answer(self.version, pa.RecordBatchReader.from_batches(rows.schema, self._read(rows)))
 
     def due_load(self, *, by_topic: bool = False) -> Load:
@@ -144,25 +153,30 @@ class SqlSession:
         return count_due(lambda text: self.run(text).rows.read_all(), by_topic=by_topic)
 
     def _read(self, rows: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-        """Read the batches. DuckDB computes them during this, so its errors may appear only here."""
+        """Yield the batches. DuckDB computes them during the read, so some of its errors appear only here."""
         try:
-            while (batch := self._work(lambda: next(rows, None))) is not None:
+            while (batch := self._run_in_worker(lambda: next(rows, None))) is not None:
                 yield batch
         except (duckdb.Error, OSError, pa.ArrowException) as error:
-            raise self._plain(error) from error
+            raise self._to_timeball_error(error) from error
 
-    def _work(self, call: Callable[[], T]) -> T:
-        """Run a call on DuckDB's thread. So Ctrl-C reaches the caller's thread at once, which interrupts the query."""
+    def _run_in_worker(self, call: Callable[[], T]) -> T:
+        """Run a call in DuckDB's thread.
+
+        Ctrl-C reaches the caller's thread at once, which then interrupts the query.
+        """
         future = self._worker.submit(call)
         try:
             return future.result()
         except KeyboardInterrupt:
-            while not future.done():  # again and again: an interrupt before the query has begun has no effect
+            # Repeated, because an interrupt before the query has begun has no effect.
+            while not future.done():
                 self._database.interrupt()
                 wait([future], INTERRUPT_S)
             raise
 
     def _check(self, text: str) -> None:
+        """Raise RequestError unless the text is a single SELECT or EXPLAIN."""
         statements = self._database.extract_statements(text)
         if len(statements) != 1:
             raise RequestError(f"{len(statements)} statements: one query at a time")
@@ -172,10 +186,11 @@ class SqlSession:
                 f"only SELECT: the views cannot be changed ({statements[0].type.name} refused)"
             )
 
-    def _plain(self, error: Exception) -> TimeballError:
+    def _to_timeball_error(self, error: Exception) -> TimeballError:
+        """Convert an error of DuckDB or Arrow to an error of Timeball."""
         text = str(error)
         if "FileNotFoundError" in text or isinstance(error, FileNotFoundError):
-            return files_gone(" or ".join(each.snapshot.uri for each in self._groups), error)
+            return deleted_file_error(" or ".join(each.snapshot.uri for each in self._groups), error)
         if "Out of Memory" in text:
             return OverLimit(
                 f"the query needs more than {self._memory_bytes:,} bytes of memory: allow more, or ask for less"
@@ -185,20 +200,23 @@ class SqlSession:
         return RequestError(f"SQL: {sentence}{views}")
 
     def _prepare(self, names: list[str]) -> None:
-        """Make these views and their base relations."""
+        """Create these views and their base relations in the database."""
         for relations in self._groups:
-            relations.make(view_sql.needed_bases(names))
+            relations.make(view_sql.base_relations_of(names))
         self.version = all_versions({each.group.name: each.version for each in self._groups})
         for view, query in self._views().items():
             self._database.execute(f"create or replace view {view} as {query}")
 
     def _views(self) -> dict[str, str]:
-        """Return {view: query}. With several groups, a view has the rows of all of them and a column `group`."""
+        """Build {view: query}. With several groups, a view has the rows of all groups and a column `group`."""
         if len(self._groups) == 1:
             return self._groups[0].views()
-        found = {each.group.name: each.views() for each in self._groups}
-        names = next(iter(found.values()))
-        return {view: united({group: views[view] for group, views in found.items()}) for view in names}
+        views_by_group = {relations.group.name: relations.views() for relations in self._groups}
+        names = next(iter(views_by_group.values()))
+        return {
+            view: union_of_groups({group: views[view] for group, views in views_by_group.items()})
+            for view in names
+        }
 
 
 def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnection:
@@ -224,15 +242,16 @@ def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnectio
     return database
 
 
-# The base relations of the views in DuckDB: those of one group, as of one snapshot.
+# ---- the base relations of the views, for one group and one snapshot
+# ---------------------------------------------------
 #
 # DuckDB reads the files of tables through Arrow, without a copy of them. Rows of the log are first written to a
 # temporary file of the session, so that memory holds only one batch of them. Each relation is made when a view first
 # needs it. All groups share one database, so the names of a group's relations end in the group's number.
 
 
-class Chosen(msgspec.Struct, frozen=True):
-    """The choices of a session, for each group: columns of messages, bounds of due times, rows at the log's end."""
+class SessionOptions(msgspec.Struct, frozen=True):
+    """The options of a session: columns of messages, bounds of due times, number of rows from the log's end."""
 
     scheduled_columns: tuple[str, ...]
     due: Due
@@ -249,15 +268,15 @@ class Relations:
         broker: Endpoint,
         group: Group,
         snapshot: Snapshot,
-        chosen: Chosen,
+        session_options: SessionOptions,
         number: int | None,
     ) -> None:
-        self.group, self.snapshot, self.version = group, snapshot, snapshot.shown()
+        self.group, self.snapshot, self.version = group, snapshot, snapshot.describe_version()
         self.columns: dict[str, list[str]] = {}  # of the relations made so far
         self._database, self._scratch, self._broker = database, scratch, broker
-        self._chosen, self._number = chosen, number
+        self._options, self._number = session_options, number
         self._makers: dict[str, Callable[[], None]] = {
-            "waiting_rows": self._make_waiting_rows,
+            "waiting_rows": self._make_pending_rows,
             "table_rows": self._make_table_rows,
             "ledger_events": self._make_ledger_events,
             "archive_rows": self._make_archive_rows,
@@ -265,7 +284,7 @@ class Relations:
         }
 
     def name(self, relation: str) -> str:
-        """Return the name of this group's relation in the database."""
+        """Build the name of this group's relation in the database."""
         return relation if self._number is None else f"{relation}_{self._number}"
 
     def make(self, bases: Iterable[str]) -> None:
@@ -277,7 +296,7 @@ class Relations:
                 self.columns[base] = list(described.columns)
 
     def views(self) -> dict[str, str]:
-        """Return {view: query} for the views whose relations exist."""
+        """Build {view: query} for the views whose relations exist."""
         return view_sql.definitions("duckdb", self.columns, self.name)
 
     def _register(self, relation: str, rows: object) -> None:
@@ -286,23 +305,24 @@ class Relations:
     def _make_view(self, relation: str, query: str) -> None:
         self._database.execute(f"create view {self.name(relation)} as {query}")
 
-    def _make_waiting_rows(self) -> None:
-        shot, due = self.snapshot, self._chosen.due
-        ledger = shot.open_beside("ledger") if shot.first_seq > 1 else None
+    def _make_pending_rows(self) -> None:
+        """Make the relation of pending messages from files of the table, the log, and cancels in the ledger."""
+        shot, due = self.snapshot, self._options.due
+        ledger = shot.open_ledger_or_archive("ledger") if shot.first_seq > 1 else None
         cancels = EVENT_SCHEMA.empty_table() if ledger is None else as_dataset(ledger, EVENT_SCHEMA)
         self._register("ledger_rows", cancels)
-        bounds = view_sql.clipped(shot, due)
+        bounds = view_sql.clip_to_snapshot(shot, due)
         paths = [file.path for file in table_files(shot.uri, shot.version) if file.may_hold(bounds)]
         self._register("waiting_table_rows", files_dataset(shot.uri, paths))
         for name in ("settled_rows", "moved_rows", "tail_rows", "level_rows"):
             self._fetch(name, shot.watermark)
-        columns = self._chosen.scheduled_columns
-        self._make_view("waiting_rows", view_sql.waiting_sql(shot, columns, due, relation=self.name))
+        columns = self._options.scheduled_columns
+        self._make_view("waiting_rows", view_sql.pending_sql(shot, columns, due, relation=self.name))
 
     def _fetch(self, name: str, marked_seq: int) -> None:
         """Make a relation of view_sql.LOG_RELATIONS, from the log's first row on, or else from `marked_seq` on."""
         rows = view_sql.LOG_RELATIONS[name]
-        columns = view_sql.log_columns(name, self._chosen.scheduled_columns)
+        columns = view_sql.log_columns(name, self._options.scheduled_columns)
         begin, end = self.snapshot.log_range(0 if rows.begin == "first" else marked_seq)
         self._spool(name, begin, end, rows.kinds, columns, rows.placed)
 
@@ -320,9 +340,9 @@ class Relations:
         rows: Iterable[pa.RecordBatch] = ()
         if begin < end:
             rows = self._broker.read_log(begin, end, kinds, columns=columns, placed=placed)
-        self._keep(name, schema, (batch.select(columns) for batch in rows))
+        self._write_relation(name, schema, (batch.select(columns) for batch in rows))
 
-    def _keep(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    def _write_relation(self, name: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
         """Write batches to a file of this session, as a relation that can be read more than once."""
         path = self._scratch / f"{self.name(name)}.arrow"
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
@@ -338,18 +358,19 @@ class Relations:
     def _make_ledger_events(self) -> None:
         """Make the relation of events: first those in the ledger's table, then newer ones from the log."""
         shot = self.snapshot
-        begin, kept = 0, ""
-        table = shot.open_beside("ledger")
+        begin, recorded = 0, ""
+        table = shot.open_ledger_or_archive("ledger")
         if table is not None:
             begin = int(table.transaction_version(LEDGER_APP_ID) or 0)
             self.version = msgspec.structs.replace(self.version, ledger=table.version())
             self._register("ledger_table", as_dataset(table, EVENT_SCHEMA))
-            kept = f"select * from {self.name('ledger_table')} where event_seq < {shot.end_seq} union all by name "
-        self._keep("fresh_events", EVENT_SCHEMA, read_events(self._broker, *shot.log_range(begin)))
-        self._make_view("ledger_events", f"{kept}(select * from {self.name('fresh_events')})")
+            recorded = f"select * from {self.name('ledger_table')} where event_seq < {shot.end_seq} union all by name "
+        self._write_relation("fresh_events", EVENT_SCHEMA, read_events(self._broker, *shot.log_range(begin)))
+        self._make_view("ledger_events", f"{recorded}(select * from {self.name('fresh_events')})")
 
     def _make_archive_rows(self) -> None:
-        table = self.snapshot.open_beside("archive")
+        """Make the relation of the archive. Raises NotFound if there is none."""
+        table = self.snapshot.open_ledger_or_archive("archive")
         if table is None:
             of_group = f" of group {self.group.name}" if self._number is not None else ""
             raise NotFound(
@@ -361,11 +382,11 @@ class Relations:
         self._make_view("archive_rows", rows)
 
     def _make_log_rows(self) -> None:
-        begin, end = self.snapshot.log_range(self.snapshot.end_seq - self._chosen.log_rows)
+        begin, end = self.snapshot.log_range(self.snapshot.end_seq - self._options.log_rows)
         self._spool("log_rows", begin, end, None, READ_SCHEMA.names)
 
 
-def united(queries: Mapping[str, str]) -> str:
-    """Combine {group: query} to one query for the rows of all groups, with a column for the group's name."""
+def union_of_groups(queries: Mapping[str, str]) -> str:
+    """Combine {group: query} into one query for the rows of all groups, with a column for the group's name."""
     named = (f"select *, '{group}' as \"{GROUP}\" from ({query})" for group, query in queries.items())
     return " union all by name ".join(named)

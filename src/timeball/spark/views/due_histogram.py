@@ -64,7 +64,7 @@ def bar_name(at_ms: int, unit: Unit) -> str:
     return str(np.datetime64(at_ms, "ms").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
 
 
-def _no_numbers() -> Int64Array:
+def _no_values() -> Int64Array:
     return np.empty(0, np.int64)
 
 
@@ -76,9 +76,9 @@ class Load:
     """
 
     topics: tuple[str, ...] = (ALL_TOPICS,)
-    topic: Int64Array = field(default_factory=_no_numbers)  # positions in `topics`
-    second: Int64Array = field(default_factory=_no_numbers)  # the first second of the cell, since 1970
-    rows: Int64Array = field(default_factory=_no_numbers)
+    topic: Int64Array = field(default_factory=_no_values)  # positions in `topics`
+    second: Int64Array = field(default_factory=_no_values)  # the first second of the cell, since 1970
+    rows: Int64Array = field(default_factory=_no_values)
     width_s: int = 1
 
     @property
@@ -92,20 +92,20 @@ class Load:
         return len(self.rows)
 
     def per_second(self) -> tuple[Int64Array, Int64Array]:
-        """Return (second, rows), summed over topics: each second once, ascending."""
-        return _summed(self.second, self.rows)
+        """Sum the rows over topics. Returns (second, rows), with each second once, ascending."""
+        return _sum_by_key(self.second, self.rows)
 
     def curve(self, unit: Unit = Unit.AUTO, bars_max: int = BARS_MAX) -> Curve:
         """Compute the rows per `unit`, summed over topics. A unit cannot be finer than the load's own width."""
         if unit is Unit.AUTO:
-            found = [self.curve(each) for each in UNIT_S if UNIT_S[each] >= self.width_s]
-            return next((each for each in found if len(each.rows) <= bars_max), found[-1])
-        unit = next(each for each in UNIT_S if UNIT_S[each] >= max(UNIT_S[unit], self.width_s))
-        start_s, rows = _summed(self.second // UNIT_S[unit] * UNIT_S[unit], self.rows)
+            curves = [self.curve(candidate) for candidate in UNIT_S if UNIT_S[candidate] >= self.width_s]
+            return next((candidate for candidate in curves if len(candidate.rows) <= bars_max), curves[-1])
+        unit = next(candidate for candidate in UNIT_S if UNIT_S[candidate] >= max(UNIT_S[unit], self.width_s))
+        start_s, rows = _sum_by_key(self.second // UNIT_S[unit] * UNIT_S[unit], self.rows)
         return Curve(unit, start_s, rows)
 
     def peaks(self, count: int) -> list[Peak]:
-        """Return the `count` fullest seconds. Each minute has one at most, or all could be neighbours of the first."""
+        """Find the `count` fullest seconds, at most one per minute. Otherwise all could be neighbours of the first."""
         second, rows = self.per_second()
         if not len(second):
             return []
@@ -114,51 +114,56 @@ class Load:
         order = np.lexsort((-second, rows, minute))
         last = np.flatnonzero(np.append(np.diff(minute[order]), 1))
         best = order[last]
-        _, in_minute = _summed(minute, rows)
+        _, in_minute = _sum_by_key(minute, rows)
         first = np.lexsort((second[best], -rows[best]))[:count]
         return [Peak(int(second[best[i]]) * SECOND_MS, int(rows[best[i]]), int(in_minute[i])) for i in first]
 
     def only(self, names: Iterable[str]) -> Load:
-        """Return the load of only these topics."""
-        wanted = set(names)
-        codes = [code for code, name in enumerate(self.topics) if name in wanted]
-        return self._kept(np.isin(self.topic, codes))
+        """Select the load of these topics."""
+        wanted_topics = set(names)
+        codes = [code for code, name in enumerate(self.topics) if name in wanted_topics]
+        return self._select_cells(np.isin(self.topic, codes))
 
     def by_topic(self) -> dict[str, Load]:
-        """Return the load of each topic with due rows, the largest first."""
+        """Split the load by topic, the largest topic first. Topics without rows are left out."""
         sums = np.bincount(self.topic, self.rows, minlength=len(self.topics))
         # One sort: a pass over all cells for each of 100,000 topics would take hours.
         cells = np.argsort(self.topic, kind="stable")
         begins = np.searchsorted(self.topic[cells], np.arange(len(self.topics) + 1))
         return {
-            self.topics[code]: self._kept(cells[begins[code] : begins[code + 1]])
+            self.topics[code]: self._select_cells(cells[begins[code] : begins[code + 1]])
             for code in np.argsort(-sums, kind="stable")
             if sums[code]
         }
 
     def between(self, from_s: int | None = None, until_s: int | None = None) -> Load:
-        """Return the load of the cells with from_s <= second < until_s. None means no bound."""
+        """Select the cells with from_s <= second < until_s. None means no bound."""
         low = 0 if from_s is None else int(np.searchsorted(self.second, from_s, side="left"))
         high = self.cells if until_s is None else int(np.searchsorted(self.second, until_s, side="left"))
-        return self._kept(slice(low, high))
+        return self._select_cells(slice(low, high))
 
     def coarser(self, width_s: int) -> Load:
-        """Return the same rows in cells of `width_s` seconds."""
+        """Convert to cells of `width_s` seconds."""
         second = self.second // width_s * width_s
         return from_cells(self.topics, self.topic, second, self.rows, max(width_s, self.width_s))
 
-    def _kept(self, where: slice | Int64Array | np.typing.NDArray[np.bool_]) -> Load:
-        return Load(self.topics, self.topic[where], self.second[where], self.rows[where], self.width_s)
+    def _select_cells(self, selection: slice | Int64Array | np.typing.NDArray[np.bool_]) -> Load:
+        return Load(
+            self.topics, self.topic[selection], self.second[selection], self.rows[selection], self.width_s
+        )
 
 
 def from_cells(
     topics: Sequence[str], topic: Int64Array, second: Int64Array, rows: Int64Array, width_s: int = 1
 ) -> Load:
-    """Build a load from cells in any order, and add equal cells. It is coarser than `width_s` if there are too many."""
+    """Build a load from cells in any order. Adds equal cells.
+
+    It becomes coarser if there are more than CELLS_MAX cells.
+    """
     names = tuple(topics) or (ALL_TOPICS,)
     # One key sorts faster than two. It fits into 64 bits: a second needs 38 bits, a topic 17.
     count = len(names)
-    cell, sums = _summed(second * count + topic, rows)
+    cell, sums = _sum_by_key(second * count + topic, rows)
     load = Load(names, cell % count, cell // count, sums, width_s)
     for width in WIDTHS_S:
         if load.cells > CELLS_MAX and width > load.width_s:
@@ -179,22 +184,22 @@ def count_due(
 ) -> Load:
     """Count the rows of the relation `pending` by SQL. `run` runs a query.
 
-    The SQL engine holds all cells while it counts. So their number is estimated first, for each width, and the finest
-    width with at most CELLS_MAX cells is used.
+    The SQL engine has all cells in memory while it counts. So a first query estimates their number for each width, and
+    the finest width with at most CELLS_MAX cells is used.
     """
     pending = relation("pending")
     texts = [_cell_text(width_s) for width_s in WIDTHS_S]
     cells = [f"concat(topic, ' ', cast({text} AS string))" if by_topic else text for text in texts]
-    counts = ", ".join(f"approx_count_distinct({cell}) AS cells_{at}" for at, cell in enumerate(cells))
+    counts = ", ".join(f"approx_count_distinct({cell}) AS cells_{index}" for index, cell in enumerate(cells))
     (estimates,) = run(_CELLS_TEXT.format(counts=counts, pending=pending)).to_pylist()
     fits = (width_s for width_s, count in zip(WIDTHS_S, estimates.values()) if count <= CELLS_MAX)
     width_s = next(fits, WIDTHS_S[-1])
     topic = "topic" if by_topic else "''"
     text = _COUNT_TEXT.format(topic=topic, cell=_cell_text(width_s), pending=pending)
-    # Engines return groups in any order. Sorted, equal loads list their topics alike.
-    found = run(text).sort_by("topic").combine_chunks()
-    topics = found.column("topic").cast(pa.string()).combine_chunks().dictionary_encode()
-    second, rows = (int64(found.column(name).combine_chunks()) for name in ("cell", "rows"))
+    # Engines return groups in any order. Sorting makes equal loads list their topics in the same order.
+    cells_by_topic = run(text).sort_by("topic").combine_chunks()
+    topics = cells_by_topic.column("topic").cast(pa.string()).combine_chunks().dictionary_encode()
+    second, rows = (int64(cells_by_topic.column(name).combine_chunks()) for name in ("cell", "rows"))
     codes = int64(topics.indices.cast(pa.int64()))
     return from_cells(topics.dictionary.to_pylist(), codes, second * width_s, rows, width_s)
 
@@ -214,44 +219,44 @@ def from_due_ms(due_ms: Int64Array, topics: pa.Array | None = None) -> Load:
 
 
 def merge(loads: Iterable[Load]) -> Load:
-    """Add loads up. The result is as coarse as the coarsest of them."""
-    parts = list(loads)
-    if len(parts) < 2:
-        return parts[0] if parts else Load()
-    names = list(dict.fromkeys(name for part in parts for name in part.topics))
+    """Add loads. The result is as coarse as the coarsest of them."""
+    to_merge = list(loads)
+    if len(to_merge) < 2:
+        return to_merge[0] if to_merge else Load()
+    names = list(dict.fromkeys(name for load in to_merge for name in load.topics))
     code_of = {name: code for code, name in enumerate(names)}
-    width_s = max(part.width_s for part in parts)
-    codes = [np.array([code_of[name] for name in part.topics], np.int64)[part.topic] for part in parts]
-    seconds = [part.second // width_s * width_s for part in parts]
-    rows = [part.rows for part in parts]
+    width_s = max(load.width_s for load in to_merge)
+    codes = [np.array([code_of[name] for name in load.topics], np.int64)[load.topic] for load in to_merge]
+    seconds = [load.second // width_s * width_s for load in to_merge]
+    rows = [load.rows for load in to_merge]
     return from_cells(names, np.concatenate(codes), np.concatenate(seconds), np.concatenate(rows), width_s)
 
 
-class Counting:
-    """A load that is built batch by batch. It needs little more memory than its cells."""
+class LoadSum:
+    """Adds loads one after the other, with little more memory than the cells of the sum."""
 
     def __init__(self) -> None:
-        self._parts: list[Load] = []
+        self._loads: list[Load] = []
         self._cells = 0
 
     def add(self, load: Load) -> None:
-        """Add a part. A merge sorts all cells, so parts are merged only when their cells have doubled."""
-        self._parts.append(load)
+        """Add a load. A merge sorts all cells, so loads are merged only when their cells have doubled."""
+        self._loads.append(load)
         self._cells += load.cells
-        if self._cells > max(CELLS_MAX // 4, 2 * self._parts[0].cells):
+        if self._cells > max(CELLS_MAX // 4, 2 * self._loads[0].cells):
             self.result()
 
     def result(self) -> Load:
-        """Return the sum of all parts."""
-        joined = merge(self._parts)
-        self._parts, self._cells = [joined], joined.cells
-        return joined
+        """Compute the sum of all loads."""
+        total = merge(self._loads)
+        self._loads, self._cells = [total], total.cells
+        return total
 
 
-def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return each key once, ascending, with the sum of its values."""
+def _sum_by_key(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Sum the values of equal keys. Returns (keys, sums), with each key once, ascending."""
     if len(keys) == 0:
-        return _no_numbers(), _no_numbers()
+        return _no_values(), _no_values()
     if np.any(keys[1:] < keys[:-1]):
         order = np.argsort(keys, kind="stable")
         keys, values = keys[order], values[order]
@@ -259,12 +264,15 @@ def _summed(keys: Int64Array, values: Int64Array) -> tuple[Int64Array, Int64Arra
     return keys[begins], np.add.reduceat(values, begins)
 
 
-def unlike(said: Load, came: Load, unit: Unit) -> float:
+def share_of_difference(forecast: Load, actual: Load, unit: Unit) -> float:
     """Compute the share of both loads' rows that are in different bars: 0 for equal curves, 1 for disjoint curves."""
-    all_rows = said.total + came.total
+    all_rows = forecast.total + actual.total
     if not all_rows:
         return 0.0
-    unit = max(said.curve(unit).unit, came.curve(unit).unit, key=UNIT_S.__getitem__)
-    one, other = said.curve(unit), came.curve(unit)
-    _, apart = _summed(np.append(one.start_s, other.start_s), np.append(one.rows, -other.rows))
-    return float(np.abs(apart).sum() / all_rows)
+    unit = max(forecast.curve(unit).unit, actual.curve(unit).unit, key=UNIT_S.__getitem__)
+    forecast_curve, actual_curve = forecast.curve(unit), actual.curve(unit)
+    _, differences = _sum_by_key(
+        np.append(forecast_curve.start_s, actual_curve.start_s),
+        np.append(forecast_curve.rows, -actual_curve.rows),
+    )
+    return float(np.abs(differences).sum() / all_rows)

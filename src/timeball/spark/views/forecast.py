@@ -1,9 +1,8 @@
 """The forecast: reports on a due load, compares an older forecast with the actual releases, and reads loads from files.
 
 Pending messages are counted by SQL on one snapshot (due_histogram.count_due), with DuckDB in this process or Spark on a
-cluster. So all counts are of one version. Messages that are already due are not part of a forecast. Since a load is
-only a few numbers per second, the functions here do not care whether it comes from scheduled messages or from a file of
-rows that may be sent later.
+cluster. So all counts are of one version. Messages that are already due are not part of a forecast. The functions work
+on loads, so they serve scheduled messages as well as a file of rows that may be sent later.
 
 This module does not use Spark: a forecast of some million scheduled messages should not wait for the start of a JVM.
 """
@@ -23,16 +22,16 @@ from timeball.model.errors import InvalidMessage, OutOfRange, RequestError, Setu
 from timeball.model.limits import INSTANT_MS_MAX, SECOND_MS
 from timeball.model.message import Int64Array, Kind, int64
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.table_store import Due, as_of, open_version
+from timeball.spark.table_store import Due, load_version_at, open_version
 from timeball.spark.views.due_histogram import (
     ALL_TOPICS,
-    Counting,
     Curve,
     Load,
+    LoadSum,
     Peak,
     Unit,
     from_due_ms,
-    unlike,
+    share_of_difference,
 )
 from timeball.spark.views.snapshot import Snapshot
 
@@ -69,15 +68,15 @@ class Report(msgspec.Struct, frozen=True):
     topics: dict[str, TopicLoad]
 
 
-# ---- which version ----------------------------------------------------------------------------------------
+# ---- the version of a time --------------------------------------------------------------------------------
 
 
-def version_at(uri: str, instant_ms: int) -> int:
-    """Return the version of the pending table that was current at `instant_ms`. Raises NotFound if none is so old."""
-    return int(as_of(open_version(uri), instant_ms).version())
+def version_at(uri: str, time_ms: int) -> int:
+    """Find the version of the pending table that was current at `time_ms`. Raises NotFound if no version is so old."""
+    return int(load_version_at(open_version(uri), time_ms).version())
 
 
-# ---- what came of it --------------------------------------------------------------------------------------
+# ---- comparing a forecast with the releases ---------------------------------------------------------------
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -107,7 +106,7 @@ def released_since(broker: Endpoint, snapshot: Snapshot, *, by_topic: bool = Fal
             f"retention has removed what came after version {snapshot.version}: the log begins at row "
             f"{status.log.first_seq:,}, that version ends at {snapshot.end_seq:,}"
         )
-    counting = Counting()
+    counting = LoadSum()
     columns = ["store_ms", TOPIC_COLUMN] if by_topic else ["store_ms"]
     end = max(status.log.durable_seq, snapshot.end_seq)
     for rows in broker.read_log(snapshot.end_seq, end, [Kind.RELEASE], columns=columns):
@@ -121,8 +120,10 @@ def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
     until_ms = now_ms if due[1] is None else min(due[1], now_ms)
     begin_s = None if due[0] is None else due[0] // SECOND_MS
     said, came = (load.between(begin_s, until_ms // SECOND_MS) for load in (said, came))
-    same = (1 - unlike(said, came, unit) for unit in (Unit.SECOND, Unit.MINUTE, Unit.HOUR))
-    return Check(until_ms // SECOND_MS * SECOND_MS, said.total, came.total, *same)
+    equal_shares = (
+        1 - share_of_difference(said, came, unit) for unit in (Unit.SECOND, Unit.MINUTE, Unit.HOUR)
+    )
+    return Check(until_ms // SECOND_MS * SECOND_MS, said.total, came.total, *equal_shares)
 
 
 # ---- from a file to a load --------------------------------------------------------------------------------
@@ -137,27 +138,27 @@ def load_of_file(path: Path, column: str | None = None, topic: str | None = None
     kind = FORMATS.get(path.suffix.lower())
     if kind is None:
         raise RequestError(f"{path}: a file of Parquet or CSV, named so: {', '.join(FORMATS)}")
-    counting = Counting()
+    counting = LoadSum()
     try:
         rows = ds.dataset(path, format=kind)
         name = _due_column(rows.schema.names, column, path)
         has_topic = topic is None and TOPIC_COLUMN in rows.schema.names
         for batch in rows.to_batches(columns=[name, TOPIC_COLUMN] if has_topic else [name]):
             topics = _topics(batch, has_topic, topic)
-            counting.add(from_due_ms(_instants(batch.column(name), f"{path}: column {name}"), topics))
+            counting.add(from_due_ms(_due_times_ms(batch.column(name), f"{path}: column {name}"), topics))
     except (OSError, pa.ArrowException) as error:
         raise SetupError(f"cannot read {path}: {str(error).splitlines()[0]}") from error
     return counting.result()
 
 
 def _due_column(names: Sequence[str], column: str | None, path: Path) -> str:
-    wanted = DUE_COLUMNS if column is None else (column,)
-    found = next((name for name in wanted if name in names), None)
-    if found is None:
+    candidates = DUE_COLUMNS if column is None else (column,)
+    name = next((name for name in candidates if name in names), None)
+    if name is None:
         raise InvalidMessage(
-            f"{path}: no column {' or '.join(wanted)}; name the one that holds the instants: {', '.join(names)}"
+            f"{path}: no column {' or '.join(candidates)}; name the one that holds the instants: {', '.join(names)}"
         )
-    return found
+    return name
 
 
 def _topics(batch: pa.RecordBatch, has_topic: bool, topic: str | None) -> pa.Array | None:
@@ -166,32 +167,36 @@ def _topics(batch: pa.RecordBatch, has_topic: bool, topic: str | None) -> pa.Arr
     return None if topic is None else pa.repeat(pa.scalar(topic), batch.num_rows)
 
 
-def _instants(column: pa.Array, named: str) -> Int64Array:
+def _due_times_ms(column: pa.Array, label: str) -> Int64Array:
     """Convert a column to due times in ms since 1970, rounded up as in a write. Raises InvalidMessage."""
     if column.null_count:
-        raise InvalidMessage(f"{named}: {column.null_count:,} rows have no instant")
+        raise InvalidMessage(f"{label}: {column.null_count:,} rows have no instant")
     if pa.types.is_timestamp(column.type) and column.type.tz is not None:
         micro_s = int64(pc.cast(column, pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()))
-        instants = -(-micro_s // 1_000)
+        due_ms = -(-micro_s // 1_000)
     elif pa.types.is_integer(column.type):
-        instants = int64(column.cast(pa.int64()))
+        due_ms = int64(column.cast(pa.int64()))
     else:
         hint = "; a time without a zone names no instant" if pa.types.is_temporal(column.type) else ""
         raise InvalidMessage(
-            f"{named}: {column.type}, wanted instants with a zone (2030-01-31T09:00:00Z) or milliseconds{hint}"
+            f"{label}: {column.type}, wanted instants with a zone (2030-01-31T09:00:00Z) or milliseconds{hint}"
         )
-    if len(instants) and not 0 <= instants.min() <= instants.max() <= INSTANT_MS_MAX:
-        raise InvalidMessage(f"{named}: instants before 1970, or beyond the year 9999")
-    return np.asarray(instants, dtype=np.int64)
+    if len(due_ms) and not 0 <= due_ms.min() <= due_ms.max() <= INSTANT_MS_MAX:
+        raise InvalidMessage(f"{label}: instants before 1970, or beyond the year 9999")
+    return np.asarray(due_ms, dtype=np.int64)
 
 
-# ---- from a load to words ---------------------------------------------------------------------------------
+# ---- reports on a load ------------------------------------------------------------------------------------
 
 
 def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool = False) -> Report:
     """Build the report on a load: its curve in bars of `by`, its highest `peaks`, and the same for each topic."""
     curve = load.curve(by)
-    topics = {name: _topic(part, curve.unit) for name, part in load.by_topic().items()} if by_topic else {}
+    topics = (
+        {name: _topic(topic_load, curve.unit) for name, topic_load in load.by_topic().items()}
+        if by_topic
+        else {}
+    )
     return Report(
         rows=load.total,
         by=str(curve.unit),

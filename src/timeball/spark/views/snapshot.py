@@ -1,16 +1,16 @@
 """Snapshots of the pending messages: one version of the table, and the end of the log that belongs to it.
 
-As of one `status` of the broker, a scheduled message is pending if it is stored in one of three places, and if no
+As of one `status` of the broker, a scheduled message is pending if it is stored in one of these places, and if no
 RELEASE or CANCEL row of the kept log settles it:
 
     table   a row of the pending table, at the version of that status, due at settled_before_ms or later
     tail    a SCHEDULED row of the log from the watermark on, or the newest MOVED row of the scheduled message
     level   a SCHEDULED row with a queue position, anywhere in the kept log: it stays there until it is settled
 
-The rule itself is SQL (view_sql.py). This module determines the rows to which it is applied. Version and end of the log
-belong to the same status, so a compaction at the same time neither hides a scheduled message nor counts it twice. The
-commit in the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains that row's
-number. `settled_status` waits until the table has caught up.
+The rule itself is SQL (view_sql.py). This module determines the rows to which it applies. The version and the end of
+the log come from the same status, so a compaction at the same time neither hides a scheduled message nor counts it
+twice. A commit in the Delta log follows some milliseconds after its TABLE row in the broker's log, and contains the
+number of that row. `status_with_all_attaches` waits until the table contains all attaches of the log.
 
 A snapshot of an older version has the messages that were pending when the version was made. Its TABLE row is the end of
 the log, and messages that were due by then do not count as pending. An `upcoming` snapshot applies the same rule to
@@ -35,7 +35,7 @@ from timeball.model.errors import NotFound, RequestError, Unavailable
 from timeball.model.message import Kind
 from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.table_store import beside, open_table, open_version
+from timeball.spark.table_store import default_table_uri, open_table, open_version
 from timeball.table import attachment as att
 
 # Application id of the broker's mark in its Delta table. The mark is the number of the TABLE row that made the version.
@@ -59,13 +59,13 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_versions(groups: dict[str, Version]) -> Version:
-    """Combine the versions of all groups to one."""
+    """Combine the versions of all groups into one."""
     if len(groups) == 1:
         [only] = groups.values()
         return only
     return Version(
-        now_ms=min(each.now_ms for each in groups.values()),
-        is_whole=all(each.is_whole for each in groups.values()),
+        now_ms=min(version.now_ms for version in groups.values()),
+        is_whole=all(version.is_whole for version in groups.values()),
         groups=groups,
     )
 
@@ -74,7 +74,8 @@ def check_version(version: int | None, groups: int) -> None:
     """Refuse a version number in a read of several groups, because each has its own. Raises RequestError."""
     if version is not None and groups > 1:
         raise RequestError(
-            f"version {version}: each of the {groups} groups has its own; confine the endpoint to one: grpc://host:port#g1"
+            f"version {version}: each of the {groups} groups has its own; pin the endpoint to one of them: "
+            "grpc://host:port#g1"
         )
 
 
@@ -110,13 +111,13 @@ class Snapshot:
         `table_uri`: the table's URI for this process, if it differs from the broker's. Raises NotFound for a version
         that does not exist, and SetupError if this process cannot reach the table.
         """
-        status = settled_status(broker, table_uri)
+        status = status_with_all_attaches(broker, table_uri)
         uri = table_uri or status.table.uri
         if version is not None:  # the newest, too: a version number must always give the same snapshot
             then, is_whole = status_of_version(broker, status, uri, version)
             return cls.of(then, uri, then.now_ms + 1, only_cancels=True, is_whole=is_whole)
         due_from_ms = status.now_ms + 1 if upcoming else status.settled_before_ms
-        return replace(cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=held_ranges(broker))
+        return replace(cls.of(status, uri, due_from_ms, only_cancels=upcoming), held=paused_ranges(broker))
 
     @classmethod
     def of(
@@ -125,8 +126,8 @@ class Snapshot:
         """Build the snapshot of one status."""
         return cls(
             uri=uri,
-            ledger_uri=beside("ledger", uri, status),
-            archive_uri=beside("archive", uri, status),
+            ledger_uri=default_table_uri("ledger", uri, status),
+            archive_uri=default_table_uri("archive", uri, status),
             now_ms=status.now_ms,
             version=status.table.version,
             first_seq=status.log.first_seq,
@@ -138,16 +139,16 @@ class Snapshot:
         )
 
     def log_range(self, from_seq: int = 0) -> tuple[int, int]:
-        """Return the snapshot's rows of the kept log from `from_seq` on, as begin <= seq < end."""
+        """Compute the snapshot's rows of the kept log from `from_seq` on, as (begin, end): begin <= seq < end."""
         # An older version may end before the kept log begins.
         end = max(self.end_seq, self.first_seq)
         return min(max(from_seq, self.first_seq), end), end
 
-    def shown(self) -> Version:
-        """Return the version to show to the user of a query on this snapshot."""
+    def describe_version(self) -> Version:
+        """Describe the version to the user of a query on this snapshot."""
         return Version(now_ms=self.now_ms, table=self.version, log_end=self.end_seq, is_whole=self.is_whole)
 
-    def open_beside(self, name: Literal["ledger", "archive"]) -> DeltaTable | None:
+    def open_ledger_or_archive(self, name: Literal["ledger", "archive"]) -> DeltaTable | None:
         """Open the ledger or the archive. Returns None if it does not exist."""
         try:
             return open_table(self.ledger_uri if name == "ledger" else self.archive_uri)
@@ -155,72 +156,75 @@ class Snapshot:
             return None
 
 
-def held_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
+def paused_ranges(broker: Endpoint) -> tuple[tuple[int, int, int], ...]:
     """Read the ranges that paused campaigns hold back, as in Snapshot.held."""
     return tuple(
-        (first_seq, first_seq + rows, each.held_from_ms)
-        for paused in broker.campaigns()
-        if paused.held_from_ms is not None
-        for each in broker.campaigns(paused.campaign)
-        if each.held_from_ms is not None  # it may have been resumed meanwhile
-        for first_seq, rows in each.ranges
+        (first_seq, first_seq + rows, campaign.held_from_ms)
+        for known in broker.campaigns()
+        if known.held_from_ms is not None
+        for campaign in broker.campaigns(known.campaign)
+        if campaign.held_from_ms is not None  # it may have been resumed meanwhile
+        for first_seq, rows in campaign.ranges
     )
 
 
-# ---- which version belongs to which end of the log ----------------------------------------------------------
+# ---- versions and their ends of the log ---------------------------------------------------------------------
 
 
-def settled_status(broker: Endpoint, table_uri: str | None = None) -> Status:
-    """Ask for the status until its table version contains all attaches of its log.
+def status_with_all_attaches(broker: Endpoint, table_uri: str | None = None) -> Status:
+    """Read the status again and again until its table version contains all attaches of its log.
 
     Raises Unavailable after _TRIES tries.
     """
     for _ in range(_TRIES):
         status = broker.status()
         begin = max(
-            attach_mark(table_uri or status.table.uri, status.table.version) + 1, status.log.first_seq
+            table_row_of_version(table_uri or status.table.uri, status.table.version) + 1,
+            status.log.first_seq,
         )
         if begin >= status.log.durable_seq:
             return status
-        behind = broker.read_log(begin, status.log.durable_seq, [Kind.TABLE], columns=["body"])
-        if not any(_is_attach(body) for batch in behind for body in batch.column("body").to_pylist()):
+        table_rows = broker.read_log(begin, status.log.durable_seq, [Kind.TABLE], columns=["body"])
+        if not any(_is_attach(body) for batch in table_rows for body in batch.column("body").to_pylist()):
             return status
         threading.Event().wait(_PAUSE_S)
     raise Unavailable("the pending table lags behind the broker's log; try again when less is being attached")
 
 
-def attach_mark(uri: str, version: int) -> int:
-    """Return the number of the TABLE row that made a version of the pending table. 0 for the empty table."""
+def table_row_of_version(uri: str, version: int) -> int:
+    """Read the number of the TABLE row that made a version of the pending table. It is 0 for the empty table."""
     mark = None if version == 0 else open_version(uri, version).transaction_version(_TABLE_APP_ID)
     return int(mark or 0)
 
 
-def status_of_version(broker: Endpoint, now: Status, uri: str, version: int) -> tuple[Status, bool]:
-    """Reconstruct the status of the time when an older version was made. Also returns whether its whole tail is kept.
+def status_of_version(broker: Endpoint, current: Status, uri: str, version: int) -> tuple[Status, bool]:
+    """Reconstruct the status at the time when an older version was made.
+
+    Also returns whether the kept log has its whole tail.
 
     Raises NotFound for a version that does not exist.
     """
-    if not 0 <= version <= now.table.version:
-        raise NotFound(f"no version {version} of the pending table: there are 0 to {now.table.version}")
-    first, end = now.log.first_seq, attach_mark(uri, version) + 1
-    watermark, made_ms = None, None
+    if not 0 <= version <= current.table.version:
+        raise NotFound(f"no version {version} of the pending table: there are 0 to {current.table.version}")
+    first, end = current.log.first_seq, table_row_of_version(uri, version) + 1
+    watermark, created_ms = None, None
     batches = broker.read_log(first, end, [Kind.TABLE], columns=["body", "store_ms"])
     for batch in batches if first < end else ():
         for row in batch.to_pylist():  # few rows: one per change of the table
             change = att.decode_change(row["body"])
             if isinstance(change, att.Attachment):
-                made_ms = row["store_ms"]
+                created_ms = row["store_ms"]
                 watermark = change.to_seq if change.job == "compact" else watermark
-    if made_ms is None:
-        made_ms = 0 if version == 0 else int(open_version(uri, version).history(1)[0]["timestamp"])
-    then = msgspec.structs.replace(
-        now,
-        now_ms=made_ms,
+    if created_ms is None:
+        created_ms = 0 if version == 0 else int(open_version(uri, version).history(1)[0]["timestamp"])
+    status = msgspec.structs.replace(
+        current,
+        now_ms=created_ms,
         watermark=watermark or first,
-        log=msgspec.structs.replace(now.log, durable_seq=end, next_seq=end),
-        table=msgspec.structs.replace(now.table, version=version),
+        log=msgspec.structs.replace(current.log, durable_seq=end, next_seq=end),
+        table=msgspec.structs.replace(current.table, version=version),
     )
-    return then, watermark is not None or first == 1
+    return status, watermark is not None or first == 1
 
 
 def _is_attach(body: bytes) -> bool:

@@ -6,7 +6,7 @@
 
 In a cluster, the views have the rows of all groups. With several groups they have a column `group`.
 
-All views of one `register` are of one version, which is fixed on the driver. When a query runs, executors read the
+All views of one `register` show one version, which is fixed on the driver. When a query runs, executors read the
 table's files of that version, and rows of the log before its end. Register again to see later changes. Views work until
 retention or the table's clean-up removes their data. After that, queries fail. They never return incomplete results.
 """
@@ -27,12 +27,12 @@ from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_I
 from timeball.spark.source.spark_api import described, spark_schema, unite
 from timeball.spark.source.table_reader import read_delta
 from timeball.spark.spark_errors import spark_errors
-from timeball.spark.table_store import ALWAYS, Due
+from timeball.spark.table_store import ANY_DUE_TIME, Due
 from timeball.spark.views import view_sql
 from timeball.spark.views.due_histogram import Load, count_due
 from timeball.spark.views.snapshot import Snapshot, Version, all_versions, check_version
 
-KEPT = ("waiting_rows", "ledger_events")  # relations that `register(keep=True)` caches
+CACHED_RELATIONS = ("waiting_rows", "ledger_events")  # the relations that `register(keep=True)` caches
 # If the kept log has at most this many rows, its RELEASE and CANCEL rows are broadcast to every task, not shuffled.
 BROADCAST_ROWS = 1_000_000
 
@@ -40,27 +40,30 @@ BROADCAST_ROWS = 1_000_000
 def waiting_frame(
     spark: SparkSession, endpoint: str, version: int | None = None, *, bodies: bool = True
 ) -> DataFrame:
-    """Return the pending messages, one row per message: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
+    """Read the pending messages, one row per message: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
     pinned = pin_groups(endpoint, version)
     return unite(
-        {each.name or None: waiting_at(spark, each.endpoint, shot, bodies=bodies) for each, shot in pinned}
+        {
+            group.name or None: pending_in_snapshot(spark, group.endpoint, shot, bodies=bodies)
+            for group, shot in pinned
+        }
     )
 
 
 def pin_groups(endpoint: str, version: int | None = None) -> list[tuple[Group, Snapshot]]:
     """Take one snapshot of each group. Raises RequestError for a version number with several groups."""
-    groups, found = read_groups(endpoint), []
+    groups, pinned = read_groups(endpoint), []
     check_version(version, len(groups))
     for group in groups:
         with Endpoint(group.endpoint) as broker:
-            found.append((group, Snapshot.pin(broker, version=version)))
-    return found
+            pinned.append((group, Snapshot.pin(broker, version=version)))
+    return pinned
 
 
-def waiting_at(
-    spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ALWAYS, bodies: bool = True
+def pending_in_snapshot(
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, due: Due = ANY_DUE_TIME, bodies: bool = True
 ) -> DataFrame:
-    """Return the messages that are pending in a snapshot and due within `due`."""
+    """Read the messages that are pending in a snapshot and due within `due`."""
     columns = [name for name in view_sql.PENDING_COLUMNS if bodies or name != "body"]
     frames = {
         name: _log(spark, endpoint, shot, name, columns)
@@ -68,17 +71,17 @@ def waiting_at(
     }
     frames["ledger_rows"] = _ledger(spark, shot)
     frames["waiting_table_rows"] = _table(spark, endpoint, shot, [*columns, "number"])
-    few = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
-    hint = "/*+ BROADCAST(gone) */" if few else ""
-    text = view_sql.waiting_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)
+    is_small_log = shot.end_seq - shot.first_seq <= BROADCAST_ROWS
+    hint = "/*+ BROADCAST(gone) */" if is_small_log else ""
+    text = view_sql.pending_sql(shot, columns, due, relation=view_sql.SPARK_RELATION, hint=hint)
     return _run(spark, text, frames)
 
 
 def due_load(
-    spark: SparkSession, endpoint: str, shot: Snapshot, *, by_topic: bool = False, due: Due = ALWAYS
+    spark: SparkSession, endpoint: str, shot: Snapshot, *, by_topic: bool = False, due: Due = ANY_DUE_TIME
 ) -> Load:
     """Count the messages that are pending in a snapshot and due within `due`, on the executors."""
-    frame = waiting_at(spark, endpoint, shot, due=due, bodies=False)
+    frame = pending_in_snapshot(spark, endpoint, shot, due=due, bodies=False)
     return count_on_spark(frame, by_topic=by_topic)
 
 
@@ -95,55 +98,58 @@ def count_on_spark(frame: DataFrame, *, by_topic: bool = False) -> Load:
 def register(
     spark: SparkSession, endpoint: str, *, version: int | None = None, prefix: str = "", keep: bool = False
 ) -> Version:
-    """Make the temporary views pending, pending_table, scheduled messages, ledger, log, and archive if there is one.
+    """Make the temporary views pending, pending_table, scheduled, ledger, log, and archive if there is one.
 
     `prefix` is prepended to their names. `keep`: Spark reads pending messages and events only once, and caches them in
     memory or on disk for many queries. `spark.catalog.clearCache()` frees this cache. Returns the version of the views.
     """
     views: dict[str | None, dict[str, DataFrame]] = {}
-    shown: dict[str, Version] = {}
+    versions: dict[str, Version] = {}
     for number, (group, shot) in enumerate(pin_groups(endpoint, version)):
-        frames, shown[group.name] = _frames(spark, group.endpoint, shot)
-        for base in KEPT if keep else ():
-            frames[base].persist(StorageLevel.MEMORY_AND_DISK)
+        frames, versions[group.name] = _frames(spark, group.endpoint, shot)
+        for relation in CACHED_RELATIONS if keep else ():
+            frames[relation].persist(StorageLevel.MEMORY_AND_DISK)
         views[group.name or None] = _views(spark, frames, number)
-    names = set.intersection(*(set(each) for each in views.values()))  # a group may have no archive yet
+    # A group may have no archive yet.
+    names = set.intersection(*(set(group_views) for group_views in views.values()))
     for view in names:
-        rows = unite({group: each[view] for group, each in views.items()})
+        rows = unite({group: group_views[view] for group, group_views in views.items()})
         rows.createOrReplaceTempView(f"{prefix}{view}")
-    return all_versions(shown)
+    return all_versions(versions)
 
 
 def _frames(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[dict[str, DataFrame], Version]:
-    """Build the base relations of one group. Also returns their version."""
+    """Build the base relations of one group. Returns them and their version."""
     events, ledger_version = _events(spark, endpoint, shot)
     frames = {
-        "waiting_rows": waiting_at(spark, endpoint, shot),
+        "waiting_rows": pending_in_snapshot(spark, endpoint, shot),
         "table_rows": _table(spark, endpoint, shot, TABLE_SCHEMA.names),
         "ledger_events": events,
         "log_rows": _source(spark, endpoint, shot, 0).load(),
     }
-    shown = msgspec.structs.replace(shot.shown(), ledger=ledger_version)
-    passed = shot.open_beside("archive")
-    if passed is not None:
-        frames["archive_rows"] = read_delta(spark, passed, ARCHIVE_SCHEMA).where(f"seq < {shot.end_seq}")
-        shown = msgspec.structs.replace(shown, archive=int(passed.version()))
-    return frames, shown
+    version = msgspec.structs.replace(shot.describe_version(), ledger=ledger_version)
+    archive_table = shot.open_ledger_or_archive("archive")
+    if archive_table is not None:
+        frames["archive_rows"] = read_delta(spark, archive_table, ARCHIVE_SCHEMA).where(
+            f"seq < {shot.end_seq}"
+        )
+        version = msgspec.structs.replace(version, archive=int(archive_table.version()))
+    return frames, version
 
 
 def _views(spark: SparkSession, frames: dict[str, DataFrame], number: int) -> dict[str, DataFrame]:
-    """Build the views of one group. Its relations are temporary views meanwhile, whose names end in `number`."""
+    """Build the views of one group from its relations, which are temporary views with the suffix `number` meanwhile."""
     names = {base: f"{base}_{number}" for base in frames}
     for base, frame in frames.items():
         frame.createOrReplaceTempView(names[base])
     columns = {base: frame.columns for base, frame in frames.items()}
-    found = {
+    views = {
         view: spark.sql(query)
         for view, query in view_sql.definitions("spark", columns, names.__getitem__).items()
     }
-    for name in names.values():  # the frames have resolved plans, and no longer need these names
+    for name in names.values():  # the views have resolved plans, and no longer need these names
         spark.catalog.dropTempView(name)
-    return found
+    return views
 
 
 # ---- the relations ------------------------------------------------------------------------------------------
@@ -157,13 +163,13 @@ def read_events(spark: SparkSession, endpoint: str, from_seq: int, to_seq: int) 
 
 def _events(spark: SparkSession, endpoint: str, shot: Snapshot) -> tuple[DataFrame, int | None]:
     """Unite the events in the ledger's table with newer ones from the log. Also returns the ledger's version."""
-    table = shot.open_beside("ledger")
+    table = shot.open_ledger_or_archive("ledger")
     if table is None:
         return read_events(spark, endpoint, *shot.log_range()), None
-    kept = read_delta(spark, table, EVENT_SCHEMA).where(f"event_seq < {shot.end_seq}")
+    recorded = read_delta(spark, table, EVENT_SCHEMA).where(f"event_seq < {shot.end_seq}")
     mark = int(table.transaction_version(LEDGER_APP_ID) or 0)
     fresh = read_events(spark, endpoint, *shot.log_range(mark))
-    return kept.unionByName(fresh, allowMissingColumns=True), int(table.version())
+    return recorded.unionByName(fresh, allowMissingColumns=True), int(table.version())
 
 
 def _run(spark: SparkSession, text: str, frames: dict[str, DataFrame]) -> DataFrame:
@@ -198,7 +204,7 @@ def _table(spark: SparkSession, endpoint: str, shot: Snapshot, columns: Sequence
 
 
 def _ledger(spark: SparkSession, shot: Snapshot) -> DataFrame:
-    table = shot.open_beside("ledger") if shot.first_seq > 1 else None
+    table = shot.open_ledger_or_archive("ledger") if shot.first_seq > 1 else None
     if table is None:
         return spark.createDataFrame([], spark_schema(EVENT_SCHEMA))
     return read_delta(spark, table, EVENT_SCHEMA)

@@ -1,15 +1,17 @@
 """The SQL texts of the views of pending messages and past events. DuckDB and Spark run the same text.
 
 An engine supplies the relations of LOG_RELATIONS and of the tables. The texts below build the views from them. Where
-the two dialects differ, `_SPELLINGS` or a macro contains the difference. So a query gives the same result on both
-engines.
+the SQL dialects differ, `_SPELLINGS` or a macro contains both forms. So a query gives the same result on both engines.
 
     view            one row for
-    pending         a pending scheduled message, with its place: table, tail or level (snapshot.py); paused campaigns
-    are left out pending_table   a row of the pending table, settled (released or cancelled) or not ledger          an
-    event: accepted, moved, released, cancelled, started scheduled messages        a scheduled message, from acceptance
-    to its end and why it was late, as far back as ledger or log reach archive         a row of the log that the archive
-    job has kept log             a row of the kept log (DuckDB: of its end)
+    pending         a pending scheduled message, with its place: table, tail or level (snapshot.py); messages of paused
+                    campaigns are left out
+    pending_table   a row of the pending table, settled (released or cancelled) or not
+    ledger          an event: accepted, moved, released, cancelled, started
+    scheduled       a scheduled message, from acceptance to its end, and why it was late, as far back as ledger or log
+                    reach
+    archive         a row of the log that the archive job has stored
+    log             a row of the kept log (DuckDB: only of its end)
 
 Each column of milliseconds since 1970 has a twin of type timestamp, in UTC: due_ms and due, accepted_ms and accepted.
 
@@ -44,7 +46,7 @@ from timeball.model.message import (
     TABLE_SCHEMA,
     Kind,
 )
-from timeball.spark.table_store import ALWAYS, Due
+from timeball.spark.table_store import ANY_DUE_TIME, Due
 from timeball.spark.views.snapshot import Snapshot
 
 Engine = Literal["spark", "duckdb"]
@@ -54,7 +56,7 @@ Relation = Callable[[str], str]
 SPARK_RELATION: Relation = "{{{}}}".format
 
 
-# ---- the relations that an engine brings --------------------------------------------------------------------
+# ---- the relations that an engine supplies ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class LogRelation:
     placed: bool | None = None  # True for only rows with a queue position, False for only rows without one
 
 
-# The views show one number per scheduled message, its own row's, as `seq`. In the table this number is `number` for a
-# scheduled message that was moved, whose `seq` there is the row that set its due time.
+# In the views, `seq` is the number of a scheduled message: the sequence number of its first row. A message that was
+# moved has this number as `number` in the table, where its `seq` is the row that set its due time.
 PENDING_COLUMNS = tuple(name for name in TABLE_SCHEMA.names if name != "number")
 _WAITING = ("seq", "kind", "source_seq", "store_ms", *PENDING_COLUMNS[1:])
 LOG_RELATIONS = {
@@ -79,9 +81,9 @@ LOG_RELATIONS = {
 }
 
 
-def log_columns(name: str, wanted: Sequence[str]) -> list[str]:
-    """Return the columns of a log relation. `body` is only among them if it is in `wanted`, the columns of messages."""
-    columns = {*LOG_RELATIONS[name].columns} - ({"body"} - {*wanted})
+def log_columns(name: str, message_columns: Sequence[str]) -> list[str]:
+    """List the columns of a log relation. `body` is left out unless it is in `message_columns`."""
+    columns = {*LOG_RELATIONS[name].columns} - ({"body"} - {*message_columns})
     return [column for column in READ_SCHEMA.names if column in columns]
 
 
@@ -97,24 +99,24 @@ VIEWS = (*BASES, "scheduled")
 NEEDS = {**{view: (base,) for view, base in BASES.items()}, "scheduled": ("ledger_events", "waiting_rows")}
 
 
-def named(text: str) -> list[str]:
+def views_in_query(text: str) -> list[str]:
     """Find the views whose names occur in a query. A name in a comment or a string only costs time."""
     words = set(re.findall(r"\w+", text.lower()))
     return [view for view in VIEWS if view in words]
 
 
-def needed_bases(names: Iterable[str]) -> list[str]:
-    """Return the base relations of these views, each once."""
+def base_relations_of(names: Iterable[str]) -> list[str]:
+    """List the base relations of these views, each once."""
     return list(dict.fromkeys(base for name in names for base in NEEDS[name]))
 
 
-# ---- what waits ---------------------------------------------------------------------------------------------
+# ---- pending messages ---------------------------------------------------------------------------------------
 
-# Of a scheduled message that was written again, only the newest row counts, in the tail or in the table. `moves` leaves
-# out moves before the watermark that kept the due time: such a scheduled message is in the table under the row that set
-# its due time.
+# If a scheduled message was written again, only its newest row counts, in the tail or in the table. `moves` leaves out
+# moves before the watermark that kept the due time, because the table has these messages under the row that set their
+# due time.
 #
-# The text refers to each part only once. A part with two references is materialised by DuckDB, which then reads all
+# Each subquery is referenced only once. DuckDB would materialise a subquery with two references, and then read all
 # columns, even bodies, for a query that only counts.
 _WAITING_TEXT = """
 WITH gone AS (
@@ -180,15 +182,20 @@ WAITING_RELATIONS = (
 )
 
 
-def waiting_sql(
-    shot: Snapshot, columns: Sequence[str], due: Due = ALWAYS, *, relation: Relation = str, hint: str = ""
+def pending_sql(
+    shot: Snapshot,
+    columns: Sequence[str],
+    due: Due = ANY_DUE_TIME,
+    *,
+    relation: Relation = str,
+    hint: str = "",
 ) -> str:
     """Build the query for the messages that are pending and due within `due`.
 
     The result has `columns`, a part of PENDING_COLUMNS, and `place`. The query reads the relations WAITING_RELATIONS.
     `waiting_table_rows` needs only the files within clipped(shot, due).
     """
-    low, high = clipped(shot, due)
+    low, high = clip_to_snapshot(shot, due)
     # A message of a delay level can be pending although its due time is before `due_from_ms`: after the clock was set
     # back, levels still wait for their duration. So the snapshot's lower bound does not apply to levels.
     level_low = low if shot.only_cancels else (due[0] or 0)
@@ -202,7 +209,7 @@ def waiting_sql(
         tail_columns=", ".join(_TAIL_COLUMNS.get(name, name) for name in columns),
         level_columns=", ".join(_LEVEL_COLUMNS.get(name, name) for name in columns),
         watermark=shot.watermark,
-        not_held=_not_held(shot),
+        not_held=_not_paused_condition(shot),
         low=low,
         high=(1 << 63) - 1 if high is None else high,
         level_low=level_low,
@@ -210,22 +217,24 @@ def waiting_sql(
     )
 
 
-def _not_held(shot: Snapshot) -> str:
+def _not_paused_condition(shot: Snapshot) -> str:
     """Build the condition that no paused campaign holds back a row of the table. Campaigns have few ranges."""
-    held = (
+    conditions = (
         f"(row_seq >= {low} AND row_seq < {high} AND due_ms >= {from_ms})" for low, high, from_ms in shot.held
     )
-    return f" AND NOT ({' OR '.join(held)})" if shot.held else ""
+    return f" AND NOT ({' OR '.join(conditions)})" if shot.held else ""
 
 
-def clipped(shot: Snapshot, due: Due) -> tuple[int, int | None]:
-    """Restrict due times to those that are not settled as a whole in the snapshot. A high of None means no bound."""
+def clip_to_snapshot(shot: Snapshot, due: Due) -> tuple[int, int | None]:
+    """Restrict due times to those from which messages of the snapshot may be pending.
+
+    None as upper end means no bound.
+    """
     low, high = due
     return shot.due_from_ms if low is None else max(low, shot.due_from_ms), high
 
 
-# ---- one row a scheduled message
-# --------------------------------------------------------------------------------------
+# ---- one row per scheduled message --------------------------------------------------------------------------
 
 COLUMNS = (
     "seq", "topic", "unique_key", "accepted_ms", "due_ms", "released_ms", "cancelled_ms", "past_ms", "lateness_ms",
@@ -327,7 +336,7 @@ def scheduled_sql(engine: Engine, *, events: str, waiting: str) -> str:
 
 # ---- the views ----------------------------------------------------------------------------------------------
 
-_INSTANTS = {
+_TIMESTAMP_TWINS = {
     "due_ms": "due",
     "at_ms": "happened",
     "accepted_ms": "accepted",
@@ -359,21 +368,23 @@ _STATE = """
 def definitions(
     engine: Engine, columns: Mapping[str, Sequence[str]], relation: Relation = str
 ) -> dict[str, str]:
-    """Return {view: query} for the views whose base relations are in `columns` (relation -> its columns)."""
-    at = {base: relation(base) for base in columns}
-    found = {view: _with_instants(at[base], columns[base]) for view, base in BASES.items() if base in at}
-    if all(base in at for base in NEEDS["scheduled"]):
-        events, waiting = _WITNESSED_TEXT.format(**at), _NO_ROWS_TEXT.format(**at)
-        folded = scheduled_sql(engine, events=events, waiting=waiting)
-        found["scheduled"] = _with_instants(f"(select *, {_STATE} from ({folded}))", COLUMNS)
-    return found
+    """Build {view: query} for the views whose base relations are in `columns` (relation -> its columns)."""
+    names = {base: relation(base) for base in columns}
+    queries = {
+        view: _with_timestamps(names[base], columns[base]) for view, base in BASES.items() if base in names
+    }
+    if all(base in names for base in NEEDS["scheduled"]):
+        events, waiting = _WITNESSED_TEXT.format(**names), _NO_ROWS_TEXT.format(**names)
+        scheduled = scheduled_sql(engine, events=events, waiting=waiting)
+        queries["scheduled"] = _with_timestamps(f"(select *, {_STATE} from ({scheduled}))", COLUMNS)
+    return queries
 
 
-def _with_instants(source: str, columns: Sequence[str]) -> str:
+def _with_timestamps(source: str, columns: Sequence[str]) -> str:
     """Build the query for all columns of a relation, with a timestamp twin for each column of _INSTANTS."""
     twins = [
         f"timestamp_millis({name}) as {twin}"
-        for name, twin in _INSTANTS.items()
+        for name, twin in _TIMESTAMP_TWINS.items()
         if name in columns and twin not in columns
     ]
     return f"select {', '.join(['*', *twins])} from {source}"

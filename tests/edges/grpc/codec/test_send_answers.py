@@ -1,4 +1,4 @@
-"""The answer to a send: the bytes that protobuf writes of it."""
+"""The hand-written encoder of send answers writes the same bytes as protobuf."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY = st.tuples(TEXT, TEXT, st.integers(0, 2**63 - 1), TEXT)
 
 @given(st.lists(ENTRY, max_size=4))
 @example([("i" * 127, "i" * 128, 127, "h" * 20_000), ("", "", 0, ""), ("same", "same", 128, "")])
-def test_an_answer_is_what_protobuf_writes(entries: list[tuple[str, str, int, str]]) -> None:
+def test_an_encoded_answer_equals_protobuf_s(entries: list[tuple[str, str, int, str]]) -> None:
     messages = [
         SendResultEntry(
             status=OK,
@@ -26,5 +26,5 @@ def test_an_answer_is_what_protobuf_writes(entries: list[tuple[str, str, int, st
         )
         for message_id, transaction_id, offset, handle in entries
     ]
-    written = encode_answer(encode_entry(*each) for each in entries)
-    assert written == SendMessageResponse(status=OK, entries=messages).SerializeToString()
+    encoded = encode_answer(encode_entry(*each) for each in entries)
+    assert encoded == SendMessageResponse(status=OK, entries=messages).SerializeToString()

@@ -1,4 +1,4 @@
-"""PullMessage and offsets: a consumer that keeps its own place."""
+"""PullMessage and the calls about offsets."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ QUEUE = d.MessageQueue(topic=resource(TOPIC), id=1)
 def pull(
     offset: int = 0, *, wait_ms: int = 0, text: str = "*", sql: bool = False, **fields: Any
 ) -> s.PullMessageRequest:
-    kind = d.FilterType.SQL if sql else d.FilterType.TAG
+    filter_type = d.FilterType.SQL if sql else d.FilterType.TAG
     request = s.PullMessageRequest(
-        group=resource(GROUP), offset=offset, filter_expression=d.FilterExpression(type=kind, expression=text),
+        group=resource(GROUP), offset=offset, filter_expression=d.FilterExpression(type=filter_type, expression=text),
         **{"message_queue": QUEUE, "batch_size": 32, **fields},
     )  # fmt: skip
     request.long_polling_timeout.FromMilliseconds(wait_ms)
@@ -29,7 +29,7 @@ def pull(
 
 
 async def pulled(consumer: Consumer, request: s.PullMessageRequest) -> tuple[int, list[d.Message], int]:
-    """Status, messages, next offset."""
+    """Make a PullMessage call, and return the code, the messages and the next offset."""
     first, *rest = await consumer.responses("PullMessage", request)
     assert [each.WhichOneof("content") for each in rest] == ["message"] * (len(rest) - 1) + ["next_offset"]
     return first.status.code, [each.message for each in rest[:-1]], rest[-1].next_offset
@@ -47,22 +47,24 @@ async def test_a_queue_is_read_from_an_offset_on(consumer: Consumer) -> None:
     assert [each.system_properties.queue_offset for each in messages] == [3, 4, 5, 6]
     assert messages[0].system_properties.message_id == "id-3" and messages[0].topic.name == TOPIC
     assert not messages[0].system_properties.HasField("receipt_handle")
-    assert (await pulled(consumer, pull(3)))[1] == (await pulled(consumer, pull(3)))[1]  # nothing was taken
+    assert (await pulled(consumer, pull(3)))[1] == (await pulled(consumer, pull(3)))[
+        1
+    ]  # a pull leaves the messages in the queue
 
 
 @with_consumer()
-async def test_at_the_end_a_consumer_waits(consumer: Consumer) -> None:
+async def test_a_pull_at_the_end_of_a_queue_waits_for_a_message(consumer: Consumer) -> None:
     await fill(consumer, 1)
     assert await pulled(consumer, pull(1)) == (Code.MESSAGE_NOT_FOUND, [], 1)
     waiting = asyncio.create_task(pulled(consumer, pull(1, wait_ms=20_000)))
-    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "it waits")
+    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the pull waits")
     await fill(consumer, 1)
     code, messages, next_offset = await waiting
     assert (code, len(messages), next_offset) == (Code.OK, 1, 2)
 
 
 @with_consumer()
-async def test_a_filter_moves_the_offset_past_what_nobody_wants(consumer: Consumer) -> None:
+async def test_a_filter_moves_the_offset_past_messages_that_do_not_match(consumer: Consumer) -> None:
     tags = ["red" if n == 7 else "blue" for n in range(10)]
     await fill(consumer, 10, tag=tags, properties=[f"n\x01{n}\x02" for n in range(10)])
     code, messages, next_offset = await pulled(consumer, pull(text="red"))
@@ -73,12 +75,12 @@ async def test_a_filter_moves_the_offset_past_what_nobody_wants(consumer: Consum
     assert [each.system_properties.message_id for each in messages] == ["id-2", "id-3"]
 
 
-@pytest.mark.parametrize(("offset", "near"), [(-1, 0), (11, 10), (1 << 62, 10), (-(1 << 63), 0)])
-def test_an_offset_outside_is_told_with_the_nearest(offset: int, near: int) -> None:
+@pytest.mark.parametrize(("offset", "nearest"), [(-1, 0), (11, 10), (1 << 62, 10), (-(1 << 63), 0)])
+def test_an_illegal_offset_is_answered_with_the_nearest_valid_one(offset: int, nearest: int) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         await fill(consumer, 10)
-        assert await pulled(consumer, pull(offset)) == (Code.ILLEGAL_OFFSET, [], near)
+        assert await pulled(consumer, pull(offset)) == (Code.ILLEGAL_OFFSET, [], nearest)
 
     check()
 
@@ -96,7 +98,7 @@ def test_an_offset_outside_is_told_with_the_nearest(offset: int, near: int) -> N
         (pull(text="a >", sql=True), Code.ILLEGAL_FILTER_EXPRESSION),
     ],
 )
-def test_what_cannot_be_is_refused_in_words(request_: s.PullMessageRequest, code: int) -> None:
+def test_an_invalid_pull_is_refused_with_code_and_text(request_: s.PullMessageRequest, code: int) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         await fill(consumer, 1)
@@ -107,10 +109,10 @@ def test_what_cannot_be_is_refused_in_words(request_: s.PullMessageRequest, code
 
 
 @with_consumer()
-async def test_a_topic_that_is_deleted_ends_those_who_wait_for_it(consumer: Consumer) -> None:
+async def test_the_deletion_of_a_topic_ends_its_waiting_pulls(consumer: Consumer) -> None:
     await fill(consumer, 1)
     waiting = asyncio.create_task(consumer.responses("PullMessage", pull(1, wait_ms=20_000)))
-    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "it waits")
+    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the pull waits")
     consumer.world.broker.tables.topics.delete(TOPIC, consumer.world.broker.log.writer.next_seq)
     consumer.world.broker.waiters.wake({TOPIC})
     (only,) = await waiting
@@ -129,12 +131,12 @@ def update(offset: int) -> s.UpdateOffsetRequest:
 
 
 @with_consumer()
-async def test_a_group_has_the_offset_it_has_stored(consumer: Consumer) -> None:
+async def test_an_updated_offset_is_stored_durably_if_it_is_valid(consumer: Consumer) -> None:
     await fill(consumer, 10)
     assert (await consumer.ask("GetOffset", get())).status.code == Code.OFFSET_NOT_FOUND
     assert (await consumer.ask("UpdateOffset", update(7))).status.code == Code.OK
-    found = await consumer.ask("GetOffset", get())
-    assert (found.status.code, found.offset) == (Code.OK, 7)
+    response = await consumer.ask("GetOffset", get())
+    assert (response.status.code, response.offset) == (Code.OK, 7)
     for beyond in (11, -1, 1 << 62):
         assert (await consumer.ask("UpdateOffset", update(beyond))).status.code == Code.ILLEGAL_OFFSET
     assert (await consumer.ask("GetOffset", get())).offset == 7
@@ -143,43 +145,43 @@ async def test_a_group_has_the_offset_it_has_stored(consumer: Consumer) -> None:
 
 
 @with_consumer()
-async def test_where_a_queue_begins_ends_and_was(consumer: Consumer) -> None:
+async def test_query_offset_finds_the_first_the_last_and_a_time_based_offset(consumer: Consumer) -> None:
     await fill(consumer, 3)
     consumer.world.clock.advance(60_000)
     between_ms = consumer.world.clock.wall
     consumer.world.clock.advance(60_000)
     await fill(consumer, 4)
 
-    async def query(policy: int, instant_ms: int | None = None) -> Any:
+    async def query(policy: int, time_ms: int | None = None) -> Any:
         request = s.QueryOffsetRequest(message_queue=QUEUE)
         request.query_offset_policy = policy  # type: ignore[assignment]
-        if instant_ms is not None:
-            request.timestamp.FromMilliseconds(instant_ms)
+        if time_ms is not None:
+            request.timestamp.FromMilliseconds(time_ms)
         return await consumer.ask("QueryOffset", request)
 
     assert (await query(d.QueryOffsetPolicy.BEGINNING)).offset == 0
     assert (await query(d.QueryOffsetPolicy.END)).offset == 7
     assert (await query(d.QueryOffsetPolicy.TIMESTAMP, between_ms)).offset == 3
     assert (await query(d.QueryOffsetPolicy.TIMESTAMP, 0)).offset == 0
-    for policy, instant_ms in [
+    for policy, time_ms in [
         (d.QueryOffsetPolicy.TIMESTAMP, None),
         (d.QueryOffsetPolicy.TIMESTAMP, -1),
         (77, 0),
     ]:
-        assert (await query(policy, instant_ms)).status.code == Code.BAD_REQUEST
+        assert (await query(policy, time_ms)).status.code == Code.BAD_REQUEST
 
 
 @with_consumer()
-async def test_calls_about_offsets_that_say_nothing_are_refused(consumer: Consumer) -> None:
+async def test_empty_requests_about_offsets_are_refused(consumer: Consumer) -> None:
     for name, request in [("GetOffset", s.GetOffsetRequest()), ("UpdateOffset", s.UpdateOffsetRequest())]:
         assert (await consumer.ask(name, request)).status.code == Code.ILLEGAL_CONSUMER_GROUP
     assert (await consumer.ask("QueryOffset", s.QueryOffsetRequest())).status.code == Code.ILLEGAL_TOPIC
     await consumer.world.broker.create_topic(TOPIC, 2)
-    nowhere = d.MessageQueue(topic=resource(TOPIC), id=77)
-    assert (await consumer.ask("GetOffset", get(nowhere))).status.code == Code.BAD_REQUEST
+    unknown_queue = d.MessageQueue(topic=resource(TOPIC), id=77)
+    assert (await consumer.ask("GetOffset", get(unknown_queue))).status.code == Code.BAD_REQUEST
 
 
-def test_a_pull_over_the_wire(node: RunningNode, wire: Wire) -> None:
+def test_a_pull_of_an_empty_queue_over_the_wire_finds_nothing(node: RunningNode, wire: Wire) -> None:
     node.run(node.broker.create_topic(TOPIC, 2))
-    found = list(wire.stream("PullMessage", pull()))
-    assert found[0].status.code == Code.MESSAGE_NOT_FOUND and found[1].next_offset == 0
+    responses = list(wire.stream("PullMessage", pull()))
+    assert responses[0].status.code == Code.MESSAGE_NOT_FOUND and responses[1].next_offset == 0

@@ -1,4 +1,4 @@
-"""RecallMessage over a real connection: a code for each outcome, and what has become of the message."""
+"""RecallMessage over a real connection: the code for each outcome, and the effect on the message."""
 
 from __future__ import annotations
 
@@ -37,31 +37,33 @@ def delayed(wire: Wire, clock: ManualClock, **fields: object) -> s.SendResultEnt
 
 
 def recall(wire: Wire, handle: str, topic: str = "orders") -> tuple[int, str, str]:
-    """Code, sentence and message id."""
+    """Make a RecallMessage call, and return the code, the text and the message id."""
     request = s.RecallMessageRequest(topic=d.Resource(name=topic), recall_handle=handle)
     response = wire.ask("RecallMessage", request)
     return response.status.code, response.status.message, response.message_id
 
 
-def test_what_is_recalled_is_never_delivered(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+def test_a_recalled_message_is_never_delivered(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
     entry, other = delayed(wire, clock), delayed(wire, clock)
-    for _ in range(2):  # to recall twice is to succeed twice
+    for _ in range(2):  # a second recall succeeds, too
         assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
     clock.advance(DELAY_MS)
-    eventually(lambda: rows(node), "the other's release")
+    eventually(lambda: rows(node), "the other message is delivered")
     assert [row["unique_key"] for row in rows(node)] == [other.message_id]
 
 
-def test_too_late_says_when(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+def test_a_late_recall_is_answered_with_the_time_of_delivery(
+    node: RunningNode, wire: Wire, clock: ManualClock
+) -> None:
     entry = delayed(wire, clock)
     clock.advance(DELAY_MS)
-    eventually(lambda: rows(node), "the release")
+    eventually(lambda: rows(node), "the message is delivered")
     code, sentence, message_id = recall(wire, entry.recall_handle)
     assert (code, message_id) == (Code.NOT_FOUND, "")
     assert sentence == f"too late, the message was delivered at {rows(node)[0]['store_ms']}"
 
 
-def test_what_is_no_handle_of_ours(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+def test_an_invalid_or_foreign_handle_is_refused(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
     entry = delayed(wire, clock)
     delayed(wire, clock, topic="others")
     due_ms, name = clock.wall_ms() + DELAY_MS, node.settings.broker_name
@@ -73,14 +75,16 @@ def test_what_is_no_handle_of_ours(node: RunningNode, wire: Wire, clock: ManualC
         (encode_handle("others", name, due_ms, entry.message_id), Code.BAD_REQUEST),
         (encode_handle("orders", name, due_ms, "unknown"), Code.NOT_FOUND),
     ):
-        found, sentence, _ = recall(wire, handle)
-        assert (found, bool(sentence)) == (code, True), handle
+        actual_code, sentence, _ = recall(wire, handle)
+        assert (actual_code, bool(sentence)) == (code, True), handle
     assert recall(wire, entry.recall_handle, "nowhere")[0] == Code.TOPIC_NOT_FOUND
     assert recall(wire, entry.recall_handle, "no/name")[0] == Code.ILLEGAL_TOPIC
-    assert recall(wire, entry.recall_handle)[0] == Code.OK, "and it still waited"
+    assert recall(wire, entry.recall_handle)[0] == Code.OK, "the message was still pending"
 
 
-def test_a_topic_that_is_for_no_delayed_messages(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+def test_a_recall_in_a_topic_that_accepts_no_delays_is_refused(
+    node: RunningNode, wire: Wire, clock: ManualClock
+) -> None:
     entry = delayed(wire, clock)
     for name in ("NORMAL", "FIFO", "TRANSACTION"):
         node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": name}))
@@ -89,7 +93,7 @@ def test_a_topic_that_is_for_no_delayed_messages(node: RunningNode, wire: Wire, 
     assert recall(wire, entry.recall_handle)[0] == Code.OK
 
 
-def test_as_a_stock_broker_answers(tmp_path: Path, clock: ManualClock) -> None:
+def test_with_recall_answers_rocketmq_codes_are_rocketmq_s(tmp_path: Path, clock: ManualClock) -> None:
     with running_node(tmp_path / "data", clock, recall_answers="rocketmq") as node, Wire.to(node) as wire:
         entry, late = delayed(wire, clock), delayed(wire, clock)
         due_ms = clock.wall_ms() + DELAY_MS
@@ -97,29 +101,31 @@ def test_as_a_stock_broker_answers(tmp_path: Path, clock: ManualClock) -> None:
         assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
         assert recall(wire, unknown)[0] == Code.OK
         clock.advance(DELAY_MS)
-        eventually(lambda: rows(node), "the release")
+        eventually(lambda: rows(node), "the message is delivered")
         assert recall(wire, late.recall_handle)[0] == Code.INTERNAL_SERVER_ERROR
         assert [row["unique_key"] for row in rows(node)] == [late.message_id]
 
 
-def test_a_message_that_was_moved_since_is_found(node: RunningNode, wire: Wire, clock: ManualClock) -> None:
+def test_a_rescheduled_message_can_be_recalled_by_its_old_handle(
+    node: RunningNode, wire: Wire, clock: ManualClock
+) -> None:
     moved, other = delayed(wire, clock), delayed(wire, clock)
     due_ms = clock.wall_ms() + 2 * DELAY_MS
     [verdict] = node.run(node.broker.reschedule(ids=[moved.message_id], due_ms=due_ms))
     assert verdict.verdict == "rescheduled"
     clock.advance(DELAY_MS)
-    eventually(lambda: rows(node), "the other's release")
+    eventually(lambda: rows(node), "the other message is delivered")
     assert recall(wire, moved.recall_handle) == (Code.OK, "OK", moved.message_id)
     clock.advance(DELAY_MS)
-    eventually(lambda: node.broker.status()["settled_before_ms"] > due_ms, "its new instant")  # type: ignore[operator]
+    eventually(lambda: node.broker.status()["settled_before_ms"] > due_ms, "the new due time has passed")  # type: ignore[operator]
     assert [row["unique_key"] for row in rows(node)] == [other.message_id]
 
 
-def test_a_recall_outlives_the_broker(tmp_path: Path, clock: ManualClock) -> None:
+def test_a_recall_is_still_in_effect_after_a_restart(tmp_path: Path, clock: ManualClock) -> None:
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         entry, other = delayed(wire, clock), delayed(wire, clock)
         assert recall(wire, entry.recall_handle)[0] == Code.OK
     clock.advance(DELAY_MS)
     with running_node(tmp_path / "data", clock) as node:
-        eventually(lambda: rows(node), "the release")
+        eventually(lambda: rows(node), "the message is delivered")
         assert [row["unique_key"] for row in rows(node)] == [other.message_id]

@@ -1,4 +1,4 @@
-"""What consumers say of the messages they have, and what becomes of these then."""
+"""AckMessage, ChangeInvisibleDuration and ForwardMessageToDeadLetterQueue, and their effects on messages."""
 
 from __future__ import annotations
 
@@ -8,51 +8,52 @@ from tests.edges.grpc.wire import consumer_settings, d, s
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.registry.rates import Stat, of_group
-from timeball.edges.grpc.session import settle
+from timeball.edges.grpc.session import store_settings
 from timeball.model import limits
 
 OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE
 
 
 def codes(response: s.AckMessageResponse) -> tuple[int, list[int]]:
+    """Return the code of the response, and the codes of its entries."""
     return response.status.code, [entry.status.code for entry in response.entries]
 
 
-def forged(text: str) -> d.Message:
+def message_with_handle(text: str) -> d.Message:
     return d.Message(system_properties=d.SystemProperties(message_id="m", receipt_handle=text))
 
 
 @with_consumer()
-async def test_what_is_acknowledged_never_comes_again(consumer: Consumer) -> None:
+async def test_an_acknowledged_message_is_not_delivered_again(consumer: Consumer) -> None:
     await consumer.send(5)
-    found = await consumer.receive()
-    assert len(found) == 5
-    assert codes(await consumer.ack(*found)) == (OK, [OK] * 5)
+    messages = await consumer.receive()
+    assert len(messages) == 5
+    assert codes(await consumer.ack(*messages)) == (OK, [OK] * 5)
     await consumer.pass_time(10 * MINUTE_MS)
     assert await consumer.receive() == []
 
 
 @with_consumer()
-async def test_what_is_not_acknowledged_comes_again_and_counts_its_attempts(consumer: Consumer) -> None:
+async def test_an_unacknowledged_message_is_redelivered_with_the_next_attempt(consumer: Consumer) -> None:
     await consumer.send(unique_key=["id-1"])
     for attempt in (1, 2, 3):
         (message,) = await consumer.receive()
         assert message.system_properties.delivery_attempt == attempt
         assert message.system_properties.message_id == "id-1"
-        assert await consumer.receive() == []  # in hand
+        assert await consumer.receive() == []  # the consumer holds it
         await consumer.pass_time()
 
 
 @with_consumer()
-async def test_each_entry_has_its_status(consumer: Consumer) -> None:
+async def test_each_handle_of_a_call_has_its_own_status(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
-    assert codes(await consumer.ack(first, forged("x"), second)) == (
+    assert codes(await consumer.ack(first, message_with_handle("x"), second)) == (
         d.Code.MULTIPLE_RESULTS,
         [OK, INVALID, OK],
     )
     assert codes(await consumer.ack(first, second)) == (OK, [OK, OK])  # the first answer may have been lost
-    response = await consumer.ack(forged("x"))
+    response = await consumer.ack(message_with_handle("x"))
     assert codes(response) == (INVALID, [INVALID])
     assert response.entries[0].message_id == "m" and response.entries[0].receipt_handle == "x"
 
@@ -67,20 +68,20 @@ async def test_the_same_handle_twice_in_a_call_is_acknowledged_once(consumer: Co
 
 
 @with_consumer()
-async def test_what_is_answered_again_says_what_became_of_it(consumer: Consumer) -> None:
+async def test_a_settled_message_can_be_acknowledged_again_but_not_changed(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
     assert codes(await consumer.ack(first))[0] == OK
     assert await consumer.dead_letter(second) == OK
     await consumer.pass_time(30_000)
     assert codes(await consumer.ack(first, second)) == (OK, [OK, OK])
-    for message in (first, second):  # there is nothing left whose time could be changed
+    for message in (first, second):  # their leases have ended
         assert (await consumer.change(message, 1_000)).status.code == INVALID
         assert await consumer.dead_letter(message) == INVALID
 
 
 @with_consumer()
-async def test_a_handle_is_not_good_for_another_group_or_topic(consumer: Consumer) -> None:
+async def test_a_handle_is_invalid_for_another_group_or_topic(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     assert codes(await consumer.ack(message, group="h"))[0] == INVALID
@@ -89,7 +90,7 @@ async def test_a_handle_is_not_good_for_another_group_or_topic(consumer: Consume
 
 
 @with_consumer()
-async def test_a_handle_whose_time_is_over_is_not_valid(consumer: Consumer) -> None:
+async def test_a_handle_is_invalid_after_the_invisible_time(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     await consumer.pass_time()
@@ -101,7 +102,7 @@ async def test_a_handle_whose_time_is_over_is_not_valid(consumer: Consumer) -> N
 
 
 @with_consumer()
-async def test_more_time_keeps_the_handle(consumer: Consumer) -> None:
+async def test_a_longer_invisible_time_keeps_the_handle_valid(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     changed = await consumer.change(message, 10 * MINUTE_MS)
@@ -110,11 +111,13 @@ async def test_more_time_keeps_the_handle(consumer: Consumer) -> None:
     assert await consumer.receive() == []
     assert changed.receipt_handle == message.system_properties.receipt_handle
     assert codes(await consumer.ack(message))[0] == OK
-    assert codes(await consumer.ack(forged(changed.receipt_handle)))[0] == OK  # the same handle once more
+    assert (
+        codes(await consumer.ack(message_with_handle(changed.receipt_handle)))[0] == OK
+    )  # the same handle once more
 
 
 @pytest.mark.parametrize("ms", [0, 10, 500, 1_000, 5_000])
-def test_a_message_that_failed_comes_again_when_its_consumer_says(ms: int) -> None:
+def test_a_message_is_redelivered_after_the_changed_invisible_time(ms: int) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.send()
@@ -130,21 +133,23 @@ def test_a_message_that_failed_comes_again_when_its_consumer_says(ms: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("ms", "waits_ms"), [(0, 7_000), (10, 7_000), (999, 7_000), (1_000, 1_000), (9_000, 9_000)]
+    ("ms", "pause_ms"), [(0, 7_000), (10, 7_000), (999, 7_000), (1_000, 1_000), (9_000, 9_000)]
 )
-def test_what_a_push_consumer_fails_waits_as_the_policy_says(ms: int, waits_ms: int) -> None:
-    """Node's asks for none, or for its seconds as milliseconds."""
+def test_for_a_push_consumer_times_below_a_second_become_the_policy_s_pause(ms: int, pause_ms: int) -> None:
+    """RocketMQ's Node client asks for no time, or for as many ms as the policy has seconds."""
 
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         policy = RetryPolicy(customized_retry_policy=CustomizedRetry([7_000]))
         consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, group_retry_policy=policy))
         settings = consumer_settings(GROUP, d.ClientType.PUSH_CONSUMER)
-        settle(consumer.edge.context.sessions, consumer.name, settings, consumer.edge.context.monotonic_ms())
+        store_settings(
+            consumer.edge.context.sessions, consumer.name, settings, consumer.edge.context.monotonic_ms()
+        )
         await consumer.send()
         (message,) = await consumer.receive()
         assert (await consumer.change(message, ms)).status.code == OK
-        await consumer.pass_time(waits_ms - 1)
+        await consumer.pass_time(pause_ms - 1)
         assert await consumer.receive() == []
         await consumer.pass_time(1)
         (again,) = await consumer.receive()
@@ -154,7 +159,7 @@ def test_what_a_push_consumer_fails_waits_as_the_policy_says(ms: int, waits_ms: 
 
 
 @with_consumer()
-async def test_a_suspended_message_has_not_been_tried(consumer: Consumer) -> None:
+async def test_a_suspended_delivery_counts_as_no_attempt(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     assert (await consumer.change(message, 1_000, suspend=True)).status.code == OK
@@ -164,7 +169,7 @@ async def test_a_suspended_message_has_not_been_tried(consumer: Consumer) -> Non
 
 
 @pytest.mark.parametrize("ms", [None, -1, limits.INVISIBLE_MS_MAX + 1])
-def test_a_time_that_is_none_changes_nothing(ms: int | None) -> None:
+def test_an_illegal_invisible_time_changes_nothing(ms: int | None) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
         await consumer.send()
@@ -176,7 +181,7 @@ def test_a_time_that_is_none_changes_nothing(ms: int | None) -> None:
 
 
 @with_consumer()
-async def test_durations_that_are_none_are_refused(consumer: Consumer) -> None:
+async def test_invalid_durations_are_refused(consumer: Consumer) -> None:
     await consumer.send()
     (message,) = await consumer.receive()
     for seconds, nanos in [(1, -1), (0, 2_000_000_000), (1 << 62, 0), (-(1 << 63), 0)]:
@@ -191,7 +196,7 @@ async def test_durations_that_are_none_are_refused(consumer: Consumer) -> None:
 
 
 @with_consumer()
-async def test_the_last_attempt_is_followed_by_the_dead_letters(consumer: Consumer) -> None:
+async def test_after_the_last_attempt_a_message_becomes_a_dead_letter(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, retry_max_times=2))
     await consumer.send(unique_key=["id-1"])
     for attempt in (1, 2, 3):
@@ -206,7 +211,7 @@ async def test_the_last_attempt_is_followed_by_the_dead_letters(consumer: Consum
 
 
 @with_consumer()
-async def test_a_consumer_may_give_a_message_up(consumer: Consumer) -> None:
+async def test_a_consumer_can_make_a_message_a_dead_letter(consumer: Consumer) -> None:
     await consumer.send(unique_key=["id-1"])
     (message,) = await consumer.receive()
     assert await consumer.dead_letter(message) == OK
@@ -218,11 +223,11 @@ async def test_a_consumer_may_give_a_message_up(consumer: Consumer) -> None:
 
 
 @with_consumer()
-async def test_in_order_a_handle_does_the_same(consumer: Consumer) -> None:
+async def test_handles_in_order_settle_change_and_give_up_messages(consumer: Consumer) -> None:
     consumer.world.broker.tables.groups.update(SubscriptionGroup(GROUP, consume_message_orderly=True))
     await consumer.send(3, queues=1, unique_key=["a", "b", "c"])
     (first,) = await consumer.receive(batch_size=1)
-    assert await consumer.receive() == []  # not before the first is done with
+    assert await consumer.receive() == []  # the first message is not settled yet
     assert codes(await consumer.ack(first))[0] == OK
     (second,) = await consumer.receive(batch_size=1)
     assert second.system_properties.message_id == "b"
@@ -237,17 +242,17 @@ async def test_in_order_a_handle_does_the_same(consumer: Consumer) -> None:
 
 
 @pytest.mark.parametrize("count", [0, limits.CANCELS_PER_REQUEST_MAX + 1])
-def test_a_call_has_so_many_entries(count: int) -> None:
+def test_a_call_with_no_or_too_many_entries_is_refused(count: int) -> None:
     @with_consumer()
     async def check(consumer: Consumer) -> None:
-        response = await consumer.ack(*[forged("x")] * count)
+        response = await consumer.ack(*[message_with_handle("x")] * count)
         assert response.status.code == d.Code.BAD_REQUEST and not response.entries
 
     check()
 
 
 @with_consumer()
-async def test_calls_that_say_nothing_are_refused(consumer: Consumer) -> None:
+async def test_empty_requests_with_receipts_are_refused(consumer: Consumer) -> None:
     for name, request in [
         ("AckMessage", s.AckMessageRequest()),
         ("ChangeInvisibleDuration", s.ChangeInvisibleDurationRequest()),
@@ -257,7 +262,7 @@ async def test_calls_that_say_nothing_are_refused(consumer: Consumer) -> None:
 
 
 @with_consumer()
-async def test_a_restart_forgets_no_handle(consumer: Consumer) -> None:
+async def test_a_handle_is_valid_after_a_restart(consumer: Consumer) -> None:
     await consumer.send(2)
     first, second = await consumer.receive()
     await consumer.world.restart()

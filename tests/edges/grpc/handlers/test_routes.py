@@ -1,4 +1,4 @@
-"""Routes and assignments over the wire."""
+"""QueryRoute and QueryAssignment, over the wire and with two broker groups."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.edges.grpc._generated.definition_pb2 import AddressScheme
 from timeball.edges.grpc.calls import Call
-from timeball.edges.grpc.handlers.routes import Routes, endpoints, told_endpoints
+from timeball.edges.grpc.handlers.routes import Routes, advertised_endpoints, endpoints
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import EdgeContext, Sessions
 from timeball.model.errors import Unavailable
 
-DIALLED = endpoints("10.9.8.7", 6543)
+CLIENT_ENDPOINTS = endpoints("10.9.8.7", 6543)
 
 
 def route(topic: str) -> s.QueryRouteRequest:
-    return s.QueryRouteRequest(topic=d.Resource(name=topic), endpoints=DIALLED)
+    return s.QueryRouteRequest(topic=d.Resource(name=topic), endpoints=CLIENT_ENDPOINTS)
 
 
 def assignment(topic: str, group: str = "g") -> s.QueryAssignmentRequest:
     return s.QueryAssignmentRequest(
-        topic=d.Resource(name=topic), group=d.Resource(name=group), endpoints=DIALLED
+        topic=d.Resource(name=topic), group=d.Resource(name=group), endpoints=CLIENT_ENDPOINTS
     )
 
 
@@ -43,33 +43,33 @@ def configure(node: RunningNode, name: str, config: TopicConfig) -> None:
     node.run(change())
 
 
-def test_a_route_names_every_queue_and_the_address_that_was_dialled(node: RunningNode, wire: Wire) -> None:
+def test_a_route_has_every_queue_with_the_address_of_the_client(node: RunningNode, wire: Wire) -> None:
     configure(node, "orders", TopicConfig(3, 3))
     queues = wire.ask_ok("QueryRoute", route("orders")).message_queues
     assert [queue.id for queue in queues] == [0, 1, 2]
     for queue in queues:
         assert queue.topic.name == "orders" and queue.permission == d.Permission.READ_WRITE
-        assert queue.broker.endpoints == DIALLED and queue.broker.name == node.settings.broker_name
+        assert queue.broker.endpoints == CLIENT_ENDPOINTS and queue.broker.name == node.settings.broker_name
         assert set(queue.accept_message_types) == {1, 2, 3, 4, 6}  # lite topics are refused
 
 
-def test_queues_may_be_for_reading_or_writing_alone(node: RunningNode, wire: Wire) -> None:
+def test_the_permission_of_a_queue_follows_from_topic_and_counts(node: RunningNode, wire: Wire) -> None:
     configure(node, "orders", TopicConfig(3, 1))
-    found = [queue.permission for queue in wire.ask_ok("QueryRoute", route("orders")).message_queues]
-    assert found == [d.Permission.READ_WRITE, d.Permission.READ, d.Permission.READ]
+    permissions = [queue.permission for queue in wire.ask_ok("QueryRoute", route("orders")).message_queues]
+    assert permissions == [d.Permission.READ_WRITE, d.Permission.READ, d.Permission.READ]
     configure(node, "read", TopicConfig(1, 1, perm=READ))
     configure(node, "write", TopicConfig(1, 1, perm=WRITE))
     assert wire.ask_ok("QueryRoute", route("read")).message_queues[0].permission == d.Permission.READ
     assert wire.ask_ok("QueryRoute", route("write")).message_queues[0].permission == d.Permission.WRITE
 
 
-def test_a_topic_has_a_route_before_its_first_message(node: RunningNode, wire: Wire) -> None:
+def test_an_auto_created_topic_has_a_route_before_its_first_message(node: RunningNode, wire: Wire) -> None:
     queues = wire.ask_ok("QueryRoute", route("new")).message_queues
     assert len(queues) == node.settings.queues_per_topic
-    assert "new" not in node.broker.topics()  # asking makes nothing
+    assert "new" not in node.broker.topics()  # a query does not create it
 
 
-def test_where_topics_are_made_by_operators_a_client_is_told_so(tmp_path: Path) -> None:
+def test_without_auto_creation_an_unknown_topic_has_no_route(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", auto_create_topics=False) as node, Wire.to(node) as wire:
         for name, request in (("QueryRoute", route("new")), ("QueryAssignment", assignment("new"))):
             status = wire.ask(name, request).status
@@ -77,12 +77,12 @@ def test_where_topics_are_made_by_operators_a_client_is_told_so(tmp_path: Path) 
             assert "No topic route info in name server for the topic: new" in status.message
 
 
-def test_consumers_read_from_any_queue_and_in_order_from_each(node: RunningNode, wire: Wire) -> None:
+def test_an_assignment_is_any_queue_or_in_order_each_queue(node: RunningNode, wire: Wire) -> None:
     configure(node, "orders", TopicConfig(3, 3))
 
     def queues(group: str) -> list[int]:
-        found = wire.ask_ok("QueryAssignment", assignment("orders", group)).assignments
-        return [each.message_queue.id for each in found]
+        assignments = wire.ask_ok("QueryAssignment", assignment("orders", group)).assignments
+        return [each.message_queue.id for each in assignments]
 
     async def in_order() -> None:
         node.broker.tables.groups.update(SubscriptionGroup("line", consume_message_orderly=True))
@@ -94,14 +94,14 @@ def test_consumers_read_from_any_queue_and_in_order_from_each(node: RunningNode,
     assert queues("g") == []
 
 
-def test_names_are_checked(wire: Wire) -> None:
+def test_invalid_names_are_refused(wire: Wire) -> None:
     assert wire.ask("QueryRoute", route("no/name")).status.code == d.Code.ILLEGAL_TOPIC
     assert wire.ask("QueryRoute", s.QueryRouteRequest()).status.code == d.Code.ILLEGAL_TOPIC
-    found = wire.ask("QueryAssignment", assignment("t", "no name")).status
-    assert found.code == d.Code.ILLEGAL_CONSUMER_GROUP
+    status = wire.ask("QueryAssignment", assignment("t", "no name")).status
+    assert status.code == d.Code.ILLEGAL_CONSUMER_GROUP
 
 
-# ---- the address that is told -----------------------------------------------------------------------------
+# ---- the advertised address -------------------------------------------------------------------------------
 
 
 def context_of(world: World) -> GrpcContext:
@@ -116,49 +116,49 @@ def context_of(world: World) -> GrpcContext:
         ("broker.shop", AddressScheme.DOMAIN_NAME),
     ],
 )
-def test_a_name_is_told_with_its_kind(host: str, scheme: AddressScheme) -> None:
-    found = endpoints(host, 8081)
-    assert found.scheme == scheme
-    assert [(each.host, each.port) for each in found.addresses] == [(host, 8081)]
+def test_endpoints_have_the_scheme_of_their_host(host: str, scheme: AddressScheme) -> None:
+    result = endpoints(host, 8081)
+    assert result.scheme == scheme
+    assert [(each.host, each.port) for each in result.addresses] == [(host, 8081)]
 
 
 @on_node()
-async def test_without_a_name_of_ours_clients_go_on_with_what_they_have_dialled(world: World) -> None:
+async def test_without_advertise_the_client_s_address_is_returned(world: World) -> None:
     context = context_of(world)
-    assert told_endpoints(context, DIALLED) == DIALLED
-    assert told_endpoints(context, endpoints("", 0).__class__()) == endpoints("127.0.0.1", 8081)
+    assert advertised_endpoints(context, CLIENT_ENDPOINTS) == CLIENT_ENDPOINTS
+    assert advertised_endpoints(context, endpoints("", 0).__class__()) == endpoints("127.0.0.1", 8081)
 
 
 @on_node(advertise="broker.shop:10911")
-async def test_a_name_of_ours_counts_without_the_other_ports_number(world: World) -> None:
-    assert told_endpoints(context_of(world), DIALLED) == endpoints("broker.shop", 8081)
+async def test_an_advertised_host_is_returned_with_the_grpc_port(world: World) -> None:
+    assert advertised_endpoints(context_of(world), CLIENT_ENDPOINTS) == endpoints("broker.shop", 8081)
 
 
 @on_node(advertise="[2001:db8::1]:10911")
-async def test_an_ipv6_address_may_have_brackets(world: World) -> None:
-    assert told_endpoints(context_of(world), DIALLED) == endpoints("2001:db8::1", 8081)
+async def test_an_advertised_ipv6_address_can_have_brackets(world: World) -> None:
+    assert advertised_endpoints(context_of(world), CLIENT_ENDPOINTS) == endpoints("2001:db8::1", 8081)
 
 
 @on_node(advertise="2001:db8::1")
-async def test_an_ipv6_address_without_brackets_has_no_port(world: World) -> None:
-    assert told_endpoints(context_of(world), DIALLED) == endpoints("2001:db8::1", 8081)
+async def test_an_advertised_ipv6_address_without_brackets_is_accepted(world: World) -> None:
+    assert advertised_endpoints(context_of(world), CLIENT_ENDPOINTS) == endpoints("2001:db8::1", 8081)
 
 
 # ---- several groups ---------------------------------------------------------------------------------------
 
 
-async def places(world: World, request: Any) -> list[tuple[str, int, Any]]:
-    """Return the queues that a client is told: broker, queue, address."""
+async def queues_for_client(world: World, request: Any) -> list[tuple[str, int, Any]]:
+    """Make a call, and return (broker, queue, address) of each queue in the response."""
     handlers = Routes(context_of(world)).handlers
     if isinstance(request, s.QueryRouteRequest):
         queues = (await handlers["QueryRoute"](Call({}), request)).message_queues
     else:
-        found = await handlers["QueryAssignment"](Call({}), request)
-        queues = [each.message_queue for each in found.assignments]
+        response = await handlers["QueryAssignment"](Call({}), request)
+        queues = [each.message_queue for each in response.assignments]
     return [(queue.broker.name, queue.id, queue.broker.endpoints.addresses[0].host) for queue in queues]
 
 
-OWN = DIALLED.addresses[0].host
+OWN_HOST = CLIENT_ENDPOINTS.addresses[0].host
 
 
 @in_two_groups
@@ -167,19 +167,24 @@ async def test_a_route_has_the_queues_of_every_group_that_has_the_topic(
 ) -> None:
     await one.create_topic("orders", 1)
     await two.create_topic("orders", 2)
-    there = [("g2", 0, "g2.example"), ("g2", 1, "g2.example")]
-    assert await places(one, route("orders")) == [("g1", 0, OWN), *there]
-    assert await places(one, assignment("orders")) == [("g1", -1, OWN), ("g2", -1, "g2.example")]
+    queues_of_g2 = [("g2", 0, "g2.example"), ("g2", 1, "g2.example")]
+    assert await queues_for_client(one, route("orders")) == [("g1", 0, OWN_HOST), *queues_of_g2]
+    assert await queues_for_client(one, assignment("orders")) == [
+        ("g1", -1, OWN_HOST),
+        ("g2", -1, "g2.example"),
+    ]
     line = SubscriptionGroup("line", consume_message_orderly=True)
     for world in (one, two):
         world.broker.tables.groups.update(line)
-    assert await places(one, assignment("orders", "line")) == [("g1", 0, OWN), *there]
+    assert await queues_for_client(one, assignment("orders", "line")) == [("g1", 0, OWN_HOST), *queues_of_g2]
     neighbours.silent.add("g2")
-    assert await places(one, route("orders")) == [("g1", 0, OWN)], "until it answers again"
+    assert await queues_for_client(one, route("orders")) == [("g1", 0, OWN_HOST)], (
+        "the silent group is left out"
+    )
 
 
 @in_two_groups
-async def test_a_topic_of_another_group_alone_has_its_route_there(
+async def test_the_route_of_another_group_s_topic_leads_to_that_group(
     neighbours: Neighbours, one: InGroup, two: InGroup
 ) -> None:
     config = TopicConfig(1, 1, attributes={"message.type": "DELAY"})
@@ -187,16 +192,18 @@ async def test_a_topic_of_another_group_alone_has_its_route_there(
     request = route("orders")
     (queue,) = (await Routes(context_of(one)).handlers["QueryRoute"](Call({}), request)).message_queues
     assert queue.broker.name == "g2" and list(queue.accept_message_types) == [d.MessageType.DELAY]
-    assert [name for name, _, _ in await places(one, route("new"))] == ["g1", "g1"], "made in one group"
+    assert [name for name, _, _ in await queues_for_client(one, route("new"))] == ["g1", "g1"], (
+        "one group will create it"
+    )
 
 
-def test_a_topic_that_a_silent_group_may_have_is_not_said_to_be_missing() -> None:
-    async def life() -> None:
+def test_a_topic_that_a_silent_group_may_have_is_unavailable() -> None:
+    async def check() -> None:
         async with groups_of("g1", "g2", auto_create_topics=False) as (neighbours, worlds):
             with pytest.raises(Refused):
-                await places(worlds["g1"], route("orders"))
+                await queues_for_client(worlds["g1"], route("orders"))
             neighbours.silent.add("g2")
             with pytest.raises(Unavailable):
-                await places(worlds["g1"], route("orders"))
+                await queues_for_client(worlds["g1"], route("orders"))
 
-    run(life())
+    run(check())

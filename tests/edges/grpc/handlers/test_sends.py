@@ -1,4 +1,4 @@
-"""SendMessage over a real connection: what is answered, what is kept, and who is harmed by a bad one."""
+"""SendMessage over a real connection: responses, stored rows, and refusals that do not affect other messages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from timeball.model.message import Kind, decode_properties
 Code, Type = d.Code, d.MessageType
 
 
-def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, wire: Wire) -> None:
-    given = message(
+def test_a_message_is_stored_as_sent_and_answered_with_its_id(node: RunningNode, wire: Wire) -> None:
+    sent_message = message(
         tag="A", keys=["k1", "k2"], born_host="10.1.2.3", trace_context="00-ab-cd-01", properties={"who": "Ada"},
         body_digest=d.Digest(type=d.DigestType.CRC32, checksum=f"{crc32(b'body'):08X}"),
     )  # fmt: skip
-    [entry] = sent(wire, given)
+    [entry] = sent(wire, sent_message)
     [row] = rows(node)
-    assert entry.message_id == given.system_properties.message_id == row["unique_key"]
+    assert entry.message_id == sent_message.system_properties.message_id == row["unique_key"]
     assert (entry.offset, entry.transaction_id, entry.recall_handle) == (0, entry.message_id, "")
     assert (row["tag"], row["keys"], row["body"], row["sys_flag"]) == ("A", "k1 k2", b"body", 0)
     assert (row["born_ms"], row["born_host"], row["due_ms"]) == (BORN_MS, "10.1.2.3", None)
@@ -41,40 +41,38 @@ def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, wi
     }  # fmt: skip
 
 
-def test_where_it_comes_from_when_it_does_not_say(node: RunningNode, wire: Wire) -> None:
+def test_a_message_without_born_host_gets_the_peer_s_address(node: RunningNode, wire: Wire) -> None:
     sent(wire, message())
     assert rows(node)[0]["born_host"] == "127.0.0.1"
 
 
-def test_a_namespace_is_part_of_the_topics_name(node: RunningNode, wire: Wire) -> None:
+def test_a_namespace_becomes_a_part_of_the_topic_s_name(node: RunningNode, wire: Wire) -> None:
     sent(wire, message(namespace="shop"))
     assert len(rows(node, "shop%orders")) == 1
 
 
-def test_messages_of_one_call_go_round_the_queues_and_are_answered_in_order(
-    node: RunningNode, wire: Wire
-) -> None:
-    given = [message(b"%d" % n) for n in range(20)]
-    entries = sent(wire, *given)
-    assert [e.message_id for e in entries] == [m.system_properties.message_id for m in given]
+def test_messages_of_one_call_use_all_queues_and_are_answered_in_order(node: RunningNode, wire: Wire) -> None:
+    messages = [message(b"%d" % n) for n in range(20)]
+    entries = sent(wire, *messages)
+    assert [e.message_id for e in entries] == [m.system_properties.message_id for m in messages]
     by_id = {row["unique_key"]: row for row in rows(node)}
     assert [by_id[e.message_id]["queue_offset"] for e in entries] == [e.offset for e in entries]
     assert len({row["queue_id"] for row in by_id.values()}) == node.settings.queues_per_topic
     seqs = [by_id[e.message_id]["seq"] for e in entries]
-    assert seqs == list(range(seqs[0], seqs[0] + 20)), "one piece of the log"
+    assert seqs == list(range(seqs[0], seqs[0] + 20)), "the messages are neighbours in the log"
 
 
-def test_delayed_messages_of_one_call_are_taken_together(node: RunningNode, wire: Wire) -> None:
-    """RocketMQ 5.5.0 answers two of them by INTERNAL_SERVER_ERROR."""
+def test_several_delayed_messages_in_one_call_are_accepted(node: RunningNode, wire: Wire) -> None:
+    """RocketMQ 5.5.0 answers such a call with INTERNAL_SERVER_ERROR."""
     due_ms = node.broker.clock.now_ms() + 3_600_000
     one, other = sent(wire, message(b"1", due_ms=due_ms), message(b"2", due_ms=due_ms + 1))
     assert one.recall_handle and other.recall_handle and one.recall_handle != other.recall_handle
     with Timeball(node.endpoint) as ball:
         pending = [ball.get(entry.message_id) for entry in (one, other)]
-    assert [found.due_ms - due_ms for found in pending] == [0, 1]
+    assert [scheduled.due_ms - due_ms for scheduled in pending] == [0, 1]
 
 
-def test_a_compressed_body_is_kept_as_it_is(node: RunningNode, wire: Wire) -> None:
+def test_a_compressed_body_is_stored_unchanged(node: RunningNode, wire: Wire) -> None:
     sent(wire, message(b"\x1f\x8b...", body_encoding=d.Encoding.GZIP))
     assert (rows(node)[0]["body"], rows(node)[0]["sys_flag"]) == (b"\x1f\x8b...", 1)
 
@@ -82,21 +80,23 @@ def test_a_compressed_body_is_kept_as_it_is(node: RunningNode, wire: Wire) -> No
 # ---- FIFO ---------------------------------------------------------------------------------------------------
 
 
-def test_a_message_group_has_one_queue_whoever_sends(node: RunningNode) -> None:
+def test_a_message_group_has_the_same_queue_for_all_clients(node: RunningNode) -> None:
     groups = [f"customer-{n}" for n in range(40)]
     for client in ("one", "two"):
         with Wire.to(node, client) as wire:
             for group in groups:
                 sent(wire, message(group.encode(), message_type=Type.FIFO, message_group=group))
-    found: dict[bytes, set[int]] = {}
+    queues_by_group: dict[bytes, set[int]] = {}
     for row in rows(node):
-        found.setdefault(row["body"], set()).add(row["queue_id"])
+        queues_by_group.setdefault(row["body"], set()).add(row["queue_id"])
         assert decode_properties(row["properties"])["__SHARDINGKEY"] == row["body"].decode()
-    assert len(found) == 40 and all(len(queues) == 1 for queues in found.values())
-    assert len(set.union(*found.values())) == node.settings.queues_per_topic, "and they share all of them"
+    assert len(queues_by_group) == 40 and all(len(queues) == 1 for queues in queues_by_group.values())
+    assert len(set.union(*queues_by_group.values())) == node.settings.queues_per_topic, (
+        "the groups use all queues"
+    )
 
 
-def test_a_group_stays_within_the_queues_that_are_written_to(node: RunningNode, wire: Wire) -> None:
+def test_message_groups_use_only_writable_queues(node: RunningNode, wire: Wire) -> None:
     node.broker.tables.topics.configure("orders", TopicConfig(8, 2))
     for n in range(30):
         sent(wire, message(message_type=Type.FIFO, message_group=f"g{n}"))
@@ -106,7 +106,7 @@ def test_a_group_stays_within_the_queues_that_are_written_to(node: RunningNode, 
 # ---- delays -------------------------------------------------------------------------------------------------
 
 
-def test_a_delayed_message_is_a_scheduled_message_to_the_millisecond(tmp_path: Path) -> None:
+def test_a_delayed_message_is_delivered_at_its_due_millisecond(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         due_ms = clock.wall_ms() + 5_077
@@ -117,36 +117,38 @@ def test_a_delayed_message_is_a_scheduled_message_to_the_millisecond(tmp_path: P
         clock.advance(5_076)
         assert node.broker.queues("orders")[0] == (0, 0)
         clock.advance(1)
-        eventually(lambda: rows(node), "the release")
+        eventually(lambda: rows(node), "the message is delivered")
         [row] = rows(node)
         assert (row["kind"], row["due_ms"]) == (Kind.RELEASE, due_ms)
         assert decode_properties(row["properties"])["TIMER_DELIVER_MS"] == str(due_ms)
 
 
-def test_a_fraction_of_a_millisecond_is_not_early(node: RunningNode, wire: Wire) -> None:
-    given = message(message_type=Type.DELAY)
+def test_a_fraction_of_a_millisecond_is_rounded_up(node: RunningNode, wire: Wire) -> None:
+    sent_message = message(message_type=Type.DELAY)
     at_s = node.broker.status()["now_ms"] // 1_000 + 600  # type: ignore[operator]
-    given.system_properties.delivery_timestamp.seconds = at_s
-    given.system_properties.delivery_timestamp.nanos = 7_000_001
-    [entry] = sent(wire, given)
+    sent_message.system_properties.delivery_timestamp.seconds = at_s
+    sent_message.system_properties.delivery_timestamp.nanos = 7_000_001
+    [entry] = sent(wire, sent_message)
     assert decode_handle(entry.recall_handle).timestamp_ms == at_s * 1_000 + 8
 
 
 @pytest.mark.parametrize("due_ms", [0, 1, -62_135_596_800_000, 1_500_000_000_000])
-def test_what_is_due_already_is_delivered_at_once(node: RunningNode, wire: Wire, due_ms: int) -> None:
+def test_a_message_that_is_due_already_is_delivered_at_once(
+    node: RunningNode, wire: Wire, due_ms: int
+) -> None:
     [entry] = sent(wire, message(due_ms=due_ms))
     assert (entry.recall_handle == "") == (due_ms <= 0)
-    eventually(lambda: len(rows(node)) == 1, "it is delivered")
+    eventually(lambda: len(rows(node)) == 1, "the message is delivered")
 
 
-def test_the_answer_has_what_clients_of_rocketmqs_proxy_read(wire: Wire) -> None:
+def test_the_answer_has_the_fields_of_rocketmq_s_proxy(wire: Wire) -> None:
     response = wire.ask("SendMessage", send_request(message(message_id="id-1")))
     assert (response.status.code, response.status.message) == (Code.OK, "OK")
     [entry] = response.entries
     assert (entry.status.message, entry.message_id, entry.transaction_id) == ("OK", "id-1", "id-1")
 
 
-def test_delays_reach_ten_years_and_no_further(tmp_path: Path) -> None:
+def test_a_delay_of_more_than_ten_years_is_refused(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         sent(wire, message(due_ms=clock.wall_ms() + limits.DELAY_MS_MAX))
@@ -155,7 +157,7 @@ def test_delays_reach_ten_years_and_no_further(tmp_path: Path) -> None:
     assert str(limits.DELAY_MS_MAX) in sentence and "3653 days" in sentence
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------
+# ---- refused messages -----------------------------------------------------------------------------------------
 
 LONG = "é" * 128  # 256 bytes
 REFUSED: list[tuple[dict[str, Any], int]] = [
@@ -213,16 +215,18 @@ REFUSED: list[tuple[dict[str, Any], int]] = [
 ]  # fmt: skip
 
 
-def test_each_bad_message_has_its_code_and_harms_nobody(node: RunningNode, wire: Wire) -> None:
+def test_an_invalid_message_is_refused_with_its_code(node: RunningNode, wire: Wire) -> None:
     for fields, code in REFUSED:
-        found, sentence = refused(wire, message(**fields))
-        assert (d.Code.Name(found), fields) == (d.Code.Name(code), fields), sentence
+        actual_code, sentence = refused(wire, message(**fields))
+        assert (d.Code.Name(actual_code), fields) == (d.Code.Name(code), fields), sentence
     sent(wire, message())
     assert len(rows(node)) == 1
-    assert [name for name in node.broker.topics() if name != "orders"] == [], "no topic was made for them"
+    assert [name for name in node.broker.topics() if name != "orders"] == [], (
+        "refused messages create no topic"
+    )
 
 
-def test_bad_and_good_ones_at_the_same_time(node: RunningNode, wire: Wire) -> None:
+def test_concurrent_valid_and_invalid_messages_get_their_own_answers(node: RunningNode, wire: Wire) -> None:
     good = [wire.later("SendMessage", send_request(message(b"%d" % n))) for n in range(200)]
     calls = [(wire.later("SendMessage", send_request(message(**fields))), code) for fields, code in REFUSED]
     good += [wire.later("SendMessage", send_request(message(b"%d" % n))) for n in range(200, 400)]
@@ -231,7 +235,7 @@ def test_bad_and_good_ones_at_the_same_time(node: RunningNode, wire: Wire) -> No
     assert {row["body"] for row in rows(node)} == {b"%d" % n for n in range(400)}
 
 
-def test_one_bad_message_refuses_its_call_whole(node: RunningNode, wire: Wire) -> None:
+def test_one_invalid_message_refuses_the_whole_call(node: RunningNode, wire: Wire) -> None:
     code, _ = refused(wire, message(), message(tag="a|b"), message())
     assert code == Code.ILLEGAL_MESSAGE_TAG
     assert refused(wire, message(), message(topic="others"))[0] == Code.BAD_REQUEST
@@ -242,8 +246,8 @@ def test_one_bad_message_refuses_its_call_whole(node: RunningNode, wire: Wire) -
     assert len(sent(wire, *(message() for _ in range(MESSAGES_MAX)))) == MESSAGES_MAX
 
 
-def test_more_than_a_call_may_have(wire: Wire) -> None:
-    """Refused by HTTP/2's side, before it is decoded; the connection lives."""
+def test_a_too_large_request_is_refused_before_it_is_decoded(wire: Wire) -> None:
+    """The HTTP/2 layer refuses the request before it is decoded, and the connection continues."""
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
         wire.ask("SendMessage", send_request(message(b"x" * (5 * 1024 * 1024))))
     sent(wire, message())
@@ -253,24 +257,26 @@ CRC = crc32(b"body")
 
 
 @pytest.mark.parametrize(
-    ("kind", "right"),
+    ("digest_type", "checksum"),
     [
         ("CRC32", f"{CRC:08X}"),
         ("CRC32", f"{CRC:x}"),
         ("CRC32", f"00{CRC:X}"),
-        ("CRC32", str(CRC)),  # in decimal, as Node's client has it
+        ("CRC32", str(CRC)),  # in decimal, as RocketMQ's Node client writes it
         ("MD5", hashlib.md5(b"body").hexdigest().upper()),
         ("SHA1", hashlib.sha1(b"body").hexdigest()),
     ],
 )
-def test_a_right_digest_in_every_clients_spelling(wire: Wire, kind: str, right: str) -> None:
-    sent(wire, message(body_digest=d.Digest(type=kind, checksum=right)))
+def test_a_correct_digest_in_the_form_of_any_client_is_accepted(
+    wire: Wire, digest_type: str, checksum: str
+) -> None:
+    sent(wire, message(body_digest=d.Digest(type=digest_type, checksum=checksum)))
 
 
 # ---- topics ---------------------------------------------------------------------------------------------------
 
 
-def test_topics_that_are_not_made_on_first_use(tmp_path: Path) -> None:
+def test_without_auto_creation_a_send_to_an_unknown_topic_is_refused(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", auto_create_topics=False) as node, Wire.to(node) as wire:
         assert refused(wire, message())[0] == Code.TOPIC_NOT_FOUND
         node.run(node.broker.create_topic("orders", 1))
@@ -278,7 +284,7 @@ def test_topics_that_are_not_made_on_first_use(tmp_path: Path) -> None:
         assert len(rows(node)) == 1
 
 
-def test_no_topic_is_made_for_a_message_that_is_refused(node: RunningNode, wire: Wire) -> None:
+def test_only_an_accepted_message_creates_its_topic(node: RunningNode, wire: Wire) -> None:
     before = node.broker.topics()
     for n, (fields, _) in enumerate(REFUSED):
         refused(wire, message(**{"topic": f"topic-{n}", **fields}))
@@ -291,7 +297,7 @@ def test_no_topic_is_made_for_a_message_that_is_refused(node: RunningNode, wire:
         assert node.broker.topics()[f"new-{n}"] == {"queues": node.settings.queues_per_topic}
 
 
-def test_a_topics_permissions_count_from_the_next_message_on(node: RunningNode, wire: Wire) -> None:
+def test_changed_permissions_of_a_topic_apply_to_the_next_message(node: RunningNode, wire: Wire) -> None:
     sent(wire, message())
     node.broker.tables.topics.configure("orders", TopicConfig(perm=4))
     assert refused(wire, message())[0] == Code.FORBIDDEN
@@ -299,7 +305,7 @@ def test_a_topics_permissions_count_from_the_next_message_on(node: RunningNode, 
     sent(wire, message())
 
 
-OF_TYPE: dict[int, dict[str, Any]] = {
+FIELDS_OF_TYPE: dict[int, dict[str, Any]] = {
     Type.NORMAL: {},
     Type.FIFO: {"message_group": "g"},
     Type.DELAY: {"due_ms": 1},
@@ -308,28 +314,28 @@ OF_TYPE: dict[int, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ["NORMAL", "FIFO", "DELAY", "TRANSACTION", "MIXED", "UNSPECIFIED", ""])
-def test_a_topic_takes_messages_of_its_type(tmp_path: Path, name: str) -> None:
+def test_a_topic_accepts_messages_of_its_type(tmp_path: Path, name: str) -> None:
     attributes = {"message.type": name} if name else {}
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         node.broker.tables.topics.configure("orders", TopicConfig(attributes=attributes))
-        for kind, fields in OF_TYPE.items():
-            given = message(**{"message_type": kind, **fields})
-            if name in ("MIXED", "UNSPECIFIED", "", Type.Name(kind)):
-                sent(wire, given)
+        for message_type, fields in FIELDS_OF_TYPE.items():
+            sent_message = message(**{"message_type": message_type, **fields})
+            if name in ("MIXED", "UNSPECIFIED", "", Type.Name(message_type)):
+                sent(wire, sent_message)
                 continue
-            code, sentence = refused(wire, given)
+            code, sentence = refused(wire, sent_message)
             assert code == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
             assert name in sentence and "--no-check-message-types" in sentence
 
 
-def test_types_need_not_be_checked(tmp_path: Path) -> None:
+def test_without_type_checks_a_topic_accepts_all_types(tmp_path: Path) -> None:
     with running_node(tmp_path / "data", check_message_types=False) as node, Wire.to(node) as wire:
         node.broker.tables.topics.configure("orders", TopicConfig(attributes={"message.type": "NORMAL"}))
-        for kind, fields in OF_TYPE.items():
-            sent(wire, message(**{"message_type": kind, **fields}))
+        for message_type, fields in FIELDS_OF_TYPE.items():
+            sent(wire, message(**{"message_type": message_type, **fields}))
 
 
-def test_a_client_that_says_no_type_gets_the_one_of_its_fields(node: RunningNode, wire: Wire) -> None:
+def test_an_unspecified_type_is_derived_from_the_fields(node: RunningNode, wire: Wire) -> None:
     node.broker.tables.topics.configure("fifo", TopicConfig(attributes={"message.type": "FIFO"}))
     sent(wire, message(topic="fifo", message_type=0, message_group="g"))
     assert refused(wire, message(topic="fifo", message_type=0))[0] == Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE
@@ -338,23 +344,25 @@ def test_a_client_that_says_no_type_gets_the_one_of_its_fields(node: RunningNode
 # ---- many at a time -------------------------------------------------------------------------------------------
 
 
-def test_many_clients_at_a_time_get_their_own_answers(node: RunningNode) -> None:
+def test_concurrent_clients_get_their_own_answers(node: RunningNode) -> None:
     def produce(client: int) -> dict[str, bytes]:
         with Wire.to(node, f"client-{client}") as wire:
-            given = [message(b"%d/%d" % (client, n)) for n in range(100)]
-            calls = [wire.later("SendMessage", send_request(each)) for each in given]
+            messages = [message(b"%d/%d" % (client, n)) for n in range(100)]
+            calls = [wire.later("SendMessage", send_request(each)) for each in messages]
             answers = [call.result() for call in calls]
         assert {a.status.code for a in answers} == {Code.OK}
-        assert [a.entries[0].message_id for a in answers] == [m.system_properties.message_id for m in given]
-        return {m.system_properties.message_id: m.body for m in given}
+        assert [a.entries[0].message_id for a in answers] == [
+            m.system_properties.message_id for m in messages
+        ]
+        return {m.system_properties.message_id: m.body for m in messages}
 
     with ThreadPoolExecutor(8) as pool:
-        wanted = {id_: body for part in pool.map(produce, range(8)) for id_, body in part.items()}
-    assert {row["unique_key"]: row["body"] for row in rows(node)} == wanted
+        expected = {id_: body for part in pool.map(produce, range(8)) for id_, body in part.items()}
+    assert {row["unique_key"]: row["body"] for row in rows(node)} == expected
     assert node.broker.status()["log"]["commits"] < 800, "calls share commits"  # type: ignore[index]
 
 
-def test_what_was_acknowledged_outlives_the_broker(tmp_path: Path) -> None:
+def test_acknowledged_messages_are_there_after_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         ids = [sent(wire, message())[0].message_id for _ in range(5)]
     with running_node(tmp_path / "data") as node:

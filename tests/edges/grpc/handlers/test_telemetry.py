@@ -1,4 +1,4 @@
-"""How a client makes itself known, over the wire."""
+"""Telemetry, Heartbeat and NotifyClientTermination: sessions begin and end, and settings are completed."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings,
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
-from timeball.edges.grpc.handlers.telemetry import answered, attempts_max, duration
+from timeball.edges.grpc.handlers.telemetry import attempts_max, complete_settings, duration
 from timeball.edges.grpc.session import Client
 from timeball.model import limits
 
 
-def known(node: RunningNode, name: str) -> Client | None:
+def session_of(node: RunningNode, name: str) -> Client | None:
     assert node.node.edges is not None
     return node.node.edges.grpc.context.sessions.get(name)
 
 
-def test_settings_are_answered_first(node: RunningNode, wire: Wire) -> None:
+def test_the_first_message_on_a_stream_answers_the_settings(node: RunningNode, wire: Wire) -> None:
     stream = wire.telemetry()
     stream.send(s.TelemetryCommand(settings=producer_settings("orders")))
     answer = next(stream)
     assert answer.status.code == d.Code.OK
     assert answer.settings.publishing.max_body_size > 0
-    client = known(node, "client-1")
+    client = session_of(node, "client-1")
     assert client is not None and len(client.streams) == 1 and not client.is_consumer
 
 
-def test_settings_may_be_sent_again(node: RunningNode, wire: Wire) -> None:
+def test_settings_sent_again_replace_the_earlier_ones(node: RunningNode, wire: Wire) -> None:
     stream = wire.telemetry(consumer_settings("g"))
     stream.send(s.TelemetryCommand(settings=consumer_settings("h")))
     assert next(stream).settings.subscription.group.name == "h"
-    client = known(node, "client-1")
+    client = session_of(node, "client-1")
     assert client is not None and len(client.streams) == 1
 
 
-def test_what_is_no_settings_is_let_pass(wire: Wire) -> None:
+def test_commands_other_than_settings_are_ignored(wire: Wire) -> None:
     stream = wire.telemetry()
     stream.send(s.TelemetryCommand(thread_stack_trace=s.ThreadStackTrace(nonce="1")))
     stream.send(s.TelemetryCommand())
@@ -45,17 +45,19 @@ def test_what_is_no_settings_is_let_pass(wire: Wire) -> None:
     assert next(stream).settings.subscription.group.name == "g"
 
 
-def test_a_stream_ends_when_its_client_ends_it(node: RunningNode, wire: Wire) -> None:
+def test_a_stream_that_its_client_ends_is_ended(node: RunningNode, wire: Wire) -> None:
     stream = wire.telemetry(consumer_settings("g"))
     stream.end()
     assert list(stream) == []
-    client = known(node, "client-1")
-    assert client is not None and client.streams == []  # it may come again
+    client = session_of(node, "client-1")
+    assert (
+        client is not None and client.streams == []
+    )  # the session continues, so the client can open another
 
 
-def test_a_client_that_is_cut_off_has_no_stream(node: RunningNode, wire: Wire) -> None:
+def test_a_cancelled_stream_is_removed_from_its_session(node: RunningNode, wire: Wire) -> None:
     wire.telemetry(consumer_settings("g")).cut()
-    client = known(node, "client-1")
+    client = session_of(node, "client-1")
     assert client is not None
     eventually(lambda: not client.streams, "its stream is closed")
 
@@ -69,7 +71,7 @@ def test_a_client_that_is_cut_off_has_no_stream(node: RunningNode, wire: Wire) -
         (producer_settings("no/topic"), d.Code.ILLEGAL_TOPIC),
     ],
 )
-def test_bad_settings_are_refused_in_words(wire: Wire, settings: d.Settings, code: int) -> None:
+def test_invalid_settings_are_refused_with_code_and_text(wire: Wire, settings: d.Settings, code: int) -> None:
     stream = wire.telemetry()
     stream.send(s.TelemetryCommand(settings=settings))
     answer = next(stream)
@@ -77,7 +79,7 @@ def test_bad_settings_are_refused_in_words(wire: Wire, settings: d.Settings, cod
     assert list(stream) == []
 
 
-def test_a_client_without_a_name_is_refused(node: RunningNode) -> None:
+def test_a_client_without_an_id_is_refused(node: RunningNode) -> None:
     with Wire.to(node, client_id="") as wire:
         stream = wire.telemetry()
         stream.send(s.TelemetryCommand(settings=consumer_settings("g")))
@@ -85,57 +87,59 @@ def test_a_client_without_a_name_is_refused(node: RunningNode) -> None:
         assert wire.ask("Heartbeat", s.HeartbeatRequest()).status.code == d.Code.CLIENT_ID_REQUIRED
 
 
-def test_heartbeats_count_once_there_are_settings(node: RunningNode, wire: Wire) -> None:
+def test_a_heartbeat_is_refused_before_the_first_settings(node: RunningNode, wire: Wire) -> None:
     beat = s.HeartbeatRequest(group=d.Resource(name="g"), client_type=d.ClientType.SIMPLE_CONSUMER)
     assert wire.ask("Heartbeat", beat).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
     wire.telemetry(consumer_settings("g"))
     wire.ask_ok("Heartbeat", beat)
 
 
-def test_a_good_bye_is_the_end(node: RunningNode, wire: Wire) -> None:
+def test_notify_client_termination_ends_the_session(node: RunningNode, wire: Wire) -> None:
     wire.telemetry(consumer_settings("g"))
     wire.ask_ok("NotifyClientTermination", s.NotifyClientTerminationRequest(group=d.Resource(name="g")))
-    assert known(node, "client-1") is None
-    wire.ask_ok("NotifyClientTermination", s.NotifyClientTerminationRequest())  # again: nothing to do
+    assert session_of(node, "client-1") is None
+    wire.ask_ok(
+        "NotifyClientTermination", s.NotifyClientTerminationRequest()
+    )  # a second time it has no effect
     assert wire.ask("Heartbeat", s.HeartbeatRequest()).status.code == d.Code.UNRECOGNIZED_CLIENT_TYPE
 
 
-def test_two_clients_are_two(node: RunningNode, wire: Wire) -> None:
+def test_the_end_of_one_client_does_not_affect_another(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node, "client-2") as other:
         wire.telemetry(consumer_settings("g"))
         other.telemetry(consumer_settings("g"))
         other.ask_ok("NotifyClientTermination", s.NotifyClientTerminationRequest())
-        assert known(node, "client-1") is not None and known(node, "client-2") is None
+        assert session_of(node, "client-1") is not None and session_of(node, "client-2") is None
 
 
 @given(st.integers(0, limits.DELAY_MS_MAX))
-def test_durations_come_back(ms: int) -> None:
+def test_a_duration_keeps_its_milliseconds(ms: int) -> None:
     assert duration(ms).ToMilliseconds() == ms
 
 
-def test_a_producer_hears_how_large_a_body_may_be() -> None:
-    asked = producer_settings("orders")
-    found = answered(asked, None, check_types=True)
-    assert found.publishing.max_body_size == limits.BODY_BYTES_MAX  # told 0, a client can send nothing
-    assert found.publishing.validate_message_type
-    assert list(found.publishing.topics) == list(asked.publishing.topics)
-    # The Java client takes no other for a producer.
-    assert found.backoff_policy.WhichOneof("strategy") == "exponential_backoff"
-    assert found.backoff_policy.max_attempts == 3
-    assert asked == producer_settings("orders")  # what the client said stays as it is
-    assert not answered(asked, None, check_types=False).publishing.validate_message_type
+def test_a_producer_gets_body_size_type_checks_and_retry_policy() -> None:
+    settings = producer_settings("orders")
+    completed = complete_settings(settings, None, check_types=True)
+    assert completed.publishing.max_body_size == limits.BODY_BYTES_MAX  # with 0 a client could send nothing
+    assert completed.publishing.validate_message_type
+    assert list(completed.publishing.topics) == list(settings.publishing.topics)
+    # The Java client accepts no other strategy for a producer.
+    assert completed.backoff_policy.WhichOneof("strategy") == "exponential_backoff"
+    assert completed.backoff_policy.max_attempts == 3
+    assert settings == producer_settings("orders")  # the client's settings are not changed
+    assert not complete_settings(settings, None, check_types=False).publishing.validate_message_type
 
 
 @pytest.mark.parametrize("in_order", [False, True])
-def test_a_consumer_hears_how_its_group_consumes(in_order: bool) -> None:
+def test_a_consumer_gets_the_settings_of_its_group(in_order: bool) -> None:
     group = SubscriptionGroup("g", consume_message_orderly=in_order, retry_max_times=4)
-    found = answered(consumer_settings("g"), group, check_types=True)
-    assert found.subscription.fifo == in_order
-    assert found.subscription.receive_batch_size > 0
-    assert found.subscription.long_polling_timeout.ToMilliseconds() == 20_000
-    assert found.subscription.group.name == "g"
-    assert found.backoff_policy.max_attempts == 5  # once, and four times again
-    assert found.backoff_policy.WhichOneof("strategy") is not None
+    completed = complete_settings(consumer_settings("g"), group, check_types=True)
+    assert completed.subscription.fifo == in_order
+    assert completed.subscription.receive_batch_size > 0
+    assert completed.subscription.long_polling_timeout.ToMilliseconds() == 20_000
+    assert completed.subscription.group.name == "g"
+    assert completed.backoff_policy.max_attempts == 5  # the first delivery and four retries
+    assert completed.backoff_policy.WhichOneof("strategy") is not None
 
 
 @pytest.mark.parametrize(
@@ -145,56 +149,57 @@ def test_a_consumer_hears_how_its_group_consumes(in_order: bool) -> None:
         (RetryPolicy(customized_retry_policy=CustomizedRetry([7_000, 9_000])), [7, 9, 9, 9, 9, 9, 9]),
     ],
 )
-def test_a_push_consumer_hears_the_pauses_that_rocketmqs_proxy_tells(
+def test_a_consumer_gets_the_same_pauses_as_from_rocketmq_s_proxy(
     policy: RetryPolicy, seconds: list[int]
 ) -> None:
     group = SubscriptionGroup("g", retry_max_times=6, group_retry_policy=policy)
-    told = answered(consumer_settings("g"), group, check_types=True).backoff_policy
-    assert [each.ToMilliseconds() for each in told.customized_backoff.next] == [s * 1_000 for s in seconds]
+    backoff_policy = complete_settings(consumer_settings("g"), group, check_types=True).backoff_policy
+    pauses = backoff_policy.customized_backoff.next
+    assert [each.ToMilliseconds() for each in pauses] == [s * 1_000 for s in seconds]
 
 
-def test_a_group_without_a_number_of_its_own_has_rocketmqs() -> None:
+def test_a_group_without_retry_max_times_has_rocketmq_s_number() -> None:
     assert attempts_max(SubscriptionGroup("g", retry_max_times=-1)) == 17
     assert attempts_max(SubscriptionGroup("g", retry_max_times=0)) == 1
 
 
-def test_node_is_told_a_policy_that_it_can_read() -> None:
-    """RocketMQ's Node client takes a customised policy for one attempt and no more."""
+def test_the_node_client_gets_an_exponential_policy() -> None:
+    """RocketMQ's Node client would read one attempt from a customised policy."""
     group = SubscriptionGroup("g", retry_max_times=4)
-    asked = consumer_settings("g")
-    assert answered(asked, group, check_types=True).backoff_policy.HasField("customized_backoff")
-    asked.user_agent.language = d.Language.NODE_JS
-    policy = answered(asked, group, check_types=True).backoff_policy
+    settings = consumer_settings("g")
+    assert complete_settings(settings, group, check_types=True).backoff_policy.HasField("customized_backoff")
+    settings.user_agent.language = d.Language.NODE_JS
+    policy = complete_settings(settings, group, check_types=True).backoff_policy
     assert policy.HasField("exponential_backoff") and policy.max_attempts == 5
 
 
-def test_members_with_different_topics_are_told_of(node: RunningNode, wire: Wire) -> None:
+def test_different_topics_of_members_are_reported_as_a_conflict(node: RunningNode, wire: Wire) -> None:
     stream = None
     for topics in (["a"], ["a", "b"], ["a"]):
-        said = consumer_settings("different-topics")
-        said.subscription.subscriptions.extend(
+        settings = consumer_settings("different-topics")
+        settings.subscription.subscriptions.extend(
             d.SubscriptionEntry(topic=d.Resource(name=topic)) for topic in topics
         )
-        # What another client says counts the same.
+        # Settings of the same stream count like those of another client.
         if stream is None:
-            stream = wire.telemetry(said)
+            stream = wire.telemetry(settings)
         else:
-            stream.send(s.TelemetryCommand(settings=said))
+            stream.send(s.TelemetryCommand(settings=settings))
             next(stream)
     subscriptions = node.node.broker.consuming.subscriptions
     assert [one.wanted for one in subscriptions.conflicts("different-topics")] == [["a", "a, b"]]
 
 
-def test_a_topic_is_named_with_its_namespace(node: RunningNode, wire: Wire) -> None:
-    """As by members that use remoting, which have the namespace in the name."""
-    said = consumer_settings("members")
-    said.subscription.group.resource_namespace = "shop"
-    said.subscription.subscriptions.append(
+def test_subscriptions_are_reported_with_their_namespace(node: RunningNode, wire: Wire) -> None:
+    """Members that use remoting send the namespace within the name. Both forms must be equal."""
+    settings = consumer_settings("members")
+    settings.subscription.group.resource_namespace = "shop"
+    settings.subscription.subscriptions.append(
         d.SubscriptionEntry(topic=d.Resource(name="orders", resource_namespace="shop"))
     )
     subscriptions = node.node.broker.consuming.subscriptions
     subscriptions.hear_topics("shop%members", ["shop%orders"])
-    wire.telemetry(said)
+    wire.telemetry(settings)
     subscriptions.hear_topics("shop%members", ["shop%orders"])
     assert subscriptions.conflicts("shop%members") == []
     for topic in ("shop%others", "shop%orders"):

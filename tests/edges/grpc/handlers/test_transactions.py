@@ -1,4 +1,4 @@
-"""Transactions over a real connection: half messages, their ends, and the question about what nobody ended."""
+"""Transactions over a real connection: half messages, EndTransaction, and the question about open transactions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
-from timeball.edges.grpc.handlers.transactions import SEQ_MAX, Transactions, seq_of, transaction_id
-from timeball.edges.grpc.session import COMMANDS_WAITING_MAX
+from timeball.edges.grpc.handlers.transactions import (
+    SEQ_MAX,
+    Transactions,
+    parse_transaction_id,
+    transaction_id,
+)
+from timeball.edges.grpc.session import QUEUED_COMMANDS_MAX
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 
@@ -34,22 +39,29 @@ def half(wire: Wire, body: bytes = b"pay", **fields: Any) -> s.SendResultEntry:
 
 
 def end(
-    wire: Wire, entry: s.SendResultEntry, how: int, topic: str = "orders", namespace: str = "", **fields: str
+    wire: Wire,
+    entry: s.SendResultEntry,
+    resolution: int,
+    topic: str = "orders",
+    namespace: str = "",
+    **fields: str,
 ) -> tuple[int, str]:
-    given = {"message_id": entry.message_id, "transaction_id": entry.transaction_id, **fields}
+    ids = {"message_id": entry.message_id, "transaction_id": entry.transaction_id, **fields}
     request = s.EndTransactionRequest(
-        topic=d.Resource(name=topic, resource_namespace=namespace), resolution=Resolution.Name(how), **given
+        topic=d.Resource(name=topic, resource_namespace=namespace),
+        resolution=Resolution.Name(resolution),
+        **ids,
     )
     status = wire.ask("EndTransaction", request).status
     return status.code, status.message
 
 
-def test_commit_rollback_and_neither(node: RunningNode, wire: Wire) -> None:
-    entries = [half(wire, b"%d" % how) for how in (COMMIT, ROLLBACK, UNKNOWN)]
+def test_only_a_committed_half_message_is_delivered(node: RunningNode, wire: Wire) -> None:
+    entries = [half(wire, b"%d" % resolution) for resolution in (COMMIT, ROLLBACK, UNKNOWN)]
     assert rows(node) == []
     assert len({entry.transaction_id for entry in entries}) == 3
-    for entry, how in zip(entries, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
-        assert end(wire, entry, how) == (Code.OK, "OK")
+    for entry, resolution in zip(entries, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
+        assert end(wire, entry, resolution) == (Code.OK, "OK")
     [row] = rows(node)
     assert (row["body"], row["unique_key"], row["sys_flag"] & 12) == (
         b"%d" % COMMIT, entries[0].message_id, 8,
@@ -57,7 +69,7 @@ def test_commit_rollback_and_neither(node: RunningNode, wire: Wire) -> None:
     assert len(node.broker.transactions.open()) == 1
 
 
-def test_a_commit_is_repeated_and_not_reversed(node: RunningNode, wire: Wire) -> None:
+def test_a_repeated_end_succeeds_and_the_opposite_end_is_refused(node: RunningNode, wire: Wire) -> None:
     first, second = half(wire), half(wire)
     assert end(wire, first, COMMIT) == end(wire, first, COMMIT) == (Code.OK, "OK")
     assert end(wire, second, ROLLBACK) == end(wire, second, ROLLBACK) == (Code.OK, "OK")
@@ -68,7 +80,7 @@ def test_a_commit_is_repeated_and_not_reversed(node: RunningNode, wire: Wire) ->
     assert len(rows(node)) == 1
 
 
-def test_what_is_no_transaction_of_the_message(node: RunningNode, wire: Wire) -> None:
+def test_a_transaction_id_of_another_message_is_refused(node: RunningNode, wire: Wire) -> None:
     entry, other = half(wire), half(wire, topic="others")
     for fields in (
         {"transaction_id": ""}, {"transaction_id": "nonsense"}, {"transaction_id": other.transaction_id},
@@ -81,7 +93,7 @@ def test_what_is_no_transaction_of_the_message(node: RunningNode, wire: Wire) ->
     assert len(node.broker.transactions.open()) == 2
 
 
-def test_several_halves_of_one_call_end_one_by_one(node: RunningNode, wire: Wire) -> None:
+def test_half_messages_of_one_call_end_separately(node: RunningNode, wire: Wire) -> None:
     first, second = sent(
         wire, *(message(b"%d" % n, message_type=d.MessageType.TRANSACTION) for n in range(2))
     )
@@ -89,9 +101,9 @@ def test_several_halves_of_one_call_end_one_by_one(node: RunningNode, wire: Wire
     assert [row["body"] for row in rows(node)] == [b"1"]
 
 
-def test_many_at_a_time(node: RunningNode, wire: Wire) -> None:
-    given = [message(b"%d" % n, message_type=d.MessageType.TRANSACTION) for n in range(200)]
-    halves = [wire.later("SendMessage", send_request(each)) for each in given]
+def test_many_concurrent_transactions_end_as_requested(node: RunningNode, wire: Wire) -> None:
+    messages = [message(b"%d" % n, message_type=d.MessageType.TRANSACTION) for n in range(200)]
+    halves = [wire.later("SendMessage", send_request(each)) for each in messages]
     entries = [call.result().entries[0] for call in halves]
     requests = [
         s.EndTransactionRequest(
@@ -100,14 +112,14 @@ def test_many_at_a_time(node: RunningNode, wire: Wire) -> None:
             transaction_id=entry.transaction_id,
             resolution=COMMIT if n % 2 else ROLLBACK,
         )
-        for n, (each, entry) in enumerate(zip(given, entries, strict=True))
+        for n, (each, entry) in enumerate(zip(messages, entries, strict=True))
     ]
     ends = [wire.later("EndTransaction", request) for request in requests]
     assert {call.result().status.code for call in ends} == {Code.OK}
     assert {row["body"] for row in rows(node)} == {b"%d" % n for n in range(1, 200, 2)}
 
 
-def test_an_open_transaction_outlives_the_broker(tmp_path: Path) -> None:
+def test_an_open_transaction_can_be_ended_after_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         entry = half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
@@ -115,11 +127,11 @@ def test_an_open_transaction_outlives_the_broker(tmp_path: Path) -> None:
         assert [row["body"] for row in rows(node)] == [b"pay"]
 
 
-# ---- asking ---------------------------------------------------------------------------------------------------
+# ---- questions to producers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("namespace", ["", "shop"])
-def test_a_producer_is_asked_and_its_answer_ends_it(tmp_path: Path, namespace: str) -> None:
+def test_a_producer_is_asked_about_an_open_transaction(tmp_path: Path, namespace: str) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         entry = half(wire, namespace=namespace, properties={"who": "Ada"})
@@ -129,26 +141,26 @@ def test_a_producer_is_asked_and_its_answer_ends_it(tmp_path: Path, namespace: s
         clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)
         asked = next(stream).recover_orphaned_transaction_command
         assert asked.transaction_id == entry.transaction_id
-        found = asked.message
-        assert (found.topic, found.body, dict(found.user_properties)) == (
+        half_message = asked.message
+        assert (half_message.topic, half_message.body, dict(half_message.user_properties)) == (
             resource,
             b"pay",
             {"who": "Ada", "__transactionId__": entry.message_id},
         )
-        assert found.system_properties.message_id == entry.message_id
-        assert found.system_properties.message_type == d.MessageType.TRANSACTION
+        assert half_message.system_properties.message_id == entry.message_id
+        assert half_message.system_properties.message_type == d.MessageType.TRANSACTION
         assert end(wire, entry, COMMIT, namespace=namespace) == (Code.OK, "OK")
         stream.cut()
         topic = "shop%orders" if namespace else "orders"
         assert [row["body"] for row in rows(node, topic)] == [b"pay"]
 
 
-def test_asked_no_sooner_than_its_producer_wishes(tmp_path: Path) -> None:
+def test_a_producer_is_not_asked_before_its_recovery_duration(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
-        given = message(b"late", message_type=d.MessageType.TRANSACTION)
-        given.system_properties.orphaned_transaction_recovery_duration.seconds = 60
-        sent(wire, given)
+        late = message(b"late", message_type=d.MessageType.TRANSACTION)
+        late.system_properties.orphaned_transaction_recovery_duration.seconds = 60
+        sent(wire, late)
         soon = half(wire, b"soon")
         stream = wire.telemetry(producer_settings("orders"))
         clock.advance(59_999)
@@ -160,7 +172,7 @@ def test_asked_no_sooner_than_its_producer_wishes(tmp_path: Path) -> None:
         assert node.broker.transactions.open()[0][1] == 1
 
 
-def test_nobody_to_ask_does_not_count(tmp_path: Path) -> None:
+def test_without_a_producer_no_check_is_counted(tmp_path: Path) -> None:
     clock = ManualClock()
     with running_node(tmp_path / "data", clock) as node, Wire.to(node) as wire:
         half(wire)
@@ -173,48 +185,48 @@ def test_nobody_to_ask_does_not_count(tmp_path: Path) -> None:
         assert checks == 0
 
 
-def test_a_deaf_producer_is_not_asked(tmp_path: Path) -> None:
-    """What it has not taken waits, up to a bound; then nothing more is pushed, and nothing counts."""
+def test_a_producer_with_a_full_command_queue_is_not_asked(tmp_path: Path) -> None:
+    """Commands that it has not read are queued up to a bound. A producer with a full queue is not asked."""
     with running_node(tmp_path / "data", ManualClock()) as node, Wire.to(node) as wire:
         half(wire)
         stream = wire.telemetry(producer_settings("orders"))
-        node.run(_asked_deaf(node))
+        node.run(_fill_command_queue(node))
         stream.cut()
 
 
-async def _asked_deaf(node: RunningNode) -> None:
+async def _fill_command_queue(node: RunningNode) -> None:
     assert node.node.edges is not None
     [client] = node.node.edges.grpc.context.sessions.all()
     [(seq, _)] = node.broker.transactions.open()
-    [room] = [one for one in node.broker.transaction_checks.askers if isinstance(one, Transactions)]
-    found = node.broker.transactions.find_half(seq)
-    assert found is not None and room.has_producer(found)
+    [handler] = [asker for asker in node.broker.transaction_checks.askers if isinstance(asker, Transactions)]
+    open_half = node.broker.transactions.find_half(seq)
+    assert open_half is not None and handler.has_producer(open_half)
     row = node.broker.log.reader.read_rows(np.array([seq], dtype=np.int64))
-    # Without a pause, so that the stream's own task cannot take any of it.
-    taken = [room.ask(found, row) for _ in range(COMMANDS_WAITING_MAX + 1)]
-    assert all(taken[:-1]) and taken[-1] == 0
+    # Without an await, so that the stream's own task cannot send any of the commands.
+    queued_bytes = [handler.ask(open_half, row) for _ in range(QUEUED_COMMANDS_MAX + 1)]
+    assert all(queued_bytes[:-1]) and queued_bytes[-1] == 0
     assert client.streams[0].commands.full()
 
 
 @given(seq=st.integers(0, SEQ_MAX), topic=st.text(), message_id=st.text())
-def test_a_name_finds_its_half_again(seq: int, topic: str, message_id: str) -> None:
-    assert seq_of(transaction_id(seq, topic, message_id), topic, message_id) == seq
+def test_a_transaction_id_is_parsed_to_its_number(seq: int, topic: str, message_id: str) -> None:
+    assert parse_transaction_id(transaction_id(seq, topic, message_id), topic, message_id) == seq
 
 
-def test_another_topics_or_messages_name_finds_nothing() -> None:
+def test_a_transaction_id_is_invalid_for_another_topic_or_message() -> None:
     text = transaction_id(17, "orders", "A")
-    assert seq_of(text, "others", "A") is None
-    assert seq_of(text, "orders", "B") is None
+    assert parse_transaction_id(text, "others", "A") is None
+    assert parse_transaction_id(text, "orders", "B") is None
 
 
 @pytest.mark.parametrize(
     "text", ["", "17", "x" * 24, "é" * 24, "f" * 24, "F" * 24, "0" * 25, "0" * 24 + "\n"]
 )
-def test_what_is_no_name(text: str) -> None:
-    assert seq_of(text, "orders", "A") is None
+def test_a_malformed_transaction_id_is_invalid(text: str) -> None:
+    assert parse_transaction_id(text, "orders", "A") is None
 
 
 @given(text=st.text(alphabet="0123456789ABCDEFabcdef \n", max_size=26))
-def test_any_text_is_a_name_or_none(text: str) -> None:
-    seq = seq_of(text, "orders", "A")
+def test_a_valid_transaction_id_is_in_canonical_form(text: str) -> None:
+    seq = parse_transaction_id(text, "orders", "A")
     assert seq is None or transaction_id(seq, "orders", "A") == text

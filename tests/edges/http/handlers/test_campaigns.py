@@ -1,4 +1,4 @@
-"""Campaigns over HTTP: as they are, what may be done to them, and who may."""
+"""Campaigns over HTTP: their states, changes, and the permission that they need."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def planned(node: RunningNode, name: str, client: Client | None = None, rows: in
 
 def test_a_campaign_is_paused_resumed_and_cancelled(client: Client, node: RunningNode) -> None:
     planned(node, "spring", client)
-    found = client.ask("GET", "/v1/campaigns/spring").value
-    assert (found["state"], found["rows"]) == ("running", 3)
-    assert found["since"].endswith("Z") and found["since_ms"] > 0
+    result = client.ask("GET", "/v1/campaigns/spring").value
+    assert (result["state"], result["rows"]) == ("running", 3)
+    assert result["since"].endswith("Z") and result["since_ms"] > 0
     (listed,) = client.ask("GET", "/v1/campaigns").value["campaigns"]
-    assert {**listed, "ranges": found["ranges"]} == found
+    assert {**listed, "ranges": result["ranges"]} == result
     planned(node, "autumn")
     for name, verb, states in (
         ("spring", "pause", {"paused"}),
@@ -50,7 +50,7 @@ def test_a_campaign_is_paused_resumed_and_cancelled(client: Client, node: Runnin
     assert client.ask("POST", "/v1/campaigns/autumn/pause", {}).status == 400
 
 
-def test_a_resume_may_shift(client: Client, node: RunningNode) -> None:
+def test_a_resume_with_shift_delays_the_messages(client: Client, node: RunningNode) -> None:
     planned(node, "shifted", client)
     assert client.ask("POST", "/v1/campaigns/shifted/pause", {}).status == 200
     assert client.ask("POST", "/v1/campaigns/shifted/resume", {"shift": "yes"}).status == 400
@@ -58,7 +58,7 @@ def test_a_resume_may_shift(client: Client, node: RunningNode) -> None:
     assert answer["state"] in ("running", "finished") and answer["shift_ms"] >= 0
 
 
-def test_what_cannot_be_done_is_a_problem(client: Client, node: RunningNode) -> None:
+def test_an_impossible_change_is_a_problem(client: Client, node: RunningNode) -> None:
     planned(node, "not-yet")
     assert client.ask("POST", "/v1/campaigns/not-yet/pause", {}).value["code"] == "out_of_range"
     assert client.ask("GET", "/v1/campaigns/unknown").value["code"] == "not_found"
@@ -69,7 +69,7 @@ def test_what_cannot_be_done_is_a_problem(client: Client, node: RunningNode) -> 
 
 
 @pytest.mark.parametrize(("account", "status"), [("root", 200), ("shop", 403)])
-def test_they_are_for_those_who_administer(tmp_path: Path, account: str, status: int) -> None:
+def test_campaigns_need_the_permission_to_administer(tmp_path: Path, account: str, status: int) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         planned(node, "spring")
         with client_of(node, f"Bearer {account}:{SECRETS[account]}") as client:

@@ -69,16 +69,18 @@ def tail(
         client.close()
 
 
-def room(node: RunningNode) -> requests.Room:
+def room(node: RunningNode) -> requests.RequestLimits:
     assert node.node.edges is not None
-    return node.node.edges.http.room
+    return node.node.edges.http.limits
 
 
 def streams(node: RunningNode) -> int:
     return room(node).streams.taken
 
 
-def test_a_tail_shows_what_comes_and_ends_when_its_client_goes(node: RunningNode, client: Client) -> None:
+def test_a_tail_shows_new_messages_and_ends_when_its_client_disconnects(
+    node: RunningNode, client: Client
+) -> None:
     client.send("tailed", {"body": "before"})
     with tail(node, "tailed") as seen:
         assert seen.answer.headers["content-type"] == "text/event-stream"
@@ -92,7 +94,7 @@ def test_a_tail_shows_what_comes_and_ends_when_its_client_goes(node: RunningNode
     eventually(lambda: streams(node) == 0, "the stream has ended")
 
 
-def test_a_client_that_comes_again_misses_nothing(node: RunningNode, client: Client) -> None:
+def test_a_client_that_reconnects_misses_no_message(node: RunningNode, client: Client) -> None:
     client.send("again", [{"body": "x"}])
     with tail(node, "again") as seen:
         begun = next(seen.blocks())["id"]
@@ -104,16 +106,16 @@ def test_a_client_that_comes_again_misses_nothing(node: RunningNode, client: Cli
     assert sorted(int(event.message["body"]) for event in first + rest) == list(range(20))
 
 
-def test_a_tag_is_a_filter(node: RunningNode, client: Client) -> None:
+def test_only_messages_with_the_tag_are_shown(node: RunningNode, client: Client) -> None:
     client.send("tagged", {"body": "x"})
     with tail(node, "tagged", query="?tag=red%20%7C%7C%20blue") as seen:
         next(seen.blocks())
         client.send("tagged", [{"body": tag, "tag": tag} for tag in ("green", "red", "blue", "green")])
-        found = [next(seen.events()).message["tag"] for _ in range(2)]
-    assert sorted(found) == ["blue", "red"]
+        result = [next(seen.events()).message["tag"] for _ in range(2)]
+    assert sorted(result) == ["blue", "red"]
 
 
-def test_a_tail_with_nothing_to_say_keeps_alive(
+def test_a_tail_without_messages_sends_keep_alives(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
@@ -136,7 +138,7 @@ def test_a_tail_ends_with_its_topic(node: RunningNode, client: Client) -> None:
 def test_a_client_that_does_not_read_is_closed(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(requests, "TAKEN_S", 0.05)
+    monkeypatch.setattr(requests, "STREAM_READ_S", 0.05)
     monkeypatch.setattr(edge, "LAST_BYTES_S", 0.05)
     client.send("unread", {"body": "x"})
     with socket.socket() as stuck:
@@ -157,20 +159,20 @@ def test_a_client_that_does_not_read_is_closed(
         )
 
 
-def test_a_head_request_and_one_too_many(
+def test_a_head_request_has_no_body_and_streams_beyond_the_limit_are_refused(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client.send("bounded", {"body": "x"})
     assert client.ask("HEAD", "/v1/topics/bounded/events").status == 200
     assert node.node.edges is not None
-    monkeypatch.setattr(node.node.edges.http.room.streams, "limit", 1)
+    monkeypatch.setattr(node.node.edges.http.limits.streams, "limit", 1)
     with tail(node, "bounded") as seen:
         next(seen.blocks())
         answer = client.ask("GET", "/v1/topics/bounded/events")
         assert (answer.status, answer.value["code"]) == (429, "over_limit")
 
 
-def test_what_cannot_be_tailed_is_a_problem(client: Client) -> None:
+def test_an_invalid_tail_request_is_a_problem(client: Client) -> None:
     client.send("refusing", {"body": "x"})
     path = "/v1/topics/refusing/events"
     assert client.ask("GET", "/v1/topics/none-such/events").status == 404
@@ -178,7 +180,7 @@ def test_what_cannot_be_tailed_is_a_problem(client: Client) -> None:
     assert client.ask("GET", path, query={"tag": "a || b" * 5_000}).status == 400
 
 
-def test_who_may_not_receive_is_shown_nothing(tmp_path: Path) -> None:
+def test_an_account_without_receive_permission_gets_no_tail(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with client_of(node, f"Bearer shop:{SECRETS['shop']}") as shop:
             shop.send("orders", {"body": "x"})

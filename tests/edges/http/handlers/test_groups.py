@@ -20,28 +20,28 @@ def given_up(node: RunningNode, client: Client, topic: str, group: str, *message
     assert client.send(topic, list(messages)).status == 201
 
     async def give_up() -> None:
-        consuming, left = node.broker.consuming, len(messages)
+        consuming, remaining = node.broker.consuming, len(messages)
         consuming.join(group, topic, ANONYMOUS)
         request = ReceiveRequest(group, topic, rows=32, invisible_ms=60_000, in_order=False, in_log=True)
-        while left:
+        while remaining:
             received = await consuming.receive(request, 5_000)
             for receipt in received.receipts:
                 assert await consuming.dead_letter(receipt)
-            left -= len(received.receipts)
+            remaining -= len(received.receipts)
 
     node.run(give_up())
 
 
-def test_groups_say_how_far_they_are(client: Client, node: RunningNode) -> None:
+def test_groups_have_their_lags(client: Client, node: RunningNode) -> None:
     given_up(node, client, "counted", "counters", {"body": "a"}, {"body": "b"})
     assert client.send("counted", {"body": "c"}).status == 201
-    found = client.ask("GET", "/v1/groups/counters").value
-    assert found in client.ask("GET", "/v1/groups").value["groups"]
-    assert (found["dead_letters"], found["attempts_max"]) == (2, 17)
+    result = client.ask("GET", "/v1/groups/counters").value
+    assert result in client.ask("GET", "/v1/groups").value["groups"]
+    assert (result["dead_letters"], result["attempts_max"]) == (2, 17)
     assert client.ask("GET", "/v1/groups/unknown").value["code"] == "group_not_found"
 
 
-def test_groups_come_in_pages(client: Client) -> None:
+def test_groups_are_listed_in_pages(client: Client) -> None:
     client.send("counted", {"body": "x"})
     for group in ("paged-a", "paged-b", "paged-c"):
         assert client.receive("counted", group=group, wait="0s").status == 200
@@ -70,8 +70,8 @@ def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: Runni
     (cut,) = [letter for letter in letters if letter.get("body_cut")]
     assert cut["size_bytes"] == 2 << 20 and long.startswith(cut["body"])
     assert all(letter["topic"] == "jobs" and letter["died"].endswith("Z") for letter in letters)
-    one, two, _ = (letter["dead_letter"] for letter in letters)
-    answer = client.ask("POST", f"{path}/resend", {"dead_letters": [one, "7-99"]}).value
+    item, two, _ = (letter["dead_letter"] for letter in letters)
+    answer = client.ask("POST", f"{path}/resend", {"dead_letters": [item, "7-99"]}).value
     verdicts = [result["verdict"] for result in answer["results"]]
     assert (answer["count"], verdicts) == (1, ["resent", "not_found"])
     assert client.ask("POST", f"{path}/delete", {"dead_letters": [two]}).value["results"][0] == {
@@ -85,11 +85,11 @@ def test_dead_letters_are_browsed_resent_and_deleted(client: Client, node: Runni
 @pytest.mark.parametrize(
     "body", [{}, {"all": True, "dead_letters": []}, {"dead_letters": ["x"]}, {"all": "yes"}]
 )
-def test_what_names_none_is_refused(client: Client, body: dict[str, Any]) -> None:
+def test_a_request_without_dead_letters_is_refused(client: Client, body: dict[str, Any]) -> None:
     assert client.ask("POST", "/v1/groups/movers/dead-letters/delete", body).status == 400
 
 
-def test_each_account_has_its_own_groups(tmp_path: Path) -> None:
+def test_an_account_lists_its_own_groups(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
         with client_of(node, f"Bearer other:{SECRETS['other']}") as other:
             assert other.ask("GET", "/v1/groups").value == {"groups": []}

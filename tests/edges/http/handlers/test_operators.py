@@ -10,27 +10,27 @@ from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReadOuts, ReplicaState
+from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReaders, ReplicaState
 
 
-def test_topics_and_health(client: Client) -> None:
+def test_topics_are_listed_and_the_broker_is_healthy(client: Client) -> None:
     client.send("listed", {"body": "x"})
     assert {"topic": "listed", "queues": 8, "messages": 1} in client.ask("GET", "/v1/topics").value["topics"]
     assert client.ask("GET", "/health/live").value == {"status": "live"}
     assert client.ask("GET", "/health/ready").value == {"status": "ready"}
 
 
-def test_the_broker_says_how_it_is(client: Client, node: RunningNode) -> None:
+def test_the_broker_shows_its_figures(client: Client, node: RunningNode) -> None:
     client.send("asked", {"body": "x"})
     delivered = client.ask("GET", "/v1/broker").value["delivered"]
     assert len(client.receive("asked").value["messages"]) == 1
-    found = client.ask("GET", "/v1/broker").value
-    assert found["delivered"] == delivered + 1
-    assert found["may_admin"] is True and found["durability"] == "sync"
-    assert found.keys() - {"may_admin"} == node.node.status().keys()
+    result = client.ask("GET", "/v1/broker").value
+    assert result["delivered"] == delivered + 1
+    assert result["may_admin"] is True and result["durability"] == "sync"
+    assert result.keys() - {"may_admin"} == node.node.status().keys()
 
 
-def test_a_broker_alone_has_no_cluster(client: Client) -> None:
+def test_a_broker_without_a_cluster_has_no_cluster_path(client: Client) -> None:
     answer = client.ask("GET", "/v1/cluster")
     assert (answer.status, answer.value["code"]) == (404, "not_found")
     assert "--cluster" in answer.value["detail"]
@@ -42,7 +42,7 @@ def test_a_node_of_a_cluster_shows_all_groups(client: Client, node: RunningNode)
     async def survey() -> list[ReplicaGroup]:
         return [ReplicaGroup("g1", "a", 3, 1, [replica], "", ["replicas: 1"])]
 
-    node.node.metrics.replica = ReplicaReadOuts(lambda: ReplicaFigures("g1", "a/1", "leader", "a"), survey)
+    node.node.metrics.replica = ReplicaReaders(lambda: ReplicaFigures("g1", "a/1", "leader", "a"), survey)
     try:
         (group,) = client.ask("GET", "/v1/cluster").value["groups"]
     finally:
@@ -58,14 +58,14 @@ def test_a_full_disk_is_not_ready(client: Client, node: RunningNode, monkeypatch
     assert "disk full" in answer.value["detail"]
 
 
-def test_each_account_does_what_its_lines_say(tmp_path: Path) -> None:
+def test_each_account_has_the_permissions_of_its_lines(tmp_path: Path) -> None:
     def bearer(account: str) -> str:
         return f"Bearer {account}:{SECRETS[account]}"
 
     with guarded_node(tmp_path, http_port=0) as node:
         with client_of(node) as stranger, client_of(node, "Bearer shop:wrong") as liar:
-            for one in (stranger, liar):
-                answer = one.send("orders", {"body": "x"})
+            for item in (stranger, liar):
+                answer = item.send("orders", {"body": "x"})
                 assert (answer.status, answer.value["code"]) == (401, "unauthorized")
                 assert answer.headers["www-authenticate"].startswith("Bearer")
             assert stranger.ask("GET", "/health/live").status == 200
@@ -86,7 +86,7 @@ def test_each_account_does_what_its_lines_say(tmp_path: Path) -> None:
             )
             assert acked.status == 403
             assert other.ask("GET", "/v1/topics").value == {"topics": []}
-            assert [one["topic"] for one in shop.ask("GET", "/v1/topics").value["topics"]] == ["orders"]
+            assert [item["topic"] for item in shop.ask("GET", "/v1/topics").value["topics"]] == ["orders"]
             assert shop.ask("DELETE", path).status == 200
 
 
@@ -95,15 +95,15 @@ def test_without_a_port_there_is_no_edge(tmp_path: Path) -> None:
         assert node.node.http_port == -1
 
 
-def test_a_topic_is_made_widened_and_deleted(client: Client) -> None:
-    made = client.ask("PUT", "/v1/topics/made", {"queues": 3})
-    assert (made.status, made.value) == (200, {"topic": "made", "queues": 3})
+def test_a_topic_is_created_enlarged_and_deleted(client: Client) -> None:
+    created = client.ask("PUT", "/v1/topics/made", {"queues": 3})
+    assert (created.status, created.value) == (200, {"topic": "made", "queues": 3})
     assert client.ask("PUT", "/v1/topics/made", {"queues": 5}).value["queues"] == 5
     client.send("made", {"body": "x"})
-    (topic,) = (one for one in client.ask("GET", "/v1/topics").value["topics"] if one["topic"] == "made")
+    (topic,) = (item for item in client.ask("GET", "/v1/topics").value["topics"] if item["topic"] == "made")
     assert topic == {"topic": "made", "queues": 5, "messages": 1}
     assert client.ask("DELETE", "/v1/topics/made").value["verdict"] == "deleted"
-    assert "made" not in {one["topic"] for one in client.ask("GET", "/v1/topics").value["topics"]}
+    assert "made" not in {item["topic"] for item in client.ask("GET", "/v1/topics").value["topics"]}
     for wrong in ({"queues": 0}, {"queues": 10**6}, {"queue": 1}):
         assert client.ask("PUT", "/v1/topics/made", wrong).status in (400, 416)
     assert client.ask("PUT", "/v1/topics/a%20b", {}).value["code"] == "invalid_name"
@@ -115,5 +115,5 @@ def test_jobs_that_have_reported_are_listed(client: Client, node: RunningNode) -
     folder.mkdir(parents=True)
     (folder / "compact.json").write_text('{"job": "compact", "state": "running"}')
     (folder.parent / "audit.json").write_text('{"ok": true, "accepted": 3}')
-    found = client.ask("GET", "/v1/jobs").value
-    assert found == {"jobs": [{"job": "compact", "state": "running"}], "audit": {"ok": True, "accepted": 3}}
+    result = client.ask("GET", "/v1/jobs").value
+    assert result == {"jobs": [{"job": "compact", "state": "running"}], "audit": {"ok": True, "accepted": 3}}

@@ -10,19 +10,19 @@ from tests.node_fixture import RunningNode, eventually
 
 
 def receipts(client: Client, topic: str, **query: object) -> list[str]:
-    return [one["receipt"] for one in client.receive(topic, **query).value["messages"]]
+    return [item["receipt"] for item in client.receive(topic, **query).value["messages"]]
 
 
-def test_what_is_given_back_comes_again_and_counts(client: Client) -> None:
+def test_a_message_that_is_given_back_is_redelivered_and_counted(client: Client) -> None:
     client.send("again", {"body": "x"})
     (receipt,) = receipts(client, "again")
     query = {"group": "workers"}
     answer = client.ask("POST", "/v1/topics/again/nack", {"receipts": [receipt], "after": "0s"}, query=query)
     assert answer.value["results"][0]["valid"]
-    (got,) = client.receive("again").value["messages"]
-    assert got["attempt"] == 2
+    (received,) = client.receive("again").value["messages"]
+    assert received["attempt"] == 2
     longer = client.ask(
-        "POST", "/v1/topics/again/extend", {"receipts": [got["receipt"]], "lease": "5m"}, query=query
+        "POST", "/v1/topics/again/extend", {"receipts": [received["receipt"]], "lease": "5m"}, query=query
     )
     assert longer.value["results"][0]["valid"]
     assert client.receive("again", wait="0").value == {"messages": []}
@@ -30,36 +30,37 @@ def test_what_is_given_back_comes_again_and_counts(client: Client) -> None:
 
 def test_a_poll_waits_for_the_first_message(node: RunningNode, client: Client) -> None:
     client.send("waited", {"body": "first", "after": "300ms"})
-    assert [one["body"] for one in client.receive("waited", wait="30s").value["messages"]] == ["first"]
+    assert [item["body"] for item in client.receive("waited", wait="30s").value["messages"]] == ["first"]
 
 
-def test_what_a_client_that_has_gone_was_to_get_comes_to_another(node: RunningNode, client: Client) -> None:
+def test_messages_for_a_disconnected_client_go_to_another(node: RunningNode, client: Client) -> None:
     node.run(node.broker.create_topic("left"))
-    with socket.create_connection(("127.0.0.1", node.node.http_port)) as gone:
-        gone.sendall(
+    with socket.create_connection(("127.0.0.1", node.node.http_port)) as disconnected:
+        disconnected.sendall(
             b"POST /v1/topics/left/receive?group=workers&wait=60s HTTP/1.1\r\nHost: localhost\r\n\r\n"
         )
         eventually(
-            lambda: node.node.edges is not None and node.node.edges.http.room.calls.taken, "the poll is there"
+            lambda: node.node.edges is not None and node.node.edges.http.limits.calls.taken,
+            "the poll is there",
         )
     eventually(
-        lambda: node.node.edges is not None and not node.node.edges.http.room.calls.taken,
+        lambda: node.node.edges is not None and not node.node.edges.http.limits.calls.taken,
         "the poll has ended",
     )
     client.send("left", {"body": "x"})
-    assert [one["attempt"] for one in client.receive("left").value["messages"]] == [1]
+    assert [item["attempt"] for item in client.receive("left").value["messages"]] == [1]
 
 
-def test_a_filter_is_by_tags_or_a_condition(client: Client) -> None:
+def test_messages_are_filtered_by_tags_or_by_sql(client: Client) -> None:
     client.send(
         "filtered", [{"body": tag, "tag": tag, "properties": {"n": str(n)}} for n, tag in enumerate("abc")]
     )
 
     def bodies(**query: str) -> set[str]:
-        found: set[str] = set()
+        result: set[str] = set()
         while some := client.receive("filtered", wait="0", **query).value["messages"]:
-            found |= {one["body"] for one in some}
-        return found
+            result |= {item["body"] for item in some}
+        return result
 
     assert bodies(group="by-tag", tag="a || c") == {"a", "c"}
     assert bodies(group="by-sql", sql="n > 0") == {"b", "c"}
@@ -81,29 +82,29 @@ def test_a_receipt_of_another_group_is_not_valid(client: Client) -> None:
         assert answer.value["results"] == [{"receipt": text, "valid": False}]
 
 
-def test_a_topic_that_is_to_come_is_waited_for(node: RunningNode, client: Client) -> None:
+def test_a_receive_waits_for_the_creation_of_its_topic(node: RunningNode, client: Client) -> None:
     assert client.receive("to-come", wait="0").status == 404
     assert client.receive("to-come", wait="10ms").value == {"messages": []}
-    assert "to-come" not in {one["topic"] for one in client.ask("GET", "/v1/topics").value["topics"]}
+    assert "to-come" not in {item["topic"] for item in client.ask("GET", "/v1/topics").value["topics"]}
     with client_of(node) as other, ThreadPoolExecutor(1) as threads:
         polling = threads.submit(other.receive, "to-come", "early", wait="60s")
         eventually(lambda: node.broker.tables.groups.find_group("early") is not None, "the poll has come")
         client.send("to-come", {"body": "first"})
-        (got,) = polling.result().value["messages"]
-    assert got["body"] == "first"
+        (received,) = polling.result().value["messages"]
+    assert received["body"] == "first"
 
 
-def test_a_reason_goes_along(client: Client) -> None:
+def test_the_reason_of_a_nack_or_dead_letter_is_kept(client: Client) -> None:
     client.send("reasons", {"body": "x"})
     query, path = {"group": "workers"}, "/v1/topics/reasons"
     for reason, seen in (("no stock", None), ("<b>\x00" + "é" * 4_000, "no stock")):
-        (got,) = client.receive("reasons").value["messages"]
-        assert got.get("properties", {}).get("NACK_REASON") == seen
-        given_back = {"receipts": [got["receipt"]], "after": "0s", "reason": reason}
+        (received,) = client.receive("reasons").value["messages"]
+        assert received.get("properties", {}).get("NACK_REASON") == seen
+        given_back = {"receipts": [received["receipt"]], "after": "0s", "reason": reason}
         assert client.ask("POST", f"{path}/nack", given_back, query=query).value["results"][0]["valid"]
-    (got,) = client.receive("reasons").value["messages"]
-    assert got["properties"]["NACK_REASON"] == "<b> " + "é" * 510
-    given_up = {"receipts": [got["receipt"]], "reason": "gone"}
+    (received,) = client.receive("reasons").value["messages"]
+    assert received["properties"]["NACK_REASON"] == "<b> " + "é" * 510
+    given_up = {"receipts": [received["receipt"]], "reason": "gone"}
     assert client.ask("POST", f"{path}/dead-letter", given_up, query=query).value["results"][0]["valid"]
     (letter,) = client.ask("GET", "/v1/groups/workers/dead-letters").value["dead_letters"]
     assert letter["reason"] == "gone"
@@ -111,7 +112,7 @@ def test_a_reason_goes_along(client: Client) -> None:
     assert refused.status == 400
 
 
-def test_a_group_holds_what_it_was_handed(client: Client) -> None:
+def test_the_leases_of_a_group_are_counted(client: Client) -> None:
     client.send("held", {"body": "x"})
     (receipt,) = receipts(client, "held", group="holders")
     state = client.ask("GET", "/v1/groups/holders").value
@@ -120,12 +121,12 @@ def test_a_group_holds_what_it_was_handed(client: Client) -> None:
     assert client.ask("GET", "/v1/groups/holders").value["in_flight"] == 0
 
 
-def test_a_new_group_begins_where_it_says(node: RunningNode, client: Client) -> None:
+def test_a_new_group_begins_at_the_given_start(node: RunningNode, client: Client) -> None:
     for body in ("first", "second"):
         client.send("begun", {"body": body})
 
     def bodies(group: str, **query: object) -> list[str]:
-        return [one["body"] for one in client.receive("begun", group, wait="0", **query).value["messages"]]
+        return [item["body"] for item in client.receive("begun", group, wait="0", **query).value["messages"]]
 
     assert bodies("latest", start="latest") == []
     assert sorted(bodies("earliest", start="earliest")) == sorted(bodies("default")) == ["first", "second"]
@@ -136,7 +137,7 @@ def test_a_new_group_begins_where_it_says(node: RunningNode, client: Client) -> 
         assert bodies(group, start="earliest") == ["third"]
 
 
-def test_a_start_that_is_none_is_refused(client: Client) -> None:
+def test_an_invalid_start_is_refused(client: Client) -> None:
     client.send("begun", {"body": "first"})
     for start in ("newest", "yesterday", "-1", "1800000000"):
         answer = client.receive("begun", start=start)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.handlers.routes import routes
+from timeball.edges.http.handlers.routes import collect_routes
 
 
 def test_each_path_and_method_is_in_the_document(client: Client, node: RunningNode) -> None:
     document = client.ask("GET", "/openapi.json").value
-    handlers = routes(node.broker, node.node.metrics, node.node.status)
+    handlers = collect_routes(node.broker, node.node.metrics, node.node.status)
     known = {
         (path.replace(":path", ""), method)
         for paths in (handlers.paths, handlers.open_paths)
         for path, methods in paths.items()
         for method in methods
     }
-    assert known == {(path, each.upper()) for path, methods in document["paths"].items() for each in methods}
+    assert known == {(path, item.upper()) for path, methods in document["paths"].items() for item in methods}

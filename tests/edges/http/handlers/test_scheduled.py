@@ -6,7 +6,7 @@ from tests.edges.http.client import Client
 from tests.node_fixture import eventually
 
 
-def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) -> None:
+def test_a_scheduled_message_is_shown_rescheduled_and_cancelled(client: Client) -> None:
     message_id = client.send("plans", {"body": "x", "after": "1h"}).value["id"]
     path = f"/v1/messages/{message_id}"
     (place,) = client.ask("GET", path).value["messages"]
@@ -23,12 +23,12 @@ def test_a_scheduled_message_is_looked_at_moved_and_cancelled(client: Client) ->
     assert (late.status, late.value["code"]) == (409, "already_cancelled")
 
 
-def test_a_delivered_message_says_where_it_is(client: Client) -> None:
+def test_a_visible_message_is_shown_with_its_location(client: Client) -> None:
     message_id = client.send("plans", {"body": "x", "after": "1ms"}).value["id"]
 
     def places() -> list[dict[str, object]]:
-        found: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
-        return found
+        result: list[dict[str, object]] = client.ask("GET", f"/v1/messages/{message_id}").value["messages"]
+        return result
 
     eventually(lambda: places()[0]["state"] == "visible", "released")
     (place,) = places()
@@ -36,25 +36,25 @@ def test_a_delivered_message_says_where_it_is(client: Client) -> None:
     assert client.ask("DELETE", f"/v1/messages/{message_id}").value["code"] == "released"
 
 
-def test_a_message_says_how_far_a_group_is_with_it(client: Client) -> None:
+def test_a_message_is_shown_with_its_state_in_each_group(client: Client) -> None:
     client.send("plans-of-groups", {"id": "g-1", "body": "x"})
 
     def groups() -> list[dict[str, object]]:
         (place,) = client.ask("GET", "/v1/messages/g-1").value["messages"]
-        found: list[dict[str, object]] = place.get("groups", [])
-        return found
+        result: list[dict[str, object]] = place.get("groups", [])
+        return result
 
     assert groups() == []
-    (got,) = client.receive("plans-of-groups", group="planners").value["messages"]
+    (received,) = client.receive("plans-of-groups", group="planners").value["messages"]
     (leased,) = groups()
     assert (leased["group"], leased["state"], leased["attempts"]) == ("planners", "leased", 1)
     assert {"until", "until_ms"} <= leased.keys()
     path, query = "/v1/topics/plans-of-groups/ack", {"group": "planners"}
-    client.ask("POST", path, {"receipts": [got["receipt"]]}, query=query)
+    client.ask("POST", path, {"receipts": [received["receipt"]]}, query=query)
     assert groups() == [{"group": "planners", "state": "done", "attempts": 1}]
 
 
-def test_an_id_that_there_is_not(client: Client) -> None:
+def test_an_unknown_id_is_not_found(client: Client) -> None:
     for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"after": "1h"})):
         answer = client.ask(method, "/v1/messages/none", body)
         assert (answer.status, answer.value["code"]) == (404, "not_found")

@@ -28,35 +28,35 @@ def test_a_message_for_now_is_received_and_acknowledged(client: Client) -> None:
     assert sent.status == 201
     assert sent.value["durable"] is True
     assert "due" not in sent.value
-    (got,) = client.receive("now").value["messages"]
-    assert (got["body"], got["keys"], got["tag"]) == ("hello", ["order-7"], "new")
-    assert got["properties"]["a"] == "1"
-    assert (got["id"], got["attempt"], got["topic"]) == (sent.value["id"], 1, "now")
+    (received,) = client.receive("now").value["messages"]
+    assert (received["body"], received["keys"], received["tag"]) == ("hello", ["order-7"], "new")
+    assert received["properties"]["a"] == "1"
+    assert (received["id"], received["attempt"], received["topic"]) == (sent.value["id"], 1, "now")
     answer = client.ask(
-        "POST", "/v1/topics/now/ack", {"receipts": [got["receipt"]]}, query={"group": "workers"}
+        "POST", "/v1/topics/now/ack", {"receipts": [received["receipt"]]}, query={"group": "workers"}
     )
-    assert answer.value == {"results": [{"receipt": got["receipt"], "valid": True}]}
+    assert answer.value == {"results": [{"receipt": received["receipt"], "valid": True}]}
     again = client.ask(
-        "POST", "/v1/topics/now/ack", {"receipts": [got["receipt"]]}, query={"group": "workers"}
+        "POST", "/v1/topics/now/ack", {"receipts": [received["receipt"]]}, query={"group": "workers"}
     )
     assert again.value["results"][0]["valid"] is False
 
 
-def test_bodies_come_back_as_they_were(client: Client) -> None:
+def test_bodies_are_returned_unchanged(client: Client) -> None:
     raw = bytes(range(256))
     messages = [{"json": {"b": [1, 2.50, None]}}, {"base64": base64.b64encode(raw).decode()}, {"body": "ü☃"}]
     assert client.send("bodies", messages).status == 201
-    got = {}
-    while len(got) < 3:
-        got |= {one["id"]: one for one in client.receive("bodies").value["messages"]}
-    found = sorted(got.values(), key=lambda one: one["seq"])
-    assert json.loads(found[0]["body"]) == {"b": [1, 2.5, None]}
-    assert base64.b64decode(found[1]["base64"]) == raw
-    assert found[2]["body"] == "ü☃"
+    received = {}
+    while len(received) < 3:
+        received |= {one["id"]: one for one in client.receive("bodies").value["messages"]}
+    result = sorted(received.values(), key=lambda one: one["seq"])
+    assert json.loads(result[0]["body"]) == {"b": [1, 2.5, None]}
+    assert base64.b64decode(result[1]["base64"]) == raw
+    assert result[2]["body"] == "ü☃"
 
 
 @pytest.mark.parametrize("after", ["30m", "PT30M", "1800s", "PT0.5H"])
-def test_a_delay_is_read_in_each_form(client: Client, node: RunningNode, after: object) -> None:
+def test_a_delay_is_parsed_in_each_form(client: Client, node: RunningNode, after: object) -> None:
     before_ms = node.broker.clock.now_ms()
     sent = client.send("later", {"body": "x", "after": after})
     assert sent.status == 201, sent
@@ -67,8 +67,8 @@ def test_a_due_time_in_the_past_is_no_lateness(client: Client, node: RunningNode
     past_ms = node.broker.clock.now_ms() - DAY_MS
     sent = client.send("overdue", {"body": "x", "at": past_ms})
     assert sent.value["due_ms"] == past_ms and sent.value["past_ms"] >= DAY_MS
-    (got,) = client.receive("overdue", wait="30s").value["messages"]
-    assert got["lateness_ms"] < HOUR_MS and node.broker.lateness.max_ms < HOUR_MS
+    (received,) = client.receive("overdue", wait="30s").value["messages"]
+    assert received["lateness_ms"] < HOUR_MS and node.broker.lateness.max_ms < HOUR_MS
 
 
 def test_columns_say_how_many_rows_were_due_in_the_past(client: Client, node: RunningNode) -> None:
@@ -82,29 +82,29 @@ def test_columns_say_how_many_rows_were_due_in_the_past(client: Client, node: Ru
     assert again.value["states"] and "past_rows" not in again.value
     relative = pa.RecordBatch.from_arrays([pa.array([b"d"]), pa.array([0])], names=["body", "delay_ms"])
     assert "past_rows" not in client.send("past-columns", _stream(relative), **arrow).value
-    got = client.receive("past-columns", wait="30s").value["messages"]
-    assert got and all(one.get("lateness_ms", 0) < HOUR_MS for one in got)
+    received = client.receive("past-columns", wait="30s").value["messages"]
+    assert received and all(item.get("lateness_ms", 0) < HOUR_MS for item in received)
     assert node.broker.lateness.max_ms < HOUR_MS
 
 
 @pytest.mark.parametrize("when", [{}, {"after": "0"}, {"after": "1ms"}, {"at": "2031-01-31T09:00:00Z"}])
-def test_only_an_instant_is_told_to_be_in_the_past(client: Client, when: dict[str, object]) -> None:
+def test_only_a_due_time_is_reported_as_past(client: Client, when: dict[str, object]) -> None:
     for messages in ([{"body": "x"} | when], [{"body": "x"} | when] * 200):
         sent = client.send("later", messages).value["messages"]
-        assert not any("past_ms" in one for one in sent)
+        assert not any("past_ms" in item for item in sent)
 
 
 @pytest.mark.parametrize("at", ["2031-01-31T09:00:00Z", "2031-01-31T10:00:00.000+01:00", 1_927_616_400_000])
-def test_an_instant_is_read_in_each_form(client: Client, at: object) -> None:
+def test_a_due_time_is_parsed_in_each_form(client: Client, at: object) -> None:
     sent = client.send("later", {"body": "x", "at": at})
     assert sent.value["due"] == "2031-01-31T09:00:00.000Z"
 
 
-def test_many_are_taken_as_an_array_or_line_by_line(client: Client) -> None:
+def test_many_messages_are_sent_as_an_array_or_as_lines(client: Client) -> None:
     lines = b"".join(b'{"body": "%d", "after": "1h"}\n' % at for at in range(3_000))
     sent = client.send("many", lines, content_type="application/x-ndjson")
-    assert len({one["id"] for one in sent.value["messages"]}) == 3_000
-    seqs = [one["seq"] for one in sent.value["messages"]]
+    assert len({item["id"] for item in sent.value["messages"]}) == 3_000
+    seqs = [item["seq"] for item in sent.value["messages"]]
     assert seqs == list(range(seqs[0], seqs[0] + 3_000))
     assert len(client.send("many", [{"body": "x"}]).value["messages"]) == 1
 
@@ -119,11 +119,11 @@ def test_a_cloud_event_is_a_message_with_its_attributes(client: Client) -> None:
     }
     sent = client.send("events", b"\xff\x00", **event, content_type="image/png", timeball_key="order-7")
     assert (sent.status, sent.value["id"]) == (201, "e-1")
-    (got,) = client.receive("events").value["messages"]
-    assert base64.b64decode(got["base64"]) == b"\xff\x00"
-    assert got["keys"] == ["order-7"]
+    (received,) = client.receive("events").value["messages"]
+    assert base64.b64decode(received["base64"]) == b"\xff\x00"
+    assert received["keys"] == ["order-7"]
     wanted = {"ce-id": "e-1", "ce-source": "/shop", "ce-note": "a b", "content-type": "image/png"}
-    assert wanted.items() <= got["properties"].items()
+    assert wanted.items() <= received["properties"].items()
     later = client.send("events", b"", **event, timeball_after="PT1H")
     assert "due" in later.value
     at = client.send("events", b"", **event, timeball_at="1927616400000")
@@ -140,22 +140,22 @@ def test_a_cloud_event_is_a_message_with_its_attributes(client: Client) -> None:
         {"timeball_dealy": "1h"},
     ],
 )
-def test_a_cloud_event_that_is_none(client: Client, wrong: dict[str, str]) -> None:
+def test_an_invalid_cloud_event_is_refused(client: Client, wrong: dict[str, str]) -> None:
     event = {"ce_specversion": "1.0", "ce_id": "e-1", "ce_source": "/shop", "ce_type": "paid"}
     assert client.send("events", b"x", **{**event, **wrong}).status == 400
 
 
-def test_a_raw_body_is_a_message_and_headers_say_the_rest(client: Client) -> None:
+def test_a_raw_body_is_a_message_with_its_fields_in_headers(client: Client) -> None:
     said = {
         "timeball_id": "raw-1", "timeball_key": "a%2Fbb", "timeball_tag": "new",
         "timeball_property_shop": "M%C3%BCnchen",
     }  # fmt: skip
     sent = client.send("raw", b"\xff{", content_type="image/png", **said)
     assert (sent.status, sent.value["id"]) == (201, "raw-1")
-    (got,) = client.receive("raw").value["messages"]
-    assert base64.b64decode(got["base64"]) == b"\xff{"
-    assert (got["keys"], got["tag"]) == (["a/bb"], "new")
-    assert {"shop": "München", "content-type": "image/png"}.items() <= got["properties"].items()
+    (received,) = client.receive("raw").value["messages"]
+    assert base64.b64decode(received["base64"]) == b"\xff{"
+    assert (received["keys"], received["tag"]) == (["a/bb"], "new")
+    assert {"shop": "München", "content-type": "image/png"}.items() <= received["properties"].items()
     later = client.send("raw", b'{"a": 1}', timeball_after="PT1H")  # of JSON's type, and no message in JSON
     (place,) = client.ask("GET", f"/v1/messages/{later.value['id']}").value["messages"]
     assert (place["state"], place["body"], "due" in later.value) == ("waiting", '{"a": 1}', True)
@@ -171,24 +171,24 @@ def test_a_raw_body_is_a_message_and_headers_say_the_rest(client: Client) -> Non
         {"timeball_id": ""},
     ],
 )
-def test_a_raw_body_with_headers_that_are_wrong(client: Client, wrong: dict[str, str]) -> None:
+def test_a_raw_body_with_invalid_headers_is_refused(client: Client, wrong: dict[str, str]) -> None:
     assert client.send("raw", b"x", content_type="text/plain", **wrong).status == 400
 
 
-def test_a_raw_body_that_any_page_could_send_wants_a_header(client: Client) -> None:
+def test_a_raw_body_of_a_type_without_preflight_needs_a_header(client: Client) -> None:
     refused = client.send("raw", b"x", content_type="text/plain")
     assert refused.status == 415
     assert "timeball-raw: true" in refused.value["detail"]
     assert client.send("raw", b"x", content_type="text/plain", timeball_raw="true").status == 201
 
 
-def test_a_raw_send_with_a_key_is_taken_once(client: Client) -> None:
+def test_a_raw_send_with_a_key_is_accepted_once(client: Client) -> None:
     first, again = (client.send("raw", b"x", timeball_after="1h", idempotency_key="k-raw") for _ in range(2))
     assert (first.status, first.value["outcome"]) == (201, "created")
     assert (again.status, again.value) == (200, first.value | {"outcome": "exists", "state": "waiting"})
 
 
-def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
+def test_a_send_with_a_key_is_accepted_once(client: Client) -> None:
     first = client.send("once", {"body": "a", "after": "1h"}, idempotency_key="k1")
     again = client.send("once", {"body": "a", "after": "1h"}, idempotency_key="k1")
     assert (first.status, again.status) == (201, 200)
@@ -197,7 +197,7 @@ def test_a_send_with_a_key_is_taken_once(client: Client) -> None:
     assert (other.status, other.value["code"]) == (409, "conflict")
 
 
-def test_columns_are_taken_whole_and_answered_by_their_numbers(client: Client) -> None:
+def test_columns_are_accepted_whole_and_answered_with_counts(client: Client) -> None:
     sink = io.BytesIO()
     rows = pa.RecordBatch.from_pydict({"body": [b"x"] * 500, "unique_key": [f"c-{at}" for at in range(500)]})
     with pa.ipc.new_stream(sink, rows.schema) as writer:
@@ -219,7 +219,7 @@ def test_columns_are_taken_whole_and_answered_by_their_numbers(client: Client) -
     )
 
 
-def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(client: Client) -> None:
+def test_a_repeated_send_gets_the_current_states_and_may_be_sent_again(client: Client) -> None:
     def send(body: str = "a", **headers: str) -> tuple[int, Any]:
         answer = client.send(
             "anew", [{"body": body, "after": "1h"}, {"body": "now"}], idempotency_key="k", **headers
@@ -227,16 +227,16 @@ def test_a_repeated_send_is_told_the_current_state_and_may_be_sent_anew(client: 
         return answer.status, answer.value
 
     status, first = send()
-    ids = [one["id"] for one in first["messages"]]
-    assert (status, [one["outcome"] for one in first["messages"]]) == (201, ["created"] * 2)
+    ids = [item["id"] for item in first["messages"]]
+    assert (status, [item["outcome"] for item in first["messages"]]) == (201, ["created"] * 2)
     moved = client.ask("PATCH", f"/v1/messages/{ids[0]}", {"after": "2h"}).value
     status, again = send()
-    assert [one.get("due") for one in again["messages"]] == [moved["due"], None]
-    assert (status, [one["state"] for one in again["messages"]]) == (200, ["waiting", "visible"])
+    assert [item.get("due") for item in again["messages"]] == [moved["due"], None]
+    assert (status, [item["state"] for item in again["messages"]]) == (200, ["waiting", "visible"])
     assert send(idempotency_attempt="1", idempotency_if_settled="send") == (status, again)
     client.ask("DELETE", f"/v1/messages/{ids[0]}")
     status, again = send()
-    assert (status, [one["state"] for one in again["messages"]]) == (200, ["cancelled", "visible"])
+    assert (status, [item["state"] for item in again["messages"]]) == (200, ["cancelled", "visible"])
     status, anew = send(idempotency_attempt="1", idempotency_if_settled="send")
     assert (status, anew["messages"][0]["outcome"]) == (201, "created")
     assert anew["messages"][0]["seq"] > first["messages"][1]["seq"]
@@ -269,7 +269,7 @@ def test_one_wrong_message_refuses_its_request_and_no_other(client: Client) -> N
     wrong = client.send("whole", [{"body": "x"}, {"body": "y", "tag": "t" * 1_000_000}])
     assert (wrong.status, wrong.value["code"]) == (400, "invalid_message")
     assert client.send("whole", {"body": "z"}).status == 201
-    assert [one["body"] for one in client.receive("whole").value["messages"]] == ["z"]
+    assert [item["body"] for item in client.receive("whole").value["messages"]] == ["z"]
 
 
 def test_a_key_with_a_blank_is_refused_in_each_form(client: Client) -> None:

@@ -17,14 +17,14 @@ def put(client: Client, name: str, **fields: Any) -> Any:
     return client.ask("PUT", f"{PATH}/{name}", {**WANTED, **fields})
 
 
-def test_one_is_made_shown_changed_and_deleted(client: Client) -> None:
-    made = put(client, "a", timeout="20s", rate_per_s=2.5, filter="x || y")
-    assert made.status == 201 and made.value.pop("secret").startswith("whsec_")
-    assert made.value.pop("last_failure", None) in (
+def test_a_subscription_is_created_shown_changed_and_deleted(client: Client) -> None:
+    created = put(client, "a", timeout="20s", rate_per_s=2.5, filter="x || y")
+    assert created.status == 201 and created.value.pop("secret").startswith("whsec_")
+    assert created.value.pop("last_failure", None) in (
         None,
         "topic 'orders' does not exist; its first message makes it",
     )
-    assert made.value == {
+    assert created.value == {
         "name": "a", **WANTED, "filter": "x || y", "filter_type": "tag", "in_flight_max": 16, "rate_per_s": 2.5,
         "timeout": "20s", "state": "delivering", "in_flight": 0, "delivered": 0, "failed": 0, "failures_in_row": 0,
     }  # fmt: skip
@@ -36,7 +36,7 @@ def test_one_is_made_shown_changed_and_deleted(client: Client) -> None:
     rotated = put(client, "a", rotate_secret=True)
     assert rotated.status == 200 and rotated.value["secret"].startswith("whsec_")
     assert client.ask("GET", f"{PATH}/a").value["name"] == "a"
-    assert [one["name"] for one in client.ask("GET", PATH).value["subscriptions"]] == ["a"]
+    assert [item["name"] for item in client.ask("GET", PATH).value["subscriptions"]] == ["a"]
     assert client.ask("DELETE", f"{PATH}/a").value == {"name": "a", "verdict": "deleted"}
     assert client.ask("GET", PATH).value == {"subscriptions": []}
     for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/pause"), ("POST", "/resume")):
@@ -58,17 +58,17 @@ def test_one_is_made_shown_changed_and_deleted(client: Client) -> None:
         ("invalid_filter", {"filter": "a = (", "filter_type": "sql"}),
     ],
 )  # fmt: skip
-def test_what_is_refused_makes_nothing(client: Client, code: str, wrong: dict[str, Any]) -> None:
+def test_a_refused_request_creates_no_subscription(client: Client, code: str, wrong: dict[str, Any]) -> None:
     answer = put(client, "wrong", **wrong)
     assert (answer.status // 100, answer.value["code"]) == (4, code)
     assert client.ask("GET", f"{PATH}/wrong").status == 404
 
 
-def test_only_json_is_read(client: Client) -> None:
+def test_only_json_is_accepted(client: Client) -> None:
     assert client.ask("PUT", f"{PATH}/a", b"{}", content_type="text/plain").status == 415
 
 
-def test_an_administrator_changes_and_others_look(tmp_path: Path) -> None:
+def test_only_administrators_may_change_subscriptions(tmp_path: Path) -> None:
     with guarded_node(tmp_path, http_port=0) as node:
 
         def client(name: str) -> Any:
@@ -79,7 +79,7 @@ def test_an_administrator_changes_and_others_look(tmp_path: Path) -> None:
             assert put(shop, "b").status == 403
             assert shop.ask("DELETE", f"{PATH}/a").status == 403
             assert shop.ask("POST", f"{PATH}/a/pause").status == 403
-            assert [one["name"] for one in operator.ask("GET", PATH).value["subscriptions"]] == ["a"]
+            assert [item["name"] for item in operator.ask("GET", PATH).value["subscriptions"]] == ["a"]
             assert shop.ask("GET", PATH).value == {"subscriptions": []}
             assert shop.ask("GET", f"{PATH}/a").status == 404
         with client_of(node) as stranger:

@@ -38,7 +38,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
         yield node
 
 
-def test_what_waits_is_paged_by_due_time(client: Client) -> None:
+def test_pending_messages_are_paged_by_due_time(client: Client) -> None:
     sent = [
         {
             "body": "x" * i,
@@ -50,19 +50,19 @@ def test_what_waits_is_paged_by_due_time(client: Client) -> None:
         for i in range(10)
     ]
     client.send("paged", sent)
-    found = list(pages(client, topic="paged", max=3))
-    assert [one["id"] for one in found] == [f"paged-{i}" for i in reversed(range(10))]
-    assert found[0] | {"seq": 0} == {
+    result = list(pages(client, topic="paged", max=3))
+    assert [item["id"] for item in result] == [f"paged-{i}" for i in reversed(range(10))]
+    assert result[0] | {"seq": 0} == {
         "id": "paged-9", "topic": "paged", "due": "2031-01-01T00:00:00.001Z", "due_ms": YEAR_2031_MS + 1, "seq": 0,
         "keys": ["k1"], "tag": "t", "size_bytes": 9,
     }  # fmt: skip
     of_key = list(pages(client, topic="paged", key="k0", max=2))
-    assert [one["id"] for one in of_key] == [f"paged-{i}" for i in (8, 6, 4, 2, 0)]
+    assert [item["id"] for item in of_key] == [f"paged-{i}" for i in (8, 6, 4, 2, 0)]
     window = {"from": "2031-01-01T00:00:00.003Z", "to": YEAR_2031_MS + 5}
-    assert [one["id"] for one in pages(client, topic="paged", **window)] == ["paged-7", "paged-6"]
+    assert [item["id"] for item in pages(client, topic="paged", **window)] == ["paged-7", "paged-6"]
 
 
-def test_what_is_cancelled_is_listed_no_more(client: Client) -> None:
+def test_cancelled_messages_are_not_listed(client: Client) -> None:
     client.send("gone", {"body": "x", "id": "gone", "after": "1h"})
     assert len(list(pages(client, topic="gone"))) == 1
     client.ask("DELETE", "/v1/messages/gone")
@@ -78,7 +78,7 @@ def test_what_is_cancelled_is_listed_no_more(client: Client) -> None:
         ({"from": "soon"}, 400, "soon"),
     ],
 )
-def test_wrong_parameters_say_what_to_give(
+def test_invalid_parameters_are_refused_with_advice(
     client: Client, query: dict[str, str], status: int, says: str
 ) -> None:
     answer = client.ask("GET", "/v1/messages", query=query)
@@ -86,16 +86,16 @@ def test_wrong_parameters_say_what_to_give(
     assert says in answer.value["detail"]
 
 
-def test_an_account_is_shown_its_own_topics(guarded: RunningNode) -> None:
+def test_an_account_lists_messages_of_its_own_topics(guarded: RunningNode) -> None:
     with client_of(guarded) as stranger:
         assert stranger.ask("GET", "/v1/messages").status == 401
     with client_of(guarded, bearer("shop")) as shop, client_of(guarded, bearer("root")) as root:
-        assert [one["id"] for one in pages(shop)] == ["orders"]
-        assert [one["id"] for one in pages(shop, key="k")] == ["orders"]
-        assert sorted(one["id"] for one in pages(root)) == ["news", "orders"]
+        assert [item["id"] for item in pages(shop)] == ["orders"]
+        assert [item["id"] for item in pages(shop, key="k")] == ["orders"]
+        assert sorted(item["id"] for item in pages(root)) == ["news", "orders"]
 
 
-def test_a_topic_that_an_account_may_not_look_at_is_as_one_that_there_is_not(guarded: RunningNode) -> None:
+def test_a_forbidden_topic_looks_like_an_unknown_topic(guarded: RunningNode) -> None:
     with client_of(guarded, bearer("shop")) as shop:
         answers = [shop.ask("GET", "/v1/messages", query={"topic": topic}) for topic in ("news", "none")]
         assert [answer.status for answer in answers] == [403, 403]
@@ -107,13 +107,13 @@ def test_a_topic_that_an_account_may_not_look_at_is_as_one_that_there_is_not(gua
 
 
 @pytest.mark.parametrize("strategy", ["timer_wheel", "level_cascade"])
-def test_each_strategy_lists_what_it_keeps(tmp_path: Path, strategy: str) -> None:
+def test_each_strategy_lists_its_pending_messages(tmp_path: Path, strategy: str) -> None:
     with running_node(tmp_path / "data", http_port=0, strategy=strategy) as node, client_of(node) as client:
         client.send("paged", [{"body": "x", "after": f"{i}h", "id": str(i)} for i in range(1, 6)])
-        assert [one["id"] for one in pages(client, max=2)] == ["1", "2", "3", "4", "5"]
+        assert [item["id"] for item in pages(client, max=2)] == ["1", "2", "3", "4", "5"]
 
 
-def test_what_is_due_is_counted_by_bucket(client: Client) -> None:
+def test_due_messages_are_counted_by_bucket(client: Client) -> None:
     hour_ms = 3_600_000
     client.send("counted", [{"body": "x", "at": YEAR_2031_MS + i * hour_ms // 2} for i in range(5)])
     query = {"by": "hour", "from": "2031-01-01T00:00:00Z", "to": "2031-01-02T00:00:00Z", "topic": "counted"}
@@ -130,17 +130,17 @@ def test_what_is_due_is_counted_by_bucket(client: Client) -> None:
     }  # fmt: skip
 
 
-def test_a_wrong_unit_says_which_there_are(client: Client) -> None:
+def test_an_unknown_unit_is_refused_with_the_known_units(client: Client) -> None:
     answer = client.ask("GET", "/v1/forecast", query={"by": "week"})
     assert (answer.status, answer.value["code"]) == (416, "out_of_range")
     assert "second, minute, hour or day" in answer.value["detail"]
 
 
-def test_an_account_counts_its_own_topics(guarded: RunningNode) -> None:
+def test_a_forecast_only_counts_the_topics_of_the_account(guarded: RunningNode) -> None:
     window = {"by": "day", "from": YEAR_2031_MS, "to": YEAR_2031_MS + 1}
     with client_of(guarded, bearer("shop")) as shop, client_of(guarded, bearer("root")) as root:
         assert root.ask("GET", "/v1/forecast", query=window).value["topics"] == {"news": 1, "orders": 1}
-        told = shop.ask("GET", "/v1/forecast", query=window).value  # of the same count
-        assert told["topics"] == {"orders": 1}
-        assert told["buckets"] == [{"from_ms": YEAR_2031_MS, "due": 1}]
+        reported = shop.ask("GET", "/v1/forecast", query=window).value  # of the same count
+        assert reported["topics"] == {"orders": 1}
+        assert reported["buckets"] == [{"from_ms": YEAR_2031_MS, "due": 1}]
         assert shop.ask("GET", "/v1/forecast", query={**window, "topic": "news"}).status == 403

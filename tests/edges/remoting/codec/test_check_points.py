@@ -1,4 +1,4 @@
-"""The texts of POP, as RocketMQ's own client writes and reads them."""
+"""POP's check points and header fields, as RocketMQ's client builds and parses them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = st.text("abz-_.", min_size=1)
 POINTS = st.builds(CheckPoint, INTS, INTS, INTS, INTS, MARKS, NAMES, INTS, INTS)
 
 
-def test_a_check_point_is_what_rocketmqs_client_makes() -> None:
+def test_a_check_point_is_parsed_as_rocketmqs_client_builds_it() -> None:
     # Recorded from rocketmq-client 5.3.3.
     text = "1 1795285770276 5000 0 1 timeball 0 1"
     point = CheckPoint(1, 1795285770276, 5000, 0, "1", "timeball", 0, 1)
@@ -24,12 +24,12 @@ def test_a_check_point_is_what_rocketmqs_client_makes() -> None:
 
 
 @given(POINTS)
-def test_what_is_written_is_read(point: CheckPoint) -> None:
+def test_an_encoded_check_point_is_parsed_to_the_same(point: CheckPoint) -> None:
     assert parse(point.encode()) == point
 
 
 @given(st.one_of(st.text(), st.lists(st.sampled_from(["1", "x", "", "9" * 30]), max_size=9).map(" ".join)))
-def test_anything_else_is_refused_or_has_eight_words(text: str) -> None:
+def test_any_text_is_refused_or_a_check_point_of_eight_words(text: str) -> None:
     try:
         parse(text)
     except InvalidMessage:
@@ -40,8 +40,8 @@ def test_anything_else_is_refused_or_has_eight_words(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "1 2 3 4 0 b 6", "1 2 3 4 0 b 6 7 8", "1 2 3 4 9 b 6 7", "x 2 3 4 0 b 6 7"]
 )
-def test_what_is_no_check_point_is_refused(text: str) -> None:
-    with pytest.raises(InvalidMessage, match="no check point"):
+def test_an_invalid_check_point_is_refused(text: str) -> None:
+    with pytest.raises(InvalidMessage, match="not a check point"):
         parse(text)
 
 
@@ -67,9 +67,9 @@ def test_the_retry_word_names_the_topic(topic: str, group: str) -> None:
     assert check_points.retry_mark(topic) == "0"
 
 
-def test_bits_are_a_java_bit_set() -> None:
-    assert check_points.bits("BQE=") == [0, 2, 8]  # BitSet {0, 2, 8}: bytes 05 01
-    assert check_points.bits("") == []
+def test_a_java_bit_set_is_decoded() -> None:
+    assert check_points.decode_bit_set("BQE=") == [0, 2, 8]  # BitSet {0, 2, 8}: bytes 05 01
+    assert check_points.decode_bit_set("") == []
     for wrong in ("?", "AAAA" * 10_000):
         with pytest.raises(InvalidMessage, match="bits"):
-            check_points.bits(wrong)
+            check_points.decode_bit_set(wrong)

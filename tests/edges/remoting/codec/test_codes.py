@@ -1,11 +1,11 @@
-"""RocketMQ's numbers: what the house must never change by accident."""
+"""RocketMQ's numeric codes, which must not be changed by accident."""
 
 from __future__ import annotations
 
 from timeball.edges.remoting.codec.codes import MessageFlag, PullFlag, RequestCode, ResponseCode
 
 
-def test_the_numbers_every_client_uses() -> None:
+def test_codes_have_the_numbers_of_rocketmq() -> None:
     assert [
         RequestCode.SEND_MESSAGE, RequestCode.PULL_MESSAGE, RequestCode.HEART_BEAT,
         RequestCode.CONSUMER_SEND_MSG_BACK, RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.SEND_MESSAGE_V2,

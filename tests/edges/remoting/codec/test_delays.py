@@ -1,4 +1,4 @@
-"""When a message is due, from its properties alone: precedence, Java's numbers, and what is refused."""
+"""Delays from message properties: precedence, Java's number format, and refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.local_time_oracle import (
 from tests.local_time_oracle import clock as clock_of
 
 from timeball.edges.remoting.codec import delays
-from timeball.edges.remoting.codec.delays import AT_ONCE, Plan, next_instant_ms
+from timeball.edges.remoting.codec.delays import AT_ONCE, Plan, next_timing_ms
 from timeball.model.config import DELAY_PROPERTIES
 from timeball.model.errors import InvalidDelay
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
@@ -40,7 +40,7 @@ USER_NAMES = frozenset(DELAY_PROPERTIES)
 
 
 def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, zone: str) -> Plan:
-    """What the properties say to a broker that has --delay-properties for all user properties."""
+    """Plan the delay with all user properties enabled."""
     return delays.plan(properties, now_ms, delay_ms_max, zone, USER_NAMES)
 
 
@@ -77,14 +77,14 @@ def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, zone: str) 
         ({"TIMER_OUT_MS": "", "TIMER_DELAY_SEC": "x", "__STARTDELIVERTIME": str(NOW + 7)}, AT_ONCE),
     ],
 )
-def test_what_properties_say(properties: dict[str, str], expected: Plan) -> None:
+def test_properties_give_the_planned_delay(properties: dict[str, str], expected: Plan) -> None:
     assert plan(properties, NOW, MAX, ZONE) == expected
 
 
 @pytest.mark.parametrize(
     "names", [frozenset[str](), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"}), USER_NAMES]
 )
-def test_user_properties_delay_only_where_the_broker_is_told_so(names: frozenset[str]) -> None:
+def test_user_properties_delay_only_if_they_are_enabled(names: frozenset[str]) -> None:
     said = {"TIMING": "00:00:00", "__STARTDELIVERTIME": str(NOW + 9)}
     due = {"TIMING": MIDNIGHT, "__STARTDELIVERTIME": NOW + 9}
     for name, text in said.items():
@@ -105,7 +105,7 @@ def test_a_level_wins_over_every_timer() -> None:
 
 
 @given(present=st.sets(st.sampled_from(TIMERS), min_size=1))
-def test_seconds_before_milliseconds_before_an_instant_before_timing_before_aliyun(present: set[str]) -> None:
+def test_timer_properties_have_the_documented_precedence(present: set[str]) -> None:
     values = dict(zip(TIMERS, ["1", "2", str(NOW + 3), "22:13:24", str(NOW + 5)], strict=True))
     due = dict(zip(TIMERS, [NOW + 1_000, NOW + 2, NOW + 3, NOW + 4_000, NOW + 5], strict=True))
     strongest = next(name for name in TIMERS if name in present)
@@ -114,7 +114,7 @@ def test_seconds_before_milliseconds_before_an_instant_before_timing_before_aliy
 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("text", ["", " 5", "5 ", "1_000", "0x5", "five", "5.0", "٥", "9223372036854775808"])
-def test_what_is_no_java_number_is_refused(name: str, text: str) -> None:
+def test_a_text_that_is_not_a_java_number_is_refused(name: str, text: str) -> None:
     with pytest.raises(InvalidDelay) as refused:
         plan({name: text}, NOW, MAX, ZONE)
     assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
@@ -131,23 +131,23 @@ def test_what_is_no_java_number_is_refused(name: str, text: str) -> None:
         ("__STARTDELIVERTIME", "253402300800000"),
     ],
 )
-def test_a_due_time_out_of_range_is_refused_with_what_was_said(name: str, text: str) -> None:
+def test_a_due_time_out_of_range_is_refused_with_its_value(name: str, text: str) -> None:
     with pytest.raises(InvalidDelay) as refused:
         plan({name: text}, NOW, MAX, ZONE)
     assert str(refused.value) == f"{REMARK} ({name}: {text!r})"
 
 
 @pytest.mark.parametrize("text", ["", "x", "2147483648", "1.5"])
-def test_a_level_that_is_no_number_is_refused(text: str) -> None:
+def test_a_level_that_is_not_a_number_is_refused(text: str) -> None:
     with pytest.raises(InvalidDelay, match="DELAY"):
         plan({"DELAY": text}, NOW, MAX, ZONE)
 
 
-def test_a_time_of_day_is_in_the_brokers_zone() -> None:
+def test_a_time_of_day_without_a_zone_is_in_the_brokers_zone() -> None:
     assert plan({"TIMING": "01:00:00"}, NOW, MAX, "Europe/Berlin") == Plan(0, MIDNIGHT)
 
 
-def test_a_time_of_day_that_is_none_is_refused_and_says_how_to_write_it() -> None:
+def test_an_invalid_time_of_day_is_refused_with_the_format() -> None:
     with pytest.raises(InvalidDelay, match="the property TIMING is '8 am'; write HH:MM:SS"):
         plan({"TIMING": "8 am"}, NOW, MAX, ZONE)
 
@@ -169,7 +169,7 @@ def test_a_time_of_day_beyond_the_maximum_is_refused() -> None:
         {"TIMER_DEL_UNIQKEY": "t+k", "TIMER_DELIVER_MS": str(NOW)},
     ],
 )
-def test_beyond_the_maximum_is_refused_with_rocketmqs_remark(properties: dict[str, str]) -> None:
+def test_a_delay_beyond_the_maximum_is_refused_with_rocketmqs_remark(properties: dict[str, str]) -> None:
     with pytest.raises(InvalidDelay) as refused:
         plan(properties, NOW, MAX, ZONE)
     name, text = list(properties.items())[-1]
@@ -184,11 +184,11 @@ def test_a_delete_marker_is_never_delivered_as_a_message() -> None:
 @given(properties=st.dictionaries(st.sampled_from(["DELAY", "TIMER_OUT_MS", *TIMERS]), st.text(max_size=24)))
 def test_any_text_gives_a_plan_in_range_or_a_refusal(properties: dict[str, str]) -> None:
     try:
-        found = plan(properties, NOW, MAX, ZONE)
+        result = plan(properties, NOW, MAX, ZONE)
     except InvalidDelay:
         return
-    assert found.delay_level >= 0
-    assert found.due_ms is None or (found.delay_level == 0 and 0 < found.due_ms <= NOW + MAX)
+    assert result.delay_level >= 0
+    assert result.due_ms is None or (result.delay_level == 0 and 0 < result.due_ms <= NOW + MAX)
 
 
 ZONES = [
@@ -200,12 +200,12 @@ QUARTER_MS = 15 * MINUTE_MS
 
 
 def ms(text: str) -> int:
-    """2024-03-31T01:30:00+00:00 -> epoch milliseconds."""
+    """Convert 2024-03-31T01:30:00+00:00 to milliseconds since the epoch."""
     return round(datetime.fromisoformat(text).timestamp() * 1000)
 
 
 def shown(at_ms: int, zone: str) -> datetime:
-    """What a clock on the wall shows."""
+    """Return the local time of a zone."""
     return (
         (datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=at_ms))
         .astimezone(clock_of(zone))
@@ -231,14 +231,14 @@ def shown(at_ms: int, zone: str) -> datetime:
         ("08:00:00+18:00", "2024-06-01T00:00:00+00:00", "2024-06-01T14:00:00+00:00"),
     ],
 )
-def test_the_next_time_that_a_clock_shows_this(text: str, now: str, expected: str) -> None:
-    assert next_instant_ms(text, ms(now), "UTC") == ms(expected)
+def test_a_time_of_day_is_due_when_a_clock_shows_it_next(text: str, now: str, expected: str) -> None:
+    assert next_timing_ms(text, ms(now), "UTC") == ms(expected)
 
 
-def test_the_brokers_zone_is_for_those_who_name_none() -> None:
+def test_the_default_zone_is_used_only_without_a_zone() -> None:
     now_ms = ms("2024-06-01T00:00:00+00:00")
-    assert next_instant_ms("08:00:00", now_ms, "Europe/Berlin") == ms("2024-06-01T06:00:00+00:00")
-    assert next_instant_ms("08:00:00 UTC", now_ms, "Europe/Berlin") == ms("2024-06-01T08:00:00+00:00")
+    assert next_timing_ms("08:00:00", now_ms, "Europe/Berlin") == ms("2024-06-01T06:00:00+00:00")
+    assert next_timing_ms("08:00:00 UTC", now_ms, "Europe/Berlin") == ms("2024-06-01T08:00:00+00:00")
 
 
 @pytest.mark.parametrize(
@@ -257,17 +257,17 @@ def test_the_brokers_zone_is_for_those_who_name_none() -> None:
         ),  # a day was left out
     ],
 )
-def test_a_time_that_is_skipped_is_when_the_gap_ends(text: str, now: str, gap_ends: str) -> None:
-    assert next_instant_ms(text, ms(now), "UTC") == ms(gap_ends)
+def test_a_skipped_time_of_day_is_due_at_the_end_of_the_gap(text: str, now: str, gap_ends: str) -> None:
+    assert next_timing_ms(text, ms(now), "UTC") == ms(gap_ends)
     # A millisecond before its end still the same; at its end, another day.
-    assert next_instant_ms(text, ms(gap_ends) - 1, "UTC") == ms(gap_ends)
-    assert next_instant_ms(text, ms(gap_ends), "UTC") >= ms(gap_ends) + 8 * HOUR_MS
+    assert next_timing_ms(text, ms(gap_ends) - 1, "UTC") == ms(gap_ends)
+    assert next_timing_ms(text, ms(gap_ends), "UTC") >= ms(gap_ends) + 8 * HOUR_MS
 
 
 def test_beside_a_gap_of_half_an_hour_nothing_is_skipped() -> None:
     now_ms = ms("2024-10-05T12:00:00+00:00")
-    assert next_instant_ms("01:59:59 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:29:59+00:00")
-    assert next_instant_ms("02:30:00 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:30:00+00:00")
+    assert next_timing_ms("01:59:59 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:29:59+00:00")
+    assert next_timing_ms("02:30:00 Australia/Lord_Howe", now_ms, "UTC") == ms("2024-10-05T15:30:00+00:00")
 
 
 @pytest.mark.parametrize(
@@ -291,11 +291,13 @@ def test_beside_a_gap_of_half_an_hour_nothing_is_skipped() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_time_that_is_shown_twice_is_the_first(text: str, now: str, first: str, second: str) -> None:
-    assert next_instant_ms(text, ms(now), "UTC") == ms(first)
+def test_a_time_of_day_that_occurs_twice_is_due_at_the_first(
+    text: str, now: str, first: str, second: str
+) -> None:
+    assert next_timing_ms(text, ms(now), "UTC") == ms(first)
     assert shown(ms(second), text.split()[1]) == shown(ms(first), text.split()[1])
     for asked_ms in (ms(first), ms(second) - 1, ms(second)):
-        assert next_instant_ms(text, asked_ms, "UTC") > ms(second) + 22 * HOUR_MS
+        assert next_timing_ms(text, asked_ms, "UTC") > ms(second) + 22 * HOUR_MS
 
 
 @given(
@@ -303,7 +305,9 @@ def test_a_time_that_is_shown_twice_is_the_first(text: str, now: str, first: str
     now_ms=st.integers(ms("2000-01-01T00:00:00+00:00"), ms("2045-01-01T00:00:00+00:00")),
     second_of_day=st.integers(0, 86_399),
 )
-def test_anywhere_and_at_any_time(zone: str, now_ms: int, second_of_day: int) -> None:
+def test_next_due_times_equal_the_oracle_in_any_zone_at_any_time(
+    zone: str, now_ms: int, second_of_day: int
+) -> None:
     check(zone, now_ms, second_of_day)
 
 
@@ -316,7 +320,9 @@ def test_anywhere_and_at_any_time(zone: str, now_ms: int, second_of_day: int) ->
     around_ms=st.integers(-26 * HOUR_MS, 26 * HOUR_MS),
     wall_ms=st.integers(-3 * HOUR_MS, 3 * HOUR_MS),
 )
-def test_around_any_step_of_any_clock(zone: str, year: int, place: int, around_ms: int, wall_ms: int) -> None:
+def test_next_due_times_equal_the_oracle_around_clock_changes(
+    zone: str, year: int, place: int, around_ms: int, wall_ms: int
+) -> None:
     steps = transitions(zone, year)
     if steps:
         step_ms = steps[place % len(steps)]
@@ -326,27 +332,27 @@ def test_around_any_step_of_any_clock(zone: str, year: int, place: int, around_m
 
 
 def transitions(zone: str, year: int) -> list[int]:
-    """Quarters of an hour of a year at which the offset changes."""
+    """Return the quarters of an hour of a year at which the UTC offset changes."""
     info = clock_of(zone)
     start = datetime(year, 1, 1, tzinfo=UTC)
     days = [start + timedelta(days=n) for n in range(367)]
-    found = []
+    result = []
     for begin, end in itertools.pairwise(days):
         if begin.astimezone(info).utcoffset() != end.astimezone(info).utcoffset():
             quarters = [begin + timedelta(minutes=15 * n) for n in range(97)]
             offsets = [quarter.astimezone(info).utcoffset() for quarter in quarters]
-            found += [
+            result += [
                 ms(q.isoformat())
                 for q, a, b in zip(quarters[1:], offsets, offsets[1:], strict=False)
                 if a != b
             ]
-    return found
+    return result
 
 
 def check(zone: str, now_ms: int, second_of_day: int) -> None:
-    """Compared with every quarter of an hour up to the answer; steps of clocks lie between two of them."""
+    """Compare with a search over every quarter of an hour. Clock changes are between two of them."""
     clock = time(second_of_day // 3600, second_of_day // 60 % 60, second_of_day % 60)
-    at_ms = next_instant_ms(f"{clock} {zone}", now_ms, "UTC")
+    at_ms = next_timing_ms(f"{clock} {zone}", now_ms, "UTC")
     assert now_ms < at_ms <= now_ms + 50 * HOUR_MS and at_ms % 1000 == 0
     assert shown(at_ms, zone).time() == clock or clock in skipped_at(at_ms, zone)
     quarter_ms = now_ms // QUARTER_MS * QUARTER_MS
@@ -364,7 +370,7 @@ def check(zone: str, now_ms: int, second_of_day: int) -> None:
 
 
 class Skipped:
-    """The times of day that no clock showed because of a step at this instant."""
+    """The times of day that are skipped by a clock change at this time."""
 
     def __init__(self, low: datetime, high: datetime) -> None:
         self.low, self.high = low, high
@@ -387,43 +393,43 @@ def skipped_at(at_ms: int, zone: str) -> Skipped:
         "08:00:00 Europe", "08:00:00 europe/berlin", "08:00:00 CET; drop", "08:00:00 " + "A" * 5_000, "08:00:00\n",
     ],
 )  # fmt: skip
-def test_what_is_written_otherwise_is_refused(text: str) -> None:
+def test_other_formats_of_a_time_of_day_are_refused(text: str) -> None:
     with pytest.raises(InvalidDelay) as refused:
-        next_instant_ms(text, ms("2024-06-01T00:00:00+00:00"), "UTC")
+        next_timing_ms(text, ms("2024-06-01T00:00:00+00:00"), "UTC")
     assert len(str(refused.value)) < 250
 
 
-def test_a_refusal_says_how_to_write_it() -> None:
+def test_a_refused_time_of_day_names_the_format() -> None:
     written = re.escape("'08:00:00 Europe/Berlin' or '08:00:00+02:00'")
     with pytest.raises(InvalidDelay, match=f"HH:MM:SS.*Asia/Tokyo: {written}"):
-        next_instant_ms("8 o'clock", 0, "Asia/Tokyo")
+        next_timing_ms("8 o'clock", 0, "Asia/Tokyo")
     with pytest.raises(InvalidDelay, match="Atlantis"):
-        next_instant_ms("08:00:00", 0, "Europe/Atlantis")
+        next_timing_ms("08:00:00", 0, "Europe/Atlantis")
 
 
-def test_the_calendars_end() -> None:
-    assert next_instant_ms("00:00:00", ms("9999-12-28T23:00:00+00:00"), "UTC") == ms(
+def test_a_time_of_day_after_the_end_of_the_calendar_is_refused() -> None:
+    assert next_timing_ms("00:00:00", ms("9999-12-28T23:00:00+00:00"), "UTC") == ms(
         "9999-12-29T00:00:00+00:00"
     )
     with pytest.raises(InvalidDelay, match="calendar"):
-        next_instant_ms("00:00:00", ms("9999-12-31T23:00:00+00:00"), "UTC")
+        next_timing_ms("00:00:00", ms("9999-12-31T23:00:00+00:00"), "UTC")
 
 
 @pytest.mark.parametrize("zone", [*CHANGED_ZONES, "Europe/Berlin", "America/Santiago"])
 def test_a_date_and_the_next_such_time_are_one_instant(zone: str) -> None:
-    """Asked in the hours before it: TIMING has no date of its own."""
+    """Computed in the hours before it, because TIMING has no date."""
     for change in changes(zone, 2024, 2029):
         for local in local_times_around(change, zone):
             at = first_instant(local.replace(microsecond=0), zone)
             now_ms = (at - EPOCH) // US // 1_000 - 1
-            assert next_instant_ms(f"{local.time():%H:%M:%S} {zone}", now_ms, "UTC") == now_ms + 1
+            assert next_timing_ms(f"{local.time():%H:%M:%S} {zone}", now_ms, "UTC") == now_ms + 1
 
 
 @given(st.text(max_size=40))
 def test_any_text_is_an_instant_of_these_two_days_or_refused(text: str) -> None:
     now_ms = ms("2024-06-01T12:00:00+00:00")
     try:
-        at_ms = next_instant_ms(text, now_ms, "UTC")
+        at_ms = next_timing_ms(text, now_ms, "UTC")
     except InvalidDelay:
         return
     assert now_ms < at_ms <= now_ms + 2 * DAY_MS

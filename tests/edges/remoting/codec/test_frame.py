@@ -1,4 +1,4 @@
-"""Frames and headers: cut anywhere they are the same, in either serialisation, and what lies is refused."""
+"""Frames and headers: any split of the bytes gives the same commands, and false lengths are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def frame_of(header: bytes, body: bytes = b"", serialisation: int = JSON) -> byt
     return struct.pack(">iI", 4 + len(header) + len(body), word) + header + body
 
 
-def one(data: bytes) -> Command:
+def decode_one(data: bytes) -> Command:
     [frame] = Splitter().feed(data)
     return decode(frame)
 
@@ -56,29 +56,29 @@ def one(data: bytes) -> Command:
 
 
 @given(commands)
-def test_a_command_comes_back(command: Command) -> None:
-    assert one(encode(command)) == command
+def test_an_encoded_command_is_decoded_to_the_same(command: Command) -> None:
+    assert decode_one(encode(command)) == command
 
 
 @given(st.lists(commands, max_size=5), st.lists(st.integers(0, 400), max_size=8))
-def test_wherever_the_bytes_are_cut_the_commands_are_the_same(sent: list[Command], cuts: list[int]) -> None:
+def test_bytes_split_anywhere_give_the_same_commands(sent: list[Command], cuts: list[int]) -> None:
     data = b"".join(map(encode, sent))
     places = sorted({min(cut, len(data)) for cut in cuts} | {0, len(data)})
     splitter = Splitter()
-    found: list[Command] = []
+    result: list[Command] = []
     for begin, end in itertools.pairwise(places):
-        found += map(decode, splitter.feed(data[begin:end]))
-    assert found == sent
+        result += map(decode, splitter.feed(data[begin:end]))
+    assert result == sent
     assert splitter.held_bytes == 0
 
 
-def test_byte_by_byte_and_with_half_a_frame_behind() -> None:
+def test_frames_are_found_byte_by_byte_and_before_an_incomplete_frame() -> None:
     first, second = encode(Command(code=34, opaque=1, body=b"abc")), encode(Command(code=11, opaque=2))
     splitter = Splitter()
-    found: list[Frame] = []
+    result: list[Frame] = []
     for at in range(len(first)):
-        found += splitter.feed(first[at : at + 1])
-    assert [decode(frame).opaque for frame in found] == [1]
+        result += splitter.feed(first[at : at + 1])
+    assert [decode(frame).opaque for frame in result] == [1]
     assert splitter.feed(second[:-1]) == []
     assert splitter.held_bytes == len(second) - 1
     assert [decode(frame).opaque for frame in splitter.feed(second[-1:])] == [2]
@@ -93,25 +93,25 @@ def test_ext_fields_may_be_numbers_and_booleans() -> None:
         "extFields": {"queueId": 3, "topic": "a", "m": True, "n": False, "offset": "12", "nothing": None},
         "serializeTypeCurrentRPC": "JSON",
     }  # fmt: skip
-    command = one(frame_of(json.dumps(header).encode()))
+    command = decode_one(frame_of(json.dumps(header).encode()))
     assert command.code == RequestCode.PULL_MESSAGE
     assert command.ext == {"queueId": "3", "topic": "a", "m": "true", "n": "false", "offset": "12"}
     assert (command.language, command.version, command.opaque) == (Language.CPP, 63, 7)
 
 
-def test_a_binary_header_by_hand() -> None:
+def test_a_hand_made_binary_header_is_decoded() -> None:
     header = bytes.fromhex("0136 00 0199 0000002a 00000002 00000000 0000000a 0001 62 00000003 666f6f")
-    command = one(frame_of(header, b"body", BINARY))
+    command = decode_one(frame_of(header, b"body", BINARY))
     assert (command.code, command.language, command.version) == (310, Language.JAVA, 409)
     assert (command.opaque, command.ext, command.body) == (42, {"b": "foo"}, b"body")
     assert command.is_one_way and not command.is_response
     assert encode(command) == frame_of(header, b"body", BINARY)
 
 
-def test_an_answer_says_so_and_has_an_object_of_ext_fields() -> None:
+def test_an_answer_has_the_response_flag_and_an_ext_fields_object() -> None:
     data = encode(Command(code=0, opaque=5, flag=CommandFlag.RESPONSE))
     assert json.loads(data[8:])["extFields"] == {}
-    assert one(data).is_response
+    assert decode_one(data).is_response
 
 
 # ---- what lies is refused before it costs anything -------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_an_answer_says_so_and_has_an_object_of_ext_fields() -> None:
         (-1, 0), (0, 0), (3, 0), (FRAME_BYTES_MAX + 1, 10), (1 << 31 - 1, 0), (100, 97),
     ],
 )  # fmt: skip
-def test_a_frame_that_lies_is_refused_by_its_first_bytes(length: int, word: int) -> None:
+def test_a_frame_with_false_lengths_is_refused_by_its_first_bytes(length: int, word: int) -> None:
     splitter = Splitter()
     with pytest.raises(BadFrame):
         splitter.feed(struct.pack(">iI", length, word))
@@ -141,7 +141,7 @@ def test_a_frame_that_lies_is_refused_by_its_first_bytes(length: int, word: int)
 )  # fmt: skip
 def test_a_json_header_of_another_shape_is_refused(header: bytes) -> None:
     with pytest.raises(BadFrame):
-        one(frame_of(header))
+        decode_one(frame_of(header))
 
 
 @pytest.mark.parametrize(
@@ -155,9 +155,11 @@ def test_a_json_header_of_another_shape_is_refused(header: bytes) -> None:
         (bytes.fromhex("0022 00 0199 00000007 00000002") + bytes(HEADER_BYTES_MAX), BINARY, 13),
     ],
 )
-def test_a_bad_header_names_its_request(header: bytes, serialisation: int, response_code: int) -> None:
+def test_a_bad_header_error_contains_its_request(
+    header: bytes, serialisation: int, response_code: int
+) -> None:
     with pytest.raises(BadHeader) as caught:
-        one(frame_of(header, b"", serialisation))
+        decode_one(frame_of(header, b"", serialisation))
     request = caught.value.request
     assert (request.code, request.opaque, request.is_one_way) == (34, 7, True)
     assert (request.serialisation, caught.value.response_code) == (serialisation, ResponseCode(response_code))
@@ -174,14 +176,14 @@ def test_a_bad_header_names_its_request(header: bytes, serialisation: int, respo
 )
 def test_a_bad_header_of_an_answer_or_of_no_request_is_a_bad_frame(header: bytes) -> None:
     with pytest.raises(BadFrame) as caught:
-        one(frame_of(header))
+        decode_one(frame_of(header))
     assert not isinstance(caught.value, BadHeader)
 
 
 @pytest.mark.parametrize("serialisation", [2, 3, 255])
 def test_an_unknown_serialisation_is_refused(serialisation: int) -> None:
     with pytest.raises(BadFrame, match="serialisation"):
-        one(frame_of(b"{}", b"", serialisation))
+        decode_one(frame_of(b"{}", b"", serialisation))
 
 
 @given(st.binary(max_size=200), st.sampled_from([JSON, BINARY]))
@@ -204,6 +206,6 @@ def test_a_damaged_binary_header_is_a_command_or_refused(command: Command, at: i
         return
 
 
-def test_a_code_of_pop_does_not_fit_the_binary_header() -> None:
+def test_a_code_beyond_16_bits_cannot_be_encoded_in_binary() -> None:
     with pytest.raises(ValueError, match="16 bits"):
         encode(Command(code=RequestCode.POP_MESSAGE, serialisation=BINARY))

@@ -1,4 +1,4 @@
-"""The compiled codec is the reference's twin: the same bytes give the same rows, columns, answers and errors, in order.
+"""The compiled codec and the reference give the same rows, columns, answers and errors, in the same order.
 
 A run says that it has cut out plain sends; each is then read by the reference as well. So nothing may be plain that the
 reference refuses, or reads as something else.
@@ -55,7 +55,7 @@ needs_compiled = pytest.mark.skipif(
 
 @dataclass
 class Way:
-    """What one way makes of a connection's bytes: an item for each frame, and how many of them were in runs."""
+    """The result of one codec for some bytes: an item for each frame, and how many of them were in runs."""
 
     items: list[Any] = field(default_factory=list)
     answers: list[bytes] = field(default_factory=list)
@@ -71,7 +71,7 @@ def send_rows(names: frozenset[str] = USER_NAMES) -> SendRows:
 
 
 def item_of(rows: SendRows, frame: Frame) -> Any:
-    """What the reference makes of one frame: a ticket, an error's text, or the frame itself."""
+    """Read one frame with the reference: a ticket, the text of an error, or the frame itself."""
     try:
         header = read_send(frame)
         if header is None:
@@ -89,7 +89,7 @@ def handle(topic: str, due_ms: int, key: str) -> str:
 
 
 def answer(ticket: Ticket, first_seq: int, offset: int) -> bytes:
-    """As Sends.answer has it, of a ticket that got queue 5 if it named none."""
+    """Encode the answer to a ticket as Sends.answer does, with queue 5 if it names none."""
     if not ticket.requests():
         return b""
     queue_id = ticket.queue_id if ticket.queue_id >= 0 else 5
@@ -99,19 +99,19 @@ def answer(ticket: Ticket, first_seq: int, offset: int) -> bytes:
 
 
 def shown(item: Any) -> Any:
-    """A ticket as plain values, to be compared."""
+    """Convert a ticket to values that can be compared."""
     return msgspec.structs.astuple(item) if isinstance(item, Ticket) else item
 
 
 def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
-    """All that a codec makes of these bytes; a run's rows beside what the reference makes of its frames."""
+    """Read bytes with a codec, and compare each run with the reference's tickets of its frames."""
     way, rows = Way(), send_rows(names)
     try:
-        found, at, awaited_bytes = codec.cut(data, FRAME_BYTES_MAX)
+        result, at, awaited_bytes = codec.cut(data, FRAME_BYTES_MAX)
     except BadFrame as error:
         return Way(error=str(error))
     way.items.append((at, awaited_bytes))
-    for each in found:
+    for each in result:
         if type(each) is codec.pull:  # see test_plain_pulls.py
             each = each.frame()
         if isinstance(each, Frame):
@@ -138,7 +138,7 @@ def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
 
 
 def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
-    """Compare what a run says of itself with the tickets that the reference makes of the same frames."""
+    """Compare a run with the tickets that the reference creates from the same frames."""
     assert all(isinstance(ticket, Ticket) for ticket in tickets), tickets
     rows = [row for ticket in tickets for row in ticket.rows]
     assert len(run) == len(rows) and list(run) == rows
@@ -158,7 +158,7 @@ def check_run(codec: Codec, run: Any, tickets: list[Any]) -> None:
 
 
 def agree(data: bytes, codec: Codec | None = COMPILED, names: frozenset[str] = USER_NAMES) -> int:
-    """Fail unless a codec makes the same as the reference; return how many sends were plain."""
+    """Assert that a codec and the reference give the same. Return how many sends were plain."""
     assert codec is not None
     reference, other = read(PYTHON, data, names), read(codec, data, names)
     assert (other.error, other.items) == (reference.error, reference.items)
@@ -195,7 +195,7 @@ def record(
 def java(
     ext: dict[str, Any], opaque: int = 1, code: int = 310, body: bytes = b"x", end: bytes = b""
 ) -> bytes:
-    """A JSON header as fastjson writes it: sorted names; extFields may hold any values."""
+    """Encode a JSON header as fastjson does, with sorted names. extFields may have any values."""
     header = {
         "code": code, "extFields": ext, "flag": 0, "language": "JAVA", "opaque": opaque,
         "serializeTypeCurrentRPC": "JSON", "version": 409,
@@ -210,7 +210,7 @@ def framed(header: bytes, body: bytes = b"x", form: int = JSON) -> bytes:
 
 @needs_compiled
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_frames_are_the_same(name: str) -> None:
+def test_recorded_frames_give_the_same_in_both_codecs(name: str) -> None:
     plain = agree((GOLDEN / name).read_bytes())
     # ali-ons gives its messages no ids: the broker makes them, one by one.
     # Java's record holds a batch of three as well.
@@ -219,7 +219,7 @@ def test_recorded_frames_are_the_same(name: str) -> None:
 
 @needs_compiled
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_recorded_stream_may_be_cut_anywhere(name: str) -> None:
+def test_a_recorded_stream_split_anywhere_gives_the_same(name: str) -> None:
     data = (GOLDEN / name).read_bytes()
     for at in range(0, len(data), 61):
         agree(data[:at])
@@ -244,7 +244,7 @@ def test_delays_timers_and_texts_are_plain(form: int, properties: dict[str, str]
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
 @pytest.mark.parametrize("names", [frozenset(), frozenset({"TIMING"}), frozenset({"__STARTDELIVERTIME"})])
-def test_user_properties_that_are_no_delays_are_the_same(form: int, names: frozenset[str]) -> None:
+def test_user_properties_without_delay_give_the_same(form: int, names: frozenset[str]) -> None:
     for properties in (
         {"TIMING": "8"}, {"TIMING": "08:00:00"}, {"__STARTDELIVERTIME": str(NOW_MS + 9)}, {"__STARTDELIVERTIME": "x"},
         {"TIMING": "08:00:00", "DELAY": "3"}, {"__STARTDELIVERTIME": "9", "TIMER_DELAY_MS": "5"},
@@ -262,7 +262,7 @@ def test_user_properties_that_are_no_delays_are_the_same(form: int, names: froze
         {"DELAY": "x"}, {"TIMER_DELAY_MS": "9" * 17}, {"TIMING": "8"}, {"TIMER_DEL_UNIQKEY": "k", "DELAY": "x"},
     ],
 )  # fmt: skip
-def test_a_delay_that_is_none_is_the_same_error(form: int, wrong: dict[str, str]) -> None:
+def test_an_invalid_delay_gives_the_same_error(form: int, wrong: dict[str, str]) -> None:
     ext = {**PLAIN, "i": encode_properties({"UNIQ_KEY": "AB", **wrong})}
     assert agree(send(form=form) + send(ext, form=form)) == 2
 
@@ -281,15 +281,13 @@ def test_a_delay_that_is_none_is_the_same_error(form: int, wrong: dict[str, str]
         {"i": "UNIQ_KEY\x01k\x02TAGS\x01a\x01\x02"}, {"i": "UNIQ_KEY\x01k\x01\x02"},
     ],
 )  # fmt: skip
-def test_what_is_more_than_plain_is_left_to_the_reference_in_its_place(
-    form: int, other: dict[str, str]
-) -> None:
+def test_unusual_frames_are_left_to_the_reference_in_their_order(form: int, other: dict[str, str]) -> None:
     assert agree(send(form=form) + send({**PLAIN, **other}, form=form) + send(form=form)) == 2
 
 
 @needs_compiled
-def test_names_in_words_and_values_without_quotes() -> None:
-    """As the C++ client has them."""
+def test_long_names_and_unquoted_values_are_plain() -> None:
+    """As the C++ client writes them."""
     numbers = {name: int(value) for name, value in PLAIN.items() if value.isdigit()}
     assert agree(java({**PLAIN, **numbers, "k": False, "m": False})) == 1
     ext = {LONG_NAMES[name]: PLAIN[short] for name, short in SHORT_NAMES.items()}
@@ -298,14 +296,14 @@ def test_names_in_words_and_values_without_quotes() -> None:
 
 
 @needs_compiled
-def test_requests_that_are_one_way_get_no_answer() -> None:
+def test_one_way_requests_get_no_answer() -> None:
     one_way = [send(form=form, flag=CommandFlag.ONE_WAY, opaque=9) for form in (JSON, BINARY)]
     assert agree(one_way[0] + send() + one_way[1]) == 3
 
 
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
-def test_batches_are_plain_beside_sends(form: int) -> None:
+def test_batches_and_sends_share_a_run(form: int) -> None:
     keys = ["AB", 'quo"ted', "\x7f", "k" * 50]
     records = [record(f"UNIQ_KEY\x01{key}\x02", bytes(n), n) for n, key in enumerate(keys)]
     several = batch(records, form=form) + batch([record()], form=form, flag=CommandFlag.ONE_WAY)
@@ -326,7 +324,7 @@ def test_batches_are_plain_beside_sends(form: int) -> None:
         ({"i": "DELAY\x013\x02"}, [record()]), ({"i": "WAIT\x01true\x02TIMER_DELAY_SEC\x015"}, [record()]),
     ],
 )  # fmt: skip
-def test_a_batch_that_is_more_than_plain_goes_whole_to_the_reference(
+def test_an_unusual_batch_is_left_to_the_reference_as_a_whole(
     form: int, ext: dict[str, str], records: list[BatchRecord] | bytes
 ) -> None:
     assert agree(send(form=form) + batch(records, {**PLAIN, **ext}, form) + send(form=form)) == 2
@@ -334,7 +332,7 @@ def test_a_batch_that_is_more_than_plain_goes_whole_to_the_reference(
 
 @needs_compiled
 @pytest.mark.parametrize("form", [JSON, BINARY])
-def test_each_byte_of_a_batch_changed_gives_the_same(form: int) -> None:
+def test_a_batch_with_one_changed_byte_gives_the_same(form: int) -> None:
     whole = batch([record(), record("UNIQ_KEY\x01ä\x02", b"body")], form=form)
     for at in range(8, len(whole)):
         for other in {0, 1, 2, 0x20, 0x7F, 0x80, 0xFF, whole[at] ^ 1}:
@@ -342,7 +340,7 @@ def test_each_byte_of_a_batch_changed_gives_the_same(form: int) -> None:
 
 
 @needs_compiled
-def test_a_run_ends_before_it_is_large() -> None:
+def test_a_run_has_a_maximum_size() -> None:
     data = b"".join(send({**PLAIN, "b": f"topic{n % 40}", "e": str(n % 7)}) for n in range(3_000))
     assert agree(data) == 3_000
     assert COMPILED is not None
@@ -365,7 +363,7 @@ def test_columns_of_several_runs_are_those_of_all_their_rows() -> None:
 
 
 @needs_compiled
-def test_a_few_sends_do_not_hold_the_bytes_that_they_came_with() -> None:
+def test_a_small_run_does_not_keep_a_large_read_in_memory() -> None:
     large = send(body=bytes(1_000_000))
     agree(large + send() + large)
 
@@ -450,7 +448,7 @@ def test_any_json_gives_the_same(changed: dict[str, Any], left_out: list[str]) -
 
 
 def pieces() -> Iterator[bytes]:
-    """Frames to be damaged."""
+    """Yield frames for the tests that damage them."""
     for form in (JSON, BINARY):
         yield send(form=form)
         yield send({**PLAIN, "i": "UNIQ_KEY\x01k\x02DELAY\x013\x02KEYS\x01ä\x02"}, form=form)
@@ -462,7 +460,7 @@ def pieces() -> Iterator[bytes]:
     st.sampled_from(list(pieces())), st.integers(8, 600), st.binary(min_size=1, max_size=3), st.integers(0, 2)
 )
 def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, left_out: int) -> None:
-    """The frame's lengths stay right, or the connection would end."""
+    """The lengths of the frame stay valid, since the connection would end otherwise."""
     at = min(at, len(whole) - 1)
     header_end = 8 + int.from_bytes(whole[5:8], "big")
     header = (whole[:at] + damage + whole[at + left_out :])[8 : header_end + len(damage) - left_out]
@@ -471,7 +469,7 @@ def test_damaged_headers_give_the_same(whole: bytes, at: int, damage: bytes, lef
 
 @needs_compiled
 @pytest.mark.parametrize("whole", list(pieces()))
-def test_each_byte_changed_gives_the_same(whole: bytes) -> None:
+def test_a_send_with_one_changed_byte_gives_the_same(whole: bytes) -> None:
     chosen = random.Random(1)
     for at in range(len(whole)):
         for other in {0, 1, 2, 0x20, 0x22, 0x30, 0x5C, 0x7F, 0x80, 0xFF, chosen.randrange(256)}:
@@ -536,11 +534,11 @@ def encoded(codec: Codec | None, rows: pa.RecordBatch, **hosts: Host) -> list[by
 def test_stored_messages_are_the_same(
     rows: list[dict[str, Any]], store: Host, born: Host, cut_off: int
 ) -> None:
-    """Of a slice too: the columns of one begin somewhere within their buffers."""
+    """Also for a slice, whose columns begin within their buffers."""
     batch = pa.RecordBatch.from_pylist(rows, READ_SCHEMA)[cut_off:]
-    found = encoded(COMPILED, batch, store_host=store, born_host=born)
-    assert found == encoded(PYTHON, batch, store_host=store, born_host=born)
-    assert len(found) == batch.num_rows
+    result = encoded(COMPILED, batch, store_host=store, born_host=born)
+    assert result == encoded(PYTHON, batch, store_host=store, born_host=born)
+    assert len(result) == batch.num_rows
 
 
 @needs_compiled
@@ -551,12 +549,12 @@ def test_stored_messages_are_the_same(
         {"born_host": "1.2.3.4:99999999999"}, {"seq": None}, {"queue_id": None}, {"topic": None},
     ],
 )  # fmt: skip
-def test_a_row_that_fits_no_record_is_the_same_error(wrong: dict[str, Any]) -> None:
+def test_a_row_that_fits_no_record_gives_the_same_error(wrong: dict[str, Any]) -> None:
     right = {"seq": 1, "topic": "orders", "queue_id": 0}
     batch = pa.RecordBatch.from_pylist([right] * 5 + [{**right, **wrong}], READ_SCHEMA)
-    found = encoded(COMPILED, batch, store_host=V4)
-    assert isinstance(found, str)
-    assert found == encoded(PYTHON, batch, store_host=V4)
+    result = encoded(COMPILED, batch, store_host=V4)
+    assert isinstance(result, str)
+    assert result == encoded(PYTHON, batch, store_host=V4)
 
 
 @needs_compiled
@@ -570,8 +568,8 @@ def test_other_columns_are_left_to_the_reference() -> None:
 # ---- the control ---------------------------------------------------------------------------------------------
 
 
-def without_last(found: Any) -> Any:
-    return found.slice(0, found.num_rows - 1)
+def without_last(result: Any) -> Any:
+    return result.slice(0, result.num_rows - 1)
 
 
 @needs_compiled

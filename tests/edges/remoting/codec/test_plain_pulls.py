@@ -1,4 +1,4 @@
-"""Plain pulls are read and answered as the reference reads and answers them; what it refuses is not plain."""
+"""The compiled codec reads and answers plain pulls as the reference does. Refused pulls are not plain."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ Read = Callable[[Frame], PlainPull | None]
 
 
 def read_compiled(frame: Frame) -> PlainPull | None:
-    """What the compiled codec cuts out, between two frames that are no pulls."""
+    """Split the frame between two other frames with the compiled codec, and return its plain pull."""
     assert COMPILED is not None
     word = frame.serialisation << 24 | len(frame.header)
     other = encode(Command(code=RequestCode.HEART_BEAT))
     data = struct.pack(">iI", 4 + len(frame.header) + len(frame.body), word) + frame.header + frame.body
-    found = COMPILED.cut(other + data + other, FRAME_BYTES_MAX)[0]
-    assert len(found) == 3 and [type(each) for each in found[::2]] == [Frame, Frame]
-    if type(found[1]) is not COMPILED.pull:
+    result = COMPILED.cut(other + data + other, FRAME_BYTES_MAX)[0]
+    assert len(result) == 3 and [type(each) for each in result[::2]] == [Frame, Frame]
+    if type(result[1]) is not COMPILED.pull:
         return None
-    assert found[1].frame() == frame
-    return cast(PlainPull, found[1])
+    assert result[1].frame() == frame
+    return cast(PlainPull, result[1])
 
 
 def pull(ext: dict[str, str] = PLAIN, form: int = JSON, **more: Any) -> Frame:
@@ -65,20 +65,20 @@ def pull(ext: dict[str, str] = PLAIN, form: int = JSON, **more: Any) -> Frame:
 
 
 def agree(frame: Frame, read: Read = read_compiled) -> bool:
-    """Fail unless a plain pull is what the reference reads; return whether it is plain."""
-    found = read(frame)
-    if found is None:
+    """Assert that a plain pull has the fields that the reference reads. Return whether it is plain."""
+    result = read(frame)
+    if result is None:
         return False
     command = decode(frame)
     assert command.code in PULLS and not command.is_response and not command.is_one_way
     fields = msgspec.convert(command.ext, PullFields, strict=False)
-    assert [getattr(found, name) for name in NAMES] == [getattr(fields, name) for name in NAMES]
+    assert [getattr(result, name) for name in NAMES] == [getattr(fields, name) for name in NAMES]
     for numbers, body in (((18, 0, 400), b"stored"), ((1 << 62, -1, 9), b""), ((7, 7, 7), bytes(100_000))):
         answer = Command(
             0, command.opaque, int(CommandFlag.RESPONSE), pull_fields(*numbers), body, version=BROKER_VERSION
         )
-        written = found.begin_answer(*numbers) + body
-        found.end_answer(written)
+        written = result.begin_answer(*numbers) + body
+        result.end_answer(written)
         assert written == encode(answer)
     return True
 
@@ -95,7 +95,7 @@ def is_pull(frame: Frame) -> bool:
 
 
 @needs_compiled
-def test_all_recorded_frames_are_read_as_the_reference_does() -> None:
+def test_all_recorded_frames_are_read_as_by_the_reference() -> None:
     for path in GOLDEN.glob("*.bin"):
         for frame in cut(path.read_bytes(), FRAME_BYTES_MAX)[0]:
             assert not agree(frame) or is_pull(frame)
@@ -113,21 +113,21 @@ def test_all_recorded_frames_are_read_as_the_reference_does() -> None:
         {"ext": PLAIN | {f"more{n}": "" for n in range(60)}}, {"ext": {**PLAIN, "subscription": "A" * 5_000}},
     ],
 )  # fmt: skip
-def test_what_is_more_than_plain_is_left_to_the_reference(other: dict[str, Any]) -> None:
+def test_an_unusual_pull_is_left_to_the_reference(other: dict[str, Any]) -> None:
     assert agree(pull()) and agree(pull(code=RequestCode.LITE_PULL_MESSAGE))
     assert not agree(pull(**other))
 
 
 @needs_compiled
 @pytest.mark.parametrize("twice", [b'"topic":"other"', b'"queueId":"4"'])
-def test_a_field_that_is_there_twice_is_not_plain(twice: bytes) -> None:
+def test_a_pull_with_a_repeated_field_is_not_plain(twice: bytes) -> None:
     frame = pull()
     header = frame.header.replace(b'"consumerGroup"', twice + b',"consumerGroup"', 1)
     assert header != frame.header and not agree(Frame(JSON, header, b""))
 
 
 @needs_compiled
-def test_each_byte_changed_is_read_as_the_reference_does_or_not_at_all() -> None:
+def test_a_pull_with_one_changed_byte_is_read_as_by_the_reference_or_left_to_it() -> None:
     header = pull().header
     for at in range(len(header)):
         for other in b'\x00 "\\,:{}09-nN\x7f\x80\xff' + bytes([header[at] ^ 1]):
@@ -150,7 +150,7 @@ values = st.fixed_dictionaries(
 
 @needs_compiled
 @given(values, st.sampled_from([*PULLS, 10]), st.integers(0, 3), st.integers(-(1 << 31), (1 << 31) - 1))
-def test_any_fields_are_read_as_the_reference_does(
+def test_any_fields_are_read_as_by_the_reference(
     ext: dict[str, str], code: int, flag: int, opaque: int
 ) -> None:
     agree(pull(PLAIN | ext, code=code, flag=flag, opaque=opaque))

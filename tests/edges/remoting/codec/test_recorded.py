@@ -44,7 +44,7 @@ def frames(name: str) -> list[Frame]:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_every_frame_is_the_same_command_when_written_again(name: str) -> None:
+def test_every_recorded_frame_is_the_same_command_when_encoded_again(name: str) -> None:
     for frame in frames(name):
         command = decode(frame)
         [again] = Splitter().feed(encode(command))
@@ -53,7 +53,7 @@ def test_every_frame_is_the_same_command_when_written_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RECORDED if name.endswith("-binary.bin")])
-def test_a_binary_frame_is_the_same_bytes_when_written_again(name: str) -> None:
+def test_a_recorded_binary_frame_is_the_same_bytes_when_encoded_again(name: str) -> None:
     binary = [frame for frame in frames(name) if frame.serialisation == BINARY]
     assert len(binary) > 10
     for frame in binary:
@@ -62,19 +62,19 @@ def test_a_binary_frame_is_the_same_bytes_when_written_again(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_the_stream_may_be_cut_anywhere(name: str) -> None:
+def test_a_recorded_stream_split_anywhere_gives_the_same_frames(name: str) -> None:
     data = (GOLDEN / name).read_bytes()
     whole = frames(name)
     for step in (1, 7, 1460):
         splitter = Splitter()
-        found = [frame for at in range(0, len(data), step) for frame in splitter.feed(data[at : at + step])]
-        assert found == whole
+        result = [frame for at in range(0, len(data), step) for frame in splitter.feed(data[at : at + step])]
+        assert result == whole
         assert splitter.held_bytes == 0
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_was_recorded_is_what_clients_do(name: str) -> None:
-    """Or the tests above would pass on an empty file."""
+    """Without this, the tests above would pass with an empty file."""
     codes = {decode(frame).code for frame in frames(name)}
     assert codes >= SPOKEN[name] | PRODUCES | CONSUMES
     assert codes <= set(RequestCode), "a request that we have no name for"

@@ -1,4 +1,4 @@
-"""Message records: what a stock client would decode is what was stored, and batches come back or are refused."""
+"""Message records: a client decodes the stored values, and batches are decoded or refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ records = st.lists(st.builds(BatchRecord, st.integers(-5, 5), bodies, properties
 
 
 def decoded(data: bytes) -> list[dict[str, Any]]:
-    """As a client reads stored messages: field by field."""
-    found: list[dict[str, Any]] = []
+    """Decode stored messages field by field, as a client does."""
+    result: list[dict[str, Any]] = []
     at = 0
 
     def take(layout: str) -> Any:
@@ -64,7 +64,7 @@ def decoded(data: bytes) -> list[dict[str, Any]]:
         text = take(f"{take('H')}s").decode()
         assert at - begin == total
         assert crc == crc32(body) & 0x7FFFFFFF
-        found.append(
+        result.append(
             {
                 "magic": magic, "queue_id": queue_id, "flag": flag, "queue_offset": offset, "seq": physical,
                 "sys_flag": sys_flag, "born_ms": born_ms, "born": born, "store_ms": store_ms, "store": store,
@@ -72,7 +72,7 @@ def decoded(data: bytes) -> list[dict[str, Any]]:
                 "properties": text,
             }
         )  # fmt: skip
-    return found
+    return result
 
 
 def rows(**columns: list[Any]) -> pa.RecordBatch:
@@ -81,7 +81,7 @@ def rows(**columns: list[Any]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=READ_SCHEMA)
 
 
-def test_a_stored_message_says_all_its_fields() -> None:
+def test_a_stored_message_contains_all_fields_of_its_row() -> None:
     batch = rows(
         seq=[17], topic=["orders"], queue_id=[3], queue_offset=[9], body=[b"close it"],
         properties=["KEYS\x0117\x02TAGS\x01A\x02"], born_ms=[1_000], born_host=["10.1.2.3:4567"],
@@ -106,11 +106,11 @@ def test_a_stored_message_says_all_its_fields() -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_a_consumer_is_told_a_region_when_there_is_room(codec: Codec, sent: str, told: str) -> None:
-    """Java's client reads a length above 32,767 as no properties at all."""
+def test_the_region_is_added_to_the_properties_if_it_fits(codec: Codec, sent: str, told: str) -> None:
+    """Java's client ignores properties whose length is above 32,767."""
     batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, properties=[sent] * 4)
-    found = decoded(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
-    assert [message["properties"] for message in found] == [told] * 4
+    result = decoded(b"".join(codec.encode_each(batch, store_host=V4, born_host=NOBODY)))
+    assert [message["properties"] for message in result] == [told] * 4
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_a_consumer_is_told_a_region_when_there_is_room(codec: Codec, sent: str,
         ("TIMER_OUT_MS\x017\x02TIMER_DELAY_MS\x015\x02", False),  # sent on by one that got it from a timer
     ],
 )
-def test_what_a_timer_has_delivered_says_so(sent: str, has_waited: bool) -> None:
+def test_a_released_message_with_a_timer_has_the_timer_properties(sent: str, has_waited: bool) -> None:
     released = rows(
         seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[9_002], due_ms=[9_000],
         accepted_ms=[4_000],
@@ -139,23 +139,23 @@ def test_what_a_timer_has_delivered_says_so(sent: str, has_waited: bool) -> None
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("column", [None, "t"])
-def test_a_timer_says_nothing_where_there_is_no_room(codec: Codec, column: str | None) -> None:
+def test_timer_properties_that_do_not_fit_are_left_out(codec: Codec, column: str | None) -> None:
     sizes = [32_600, 32_675, 32_676, 32_740, 32_767]
     sent = [("TIMER_DELAY_SEC\x015\x02" + "p" * size)[:size] for size in sizes]
     released = rows(
         seq=[1] * 5, topic=["orders"] * 5, queue_id=[3] * 5, properties=sent, tag=[column] * 5,
         store_ms=[9_002] * 5, due_ms=[9_000] * 5, accepted_ms=[4_000] * 5,
     )  # fmt: skip
-    found = codec.encode_each(released, store_host=V4, born_host=NOBODY)
-    assert found == PYTHON.encode_each(released, store_host=V4, born_host=NOBODY)
-    told = [message["properties"] for message in decoded(b"".join(found))]
+    result = codec.encode_each(released, store_host=V4, born_host=NOBODY)
+    assert result == PYTHON.encode_each(released, store_host=V4, born_host=NOBODY)
+    told = [message["properties"] for message in decoded(b"".join(result))]
     if column is None:
         assert ["TIMER_OUT_MS" in text for text in told] == [True, True, False, False, False]
         assert [REGION in text for text in told] == [True, False, True, True, False]
         assert max(map(len, told)) <= 32_767
 
 
-def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> None:
+def test_a_pending_message_with_a_timer_has_no_timer_properties() -> None:
     sent = "TIMER_DELAY_SEC\x015\x02"
     waiting = rows(
         seq=[17], topic=["orders"], queue_id=[3], properties=[sent], store_ms=[4_000], due_ms=[9_000]
@@ -164,7 +164,7 @@ def test_a_timers_message_that_waits_does_not_say_that_it_was_delivered() -> Non
     assert message["properties"] == sent + REGION
 
 
-def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
+def test_only_a_committed_message_has_a_prepared_offset() -> None:
     flags = [
         MessageFlag.TRANSACTION_COMMIT,
         MessageFlag.TRANSACTION_PREPARED,
@@ -172,11 +172,11 @@ def test_a_commit_names_its_half_and_other_releases_name_none() -> None:
         0,
     ]
     batch = rows(seq=[1] * 4, topic=["a"] * 4, queue_id=[0] * 4, sys_flag=flags, source_seq=[7] * 4)
-    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
-    assert [message["prepared_seq"] for message in found] == [7, 0, 0, 0]
+    result = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    assert [message["prepared_seq"] for message in result] == [7, 0, 0, 0]
 
 
-def test_what_a_row_leaves_out_is_zero_or_empty() -> None:
+def test_missing_values_of_a_row_are_zero_or_empty() -> None:
     batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["broker.example"])
     [message] = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
     assert message["born"] == (bytes(4), 0)
@@ -195,7 +195,7 @@ def test_a_long_topic_makes_a_record_of_version_2(length: int, magic: int) -> No
     assert (message["magic"], message["topic"]) == (magic, "t" * length)
 
 
-def test_the_flags_say_how_long_the_hosts_are() -> None:
+def test_the_sys_flag_states_whether_hosts_are_ipv6() -> None:
     batch = rows(seq=[1], topic=["a"], queue_id=[0], born_host=["[::1]:7"], sys_flag=[0])
     [message] = decoded(encode_stored(batch, store_host=V6, born_host=NOBODY))
     assert message["sys_flag"] == MessageFlag.BORN_HOST_V6 | MessageFlag.STORE_HOST_V6
@@ -207,27 +207,27 @@ def test_the_flags_say_how_long_the_hosts_are() -> None:
 
 
 @given(st.lists(st.tuples(bodies, properties), min_size=1, max_size=5))
-def test_many_stored_messages_follow_each_other(messages: list[tuple[bytes, str]]) -> None:
+def test_several_stored_messages_are_encoded_in_sequence(messages: list[tuple[bytes, str]]) -> None:
     batch = rows(
         seq=list(range(len(messages))), topic=["a"] * len(messages), queue_id=[0] * len(messages),
         body=[body for body, _ in messages], properties=[text for _, text in messages],
     )  # fmt: skip
-    found = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
+    result = decoded(encode_stored(batch, store_host=V4, born_host=NOBODY))
     # What a reader makes of it is the text that was sent, and the region behind it.
     wanted = [(body, text + "\x02" * (text[-1:] not in ("", "\x02")) + REGION) for body, text in messages]
-    assert [(m["body"], m["properties"]) for m in found] == wanted
+    assert [(m["body"], m["properties"]) for m in result] == wanted
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------
 
 
 @given(records)
-def test_a_batch_comes_back(batch: list[BatchRecord]) -> None:
+def test_an_encoded_batch_is_decoded_to_the_same_records(batch: list[BatchRecord]) -> None:
     assert decode_batch(encode_batch(batch)) == batch
 
 
 @given(records.filter(bool), st.integers(0, 400), st.integers(0, 255))
-def test_a_damaged_batch_is_a_batch_or_refused(batch: list[BatchRecord], at: int, value: int) -> None:
+def test_a_damaged_batch_is_decoded_or_refused(batch: list[BatchRecord], at: int, value: int) -> None:
     data = bytearray(encode_batch(batch))
     data[at % len(data)] = value
     try:
@@ -250,7 +250,7 @@ def test_a_batch_cut_short_is_refused(batch: list[BatchRecord], cut: int) -> Non
             decode_batch(data[:end])
 
 
-def test_a_batch_of_too_many_is_refused() -> None:
+def test_a_batch_with_too_many_records_is_refused() -> None:
     batch = [BatchRecord(0, b"", "")] * 4
     assert len(decode_batch(encode_batch(batch), rows_max=4)) == 4
     with pytest.raises(InvalidMessage, match="split"):
@@ -272,7 +272,7 @@ def test_a_batch_of_too_many_is_refused() -> None:
         ("1.2.3.4:port", NOBODY),
     ],
 )
-def test_hosts_as_text(text: str, host: Host) -> None:
+def test_hosts_are_parsed_from_text(text: str, host: Host) -> None:
     assert parse_host(text, NOBODY) == host
 
 
@@ -285,7 +285,7 @@ def test_an_offset_msg_id_names_host_and_number(host: Host) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7F", "zz" * 16, "7F" * 20])
-def test_what_is_no_offset_msg_id_is_refused(text: str) -> None:
+def test_an_invalid_offset_msg_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="offsetMsgId"):
         parse_offset_msg_id(text)
 
@@ -306,10 +306,10 @@ def encoded(bodies: list[bytes], topic: str = "orders", host: Host = V4) -> byte
 @pytest.mark.parametrize("topic", ["orders", "x" * 127, "x" * 200])
 @given(bodies=st.lists(st.binary(max_size=50), min_size=1, max_size=4))
 def test_back_again(host: Host, topic: str, bodies: list[bytes]) -> None:
-    found = decode_stored(encoded(bodies, topic, host))
-    assert [m.body for m in found] == bodies
-    assert [m.seq for m in found] == list(range(7, 7 + len(bodies)))
-    first = found[0]
+    result = decode_stored(encoded(bodies, topic, host))
+    assert [m.body for m in result] == bodies
+    assert [m.seq for m in result] == list(range(7, 7 + len(bodies)))
+    first = result[0]
     assert (first.topic, first.queue_id, first.queue_offset, first.flag) == (topic, 3, 0, 4)
     assert (first.born_ms, first.store_ms, first.reconsume_times, first.prepared_seq) == (1, 2, 5, 0)
     assert (first.store_host, first.born_host, first.properties) == (
@@ -338,5 +338,5 @@ def test_ids_are_rocketmqs_32_digits_and_differ() -> None:
     assert made[0].startswith("7F000001" + f"{4242:04X}")
 
 
-def test_two_runs_differ() -> None:
+def test_unique_keys_of_two_runs_differ() -> None:
     assert UniqueKeys(b"", 1, 1).next(5) != UniqueKeys(b"", 1, 2).next(5)

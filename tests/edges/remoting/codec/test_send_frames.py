@@ -1,4 +1,4 @@
-"""Runs written as rows of the log in C: the very bytes, places and index entries that they have row by row."""
+"""Runs encoded as rows of the log in C: the same bytes, positions and index entries as row by row."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ Written = tuple[Any, ...]
 
 
 def topics() -> dict[str, Topic]:
-    """Three topics that have got rows before: of tags, of several tags each, of queues that are partly hidden."""
-    indexes, found = QueueIndexes(CrashFiles()), {}
+    """Return three topics that already have rows: with tags, with several tags each, with partly hidden queues."""
+    indexes, result = QueueIndexes(CrashFiles()), {}
     for name, facts in (
         ("orders", TopicFacts(4)),
         ("many", TopicFacts(3, "MULTI_TAG")),
         ("narrow", TopicFacts(5, config=TopicConfig(5, 2))),
     ):
-        topic = found[name] = Topic(name, Queues(indexes, name, facts.queues), facts)
+        topic = result[name] = Topic(name, Queues(indexes, name, facts.queues), facts)
         topic.turn = 1
         topic.queues[1].next_offset = topic.queues[1].index.max_offset
-    return found
+    return result
 
 
 def outcome(of: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | None:
-    """All that rows are in the log, and what the topics are behind them."""
+    """Return everything that is written for the rows, and the state of the topics afterwards."""
     known, rates = topics(), Rates()
     sends = of(known)
     if sends is None:
@@ -62,7 +62,7 @@ def outcome(of: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | No
     counts: list[object] = [rows.num_rows, waiting, waiting_bytes]
     if places is not None:
         places.index(FIRST_SEQ)
-        places.give_out()
+        places.reserve_offsets()
         places.count(rates)
         counts += sorted(places.queues())
     counts += [
@@ -77,7 +77,7 @@ def outcome(of: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | No
 
 
 def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
-    """The runs in these bytes, each those of one connection."""
+    """Return the runs in these bytes. Each item is from one connection."""
     assert codec is not None
     runs = [each for data in parts for each in codec.cut(data, FRAME_BYTES_MAX)[0]]
     assert not any(isinstance(run, Frame) for run in runs)
@@ -86,11 +86,11 @@ def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
     return Runs(codec, runs)
 
 
-def by_rows(runs: Runs) -> Written | None:
+def encode_by_rows(runs: Runs) -> Written | None:
     return outcome(lambda known: small_batch.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
 
 
-def in_c(runs: Runs, last_ms: int = LAST_MS) -> Written | None:
+def encode_in_c(runs: Runs, last_ms: int = LAST_MS) -> Written | None:
     return outcome(lambda known: runs.log_rows(known, NOW_MS, last_ms, "host:1"))
 
 
@@ -109,7 +109,7 @@ NUMBERS = st.integers(-(2**31), 2**31 - 1).map(str)
 
 @st.composite
 def requests(draw: st.DrawFn) -> bytes:
-    """A send, or a batch of some."""
+    """Draw a send or a batch."""
     form = draw(st.sampled_from([JSON, BINARY]))
     queues = st.sampled_from(["-1", "0", "1", "2", "7"])
     fields = {
@@ -132,21 +132,21 @@ def requests(draw: st.DrawFn) -> bytes:
 
 @needs_compiled
 @given(st.lists(st.lists(requests(), min_size=1, max_size=5).map(b"".join), min_size=1, max_size=4))
-def test_runs_are_written_as_their_rows_are(parts: list[bytes]) -> None:
+def test_runs_are_encoded_as_their_rows_are(parts: list[bytes]) -> None:
     runs = runs_of(parts)
-    made = in_c(runs)
-    assert made is not None and made == by_rows(runs)
+    made = encode_in_c(runs)
+    assert made is not None and made == encode_by_rows(runs)
 
 
 @needs_compiled
-def test_many_rows_of_many_queues_are_written_as_few_are() -> None:
+def test_many_rows_of_many_queues_are_encoded_as_few_are() -> None:
     ring = [
         send({**PLAIN, "e": str(n % 9 - 1), "b": "narrow" if n % 7 == 0 else "orders"}, bytes(n % 50))
         for n in range(2_500)
     ]
     runs = runs_of([b"".join(ring[:1_100]), b"".join(ring[1_100:])])
-    made = in_c(runs)
-    assert len(runs) == 2_500 and made is not None and made == by_rows(runs)
+    made = encode_in_c(runs)
+    assert len(runs) == 2_500 and made is not None and made == encode_by_rows(runs)
 
 
 @needs_compiled
@@ -159,7 +159,7 @@ def test_many_rows_of_many_queues_are_written_as_few_are() -> None:
     ],
     ids=["a delay level", "due beyond the last instant", "a dead letter"],
 )
-def test_what_is_more_than_plain_goes_another_way_with_all_beside_it(other: dict[str, str]) -> None:
+def test_an_unusual_send_leaves_the_whole_batch_to_the_reference(other: dict[str, str]) -> None:
     runs = runs_of([send() + send({**PLAIN, **other}) + send()])
     known = topics()
     known["%DLQ%group"] = known["orders"]
@@ -171,7 +171,7 @@ def test_what_is_more_than_plain_goes_another_way_with_all_beside_it(other: dict
 
 @needs_compiled
 def test_a_row_that_is_written_otherwise_is_noticed() -> None:
-    """The negative control of the comparison: a codec that swaps two queues."""
+    """Negative control of the comparison: a codec that swaps two queues."""
     assert COMPILED is not None
     data = [send({**PLAIN, "e": "0"}) + send({**PLAIN, "e": "1"}, code=RequestCode.SEND_MESSAGE_V2)]
 
@@ -181,5 +181,5 @@ def test_a_row_that_is_written_otherwise_is_noticed() -> None:
         return message, queue_ids, offsets, [(topic, first, *other), (topic, second, *one)], *more
 
     right, wrong = (runs_of(data, codec) for codec in (COMPILED, replace(COMPILED, log_rows=swapped)))
-    assert in_c(right) == by_rows(right)
-    assert in_c(wrong) != by_rows(wrong)
+    assert encode_in_c(right) == encode_by_rows(right)
+    assert encode_in_c(wrong) != encode_by_rows(wrong)

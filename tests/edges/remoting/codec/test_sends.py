@@ -1,4 +1,4 @@
-"""The bytes of sends: both serialisations of a header say the same, the cache nothing else, and answers can be read."""
+"""Sends: both serialisations and the cache give the same header fields, and answers can be decoded."""
 
 from __future__ import annotations
 
@@ -37,55 +37,55 @@ LONG = {sends.LONG_NAMES[name]: SHORT[short] for name, short in sends.SHORT_NAME
 
 
 def frame(ext: dict[str, str], code: int = RequestCode.SEND_MESSAGE_V2, serialisation: int = JSON) -> Frame:
-    [found] = Splitter().feed(encode(Command(code=code, opaque=5, ext=ext, serialisation=serialisation)))
-    return found
+    [result] = Splitter().feed(encode(Command(code=code, opaque=5, ext=ext, serialisation=serialisation)))
+    return result
 
 
 @pytest.fixture(autouse=True)
 def empty_caches() -> None:
-    sends._heads.clear()
-    sends._tails.clear()
+    sends._first_parts.clear()
+    sends._last_parts.clear()
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize("code", [RequestCode.SEND_MESSAGE_V2, RequestCode.SEND_BATCH_MESSAGE])
-def test_short_names(serialisation: int, code: int) -> None:
+def test_a_send_with_short_names_is_read(serialisation: int, code: int) -> None:
     for _ in range(2):  # the second from the cache
-        found = read_send(frame(SHORT, code, serialisation))
-        assert found is not None
-        assert (found.code, found.opaque, found.fields) == (code, 5, EXPECTED)
+        result = read_send(frame(SHORT, code, serialisation))
+        assert result is not None
+        assert (result.code, result.opaque, result.fields) == (code, 5, EXPECTED)
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_long_names(serialisation: int) -> None:
-    found = read_send(frame(LONG, RequestCode.SEND_MESSAGE, serialisation))
-    assert found is not None
-    assert msgspec.structs.astuple(found.fields) == msgspec.structs.astuple(EXPECTED)
+def test_a_send_with_long_names_is_read(serialisation: int) -> None:
+    result = read_send(frame(LONG, RequestCode.SEND_MESSAGE, serialisation))
+    assert result is not None
+    assert msgspec.structs.astuple(result.fields) == msgspec.structs.astuple(EXPECTED)
 
 
-def test_numbers_and_booleans_in_json() -> None:
+def test_json_numbers_and_booleans_are_read() -> None:
     header = (
         b'{"code":310,"flag":0,"language":"NODE","opaque":9,"version":121,"extFields":'
         b'{"a":"g","b":"t","e":2,"g":1761000000000,"i":null,"k":false,"l":null,"AccessKey":"x"}}'
     )
-    found = read_send(Frame(JSON, header, b""))
-    assert found is not None
-    assert (found.fields.queue_id, found.fields.born_ms, found.fields.properties) == (
+    result = read_send(Frame(JSON, header, b""))
+    assert result is not None
+    assert (result.fields.queue_id, result.fields.born_ms, result.fields.properties) == (
         2,
         1_761_000_000_000,
         None,
     )
 
 
-def test_a_header_that_does_not_begin_with_its_code() -> None:
+def test_a_header_that_does_not_begin_with_its_code_is_read() -> None:
     header = b'{"extFields":{"b":"t"},"opaque":4,"code":310}'
-    found = read_send(Frame(JSON, header, b""))
-    assert found is not None and found.fields.topic == "t"
+    result = read_send(Frame(JSON, header, b""))
+    assert result is not None and result.fields.topic == "t"
     assert read_send(Frame(JSON, b'{"opaque":4,"code":11}', b"")) is None
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_what_is_no_send_is_left_alone(serialisation: int) -> None:
+def test_other_requests_are_not_read_as_sends(serialisation: int) -> None:
     assert read_send(frame(SHORT, RequestCode.PULL_MESSAGE, serialisation)) is None
 
 
@@ -115,8 +115,10 @@ text = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), max_size
 @given(
     a=text, b=text, e=st.integers(-1, 2000), i=text, more=st.dictionaries(text, text, max_size=2), last=text
 )
-def test_binary_and_json_agree(a: str, b: str, e: int, i: str, more: dict[str, str], last: str) -> None:
-    """Also when a value holds the very bytes that the cache looks for."""
+def test_binary_and_json_headers_give_the_same_fields(
+    a: str, b: str, e: int, i: str, more: dict[str, str], last: str
+) -> None:
+    """Also if a value contains the bytes that the cached decoder searches for."""
     mark = "\x00\x01g\x00\x00\x00\x0d1761000000000"
     for group in (a, a + mark, mark):
         ext = {
@@ -131,9 +133,9 @@ def test_binary_and_json_agree(a: str, b: str, e: int, i: str, more: dict[str, s
 
 
 def _fields(ext: dict[str, str], serialisation: int) -> SendFields:
-    found = read_send(frame(ext, serialisation=serialisation))
-    assert found is not None
-    return found.fields
+    result = read_send(frame(ext, serialisation=serialisation))
+    assert result is not None
+    return result.fields
 
 
 @given(data=st.binary(max_size=200), at=st.integers(0, 300), cut=st.integers(0, 300))
@@ -142,13 +144,13 @@ def test_damaged_binary_headers_are_refused_or_read(data: bytes, at: int, cut: i
     read_send(Frame(BINARY, whole, b""))  # the caches are warm
     for header in (whole[:cut], whole[:at] + data + whole[at + len(data) :], whole[:at] + data):
         try:
-            found = read_send(Frame(BINARY, header, b""))
+            result = read_send(Frame(BINARY, header, b""))
         except BadFrame:
             continue
-        assert found is None or isinstance(found.fields.topic, str)
+        assert result is None or isinstance(result.fields.topic, str)
 
 
-def test_a_lie_about_the_length_is_not_read_past_the_cache() -> None:
+def test_a_false_length_is_not_accepted_by_the_cached_decoder() -> None:
     whole = frame(SHORT, serialisation=BINARY).header
     read_send(Frame(BINARY, whole, b""))
     lie = whole[:17] + struct.pack(">i", len(whole)) + whole[21:]
@@ -156,19 +158,19 @@ def test_a_lie_about_the_length_is_not_read_past_the_cache() -> None:
         read_send(Frame(BINARY, lie, b""))
 
 
-def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_has_a_maximum_number_of_entries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sends, "CACHED_MAX", 8)
     for group in range(100):
         read_send(frame({**SHORT, "a": str(group)}, serialisation=BINARY))
-    assert 0 < len(sends._heads) <= 8
+    assert 0 < len(sends._first_parts) <= 8
 
 
-def test_the_cache_is_bounded_in_bytes_too() -> None:
-    """A header may be 64 KiB: thousands of such in the cache would be hundreds of megabytes."""
+def test_large_parts_are_not_cached() -> None:
+    """A header may have 64 KiB: thousands of them in the cache would take hundreds of megabytes."""
     most = sends.CACHED_BYTES_MAX
     for group in range(20):
         assert read_send(frame({**SHORT, "a": f"{group:0{most}}"}, serialisation=BINARY)) is not None
-    for kept in (sends._heads, sends._tails):
+    for kept in (sends._first_parts, sends._last_parts):
         assert max(map(len, kept), default=0) <= most
     assert most * sends.CACHED_MAX <= 4 * 1024 * 1024
 
@@ -184,7 +186,7 @@ def test_the_cache_is_bounded_in_bytes_too() -> None:
     key=st.text(st.characters(codec="utf-8"), max_size=40),
     handle=st.sampled_from(["", "djEgdA=="]),
 )
-def test_both_forms_are_what_the_decoder_reads(
+def test_answers_in_both_serialisations_can_be_decoded(
     serialisation: int, opaque: int, queue_id: int, offset: int, key: str, handle: str
 ) -> None:
     data = encode_reply(opaque, serialisation, queue_id, offset, "00AB", key, handle)

@@ -1,4 +1,4 @@
-"""An open frame is the reference's twin: of the same bytes of the log both write the same stored messages."""
+"""Opened frames of both codecs encode the same stored messages from the same bytes of the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RIGHT = {"kind": 1, "topic": "orders", "queue_id": 0, "queue_offset": 7}
 
 
 def segment_of(rows: list[dict[str, Any]], before: int = 64) -> tuple[pa.Buffer, fmt.Frame]:
-    """A segment with one frame, which is not where the segment begins."""
+    """Build a segment with one frame that is not at its beginning."""
     batch = pa.RecordBatch.from_pylist(rows, LOG_SCHEMA)
     frame, parts = fmt.encode_frame(
         batch, first_seq=FIRST, span=len(rows), append_ms=0, epoch=1, position=before, synced_to=0
@@ -44,7 +44,7 @@ def put(
     bytes_max: int,
     host: Host = V4,
 ) -> tuple[int, bytes]:
-    """What a frame writes of these rows, whether they are named by a list or by the entries of a queue."""
+    """Encode rows of a frame, given as a list and as queue entries, and assert that both give the same."""
     assert codec is not None
     out, again = bytearray(), bytearray()
     seqs, entries = [FIRST + pick for pick in picks], np.zeros(len(picks), ENTRY)
@@ -57,8 +57,10 @@ def put(
 
 @needs_compiled
 @given(st.lists(stored_rows, min_size=1, max_size=15), st.data())
-def test_an_open_frame_writes_the_same(rows: list[dict[str, Any]], data: st.DataObject) -> None:
-    """Also where META rows, which have no topic, stand between; and of an answer that is full."""
+def test_an_opened_frame_encodes_the_same_in_both_codecs(
+    rows: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    """Also with META rows in between, which have no topic, and for a full answer."""
     rows = [{**row, "kind": 1, "queue_offset": row["queue_offset"] or 0} for row in rows]
     meta = data.draw(st.sets(st.integers(0, len(rows))))
     frame_rows: list[dict[str, Any]] = []
@@ -69,9 +71,9 @@ def test_an_open_frame_writes_the_same(rows: list[dict[str, Any]], data: st.Data
     picks = sorted(data.draw(st.sets(st.sampled_from(visible))))
     most, host = data.draw(st.sampled_from([1, 500, ANY])), data.draw(st.sampled_from([V4, V6]))
     segment, frame = segment_of(frame_rows)
-    found = put(COMPILED, segment, frame, picks, most, host)
-    assert found == put(PYTHON, segment, frame, picks, most, host)
-    assert found[0] == len(picks) or most < ANY
+    result = put(COMPILED, segment, frame, picks, most, host)
+    assert result == put(PYTHON, segment, frame, picks, most, host)
+    assert result[0] == len(picks) or most < ANY
 
 
 texts = st.lists(
@@ -81,8 +83,8 @@ texts = st.lists(
 
 @needs_compiled
 @given(st.lists(st.tuples(texts, texts, texts, texts), min_size=1, max_size=4))
-def test_what_stands_in_a_column_only_becomes_the_same_property(rows: list[tuple[str, ...]]) -> None:
-    """Also of texts that read as properties themselves."""
+def test_a_value_only_in_a_column_becomes_the_same_property(rows: list[tuple[str, ...]]) -> None:
+    """Also for texts that look like properties."""
     names = ("properties", "unique_key", "tag", "keys")
     segment, frame = segment_of([{**RIGHT, **dict(zip(names, row, strict=True))} for row in rows])
     picks = list(range(len(rows)))
@@ -90,7 +92,7 @@ def test_what_stands_in_a_column_only_becomes_the_same_property(rows: list[tuple
 
 
 @needs_compiled
-def test_bodies_of_each_length_have_the_same_checksum() -> None:
+def test_bodies_of_any_length_have_the_same_checksum() -> None:
     source = random.Random(1)
     segment, frame = segment_of([{**RIGHT, "body": source.randbytes(size)} for size in range(100)])
     picks = list(range(100))
@@ -98,7 +100,7 @@ def test_bodies_of_each_length_have_the_same_checksum() -> None:
 
 
 @needs_compiled
-def test_frames_that_are_gone_leave_nothing_to_the_next_pull() -> None:
+def test_a_freed_frame_does_not_affect_the_next_pull() -> None:
     for born in ["10.0.0.7:1", "10.0.0.8:2", None, "10.0.0.7:1"] * 5:
         for host in (V4, V4, V6):
             segment, frame = segment_of([{**RIGHT, "born_host": born}] * 2)
@@ -110,7 +112,7 @@ def test_frames_that_are_gone_leave_nothing_to_the_next_pull() -> None:
 @needs_compiled
 @pytest.mark.parametrize("codec", [COMPILED, PYTHON])
 @pytest.mark.parametrize("wrong", [{"queue_offset": None}, {"kind": 7, "topic": None, "queue_offset": None}])
-def test_a_row_that_is_not_visible_is_never_written(codec: Codec | None, wrong: dict[str, Any]) -> None:
+def test_a_row_that_is_not_visible_is_refused(codec: Codec | None, wrong: dict[str, Any]) -> None:
     segment, frame = segment_of([RIGHT, {**RIGHT, **wrong}, RIGHT])
     with pytest.raises(OutOfRange, match="no visible message"):
         put(codec, segment, frame, [0, 1, 2], ANY)
@@ -122,7 +124,7 @@ def test_a_row_that_is_not_visible_is_never_written(codec: Codec | None, wrong: 
     "wrong",
     [{"properties": "p" * 65_536}, {"topic": "t" * 40_000}, {"born_host": "1.2.3.4:99999999999"}],
 )
-def test_a_row_that_fits_no_record_is_the_same_error(wrong: dict[str, Any]) -> None:
+def test_a_row_that_fits_no_record_gives_the_same_error(wrong: dict[str, Any]) -> None:
     segment, frame = segment_of([RIGHT, {**RIGHT, **wrong}])
     errors = []
     for codec in (COMPILED, PYTHON):
@@ -134,7 +136,7 @@ def test_a_row_that_fits_no_record_is_the_same_error(wrong: dict[str, Any]) -> N
 
 @needs_compiled
 @pytest.mark.parametrize("codec", [COMPILED, PYTHON])
-def test_a_frame_writes_its_own_rows_alone(codec: Codec | None) -> None:
+def test_a_frame_encodes_only_its_own_rows(codec: Codec | None) -> None:
     segment, frame = segment_of([RIGHT] * 4)
     assert put(codec, segment, frame, [1, 3, 4, 5], ANY)[0] == 2
     assert put(codec, segment, frame, [-1, 0], ANY) == (0, b"")
@@ -142,7 +144,7 @@ def test_a_frame_writes_its_own_rows_alone(codec: Codec | None) -> None:
 
 @needs_compiled
 def test_a_compressed_message_is_left_to_the_reference() -> None:
-    """We write none; a reader that takes its bytes for columns would hand out garbage."""
+    """Timeball writes none, but a reader that takes its bytes for columns would deliver garbage."""
     batch = pa.RecordBatch.from_pylist([{**RIGHT, "body": b"x" * 900}] * 40, LOG_SCHEMA)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, LOG_SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
@@ -159,17 +161,17 @@ def test_a_compressed_message_is_left_to_the_reference() -> None:
 @needs_compiled
 @given(st.integers(64, 64 + 1_400), st.binary(min_size=1, max_size=8))
 def test_damaged_metadata_is_never_read_beyond_the_message(at: int, damage: bytes) -> None:
-    """A checksum stands before this; but what is damaged must not end the broker."""
+    """The checksum is verified before, but even damaged metadata must not crash the broker."""
     segment, frame = segment_of([RIGHT] * 3, before=64)
     metadata_end = 64 + 64 + 8 + int.from_bytes(bytes(segment.slice(132, 4)), "little")
     place = 128 + at % (metadata_end - 128)
     data = memoryview(segment).cast("B")
     end = min(place + len(damage), metadata_end)
     data[place:end] = damage[: end - place]
-    found = []
+    result = []
     for codec in (COMPILED, PYTHON):
         try:
-            found.append(put(codec, segment, frame, [0, 2], ANY)[0])
+            result.append(put(codec, segment, frame, [0, 2], ANY)[0])
         except Exception as error:  # of any kind; which one pyarrow raises is its own matter
-            found.append(type(error))
-    assert len(found) == 2
+            result.append(type(error))
+    assert len(result) == 2

@@ -1,4 +1,4 @@
-"""Heartbeats as three generations of clients send them, and what the members of a group hear of each other."""
+"""Heartbeats of three generations of clients, and notifications to the members of a group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JAVA_SUBSCRIPTION = {
 }  # fmt: skip
 
 
-def java(client_id: str = "127.0.0.1@1#2", group: str = "g", **consumer: Any) -> dict[str, Any]:
+def java_heartbeat(client_id: str = "127.0.0.1@1#2", group: str = "g", **consumer: Any) -> dict[str, Any]:
     return {
         "clientID": client_id,
         "consumerDataSet": [
@@ -48,8 +48,8 @@ def java(client_id: str = "127.0.0.1@1#2", group: str = "g", **consumer: Any) ->
     }
 
 
-def cpp(**consumer: Any) -> dict[str, Any]:
-    """The C++ client sends numbers for words and text for numbers."""
+def cpp_heartbeat(**consumer: Any) -> dict[str, Any]:
+    """Build a heartbeat of the C++ client, which sends numbers for names and text for numbers."""
     return {
         "clientID": "cpp@1",
         "producerDataSet": [{"groupName": "p"}],
@@ -68,32 +68,32 @@ def cpp(**consumer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("word", ["²", "9" * 5_000, "X" * 5_000])
 def test_a_word_that_looks_like_a_number_is_a_word(node: RunningNode, wire: Wire, word: str) -> None:
-    wire.ask_ok(BEAT, cpp(messageModel=word))
+    wire.ask_ok(BEAT, cpp_heartbeat(messageModel=word))
     remoting = node.node.edges.remoting
     assert remoting is not None
     group = remoting.context.sessions.group("g")
-    assert group is not None and group.how.message_model == word[:64]
+    assert group is not None and group.membership.message_model == word[:64]
 
 
 def test_the_answer_tells_a_version_that_clients_trust(wire: Wire) -> None:
-    answer = wire.ask_ok(BEAT, java())
+    answer = wire.ask_ok(BEAT, java_heartbeat())
     assert answer.version == BROKER_VERSION >= 232
     assert answer.ext == {}
 
 
-def test_a_java_consumer_is_in_its_group(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(BEAT, java())
+def test_the_heartbeat_of_a_java_consumer_makes_it_a_member(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(BEAT, java_heartbeat())
     assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["127.0.0.1@1#2"]}
     clients = node.node.edges.remoting.context.sessions
     assert clients.subscription("g", "orders") == Subscription("orders", "A || B", "TAG", 1_700_000_000_000)
-    assert clients.group("g").how.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
+    assert clients.group("g").membership.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
     assert len(clients.producers("CLIENT_INNER_PRODUCER")) == 1
 
 
-def test_a_cpp_consumer_means_the_same(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(BEAT, cpp())
+def test_the_heartbeat_of_a_cpp_consumer_gives_the_same_membership(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(BEAT, cpp_heartbeat())
     clients = node.node.edges.remoting.context.sessions
-    how = clients.group("g").how
+    how = clients.group("g").membership
     assert (how.consume_type, how.message_model) == ("CONSUME_PASSIVELY", "CLUSTERING")
     assert how.consume_from_where == "CONSUME_FROM_FIRST_OFFSET"
     assert clients.subscription("g", "orders") == Subscription("orders", "*", "TAG", 1_700_000_000_000)
@@ -101,68 +101,68 @@ def test_a_cpp_consumer_means_the_same(node: RunningNode, wire: Wire) -> None:
 
 @pytest.mark.parametrize("model", ["Clustering", "CLUSTERING", 1, "1"])
 def test_words_and_numbers_name_one_model(node: RunningNode, wire: Wire, model: object) -> None:
-    wire.ask_ok(BEAT, java(messageModel=model))
-    assert node.node.edges.remoting.context.sessions.group("g").how.message_model == "CLUSTERING"
+    wire.ask_ok(BEAT, java_heartbeat(messageModel=model))
+    assert node.node.edges.remoting.context.sessions.group("g").membership.message_model == "CLUSTERING"
 
 
-def test_a_client_without_groups_is_welcome(wire: Wire) -> None:
+def test_a_heartbeat_without_groups_is_accepted(wire: Wire) -> None:
     wire.ask_ok(BEAT, {"clientID": "idle", "producerDataSet": None})
     wire.ask_ok(BEAT, {"clientID": "idle", "consumerDataSet": [], "producerDataSet": []})
 
 
-def test_the_first_heartbeat_makes_the_group_and_its_retry_topic(node: RunningNode, wire: Wire) -> None:
+def test_the_first_heartbeat_creates_the_group_and_its_retry_topic(node: RunningNode, wire: Wire) -> None:
     assert "%RETRY%g" not in node.broker.topics()
-    wire.ask_ok(BEAT, java())
+    wire.ask_ok(BEAT, java_heartbeat())
     (queues,) = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%g"))["queueDatas"]
     assert queues["readQueueNums"] == queues["writeQueueNums"] == 1
     assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
-def test_nobody_is_in_an_unknown_group(wire: Wire) -> None:
+def test_an_unknown_group_has_no_members(wire: Wire) -> None:
     answer = wire.ask(IDS, consumerGroup="g")
     assert (answer.code, answer.remark) == (ResponseCode.SYSTEM_ERROR, "no consumer for this group, g")
 
 
-def test_members_hear_who_comes_and_goes(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(BEAT, java("first"))
+def test_members_are_notified_when_others_join_or_leave(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(BEAT, java_heartbeat("first"))
     assert wire.next_pushed().ext == {"consumerGroup": "g"}
     with Wire.to(node) as second:
-        second.ask_ok(BEAT, java("second"))
+        second.ask_ok(BEAT, java_heartbeat("second"))
         heard = wire.next_pushed()
         assert (heard.code, heard.is_one_way, heard.ext) == (CHANGED, True, {"consumerGroup": "g"})
         assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["first", "second"]}
         second.ask_ok(BYE, clientID="second", producerGroup="", consumerGroup="g")
         assert wire.next_pushed().code == CHANGED
-        second.ask_ok(BEAT, java("second"))
+        second.ask_ok(BEAT, java_heartbeat("second"))
         assert wire.next_pushed().code == CHANGED
     assert wire.next_pushed().code == CHANGED, "the second has hung up without a word"
     assert json_body(wire.ask_ok(IDS, consumerGroup="g")) == {"consumerIdList": ["first"]}
 
 
-def test_a_heartbeat_that_says_nothing_new_is_told_nobody(wire: Wire) -> None:
-    wire.ask_ok(BEAT, java())
+def test_an_unchanged_heartbeat_notifies_nobody(wire: Wire) -> None:
+    wire.ask_ok(BEAT, java_heartbeat())
     wire.next_pushed()
     for _ in range(3):
-        wire.ask_ok(BEAT, java())
+        wire.ask_ok(BEAT, java_heartbeat())
     assert wire.pushed == []
 
 
-def test_a_broadcast_group_is_left_alone(node: RunningNode, wire: Wire) -> None:
-    wire.ask_ok(BEAT, java("first", messageModel="BROADCASTING"))
+def test_a_broadcast_group_is_not_notified(node: RunningNode, wire: Wire) -> None:
+    wire.ask_ok(BEAT, java_heartbeat("first", messageModel="BROADCASTING"))
     with Wire.to(node) as second:
-        second.ask_ok(BEAT, java("second", messageModel=0))
-    wire.ask_ok(BEAT, java("first", messageModel="BROADCASTING"))
+        second.ask_ok(BEAT, java_heartbeat("second", messageModel=0))
+    wire.ask_ok(BEAT, java_heartbeat("first", messageModel="BROADCASTING"))
     assert wire.pushed == []
 
 
-def test_a_group_may_be_configured_to_be_left_alone(node: RunningNode, wire: Wire) -> None:
+def test_a_group_can_be_configured_to_get_no_notifications(node: RunningNode, wire: Wire) -> None:
     node.node.broker.tables.groups.update(SubscriptionGroup("g", notify_consumer_ids_changed_enable=False))
-    wire.ask_ok(BEAT, java())
-    wire.ask_ok(BEAT, java())
+    wire.ask_ok(BEAT, java_heartbeat())
+    wire.ask_ok(BEAT, java_heartbeat())
     assert wire.pushed == []
 
 
-def test_goodbye_of_somebody_unknown_is_fine(wire: Wire) -> None:
+def test_unregistering_an_unknown_client_succeeds(wire: Wire) -> None:
     wire.ask_ok(BYE, clientID="nobody", consumerGroup="g", producerGroup="p")
 
 
@@ -197,45 +197,45 @@ def test_a_client_may_ask_about_nothing(wire: Wire) -> None:
         b"[]",
         b"{",
         msgspec.json.encode({"producerDataSet": []}),
-        msgspec.json.encode(java(subscriptionDataSet=[{"subString": "*"}])),
-        msgspec.json.encode(java(messageModel=2)),
-        msgspec.json.encode(java(consumeFromWhere=-1)),
-        msgspec.json.encode(java(group="a/b")),
-        msgspec.json.encode(java(padding="x" * BODY_BYTES_MAX)),
+        msgspec.json.encode(java_heartbeat(subscriptionDataSet=[{"subString": "*"}])),
+        msgspec.json.encode(java_heartbeat(messageModel=2)),
+        msgspec.json.encode(java_heartbeat(consumeFromWhere=-1)),
+        msgspec.json.encode(java_heartbeat(group="a/b")),
+        msgspec.json.encode(java_heartbeat(padding="x" * BODY_BYTES_MAX)),
     ],
 )
-def test_a_heartbeat_that_makes_no_sense_changes_nothing(node: RunningNode, wire: Wire, body: bytes) -> None:
+def test_an_invalid_heartbeat_changes_nothing(node: RunningNode, wire: Wire, body: bytes) -> None:
     answer = wire.ask(BEAT, body)
     assert answer.code in (ResponseCode.INVALID_PARAMETER, ResponseCode.MESSAGE_ILLEGAL)
     assert node.node.edges.remoting.context.sessions._groups == {}
     assert node.node.broker.tables.groups.all() == []
-    wire.ask_ok(BEAT, java())
+    wire.ask_ok(BEAT, java_heartbeat())
 
 
 @on_node()
-async def test_a_heartbeat_that_is_refused_leaves_nothing_with_the_connection(world: World) -> None:
-    context, pair = context_of(world.broker), await Pair.made()
+async def test_a_refused_heartbeat_registers_no_session(world: World) -> None:
+    context, pair = context_of(world.broker), await Pair.create()
     handlers = HeartBeats(context, Locks(context)).handlers
     many = {"clientID": "c", "producerDataSet": [{"groupName": f"p{n}"} for n in range(1_025)]}
     for _ in range(3):
         assert (await pair.ask(handlers, BEAT, msgspec.json.encode(many))).code == ResponseCode.SYSTEM_BUSY
     assert pair.connection.on_close == []
     for _ in range(2):
-        assert (await pair.ask(handlers, BEAT, msgspec.json.encode(java()))).code == 0
+        assert (await pair.ask(handlers, BEAT, msgspec.json.encode(java_heartbeat()))).code == 0
     assert len(pair.connection.on_close) == 1
     pair.close()
 
 
 @on_node()
-async def test_a_client_that_falls_silent_is_let_go(world: World) -> None:
+async def test_a_silent_client_is_removed(world: World) -> None:
     context = context_of(world.broker)
     beats = HeartBeats(context, Locks(context))
-    silent, lively = await Pair.made(), await Pair.made()
-    await silent.ask(beats.handlers, BEAT, msgspec.json.encode(java("silent")))
-    await lively.ask(beats.handlers, BEAT, msgspec.json.encode(java("lively")))
+    silent, lively = await Pair.create(), await Pair.create()
+    await silent.ask(beats.handlers, BEAT, msgspec.json.encode(java_heartbeat("silent")))
+    await lively.ask(beats.handlers, BEAT, msgspec.json.encode(java_heartbeat("lively")))
     assert [(await lively.read()).code] == [CHANGED]
     world.clock.advance(EXPIRY_MS)
-    await lively.ask(beats.handlers, BEAT, msgspec.json.encode(java("lively")))
+    await lively.ask(beats.handlers, BEAT, msgspec.json.encode(java_heartbeat("lively")))
     beats.expire()
     assert context.sessions.consumer_ids("g") == ["silent", "lively"], "the last millisecond counts"
     world.clock.advance(1)
@@ -248,15 +248,15 @@ async def test_a_client_that_falls_silent_is_let_go(world: World) -> None:
 
 
 @on_node()
-async def test_members_with_different_subscriptions_are_told_of(world: World) -> None:
+async def test_members_with_different_subscriptions_are_reported(world: World) -> None:
     context = context_of(world.broker)
     handlers = HeartBeats(context, Locks(context)).handlers
     red = {**JAVA_SUBSCRIPTION, "subString": "red"}
     more = {**JAVA_SUBSCRIPTION, "topic": "returns"}
     again = {**JAVA_SUBSCRIPTION, "topic": "%RETRY%g", "subString": "*"}
-    pairs = [await Pair.made() for _ in range(3)]
+    pairs = [await Pair.create() for _ in range(3)]
     for pair, wanted in zip(pairs, ([red, again], [JAVA_SUBSCRIPTION, more], [red]), strict=True):
-        beat = msgspec.json.encode(java(subscriptionDataSet=wanted))
+        beat = msgspec.json.encode(java_heartbeat(subscriptionDataSet=wanted))
         assert (await pair.ask(handlers, BEAT, beat)).code == 0
         world.clock.advance(1_000)
     conflicts = world.broker.consuming.subscriptions.conflicts("g")

@@ -1,4 +1,4 @@
-"""Offsets: stored, begun, searched."""
+"""Offsets: committed, initial and time-based."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def queue(topic: str = "orders", queue_id: int = 0, **more: object) -> dict[str,
     return {"topic": topic, "queueId": queue_id, "consumerGroup": "group", **more}
 
 
-def test_what_was_stored_comes_back_after_a_restart(tmp_path: Path) -> None:
+def test_committed_offsets_survive_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         sent(wire)
         beat(wire, "orders")
@@ -28,7 +28,7 @@ def test_what_was_stored_comes_back_after_a_restart(tmp_path: Path) -> None:
         assert wire.ask_ok(QUERY, **queue()).ext["offset"] == "1"
 
 
-def test_one_way_is_stored_too(node: RunningNode, wire: Wire) -> None:
+def test_a_one_way_commit_is_stored(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     beat(wire, "orders")
     wire.send(UPDATE, one_way=True, **queue(commitOffset=1))
@@ -42,21 +42,21 @@ def beat(wire: Wire, *topics: str) -> None:
     wire.ask_ok(RequestCode.HEART_BEAT, {"clientID": "c", "consumerDataSet": [group]})
 
 
-def found(wire: Wire, **more: object) -> str | None:
-    """The offset that a query is answered with, None for QUERY_NOT_FOUND."""
+def query_offset(wire: Wire, **more: object) -> str | None:
+    """Query the offset of a group, None for QUERY_NOT_FOUND."""
     answer = wire.ask(QUERY, **queue(**more))
     assert answer.code in (0, ResponseCode.QUERY_NOT_FOUND)
     return answer.ext["offset"] if answer.code == 0 else None
 
 
 def test_a_new_group_begins_where_its_client_says(node: RunningNode, wire: Wire) -> None:
-    """Its ConsumeFromWhere counts only when it is told that there is no offset."""
+    """Its ConsumeFromWhere applies only if the broker answers that there is no offset."""
     sent(wire)
-    assert found(wire) is None
+    assert query_offset(wire) is None
     beat(wire, "orders")
-    assert found(wire) is None
-    assert found(wire, setZeroIfNotFound=False) is None
-    assert found(wire, setZeroIfNotFound=True) == "0"
+    assert query_offset(wire) is None
+    assert query_offset(wire, setZeroIfNotFound=False) is None
+    assert query_offset(wire, setZeroIfNotFound=True) == "0"
 
 
 def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: RunningNode, wire: Wire) -> None:
@@ -64,34 +64,34 @@ def test_a_group_misses_nothing_that_is_sent_after_it_has_subscribed(node: Runni
     beat(wire, "orders", "later")
     sent(wire, e=1)
     sent(wire, topic="later", e=0)
-    assert found(wire, queue_id=0) is None
-    assert found(wire, queue_id=1) == "0"
-    assert found(wire, topic="later") == "0"
+    assert query_offset(wire, queue_id=0) is None
+    assert query_offset(wire, queue_id=1) == "0"
+    assert query_offset(wire, topic="later") == "0"
     beat(wire, "orders", "later")  # as clients do all the time
-    assert found(wire, queue_id=1) == "0"
-    assert found(wire, queue_id=1, setZeroIfNotFound=False) is None
+    assert query_offset(wire, queue_id=1) == "0"
+    assert query_offset(wire, queue_id=1, setZeroIfNotFound=False) is None
     beat(wire, "later")
     beat(wire, "later", "orders")
-    assert found(wire, queue_id=1) is None, "it has given the topic up in between"
+    assert query_offset(wire, queue_id=1) is None, "it has given the topic up in between"
 
 
 def test_a_group_begins_with_the_first_of_its_retries(node: RunningNode, wire: Wire) -> None:
     beat(wire, "orders")
     assert sent(wire, topic="%RETRY%group", e=0, j=1).code == 0
     eventually(lambda: node.broker.queues("%RETRY%group")[0][1], "the retry is there")
-    assert found(wire, topic="%RETRY%group") == "0"
+    assert query_offset(wire, topic="%RETRY%group") == "0"
 
 
-def test_what_retention_has_let_go_is_no_beginning(node: RunningNode, wire: Wire) -> None:
+def test_a_queue_without_its_first_message_has_no_offset_zero(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    assert found(wire, setZeroIfNotFound=True) == "0"
+    assert query_offset(wire, setZeroIfNotFound=True) == "0"
     index = node.broker.tables.topics.get("orders").queues[0].index
 
     async def remove() -> None:
         index.min_offset = 1
 
     node.run(remove())
-    assert found(wire, setZeroIfNotFound=True) is None
+    assert query_offset(wire, setZeroIfNotFound=True) is None
 
 
 @pytest.mark.parametrize("offset", [2, -1, 1 << 40])
@@ -102,7 +102,7 @@ def test_an_offset_beyond_the_queue_is_refused(wire: Wire, offset: int) -> None:
 
 
 def test_an_offset_of_an_unknown_group_is_refused(node: RunningNode, wire: Wire) -> None:
-    """A commit makes no group, as in RocketMQ; a pull does, so a client needs no heartbeat before it commits."""
+    """As in RocketMQ, a commit creates no group. A pull does, so a client needs no heartbeat before its commit."""
     sent(wire)
     for topic in ("orders", "nobody"):
         answer = wire.ask(UPDATE, **queue(topic, commitOffset=1))
@@ -115,7 +115,7 @@ def test_an_offset_of_an_unknown_group_is_refused(node: RunningNode, wire: Wire)
     assert wire.ask(UPDATE, **queue(commitOffset=1)).code == ResponseCode.SUBSCRIPTION_GROUP_NOT_EXIST
 
 
-def test_begin_end_and_time(wire: Wire) -> None:
+def test_minimum_maximum_and_time_based_offsets_are_returned(wire: Wire) -> None:
     receipts = [sent(wire) for _ in range(3)]
     assert all(receipt.code == 0 for receipt in receipts)
     assert wire.ask_ok(RequestCode.GET_MAX_OFFSET, **queue()).ext["offset"] == "3"
@@ -128,7 +128,7 @@ def test_begin_end_and_time(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("code", [UPDATE, RequestCode.GET_MAX_OFFSET, RequestCode.SEARCH_OFFSET_BY_TIMESTAMP])
-def test_an_unknown_topic_or_queue(wire: Wire, code: int) -> None:
+def test_an_unknown_topic_or_queue_is_refused(wire: Wire, code: int) -> None:
     sent(wire)
     beat(wire, "orders")
     more = {"commitOffset": 0, "timestamp": 0}

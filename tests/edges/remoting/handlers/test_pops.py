@@ -1,4 +1,4 @@
-"""POP over the wire: what RocketMQ's client needs to make check points, and what becomes of them."""
+"""POP: the fields from which RocketMQ's client builds check points, and acknowledgements with them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ GROUP, TOPIC = "g", "orders"
 MINUTE_MS = 60_000
 
 
-class Room:
-    """The room, a client's connection to it, and what the Java client does with its answers."""
+class PopClient:
+    """A connected client that handles answers as the Java client does."""
 
     def __init__(self, world: World, pair: Pair) -> None:
         self.world, self.pair = world, pair
@@ -72,16 +72,16 @@ class Room:
 
 
 @asynccontextmanager
-async def room_of(world: World) -> AsyncIterator[Room]:
-    pair = await Pair.made()
+async def pop_client(world: World) -> AsyncIterator[PopClient]:
+    pair = await Pair.create()
     try:
-        yield Room(world, pair)
+        yield PopClient(world, pair)
     finally:
         pair.close()
 
 
-def points_of(answer: Command) -> list[CheckPoint]:
-    """What the client makes of an answer's header, queue by queue."""
+def check_points_of(answer: Command) -> list[CheckPoint]:
+    """Build the check points from the header of an answer, queue by queue."""
     ext = answer.ext
     firsts = dict(part.rsplit(" ", 1) for part in ext["startOffsetInfo"].split(";"))
     return [
@@ -95,160 +95,165 @@ def points_of(answer: Command) -> list[CheckPoint]:
 
 
 @on_node()
-async def test_what_is_popped_is_acked_by_what_the_header_says(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send(5)
-        answer = await room.pop()
+async def test_a_popped_message_is_acknowledged_by_the_check_point_in_the_header(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send(5)
+        answer = await client.pop()
         assert answer.code == ResponseCode.SUCCESS and answer.body.count(b"body") == 5
         assert answer.ext["restNum"] == "0" and answer.ext["reviveQid"] == "0"
         assert "orderCountInfo" not in answer.ext
         assert b"POP_CK" not in answer.body  # the client makes them, as with RocketMQ's broker
-        points = points_of(answer)
+        points = check_points_of(answer)
         assert len(points) == 5
         for point in points:
-            assert (await room.ack(point)).code == ResponseCode.SUCCESS
+            assert (await client.ack(point)).code == ResponseCode.SUCCESS
         assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
         # The first answer may have been lost.
-        assert (await room.ack(points[0])).code == ResponseCode.SUCCESS
+        assert (await client.ack(points[0])).code == ResponseCode.SUCCESS
         assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 5
         other = msgspec.structs.replace(points[0], pop_ms=points[0].pop_ms - 1)
-        again = await room.ack(other)
-        assert again.code == ResponseCode.NO_MESSAGE and "not in hand" in (again.remark or "")
+        again = await client.ack(other)
+        assert again.code == ResponseCode.NO_MESSAGE and "not leased" in (again.remark or "")
 
 
 @on_node()
-async def test_a_retry_shows_under_the_topic_asked_for_with_its_check_point(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send(properties=["POP_CK\x01forged\x02own\x01x\x02"])
-        first = await room.pop()
+async def test_a_retry_has_the_requested_topic_and_its_check_point(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send(properties=["POP_CK\x01forged\x02own\x01x\x02"])
+        first = await client.pop()
         assert b"POP_CK" not in first.body and b"own" in first.body
-        await room.come_back()
-        again = await room.pop()
+        await client.come_back()
+        again = await client.pop()
         point = CheckPoint(0, int(again.ext["popTime"]), MINUTE_MS, 0, "1", "timeball", 0, 0)
         assert f"POP_CK\x01{point.encode()}\x02".encode() in again.body
         assert b"%RETRY%" not in again.body.replace(b"RETRY_TOPIC", b"")
-        assert points_of(again) == [point]
-        assert (await room.ack(points_of(first)[0])).code == ResponseCode.NO_MESSAGE
-        assert (await room.ack(point)).code == ResponseCode.SUCCESS
+        assert check_points_of(again) == [point]
+        assert (await client.ack(check_points_of(first)[0])).code == ResponseCode.NO_MESSAGE
+        assert (await client.ack(point)).code == ResponseCode.SUCCESS
 
 
 @on_node()
-async def test_more_time_answers_what_the_new_check_point_is_made_of(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
-        (point,) = points_of(await room.pop())
-        answer = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
+async def test_changing_the_invisible_time_returns_the_new_check_point_fields(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
+        (point,) = check_points_of(await client.pop())
+        answer = await client.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
         assert answer.code == ResponseCode.SUCCESS
         new = CheckPoint(
             point.offset, int(answer.ext["popTime"]), int(answer.ext["invisibleTime"]),
             int(answer.ext["reviveQid"]), "0", "timeball", point.queue_id, point.offset,
         )  # fmt: skip
         assert new.invisible_ms == 10_000
-        assert (await room.ack(point)).code == ResponseCode.NO_MESSAGE
-        stale = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
+        assert (await client.ack(point)).code == ResponseCode.NO_MESSAGE
+        stale = await client.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=10_000)
         assert stale.code == ResponseCode.NO_MESSAGE
-        assert (await room.ack(new)).code == ResponseCode.SUCCESS
+        assert (await client.ack(new)).code == ResponseCode.SUCCESS
 
 
 @on_node()
-async def test_a_batch_is_acked_by_bits(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send(6)
-        points = points_of(await room.pop())
+async def test_a_batch_is_acknowledged_by_a_bit_set(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send(6)
+        points = check_points_of(await client.pop())
         entries = [
             {"c": GROUP, "t": TOPIC, "r": "0", "so": p.first_offset, "q": p.queue_id, "rq": 0, "pt": p.pop_ms,
              "it": p.invisible_ms, "b": base64.b64encode(bytes([0b111])).decode()}
             for p in points if p.offset == p.first_offset
         ]  # fmt: skip
         body = {"brokerName": "timeball", "acks": entries}
-        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
+        assert (await client.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
         assert sum(world.broker.offsets(GROUP, TOPIC).values()) == 6
-        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
-        assert (await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[])).code == ResponseCode.NO_MESSAGE
+        assert (await client.json(RequestCode.BATCH_ACK_MESSAGE, **body)).code == ResponseCode.SUCCESS
+        assert (await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=[])).code == ResponseCode.NO_MESSAGE
 
 
 @on_node()
-async def test_a_batch_acks_no_more_than_one_entry_may(world: World) -> None:
-    """A body of 4 MiB could name 25 million: the loop would be away for half a minute."""
+async def test_a_batch_with_too_many_acknowledgements_is_refused(world: World) -> None:
+    """A body of 4 MiB could name 25 million messages and block the event loop for half a minute."""
     all_bits = base64.b64encode(b"\xff" * (check_points.BITS_MAX // 8)).decode()
     entry = {"c": GROUP, "t": TOPIC, "so": 0, "q": 0, "pt": 0, "r": "0"}
-    async with room_of(world) as room:
-        most = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=[{**entry, "b": all_bits}])
+    async with pop_client(world) as client:
+        most = await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=[{**entry, "b": all_bits}])
         assert most.code == ResponseCode.NO_MESSAGE
         more = [{**entry, "b": all_bits}, {**entry, "b": "AQ=="}]
-        answer = await room.json(RequestCode.BATCH_ACK_MESSAGE, acks=more)
+        answer = await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=more)
         assert (answer.code, str(check_points.BITS_MAX) in str(answer.remark)) == (
             ResponseCode.INVALID_PARAMETER, True,
         )  # fmt: skip
 
 
 @on_node()
-async def test_in_order_counts_are_told_and_the_pop_time_stays(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
-        first = await room.pop(order="true")
-        (point,) = points_of(first)
+async def test_an_orderly_pop_has_counts_and_keeps_its_pop_time(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
+        first = await client.pop(order="true")
+        (point,) = check_points_of(first)
         assert first.ext["reviveQid"] == "999" == str(point.revive_queue_id)
         assert first.ext["orderCountInfo"] == f"0 {point.queue_id} 0"
-        assert (await room.pop(order="true")).code == ResponseCode.PULL_NOT_FOUND
+        assert (await client.pop(order="true")).code == ResponseCode.PULL_NOT_FOUND
         world.clock.advance(1_000)
-        answer = await room.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=5_000)
+        answer = await client.ack(point, RequestCode.CHANGE_MESSAGE_INVISIBLETIME, invisibleTime=5_000)
         assert answer.ext == {"popTime": str(point.pop_ms), "invisibleTime": "6000", "reviveQid": "999"}
-        await room.come_back(5_000)
-        again = await room.pop(order="true")
+        await client.come_back(5_000)
+        again = await client.pop(order="true")
         assert again.ext["orderCountInfo"] == f"0 qo{point.queue_id}%0 1;0 {point.queue_id} 1"
 
 
 @on_node()
-async def test_a_pop_that_finds_nothing_waits_and_says_how_it_ended(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
-        await room.pop()
-        nothing = await room.pop()
+async def test_a_pop_without_messages_waits_and_times_out(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
+        await client.pop()
+        nothing = await client.pop()
         assert nothing.code == ResponseCode.PULL_NOT_FOUND
         assert {"popTime", "invisibleTime", "reviveQid", "restNum"} <= nothing.ext.keys()
-        assert (await room.pop(pollTime=1)).code == ResponseCode.POLLING_TIMEOUT
+        assert (await client.pop(pollTime=1)).code == ResponseCode.POLLING_TIMEOUT
 
 
 @on_node()
-async def test_too_many_that_wait_are_told_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_waiting_pops_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("timeball.model.limits.PULLS_WAITING_MAX", 0)
-    async with room_of(world) as room:
-        await room.send()
-        await room.pop()
-        assert (await room.pop(pollTime=1_000)).code == ResponseCode.POLLING_FULL
-        answer = await room.pair.ask(
-            room.handlers, RequestCode.NOTIFICATION, consumerGroup=GROUP, topic=TOPIC, queueId=-1, pollTime=99
+    async with pop_client(world) as client:
+        await client.send()
+        await client.pop()
+        assert (await client.pop(pollTime=1_000)).code == ResponseCode.POLLING_FULL
+        answer = await client.pair.ask(
+            client.handlers,
+            RequestCode.NOTIFICATION,
+            consumerGroup=GROUP,
+            topic=TOPIC,
+            queueId=-1,
+            pollTime=99,
         )
         assert answer.ext == {"hasMsg": "false", "pollingFull": "true"}
 
 
 @on_node()
-async def test_a_notification_takes_nothing(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
+async def test_a_notification_leases_no_message(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
         ext = {"consumerGroup": GROUP, "topic": TOPIC, "queueId": -1, "pollTime": 0, "bornTime": 0}
-        answer = await room.pair.ask(room.handlers, RequestCode.NOTIFICATION, **ext)
+        answer = await client.pair.ask(client.handlers, RequestCode.NOTIFICATION, **ext)
         assert answer.ext == {"hasMsg": "true", "pollingFull": "false"}
-        assert (await room.pop()).code == ResponseCode.SUCCESS
-        answer = await room.pair.ask(room.handlers, RequestCode.NOTIFICATION, **ext)
+        assert (await client.pop()).code == ResponseCode.SUCCESS
+        answer = await client.pair.ask(client.handlers, RequestCode.NOTIFICATION, **ext)
         assert answer.ext["hasMsg"] == "false"
 
 
 @on_node()
-async def test_filters_are_those_of_the_request(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send(3, tag=["a", "b", None], body=[b"first", b"second", b"third"])
-        answer = await room.pop(exp="b || c", expType="TAG")
+async def test_the_filter_of_the_request_applies(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send(3, tag=["a", "b", None], body=[b"first", b"second", b"third"])
+        answer = await client.pop(exp="b || c", expType="TAG")
         assert b"second" in answer.body and b"first" not in answer.body and b"third" not in answer.body
-        wrong = await room.pop(exp="a >", expType="SQL92")
+        wrong = await client.pop(exp="a >", expType="SQL92")
         assert wrong.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
 
 
 @on_node()
-async def test_what_cannot_be_is_refused_with_rocketmqs_codes(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
+async def test_invalid_requests_are_refused_with_rocketmqs_codes(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
         world.broker.tables.groups.update(SubscriptionGroup("off", consume_enable=False))
         for code, ext in [
             (ResponseCode.INVALID_PARAMETER, {"maxMsgNums": 33}),
@@ -259,27 +264,27 @@ async def test_what_cannot_be_is_refused_with_rocketmqs_codes(world: World) -> N
             (ResponseCode.TOPIC_NOT_EXIST, {"topic": "none"}),
             (ResponseCode.NO_PERMISSION, {"consumerGroup": "off"}),
         ]:
-            assert (await room.pop(**ext)).code == code, ext
-        (point,) = points_of(await room.pop())
+            assert (await client.pop(**ext)).code == code, ext
+        (point,) = check_points_of(await client.pop())
         for code, ext in [
             (ResponseCode.TOPIC_NOT_EXIST, {"topic": "none"}),
             (ResponseCode.MESSAGE_ILLEGAL, {"queueId": 2}),
             (ResponseCode.MESSAGE_ILLEGAL, {"extraInfo": "nonsense"}),
             (ResponseCode.NO_MESSAGE, {"offset": 77}),
         ]:
-            assert (await room.ack(point, **ext)).code == code, ext
+            assert (await client.ack(point, **ext)).code == code, ext
 
 
 @on_node()
-async def test_what_is_popped_for_a_client_that_has_gone_is_given_back(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
-        await room.pair.hang_up()
-        await room.pair.ask(
-            room.handlers, RequestCode.NOTIFICATION, consumerGroup=GROUP, topic=TOPIC, queueId=-1
+async def test_messages_popped_for_a_disconnected_client_are_released(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
+        await client.pair.hang_up()
+        await client.pair.ask(
+            client.handlers, RequestCode.NOTIFICATION, consumerGroup=GROUP, topic=TOPIC, queueId=-1
         )
         with pytest.raises(AssertionError):  # no answer is due to nobody
-            await room.pop()
+            await client.pop()
         assert (await world.broker.consuming.receive(ReceiveRequest(GROUP, TOPIC), 0)).rows.num_rows == 1
 
 
@@ -287,45 +292,48 @@ async def test_what_is_popped_for_a_client_that_has_gone_is_given_back(world: Wo
 
 
 def assigned(answer: Command) -> list[tuple[int, str]] | None:
-    found = msgspec.json.decode(answer.body)["messageQueueAssignments"]
-    if found is None:
+    result = msgspec.json.decode(answer.body)["messageQueueAssignments"]
+    if result is None:
         return None
     assert all(one["messageQueue"] | {"queueId": 0} == {"topic": TOPIC, "brokerName": "timeball", "queueId": 0}
-               for one in found)  # fmt: skip
-    return [(one["messageQueue"]["queueId"], one["mode"]) for one in found]
+               for one in result)  # fmt: skip
+    return [(one["messageQueue"]["queueId"], one["mode"]) for one in result]
 
 
 @on_node()
-async def test_a_group_pulls_until_an_administrator_says_pop(world: World) -> None:
-    async with room_of(world) as room:
-        await room.send()
-        beat, member = room.context.sessions.beat, Member(room.pair.connection, "c1")
+async def test_a_group_pulls_until_its_mode_is_set_to_pop(world: World) -> None:
+    async with pop_client(world) as client:
+        await client.send()
+        beat, member = client.context.sessions.beat, Member(client.pair.connection, "c1")
         asked = {
             "topic": TOPIC, "consumerGroup": GROUP, "clientId": "c1", "strategyName": "AVG",
             "messageModel": "CLUSTERING",
         }  # fmt: skip
         # Nobody has beaten: the client is to keep what it has.
-        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
+        assert assigned(await client.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
         beat(member, "c1", (), [Membership(GROUP)], 0)
-        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(0, "PULL"), (1, "PULL")]
+        assert assigned(await client.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [
+            (0, "PULL"),
+            (1, "PULL"),
+        ]
         mode = {"topic": TOPIC, "consumerGroup": GROUP, "mode": "POP", "popShareQueueNum": 0}
-        assert (await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)).code == ResponseCode.SUCCESS
-        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
+        assert (await client.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)).code == ResponseCode.SUCCESS
+        assert assigned(await client.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
         mode["popShareQueueNum"] = 3
-        await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
+        await client.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
         # It shares with all other members, for there is none.
-        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
+        assert assigned(await client.json(RequestCode.QUERY_ASSIGNMENT, **asked)) == [(-1, "POP")]
         asked["topic"] = "none"
-        assert assigned(await room.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
+        assert assigned(await client.json(RequestCode.QUERY_ASSIGNMENT, **asked)) is None
 
 
 @on_node()
 async def test_a_retry_topic_is_never_popped_by_order(world: World) -> None:
-    async with room_of(world) as room:
+    async with pop_client(world) as client:
         mode = {"topic": "%RETRY%g", "consumerGroup": GROUP, "mode": "POP"}
-        answer = await room.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
+        answer = await client.json(RequestCode.SET_MESSAGE_REQUEST_MODE, **mode)
         assert answer.code == ResponseCode.NO_PERMISSION
-        answer = await room.json(
+        answer = await client.json(
             RequestCode.SET_MESSAGE_REQUEST_MODE, **(mode | {"topic": TOPIC, "mode": "X"})
         )
         assert answer.code == ResponseCode.INVALID_PARAMETER

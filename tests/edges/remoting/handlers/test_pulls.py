@@ -1,4 +1,4 @@
-"""Pulls over a real socket: found, filtered, waited for, moved."""
+"""Pulls over a real connection: found, filtered, waiting and moved."""
 
 from __future__ import annotations
 
@@ -71,51 +71,51 @@ def subscribes(command: Command) -> bool:
     return command.code in (PULL, LITE) and bool(int(command.ext["sysFlag"]) & PullFlag.SUBSCRIPTION)
 
 
-def ways(node: RunningNode) -> tuple[int, int]:
-    """How many pulls went each way since the start: plain, other."""
+def answered_counts(node: RunningNode) -> tuple[int, int]:
+    """Return how many pulls were answered since the start: as plain pulls, and by the reference."""
     with Timeball(node.endpoint) as ball:
         pulls = ball.status()["pulls"]
     return pulls["plain"], pulls["other"]
 
 
-def went(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
-    """Whether so many more went each way; Python's codec has no plain way."""
+def were_answered(node: RunningNode, before: tuple[int, int], plain: int, other: int) -> bool:
+    """Return whether so many more pulls were answered each way. Python's codec answers none as plain."""
     assert node.node.edges is not None
     if node.node.edges.remoting.codec is PYTHON:
         plain, other = 0, plain + other
-    return ways(node) == (before[0] + plain, before[1] + other)
+    return answered_counts(node) == (before[0] + plain, before[1] + other)
 
 
 @pytest.mark.parametrize("name", ["java-4.9.8.bin", "java-5.3.3.bin"])
 def test_plain_pulls_of_stock_consumers_are_answered_in_c(node: RunningNode, name: str) -> None:
-    """Recorded frames, byte for byte; those that say what they subscribe to, since no heartbeat came before them."""
+    """Recorded frames, byte for byte. Only those with a subscription, since no heartbeat precedes them."""
     pulls = [(raw, command.opaque) for raw, command in recorded(name) if subscribes(command)]
     assert len(pulls) >= 2
     node.run(node.broker.create_topic("recorded-topic", 2))
     with Wire.to(node) as wire:
         for queue in (0, 1):
             sent(wire, b"there", topic="recorded-topic", e=queue)
-        before = ways(node)
+        before = answered_counts(node)
         for raw, opaque in pulls:
             wire.send_bytes(raw)
             assert bodies(wire.answer_to(opaque)) == [b"there"]
-    assert went(node, before, len(pulls), 0)
+    assert were_answered(node, before, len(pulls), 0)
 
 
-def test_pulls_that_wait_are_filtered_or_refused_go_the_other_way(node: RunningNode) -> None:
+def test_pulls_that_wait_or_filter_or_are_refused_are_not_answered_in_c(node: RunningNode) -> None:
     with Wire.to(node) as wire:
         sent(wire, b"first", properties={"TAGS": "A"})
-        before = ways(node)
+        before = answered_counts(node)
         assert pulled(wire, 1).code == ResponseCode.PULL_NOT_FOUND
         assert bodies(pulled(wire, subscription="A")) == [b"first"]
         assert pulled(wire, topic="nowhere").code == ResponseCode.TOPIC_NOT_EXIST
         assert pulled(wire, sysFlag=0).code == ResponseCode.SUBSCRIPTION_NOT_EXIST
-        assert went(node, before, 0, 4)
+        assert were_answered(node, before, 0, 4)
         assert bodies(pulled(wire)) == [b"first"]
-        assert went(node, before, 1, 4)
+        assert were_answered(node, before, 1, 4)
 
 
-def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
+def test_a_fault_in_the_compiled_codec_is_logged_and_the_reference_answers(
     node: RunningNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> int:
@@ -124,11 +124,11 @@ def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
     assert node.node.edges is not None
     with Wire.to(node) as wire:
         sent(wire, b"first")
-        before = ways(node)
-        monkeypatch.setattr(StoredFrames, "put_now", broken)
-        monkeypatch.setattr(StoredFrames, "get_now", lambda *_: None)
+        before = answered_counts(node)
+        monkeypatch.setattr(StoredFrames, "append_from_memory", broken)
+        monkeypatch.setattr(StoredFrames, "get_from_memory", lambda *_: None)
         assert bodies(pulled(wire)) == [b"first"]
-        assert went(node, before, 0, 1)
+        assert were_answered(node, before, 0, 1)
     assert ("plain pull failed topic=orders queue=0" in caplog.text) == (
         node.node.edges.remoting.codec is not PYTHON
     )
@@ -136,7 +136,7 @@ def test_a_fault_of_the_plain_way_costs_the_client_nothing_and_is_logged(
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize("code", [PULL, LITE])
-def test_what_was_sent_is_pulled(node: RunningNode, serialisation: int, code: int) -> None:
+def test_sent_messages_are_pulled(node: RunningNode, serialisation: int, code: int) -> None:
     with Wire.to(node, serialisation) as wire:
         receipt = sent(wire, b"first", properties={"KEYS": "k"})
         sent(wire, b"second")
@@ -154,14 +154,14 @@ def test_what_was_sent_is_pulled(node: RunningNode, serialisation: int, code: in
     )
 
 
-def test_as_many_as_asked_and_no_more(wire: Wire) -> None:
+def test_a_pull_returns_at_most_the_requested_number(wire: Wire) -> None:
     for n in range(5):
         sent(wire, b"%d" % n)
     answer = pulled(wire, 1, maxMsgNums=3)
     assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"1", b"2", b"3"], "4")
 
 
-def test_as_many_bytes_as_asked_but_at_least_one(wire: Wire) -> None:
+def test_a_pull_returns_at_most_the_requested_bytes_or_one_message(wire: Wire) -> None:
     for _ in range(5):
         sent(wire, bytes(1_000))
     answer = pulled(wire, maxMsgBytes=2_600)
@@ -169,9 +169,7 @@ def test_as_many_bytes_as_asked_but_at_least_one(wire: Wire) -> None:
     assert len(bodies(pulled(wire, maxMsgBytes=1))) == 1
 
 
-def test_what_flight_clients_send_has_the_properties_that_rocketmqs_look_for(
-    node: RunningNode, wire: Wire
-) -> None:
+def test_messages_sent_over_flight_have_rocketmqs_properties(node: RunningNode, wire: Wire) -> None:
     node.run(node.broker.create_topic("orders", 1))
     with Timeball(node.endpoint) as ball:
         ball.send("orders", b"x", tag="A", keys=["k1"], properties={"TAGS2": "no"}, message_id="I" * 32)
@@ -181,8 +179,8 @@ def test_what_flight_clients_send_has_the_properties_that_rocketmqs_look_for(
     }  # fmt: skip
 
 
-def test_only_some_tags(wire: Wire) -> None:
-    """ "Aa" and "BB" have one hash; the broker tells them apart, not the client."""
+def test_a_tag_filter_selects_messages(wire: Wire) -> None:
+    """The tags Aa and BB have the same hash. The broker distinguishes them, not the client."""
     for tag in ("Aa", "BB", "C", "Aa"):
         sent(wire, tag.encode(), properties={"TAGS": tag})
     assert bodies(pulled(wire, subscription="Aa")) == [b"Aa", b"Aa"]
@@ -193,7 +191,7 @@ def test_only_some_tags(wire: Wire) -> None:
     assert bodies(collided) == [b"BB"]
 
 
-def test_sql(wire: Wire) -> None:
+def test_an_sql_filter_selects_messages(wire: Wire) -> None:
     for n in range(4):
         sent(wire, b"%d" % n, properties={"n": str(n)})
     answer = pulled(wire, subscription="n BETWEEN 1 AND 2", expressionType="SQL92")
@@ -202,7 +200,7 @@ def test_sql(wire: Wire) -> None:
     assert bad.code == ResponseCode.SUBSCRIPTION_PARSE_FAILED
 
 
-def test_offsets_outside(wire: Wire) -> None:
+def test_offsets_outside_the_queue_are_moved(wire: Wire) -> None:
     sent(wire)
     for offset, told in ((7, "1"), (-3, "0")):
         answer = pulled(wire, offset)
@@ -221,7 +219,9 @@ def test_offsets_outside(wire: Wire) -> None:
         ({"consumerGroup": "no/such"}, ResponseCode.INVALID_PARAMETER),
     ],
 )
-def test_refusals(wire: Wire, more: dict[str, object], code: int) -> None:
+def test_invalid_pulls_are_refused_with_rocketmqs_codes(
+    wire: Wire, more: dict[str, object], code: int
+) -> None:
     sent(wire)
     answer = pulled(wire, **more)
     assert (answer.code, bool(answer.remark)) == (code, True)
@@ -236,7 +236,7 @@ def waiting(node: RunningNode) -> int:
     return node.broker.waiters._count
 
 
-def test_a_pull_waits_for_a_send(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_is_answered_by_a_send(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     opaque = suspended(wire, 1)
     eventually(lambda: waiting(node) == 1, "the pull waits")
@@ -245,7 +245,7 @@ def test_a_pull_waits_for_a_send(node: RunningNode, wire: Wire) -> None:
     assert bodies(wire.answer_to(opaque)) == [b"woken"]
 
 
-def test_a_pull_waits_for_a_release(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_is_answered_by_a_release(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     opaque = suspended(wire, 1)
     eventually(lambda: waiting(node) == 1, "the pull waits")
@@ -257,7 +257,7 @@ def test_a_pull_waits_for_a_release(node: RunningNode, wire: Wire) -> None:
     assert message.store_ms >= due_ms
 
 
-def test_a_waiting_pull_sleeps_on_what_is_not_for_it(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_continues_to_wait_if_nothing_matches(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     opaque = suspended(wire, 1, subscription="B")
     eventually(lambda: waiting(node) == 1, "the pull waits")
@@ -269,14 +269,14 @@ def test_a_waiting_pull_sleeps_on_what_is_not_for_it(node: RunningNode, wire: Wi
     assert (bodies(answer), answer.ext["nextBeginOffset"]) == ([b"this"], "3")
 
 
-def test_waiting_ends(wire: Wire) -> None:
+def test_a_waiting_pull_ends_at_its_timeout(wire: Wire) -> None:
     sent(wire)
     flags = PullFlag.SUBSCRIPTION | PullFlag.SUSPEND
     answer = pulled(wire, 1, sysFlag=int(flags), suspendTimeoutMillis=20)
     assert answer.code == ResponseCode.PULL_NOT_FOUND
 
 
-def test_who_waits_on_a_topic_that_is_deleted_is_told(node: RunningNode, wire: Wire) -> None:
+def test_a_waiting_pull_fails_if_its_topic_is_deleted(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     opaque = suspended(wire, 1)
     eventually(lambda: waiting(node) == 1, "the pull waits")
@@ -287,10 +287,10 @@ def test_who_waits_on_a_topic_that_is_deleted_is_told(node: RunningNode, wire: W
 
 
 @on_node()
-async def test_what_comes_as_a_pull_begins_to_wait_is_found(world: World) -> None:
-    """Its commit woke nobody: the pull had looked, and did not wait yet."""
+async def test_a_message_sent_as_a_pull_begins_to_wait_is_found(world: World) -> None:
+    """Its commit wakes no pull: the pull has checked the queue but does not wait yet."""
     await world.broker.create_topic("orders", 1)
-    pair, rooms = await Pair.made(), Pulls(context_of(world.broker)).handlers
+    pair, rooms = await Pair.create(), Pulls(context_of(world.broker)).handlers
     fields = {
         "consumerGroup": "group",
         "topic": "orders",
@@ -312,7 +312,7 @@ async def test_what_comes_as_a_pull_begins_to_wait_is_found(world: World) -> Non
     pair.close()
 
 
-def test_a_client_that_leaves_no_longer_waits(node: RunningNode, wire: Wire) -> None:
+def test_the_pull_of_a_disconnected_client_is_cancelled(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     with Wire.to(node) as other:
         suspended(other, 1)
@@ -320,14 +320,14 @@ def test_a_client_that_leaves_no_longer_waits(node: RunningNode, wire: Wire) -> 
     eventually(lambda: waiting(node) == 0, "forgotten")
 
 
-def test_a_pull_may_carry_an_offset(node: RunningNode, wire: Wire) -> None:
+def test_a_pull_commits_the_offset_in_its_header(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     flags = PullFlag.SUBSCRIPTION | PullFlag.COMMIT_OFFSET
     pulled(wire, 1, sysFlag=int(flags), commitOffset=1)
     assert node.broker.offsets("group", "orders") == {0: 1}
 
 
-def test_after_a_restart_everything_is_still_there(tmp_path: Path) -> None:
+def test_messages_can_be_pulled_after_a_restart(tmp_path: Path) -> None:
     for begun in range(2):
         with running_node(tmp_path) as node, Wire.to(node) as wire:
             sent(wire, b"%d" % begun)
@@ -344,7 +344,7 @@ def beat(wire: Wire, text: str = "*", version: int = 1, model: str = "CLUSTERING
     wire.ask_ok(RequestCode.HEART_BEAT, body)
 
 
-def test_the_members_subscription_counts_when_the_pull_has_none(wire: Wire) -> None:
+def test_a_pull_without_subscription_uses_that_of_the_heartbeat(wire: Wire) -> None:
     for tag in "AB":
         sent(wire, tag.encode(), properties={"TAGS": tag})
     beat(wire, "B", version=5)
@@ -355,7 +355,7 @@ def test_the_members_subscription_counts_when_the_pull_has_none(wire: Wire) -> N
     assert bodies(pulled(wire, sysFlag=0, subVersion=7)) == [b"A", b"B"]
 
 
-def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
+def test_a_broadcast_pull_is_refused_if_disabled_for_the_group(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     beat(wire, model="BROADCASTING")
     assert len(bodies(pulled(wire, sysFlag=0, subVersion=1))) == 1
@@ -367,9 +367,9 @@ def test_a_group_that_may_not_broadcast(node: RunningNode, wire: Wire) -> None:
     assert len(bodies(pulled(wire, sysFlag=0, subVersion=2))) == 1
 
 
-def test_what_was_granted_is_decided_again_after_a_change(node: RunningNode, wire: Wire) -> None:
+def test_grants_are_renewed_after_a_change(node: RunningNode, wire: Wire) -> None:
     sent(wire)
-    before = ways(node)
+    before = answered_counts(node)
     for _ in range(3):
         assert len(bodies(pulled(wire))) == 1
     topic = {"topic": "orders", "defaultTopic": "TBW102", "readQueueNums": 8, "writeQueueNums": 8}
@@ -382,10 +382,10 @@ def test_what_was_granted_is_decided_again_after_a_change(node: RunningNode, wir
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, config)
     assert pulled(wire).code == ResponseCode.NO_PERMISSION
     assert len(bodies(pulled(wire, consumerGroup="other"))) == 1
-    assert went(node, before, 5, 2)
+    assert were_answered(node, before, 5, 2)
 
 
-def test_a_grant_is_of_one_queue_and_subscription(node: RunningNode, wire: Wire) -> None:
+def test_a_grant_is_valid_for_one_queue_and_subscription(node: RunningNode, wire: Wire) -> None:
     for queue, tag in enumerate("AB"):
         sent(wire, tag.encode(), e=queue, properties={"TAGS": tag})
     for _ in range(2):
@@ -396,7 +396,9 @@ def test_a_grant_is_of_one_queue_and_subscription(node: RunningNode, wire: Wire)
         assert pulled(wire, queueId=99).code == ResponseCode.INVALID_PARAMETER
 
 
-def test_only_so_many_grants_are_kept(node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_grants_is_limited(
+    node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "GRANTS_MAX", 2)
     sent(wire)
     for group in ("a", "b", "c", "a"):
@@ -407,11 +409,11 @@ def test_only_so_many_grants_are_kept(node: RunningNode, wire: Wire, monkeypatch
 
 @pytest.mark.skipif(COMPILED is None, reason="only the compiled codec makes plain pulls")
 @on_node(queues_per_topic=1)
-async def test_who_has_signed_is_granted_nothing_in_advance(world: World) -> None:
-    """The edge hands no signed request to the plain way; what is kept for all must not be given out by it either."""
+async def test_signed_requests_get_no_cached_grant(world: World) -> None:
+    """The edge passes no signed request to `answer_plain`, which must not use a cached grant for one either."""
     assert COMPILED is not None
     await world.broker.send(batch(1))
-    pair, pulls = await Pair.made(), Pulls(context_of(world.broker), COMPILED)
+    pair, pulls = await Pair.create(), Pulls(context_of(world.broker), COMPILED)
     ext = {
         "consumerGroup": "group",
         "topic": "orders",
@@ -420,8 +422,8 @@ async def test_who_has_signed_is_granted_nothing_in_advance(world: World) -> Non
         "subscription": "*",
     }
     request = Command(PULL, ext={**ext, "sysFlag": str(int(PullFlag.SUBSCRIPTION))})
-    [found], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
-    assert pulls.answer(pair.connection, found)
+    [result], _, _ = COMPILED.cut(encode(request), FRAME_BYTES_MAX)
+    assert pulls.answer_plain(pair.connection, result)
     pair.connection.caller = Caller()
-    assert not pulls.answer(pair.connection, found)
+    assert not pulls.answer_plain(pair.connection, result)
     pair.close()

@@ -1,4 +1,4 @@
-"""Messages by id, by key, by number."""
+"""Queries for messages by unique key, by KEYS and by sequence number."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from timeball.edges.remoting.handlers import queries
 QUERY, VIEW = RequestCode.QUERY_MESSAGE, RequestCode.VIEW_MESSAGE_BY_ID
 
 
-def found(wire: Wire, key: str, topic: str = "orders", **more: object) -> list[StoredMessage]:
+def query_messages(wire: Wire, key: str, topic: str = "orders", **more: object) -> list[StoredMessage]:
     fields = {"maxNum": 32, "beginTimestamp": 0, "endTimestamp": (1 << 63) - 1, **more}
     answer = wire.ask(QUERY, topic=topic, key=key, **fields)
     if answer.code == ResponseCode.QUERY_NOT_FOUND:
@@ -25,38 +25,38 @@ def found(wire: Wire, key: str, topic: str = "orders", **more: object) -> list[S
     return decode_stored(answer.body)
 
 
-def test_by_key(wire: Wire) -> None:
+def test_a_message_is_found_by_key(wire: Wire) -> None:
     for n, keys in enumerate(("k1", "k2 k1", "k11", "k1x k", "")):
         sent(wire, b"%d" % n, properties={"KEYS": keys})
     sent(wire, b"other", topic="others", properties={"KEYS": "k1"})
-    assert [m.body for m in found(wire, "k1")] == [b"0", b"1"]
-    assert [m.body for m in found(wire, "k1", topic="others")] == [b"other"]
-    assert found(wire, "k") != [] and found(wire, "nobody") == []
-    assert [m.body for m in found(wire, "k1", maxNum=1)] == [b"1"], "the newest"
+    assert [m.body for m in query_messages(wire, "k1")] == [b"0", b"1"]
+    assert [m.body for m in query_messages(wire, "k1", topic="others")] == [b"other"]
+    assert query_messages(wire, "k") != [] and query_messages(wire, "nobody") == []
+    assert [m.body for m in query_messages(wire, "k1", maxNum=1)] == [b"1"], "the newest"
 
 
-def test_by_time(wire: Wire) -> None:
+def test_a_query_is_limited_to_its_time_range(wire: Wire) -> None:
     sent(wire, properties={"KEYS": "k"})
-    [message] = found(wire, "k")
-    assert found(wire, "k", beginTimestamp=message.store_ms + 1) == []
-    assert found(wire, "k", endTimestamp=message.store_ms - 1) == []
+    [message] = query_messages(wire, "k")
+    assert query_messages(wire, "k", beginTimestamp=message.store_ms + 1) == []
+    assert query_messages(wire, "k", endTimestamp=message.store_ms - 1) == []
 
 
-def test_by_id(wire: Wire) -> None:
+def test_a_message_is_found_by_unique_key(wire: Wire) -> None:
     sent(wire, b"mine", properties={"UNIQ_KEY": "MINE", "KEYS": "YOURS"})
     sent(wire, b"yours", properties={"UNIQ_KEY": "YOURS"})
-    assert [m.body for m in found(wire, "YOURS", _UNIQUE_KEY_QUERY=True)] == [b"yours"]
-    assert [m.body for m in found(wire, "YOURS")] == [b"mine"]
+    assert [m.body for m in query_messages(wire, "YOURS", _UNIQUE_KEY_QUERY=True)] == [b"yours"]
+    assert [m.body for m in query_messages(wire, "YOURS")] == [b"mine"]
 
 
 @pytest.mark.parametrize("later", [{"TIMER_DELAY_SEC": "3600"}, {"DELAY": "18"}])
-def test_what_waits_is_found_already(wire: Wire, later: dict[str, str]) -> None:
+def test_a_pending_message_is_found(wire: Wire, later: dict[str, str]) -> None:
     sent(wire, b"later", properties={"KEYS": "k", **later})
-    [message] = found(wire, "k")
+    [message] = query_messages(wire, "k")
     assert message.body == b"later"
 
 
-def test_by_number(node: RunningNode, wire: Wire) -> None:
+def test_a_message_is_found_by_sequence_number(node: RunningNode, wire: Wire) -> None:
     receipt = sent(wire, b"numbered")
     _, seq = parse_offset_msg_id(receipt.ext["msgId"])
     [message] = decode_stored(wire.ask_ok(VIEW, offset=seq).body)
@@ -69,15 +69,17 @@ def test_by_number(node: RunningNode, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("later", [{}, {"TIMER_DELAY_SEC": "3600"}])
-def test_an_answer_holds_the_newest_that_fit(
+def test_an_answer_contains_the_newest_messages_that_fit(
     wire: Wire, later: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for n in range(100):
         sent(wire, b"%03d" % n, properties={"KEYS": "k", **later})
-    monkeypatch.setattr(queries, "OPENED_AT_ONCE", 7)
-    assert [int(m.body) for m in found(wire, "k", maxNum=10)] == [*range(90, 100)]
-    assert [int(m.body) for m in found(wire, "k", maxNum=1_000)] == [*range(100 - queries.ROWS_MAX, 100)]
+    monkeypatch.setattr(queries, "ROWS_PER_READ", 7)
+    assert [int(m.body) for m in query_messages(wire, "k", maxNum=10)] == [*range(90, 100)]
+    assert [int(m.body) for m in query_messages(wire, "k", maxNum=1_000)] == [
+        *range(100 - queries.ROWS_MAX, 100)
+    ]
     monkeypatch.setattr(queries, "BYTES_MAX", 3 * 20 + 2)
-    assert [int(m.body) for m in found(wire, "k", maxNum=64)] == [*range(80, 100)]
+    assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [*range(80, 100)]
     monkeypatch.setattr(queries, "BYTES_MAX", 1)
-    assert [int(m.body) for m in found(wire, "k", maxNum=64)] == [99], "one at least"
+    assert [int(m.body) for m in query_messages(wire, "k", maxNum=64)] == [99], "one at least"

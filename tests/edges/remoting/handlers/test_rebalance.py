@@ -1,4 +1,4 @@
-"""Orderly locks: never two holders, and no queue is lost to a client that has gone."""
+"""Locks of orderly consumers: never two holders, and no lock remains after its client has disconnected."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Rig:
 
     async def connect(self, *names: str) -> None:
         for name in names:
-            self.pairs[name] = await Pair.made()
+            self.pairs[name] = await Pair.create()
             body = {"clientID": name, "consumerDataSet": [{"groupName": "g"}]}
             await self._ask(name, RequestCode.HEART_BEAT, body)
 
     async def lock(self, name: str, *queues: int, group: str = "g", **more: Any) -> list[int]:
-        """The queues that the client has now, of those it asked for."""
+        """Lock queues. Return the requested queues that the client holds now."""
         body = self._body(name, queues, group, **more)
         return sorted(queue["queueId"] for queue in (await self._ask(name, LOCK, body))["lockOKMQSet"])
 
@@ -70,7 +70,7 @@ class Rig:
 
 
 @on_node()
-async def test_a_queue_has_one_holder_until_it_is_given_back(world: World) -> None:
+async def test_a_queue_is_locked_by_one_client_until_released(world: World) -> None:
     rig = Rig(world)
     await rig.connect("a", "b")
     assert await rig.lock("a", 0, 1) == [0, 1]
@@ -95,7 +95,7 @@ async def test_groups_do_not_lock_each_other_out(world: World) -> None:
 
 
 @on_node()
-async def test_a_lock_ends_unless_it_is_renewed(world: World) -> None:
+async def test_a_lock_expires_unless_renewed(world: World) -> None:
     rig = Rig(world)
     await rig.connect("a", "b")
     await rig.lock("a", 0, 1)
@@ -108,7 +108,7 @@ async def test_a_lock_ends_unless_it_is_renewed(world: World) -> None:
 
 
 @on_node()
-async def test_goodbye_frees_the_queues_at_once(world: World) -> None:
+async def test_unregistering_releases_the_locks_at_once(world: World) -> None:
     rig = Rig(world)
     await rig.connect("a", "b")
     await rig.lock("a", 0)
@@ -121,7 +121,7 @@ async def test_goodbye_frees_the_queues_at_once(world: World) -> None:
 
 
 @on_node()
-async def test_a_lost_connection_frees_them_when_the_client_trusts_its_lock_no_more(world: World) -> None:
+async def test_locks_of_a_disconnected_client_expire_after_its_trust(world: World) -> None:
     rig = Rig(world)
     await rig.connect("a", "b")
     await rig.lock("a", 0)
@@ -134,7 +134,7 @@ async def test_a_lost_connection_frees_them_when_the_client_trusts_its_lock_no_m
 
 
 @on_node()
-async def test_who_has_a_second_connection_has_not_gone(world: World) -> None:
+async def test_locks_remain_while_the_client_has_another_connection(world: World) -> None:
     rig = Rig(world)
     await rig.connect("a", "b")
     first = rig.pairs["a"]
@@ -147,8 +147,8 @@ async def test_who_has_a_second_connection_has_not_gone(world: World) -> None:
 
 
 @on_node()
-async def test_a_lock_keeps_no_long_name_of_its_holder(world: World) -> None:
-    """Each of the queues of a hundred thousand groups may have another holder."""
+async def test_a_lock_with_a_long_client_id_is_refused(world: World) -> None:
+    """Each queue of a hundred thousand groups may have another holder, whose id is kept in memory."""
     rig = Rig(world)
     most = "c" * CLIENT_ID_CHARACTERS_MAX
     await rig.connect(most)
@@ -161,7 +161,7 @@ async def test_a_lock_keeps_no_long_name_of_its_holder(world: World) -> None:
 
 @pytest.mark.parametrize("wrong", [{"topic": "nothing"}, {"brokerName": "another"}, {"group": "nobody"}])
 @on_node()
-async def test_what_does_not_exist_cannot_be_locked(world: World, wrong: dict[str, str]) -> None:
+async def test_an_unknown_queue_or_group_cannot_be_locked(world: World, wrong: dict[str, str]) -> None:
     rig = Rig(world)
     await rig.connect("a")
     assert await rig.lock("a", 0, **wrong) == []
@@ -199,7 +199,7 @@ async def _live_through(world: World, steps: list[tuple[str, str, set[int]]]) ->
 
 
 @given(STEPS)
-def test_locks_are_as_a_model_has_them(steps: list[tuple[str, str, set[int]]]) -> None:
+def test_locks_equal_those_of_a_model(steps: list[tuple[str, str, set[int]]]) -> None:
     _live_through(steps=steps)
 
 
@@ -216,7 +216,7 @@ def test_a_group_that_pulls_divides_the_queues(clients: list[str], queues: list[
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_shares_are_rocketmqs() -> None:
+def test_assignments_equal_rocketmqs() -> None:
     def shares(name: str) -> list[list[int] | None]:
         return [
             assign(c, list(range(8)), ["c", "a", "b"], strategy=name, pops=False, share_with=0) for c in "abc"
@@ -242,7 +242,7 @@ def test_without_sharing_everybody_pops_from_any_queue() -> None:
     assert assign("x", [0, 1], ["a"], strategy="AVG", pops=True, share_with=0) == [ANY_QUEUE]
 
 
-def test_what_cannot_be_said_is_none_and_a_stranger_gets_nothing() -> None:
+def test_an_undecidable_assignment_is_none_and_a_non_member_gets_no_queue() -> None:
     assert assign("a", [0], ["a"], strategy="MACHINE_ROOM", pops=False, share_with=0) is None
     assert assign("a", [0], [], strategy="AVG", pops=False, share_with=0) is None
     assert assign("a", [], ["a"], strategy="AVG", pops=False, share_with=0) is None

@@ -1,4 +1,4 @@
-"""Recall over RocketMQ's protocol: the codes of what broker/recalling.py decides."""
+"""Recalls over remoting: the response codes of the decisions in broker/revoking/recall.py."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def recalled(wire: Wire, handle: str, topic: str = "orders") -> Command:
     return wire.ask(RECALL, producerGroup="producers", topic=topic, recallHandle=handle)
 
 
-def waits(node: RunningNode) -> int:
+def pending_count(node: RunningNode) -> int:
     schedule = node.broker.status()["schedule"]
     assert isinstance(schedule, dict)
     return int(schedule["tail_rows"]) - int(schedule["cancelled_rows"])
 
 
-def test_what_waits_is_taken_back_once_and_for_all(node: RunningNode, wire: Wire) -> None:
+def test_a_pending_message_is_recalled_for_good(node: RunningNode, wire: Wire) -> None:
     handle = scheduled(node, wire)
-    assert waits(node) == 1
+    assert pending_count(node) == 1
     answer = recalled(wire, handle)
     traced = {"MSG_REGION": "DefaultRegion", "TRACE_ON": "true"}  # what a client that traces looks for
     assert (answer.code, answer.ext) == (0, {"msgId": "AB" * 16} | traced)
-    assert waits(node) == 0
+    assert pending_count(node) == 0
     assert recalled(wire, handle).code == 0, "to recall twice is to succeed twice"
 
 
@@ -48,10 +48,10 @@ def test_another_topics_message_of_the_same_id_stays(node: RunningNode, wire: Wi
     handle = scheduled(node, wire)
     scheduled(node, wire, topic="others")
     assert recalled(wire, handle).code == 0
-    assert waits(node) == 1
+    assert pending_count(node) == 1
 
 
-def test_too_late_is_said(node: RunningNode, wire: Wire) -> None:
+def test_a_recall_after_the_due_time_is_refused_as_too_late(node: RunningNode, wire: Wire) -> None:
     handle = scheduled(node, wire, ahead_ms=20)
     eventually(lambda: rows(node), "released")
     answer = recalled(wire, handle)
@@ -60,7 +60,7 @@ def test_too_late_is_said(node: RunningNode, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("what", ["topic", "broker", "key", "garbage", "empty", "version"])
-def test_a_handle_that_names_nothing_here(node: RunningNode, wire: Wire, what: str) -> None:
+def test_an_unknown_handle_is_refused(node: RunningNode, wire: Wire, what: str) -> None:
     handle = scheduled(node, wire)
     parts = decode_handle(handle)._asdict()
     changed = {
@@ -72,10 +72,10 @@ def test_a_handle_that_names_nothing_here(node: RunningNode, wire: Wire, what: s
         "version": "djIgYSBiIDEgYw==",
     }[what]
     assert recalled(wire, changed).code == ResponseCode.ILLEGAL_OPERATION
-    assert waits(node) == 1
+    assert pending_count(node) == 1
 
 
-def test_an_unknown_topic(wire: Wire) -> None:
+def test_a_recall_from_an_unknown_topic_is_refused(wire: Wire) -> None:
     assert recalled(wire, "x", topic="nobody").code == ResponseCode.TOPIC_NOT_EXIST
 
 
@@ -86,4 +86,4 @@ def test_a_stock_brokers_answers_when_asked_for(tmp_path: Path) -> None:
         late = encode_handle("orders", "timeball", 5, "nobody")
         assert [recalled(wire, one).code for one in (forged, handle, handle)] == [0, 0, 0]
         assert recalled(wire, late).code == ResponseCode.ILLEGAL_OPERATION
-        assert waits(node) == 0
+        assert pending_count(node) == 0

@@ -1,4 +1,4 @@
-"""Replies to requests: handed to who has asked, or refused at once."""
+"""Replies: pushed to the requesting producer, or refused at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LONG = {
 
 
 @pytest.mark.parametrize(("code", "header"), [(REPLY, LONG), (REPLY_V2, SHORT)])
-def test_a_reply_goes_to_the_producer_that_has_asked(
+def test_a_reply_is_pushed_to_the_requesting_producer(
     node: RunningNode, wire: Wire, code: int, header: dict[str, object]
 ) -> None:
     with Wire.to(node) as asker:
@@ -46,7 +46,7 @@ def test_a_reply_goes_to_the_producer_that_has_asked(
     assert TOPIC not in node.broker.topics(), "it is kept nowhere"
 
 
-def test_what_cannot_be_handed_over_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
+def test_a_reply_that_cannot_be_pushed_is_refused_at_once(node: RunningNode, wire: Wire) -> None:
     def refused(**changed: object) -> str:
         answer = wire.ask(REPLY_V2, b"yes", **(SHORT | changed))
         assert answer.code != ResponseCode.SUCCESS
@@ -71,8 +71,8 @@ def test_a_request_names_the_cluster_and_other_messages_do_not(node: RunningNode
     sent(wire)
     sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CORRELATION_ID": "7"})
     sent(wire, properties={"REPLY_TO_CLIENT": "asker", "CLUSTER": "another"})
-    found = [decode_properties(str(row["properties"])).get("CLUSTER") for row in rows(node)]
-    assert found == [None, "DefaultCluster", "another"]
+    result = [decode_properties(str(row["properties"])).get("CLUSTER") for row in rows(node)]
+    assert result == [None, "DefaultCluster", "another"]
 
 
 def test_the_replies_topic_has_a_route(wire: Wire) -> None:
@@ -80,7 +80,9 @@ def test_the_replies_topic_has_a_route(wire: Wire) -> None:
     assert (queues["writeQueueNums"], queues["perm"]) == (1, 6)
 
 
-def test_a_reply_takes_the_right_to_send_there(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_reply_requires_permission_to_send_to_the_reply_topic(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     with guarded_node(tmp_path_factory.mktemp("node")) as node:
         with SignedWire.of(node, "shop") as shop, SignedWire.of(node, "root") as root:
             assert shop.ask(REPLY_V2, b"yes", **SHORT).code == ResponseCode.NO_PERMISSION

@@ -12,7 +12,7 @@ from timeball.edges.remoting.codec.frame import BINARY, JSON
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_a_topic_lives_at_the_address_the_client_came_in_by(node: RunningNode, serialisation: int) -> None:
+def test_a_route_has_the_address_that_the_client_connected_to(node: RunningNode, serialisation: int) -> None:
     node.run(node.broker.create_topic("orders", 3))
     for port in (node.node.name_server_port, node.node.remoting_port):
         with Wire(port, serialisation) as wire:
@@ -34,14 +34,14 @@ def test_an_unknown_topic_has_no_route_but_the_template_has(wire: Wire) -> None:
 
 
 def test_a_retry_topic_has_a_route_before_its_group_is_known(wire: Wire) -> None:
-    """Consumers ask before their first heartbeat, and then not again for long."""
+    """Consumers ask for it before their first heartbeat, and not again for a long time."""
     route = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%nobody"))
     assert [(q["readQueueNums"], q["perm"]) for q in route["queueDatas"]] == [(1, 6)]
     assert wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 249).code != 0
     wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic="%RETRY%" + "x" * 248)  # of a group and a topic
 
 
-def test_a_name_that_is_none_is_refused(wire: Wire) -> None:
+def test_an_invalid_topic_name_is_refused(wire: Wire) -> None:
     for name in ("../../etc", "", "a b", "x" * 128):
         answer = wire.ask(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name)
         assert answer.code == ResponseCode.INVALID_PARAMETER, name
@@ -60,7 +60,7 @@ def test_cluster_and_broker_have_routes_too(wire: Wire) -> None:
 def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
     node: RunningNode, wire: Wire, name: str, auto_create: bool
 ) -> None:
-    """A producer asks for at most 4 queues of a topic that it makes; here it relies on the route instead."""
+    """A producer requests at most 4 queues for a topic that it creates. Here it uses the number in the route."""
     object.__setattr__(node.broker.settings, "auto_create_topics", auto_create)
     [told] = json_body(wire.ask_ok(RequestCode.GET_ROUTEINFO_BY_TOPIC, topic=name))["queueDatas"]
     for queue_id in range(told["writeQueueNums"]):
@@ -70,7 +70,7 @@ def test_a_standing_topic_has_all_the_queues_that_its_route_tells(
     assert listed.count(name) == 1
 
 
-def test_all_topics(node: RunningNode, wire: Wire) -> None:
+def test_all_topics_are_listed(node: RunningNode, wire: Wire) -> None:
     node.run(node.broker.create_topic("orders"))
     listed = json_body(wire.ask_ok(RequestCode.GET_ALL_TOPIC_LIST_FROM_NAMESERVER))["topicList"]
     assert {"orders", "DefaultCluster"} <= set(listed)

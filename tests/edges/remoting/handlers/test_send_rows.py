@@ -1,4 +1,4 @@
-"""Sends as rows: all of a send or nothing, and a ticket that has what its answer repeats."""
+"""Conversion of sends to rows and tickets: a send is converted as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def feed(to: Sent, body: bytes = b"x", code: int = RequestCode.SEND_MESSAGE_V2, 
     to.feed(header, body, fields.get("queue_id") or -1)
 
 
-def test_a_send_is_rows_and_a_ticket() -> None:
+def test_a_send_becomes_rows_and_a_ticket() -> None:
     made = columns()
     feed(made, b"a", properties={"UNIQ_KEY": "K1", "TAGS": "A", "KEYS": "k"}, flag=3, reconsume_times=2)
     feed(made, b"b", properties={"UNIQ_KEY": "K2"}, born_ms=5)
@@ -62,7 +62,7 @@ def test_a_send_is_rows_and_a_ticket() -> None:
     assert "due_ms" not in batch.schema.names, "columns that say nothing are left out"
 
 
-def test_a_level_and_an_instant() -> None:
+def test_a_delay_level_and_a_due_time_are_columns() -> None:
     made = columns()
     feed(made, properties={"DELAY": "3", "TIMER_DELAY_MS": "5"})
     feed(made, properties={"TIMER_DELAY_MS": "5"})
@@ -86,7 +86,7 @@ def test_a_level_and_an_instant() -> None:
         ({"code": RequestCode.SEND_BATCH_MESSAGE, "body": b"nonsense"}, InvalidMessage),
     ],
 )
-def test_a_refused_send_leaves_nothing(wrong: dict[str, Any], error: type[Exception]) -> None:
+def test_a_refused_send_leaves_no_rows(wrong: dict[str, Any], error: type[Exception]) -> None:
     made = columns()
     feed(made)
     with pytest.raises(error):
@@ -104,7 +104,7 @@ def test_the_last_bad_record_refuses_its_whole_batch() -> None:
     assert len(made) == 0
 
 
-def test_tickets_of_batches() -> None:
+def test_a_batch_has_one_ticket_with_all_unique_keys() -> None:
     made = columns()
     feed(made)
     feed(
@@ -121,7 +121,7 @@ text = st.text(st.characters(codec="utf-8", exclude_characters="\x01\x02"), max_
 
 
 @given(properties=st.dictionaries(text, text, max_size=5), trailing=st.booleans(), value=text)
-def test_one_more_property(properties: dict[str, str], trailing: bool, value: str) -> None:
+def test_a_property_is_appended(properties: dict[str, str], trailing: bool, value: str) -> None:
     before = encode_properties(properties)
     after = with_property(before if trailing else before[:-1], "NEW", value)
     assert decode_properties(after) == {**properties, "NEW": value}

@@ -1,4 +1,4 @@
-"""Sends over a real socket: what is answered, what is kept, and who is harmed by a bad one."""
+"""Sends over a real connection: answers, stored messages, and refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def delay_properties() -> str:
 
 
 def send(wire: Wire, body: bytes = b"body", *, code: int = V2, topic: str = "orders", **more: object) -> int:
-    """A send as Java's client makes it; returns its opaque."""
+    """Send a message as Java's client does. Return its opaque."""
     properties = {"UNIQ_KEY": "AB" * 16, "WAIT": "true", "TAGS": "A", **more.pop("properties", {})}  # type: ignore[dict-item]
     fields = {
         "a": "producers", "b": topic, "c": "TBW102", "d": 4, "e": 0, "f": 0, "g": BORN_MS, "h": 0,
@@ -38,15 +38,17 @@ def sent(wire: Wire, body: bytes = b"body", **more: object) -> Command:
 
 
 def rows(node: RunningNode, topic: str = "orders") -> list[dict[str, object]]:
-    """Every visible message of a topic."""
-    found: list[dict[str, object]] = []
+    """Return every visible message of a topic."""
+    result: list[dict[str, object]] = []
     for queue, (low, high) in node.broker.queues(topic).items():
-        found += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
-    return found
+        result += node.run(node.broker.read_queue(topic, queue, low, high - low)).to_pylist()
+    return result
 
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
-def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, serialisation: int) -> None:
+def test_a_message_is_stored_as_sent_and_its_id_is_in_the_answer(
+    node: RunningNode, serialisation: int
+) -> None:
     with Wire.to(node, serialisation) as wire:
         answer = sent(wire, e=2, h=9, properties={"KEYS": "k1 k2"})
     assert (answer.code, answer.serialisation) == (0, serialisation)
@@ -60,7 +62,7 @@ def test_a_message_is_kept_as_sent_and_named_in_the_answer(node: RunningNode, se
     assert "WAIT\x01true" in str(row["properties"])
 
 
-def test_the_long_names_of_old_clients(node: RunningNode, wire: Wire) -> None:
+def test_sends_with_long_names_are_accepted(node: RunningNode, wire: Wire) -> None:
     answer = wire.ask_ok(
         LONG, b"x", producerGroup="g", topic="orders", defaultTopic="TBW102", defaultTopicQueueNums=4, queueId=1,
         sysFlag=0, bornTimestamp=BORN_MS, flag=0, properties="", reconsumeTimes=0,
@@ -71,7 +73,7 @@ def test_the_long_names_of_old_clients(node: RunningNode, wire: Wire) -> None:
     assert f"UNIQ_KEY\x01{row['unique_key']}" in str(row["properties"])
 
 
-def test_a_topic_is_made_with_as_many_queues_as_asked(node: RunningNode, wire: Wire) -> None:
+def test_a_created_topic_has_the_requested_number_of_queues(node: RunningNode, wire: Wire) -> None:
     sent(wire, d=3)
     assert len(node.broker.queues("orders")) == 3
     sent(wire, topic="many", d=100)
@@ -90,7 +92,7 @@ def test_a_thousand_in_flight_keep_their_answers_and_their_order(node: RunningNo
         assert by_place[int(answer.ext["queueId"]), int(answer.ext["queueOffset"])] == b"%d" % n
 
 
-def test_one_way_is_kept_and_not_answered(node: RunningNode, wire: Wire) -> None:
+def test_a_one_way_send_is_stored_and_not_answered(node: RunningNode, wire: Wire) -> None:
     fields = {"a": "g", "b": "orders", "c": "TBW102", "d": 4, "e": 0, "i": ""}
     wire.send(V2, b"quiet", one_way=True, **fields)
     assert sent(wire, b"loud").code == 0
@@ -116,7 +118,7 @@ def test_one_way_is_kept_and_not_answered(node: RunningNode, wire: Wire) -> None
         ({"properties": {"TIMING": "8:00"}}, ResponseCode.MESSAGE_ILLEGAL),
     ],
 )
-def test_a_bad_send_is_told_why_and_harms_nobody(
+def test_an_invalid_send_is_refused_and_others_are_accepted(
     node: RunningNode, wire: Wire, more: dict[str, object], code: int
 ) -> None:
     before, bad, after = send(wire), send(wire, **more), send(wire)
@@ -127,19 +129,19 @@ def test_a_bad_send_is_told_why_and_harms_nobody(
     assert {topic.name for topic in node.broker.tables.topics.all()} <= {"orders", "SCHEDULE_TOPIC_XXXX"}
 
 
-def test_a_body_that_is_too_large(wire: Wire) -> None:
+def test_a_body_that_is_too_large_is_refused(wire: Wire) -> None:
     answer = sent(wire, bytes(4 * 1024 * 1024 + 1))
     assert answer.code == ResponseCode.MESSAGE_ILLEGAL
     assert "4194304" in str(answer.remark)
     assert sent(wire, bytes(4 * 1024 * 1024)).code == 0
 
 
-def test_no_topics_are_made_when_that_is_not_allowed(node: RunningNode, wire: Wire) -> None:
+def test_no_topic_is_created_if_this_is_disabled(node: RunningNode, wire: Wire) -> None:
     object.__setattr__(node.broker.settings, "auto_create_topics", False)
     assert sent(wire).code == ResponseCode.TOPIC_NOT_EXIST
 
 
-def test_a_batch_is_one_answer_and_dense(node: RunningNode, wire: Wire) -> None:
+def test_a_batch_has_one_answer_and_consecutive_offsets(node: RunningNode, wire: Wire) -> None:
     records = [
         BatchRecord(0, b"%d" % n, encode_properties({"UNIQ_KEY": f"K{n}", "TAGS": "AB"[n % 2]}))
         for n in range(5)
@@ -148,12 +150,12 @@ def test_a_batch_is_one_answer_and_dense(node: RunningNode, wire: Wire) -> None:
     assert (answer.code, answer.ext["queueId"], answer.ext["queueOffset"]) == (0, "1", "0")
     assert answer.ext["transactionId"] == "K0,K1,K2,K3,K4"
     seqs = [parse_offset_msg_id(text)[1] for text in answer.ext["msgId"].split(",")]
-    found = rows(node)
-    assert [row["seq"] for row in found] == seqs
-    assert [(row["body"], row["tag"]) for row in found] == [(b"%d" % n, "AB"[n % 2]) for n in range(5)]
+    result = rows(node)
+    assert [row["seq"] for row in result] == seqs
+    assert [(row["body"], row["tag"]) for row in result] == [(b"%d" % n, "AB"[n % 2]) for n in range(5)]
 
 
-def test_a_batch_stays_together_wherever_it_goes(node: RunningNode, wire: Wire) -> None:
+def test_a_batch_is_in_one_queue_and_batches_take_turns(node: RunningNode, wire: Wire) -> None:
     body = encode_batch([BatchRecord(0, b"%d" % n, "") for n in range(6)])
     answers = [wire.answer_to(send(wire, body, code=BATCH, m=True, e=-1, d=4)) for _ in range(3)]
     assert [answer.code for answer in answers] == [0, 0, 0]
@@ -163,7 +165,7 @@ def test_a_batch_stays_together_wherever_it_goes(node: RunningNode, wire: Wire) 
         assert high - low == 6 * len(here)
 
 
-def test_a_batch_has_a_largest_number_of_messages(wire: Wire) -> None:
+def test_a_batch_with_too_many_messages_is_refused(wire: Wire) -> None:
     body = encode_batch([BatchRecord(0, b"", "")] * 8_193)
     answer = wire.answer_to(send(wire, body, code=BATCH, m=True))
     assert (answer.code, "8192" in str(answer.remark)) == (ResponseCode.MESSAGE_ILLEGAL, True)
@@ -178,8 +180,10 @@ LATER = [
 
 @pytest.mark.parametrize("serialisation", [JSON, BINARY])
 @pytest.mark.parametrize("of_all", [True, False])
-def test_a_batch_takes_nothing_for_later(node: RunningNode, of_all: bool, serialisation: int) -> None:
-    """Neither in a message of it nor in the properties of the whole, which MessageBatch may have in stock clients."""
+def test_a_batch_with_a_delayed_message_is_refused(
+    node: RunningNode, of_all: bool, serialisation: int
+) -> None:
+    """A delay in one message, or in the properties of the MessageBatch itself."""
     first, second = "UNIQ_KEY\x01A\x02", "UNIQ_KEY\x01B\x02"
     with Wire.to(node, serialisation) as wire:
         for property in LATER:
@@ -193,7 +197,7 @@ def test_a_batch_takes_nothing_for_later(node: RunningNode, of_all: bool, serial
     assert rows(node) == []
 
 
-def test_a_batch_takes_what_names_no_delay(node: RunningNode, wire: Wire) -> None:
+def test_a_batch_without_delays_is_accepted(node: RunningNode, wire: Wire) -> None:
     for property in ({"DELAY": "0"}, {"DELAY": "-1"}, {"TIMER_OUT_MS": "5", "TIMER_DELAY_SEC": "5"}):
         text = encode_properties({"UNIQ_KEY": "A", **property})
         body = encode_batch([BatchRecord(0, b"a", text)])
@@ -202,12 +206,14 @@ def test_a_batch_takes_what_names_no_delay(node: RunningNode, wire: Wire) -> Non
 
 
 @pytest.mark.parametrize("body", [b"", b"\x00", b"\x00\x00\x00\x20" + bytes(40)])
-def test_a_batch_that_is_none(wire: Wire, body: bytes) -> None:
+def test_an_invalid_batch_is_refused(wire: Wire, body: bytes) -> None:
     assert wire.answer_to(send(wire, body, code=BATCH, m=True)).code == ResponseCode.MESSAGE_ILLEGAL
 
 
 @pytest.mark.parametrize("name", ["TIMER_DELIVER_MS", "__STARTDELIVERTIME"])
-def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, wire: Wire, name: str) -> None:
+def test_a_message_with_a_due_time_is_pending_and_can_be_recalled(
+    node: RunningNode, wire: Wire, name: str
+) -> None:
     due_ms = node.broker.clock.now_ms() + 3_600_000
     answer = sent(wire, properties={name: str(due_ms)})
     assert answer.code == 0
@@ -218,7 +224,7 @@ def test_an_instant_waits_and_can_be_recalled_by_its_handle(node: RunningNode, w
 
 
 @pytest.mark.parametrize(("hours", "zone"), [(0, ""), (9, " Asia/Tokyo"), (9, "+09:00")])
-def test_a_time_of_day_waits_for_its_next_instant(
+def test_a_message_with_a_time_of_day_is_due_at_its_next_occurrence(
     node: RunningNode, wire: Wire, hours: int, zone: str
 ) -> None:
     clock_there = timezone(timedelta(hours=hours))  # the broker's own is UTC
@@ -231,7 +237,7 @@ def test_a_time_of_day_waits_for_its_next_instant(
 
 
 @pytest.mark.parametrize("delay_properties", [""])
-def test_user_properties_are_no_delays_unless_the_broker_is_told_so(node: RunningNode, wire: Wire) -> None:
+def test_user_properties_do_not_delay_unless_enabled(node: RunningNode, wire: Wire) -> None:
     texts = [{"TIMING": "08:00:00"}, {"TIMING": "at noon"}, {"__STARTDELIVERTIME": "4000000000000"}]
     for properties in texts:
         answer = sent(wire, properties=properties)
@@ -246,21 +252,21 @@ def test_user_properties_are_no_delays_unless_the_broker_is_told_so(node: Runnin
         assert sum(properties.items() <= each.items() for each in kept) == 2
 
 
-def test_what_comes_back_from_a_client_waits_for_its_level_alone(node: RunningNode, wire: Wire) -> None:
+def test_a_retried_message_is_delayed_only_by_its_level(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP, {"groupName": "g"})
     later = {"TIMING": "08:00:00", "__STARTDELIVERTIME": "4000000000000"}
     assert sent(wire, topic="%RETRY%g", properties=later, j=17, l=16, e=0).code == 0
     assert [row["body"] for row in rows(node, "%DLQ%g")] == [b"body"]
 
 
-def test_an_instant_that_has_passed_is_now(node: RunningNode, wire: Wire) -> None:
+def test_a_due_time_in_the_past_is_due_at_once(node: RunningNode, wire: Wire) -> None:
     answer = sent(wire, properties={"TIMER_DELIVER_MS": "1000"})
     assert (answer.code, "recallHandle" in answer.ext) == (0, True)
     eventually(lambda: len(rows(node)) == 1, "it is delivered")
 
 
-def test_a_priority_is_a_queue(node: RunningNode, wire: Wire) -> None:
-    """As in RocketMQ 5.5: the lowest priority is queue 0, and the last queue is for all above it."""
+def test_a_priority_selects_the_queue(node: RunningNode, wire: Wire) -> None:
+    """As in RocketMQ 5.5: priority 0 is queue 0, and priorities above the last queue go to the last queue."""
     for priority, queue in [("0", "0"), ("2", "2"), ("3", "3"), ("99", "3")]:
         answer = sent(wire, e=1, d=4, properties={"_SYS_MSG_PRIORITY_": priority})
         assert (answer.code, answer.ext["queueId"]) == (0, queue)

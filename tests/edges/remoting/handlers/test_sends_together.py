@@ -1,4 +1,4 @@
-"""Sends that share a commit: each has its answer, and a batch the broker refuses costs only who caused it."""
+"""Sends that share a commit: each gets its own answer, and only the sends that break a rule are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ONE_IN_A_BATCH = encode_batch([BatchRecord(0, b"x", "")])
 
 
 def accepted_by(node: RunningNode, accept: Any) -> list[int]:
-    """Have batches pass through `accept(real, batch)`; returns the rows of each as they come."""
+    """Pass each batch through `accept(real, batch)`. Return a list that gets the number of rows of each."""
     sends = node.broker.sends
     real, seen = sends.accept, []
 
@@ -41,7 +41,7 @@ def accepted_by(node: RunningNode, accept: Any) -> list[int]:
     return seen
 
 
-def test_what_arrives_meanwhile_shares_a_commit(node: RunningNode, wire: Wire) -> None:
+def test_sends_that_arrive_during_a_commit_share_the_next(node: RunningNode, wire: Wire) -> None:
     seen = accepted_by(node, lambda real, batch: real(batch))
     opaques = [send(wire, b"%d" % n) for n in range(500)]
     assert all(wire.answer_to(opaque).code == 0 for opaque in opaques)
@@ -55,7 +55,7 @@ def test_what_arrives_meanwhile_shares_a_commit(node: RunningNode, wire: Wire) -
         (OverLimit("slot"), ResponseCode.SYSTEM_BUSY),
     ],
 )
-def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
+def test_sends_of_a_refused_batch_are_tried_one_by_one(
     node: RunningNode, wire: Wire, error: Exception, code: int
 ) -> None:
     def accept(real: Any, batch: SendBatch) -> Any:
@@ -69,8 +69,8 @@ def test_a_batch_the_broker_refuses_is_handed_over_one_by_one(
     assert [row["body"] for row in rows(node)] == [b"a", b"b", b"c"]
 
 
-def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wire) -> None:
-    """What the codec has read as a run shares no fate, and keeps its order."""
+def test_sends_of_one_read_are_refused_one_by_one(node: RunningNode, wire: Wire) -> None:
+    """The sends of a run are refused separately, and keep their order."""
 
     def accept(real: Any, batch: SendBatch) -> Any:
         if b"poison" in as_columns(batch).column("body").to_pylist():
@@ -81,7 +81,7 @@ def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wir
     seen = accepted_by(node, accept)
     bodies = [b"%d" % n for n in range(40)]
     bodies[7] = bodies[30] = b"poison"
-    answers = at_once(wire, [(body, {}) for body in bodies])
+    answers = send_at_once(wire, [(body, {}) for body in bodies])
     wrong, right = ResponseCode.MESSAGE_ILLEGAL, ResponseCode.SUCCESS
     assert [answer.code for answer in answers] == [wrong if body == b"poison" else right for body in bodies]
     assert [row["body"] for row in rows(node)] == [b"first", *(body for body in bodies if body != b"poison")]
@@ -89,7 +89,7 @@ def test_of_one_read_too_each_is_refused_for_itself(node: RunningNode, wire: Wir
 
 
 def test_a_topic_that_is_closed_meanwhile_leaves_nobody_waiting(node: RunningNode, wire: Wire) -> None:
-    """A run is refused, and taken apart, when the policy would no longer let its sends pass."""
+    """A run is split and its sends are refused if the policy does not allow them any more."""
     assert sent(wire).code == 0
 
     def accept(real: Any, batch: SendBatch) -> Any:
@@ -99,23 +99,23 @@ def test_a_topic_that_is_closed_meanwhile_leaves_nobody_waiting(node: RunningNod
         return real(batch)
 
     accepted_by(node, accept)
-    answers = at_once(wire, [(b"%d" % n, {}) for n in range(8)])
+    answers = send_at_once(wire, [(b"%d" % n, {}) for n in range(8)])
     assert [answer.code for answer in answers] == [ResponseCode.NO_PERMISSION] * 8
 
 
 def test_sends_of_all_forms_keep_their_order(node: RunningNode, wire: Wire) -> None:
-    """Plain ones, ones without an id, and ones that the broker refuses, in one read."""
+    """Plain sends, sends without a unique key, and refused sends, in one read."""
     kinds: list[dict[str, object]] = [{}, {"i": ""}, {"e": 9}, {"e": "0 "}, {"f": 4, "m": True}]
     assert sent(wire, b"first").code == 0
     sends = [(b"%d" % n, kinds[n * n % 5 if n % 3 else 0]) for n in range(200)]
-    answers = at_once(wire, sends)
+    answers = send_at_once(wire, sends)
     kept = [body for (body, _), answer in zip(sends, answers, strict=True) if answer.code == 0]
     assert [row["body"] for row in rows(node)] == [b"first", *kept]
     assert 100 < len(kept) < 200
 
 
-def at_once(wire: Wire, sends: list[tuple[bytes, dict[str, object]]]) -> list[Command]:
-    """Send all in one write, to queue 0; returns their answers."""
+def send_at_once(wire: Wire, sends: list[tuple[bytes, dict[str, object]]]) -> list[Command]:
+    """Send all in one write, to queue 0. Return their answers."""
     written, real = [], wire.send_bytes
     wire.send_bytes = written.append  # type: ignore[method-assign]
     opaques = [send(wire, body, **more) for body, more in sends]
@@ -128,7 +128,7 @@ def at_once(wire: Wire, sends: list[tuple[bytes, dict[str, object]]]) -> list[Co
     ("error", "code"),
     [(OverLimit("full"), ResponseCode.SYSTEM_BUSY), (ValueError("secret"), ResponseCode.SYSTEM_ERROR)],
 )
-def test_what_is_nobodys_fault_is_told_to_all(
+def test_an_internal_fault_is_answered_to_all(
     node: RunningNode, wire: Wire, error: Exception, code: int
 ) -> None:
     def refuse(real: Any, batch: SendBatch) -> Any:
@@ -150,14 +150,14 @@ def test_a_full_gathering_does_not_wait(
     assert seen == [1] * 50
 
 
-def test_a_producer_that_has_gone_costs_the_others_nothing(node: RunningNode, wire: Wire) -> None:
+def test_a_disconnected_producer_does_not_affect_the_others(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node) as gone:
         for n in range(200):
             send(gone, b"%d" % n)
     assert sent(wire).code == 0
 
 
-def test_a_dead_log_is_told(node: RunningNode, wire: Wire) -> None:
+def test_sends_to_a_failed_log_are_refused(node: RunningNode, wire: Wire) -> None:
     def dead(real: Any, batch: SendBatch) -> Any:
         accepted, durable = real(batch)
         failed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -169,7 +169,7 @@ def test_a_dead_log_is_told(node: RunningNode, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(("topic", "sys_flag"), [("%RETRY%group", 0), ("orders", 4)])
-def test_a_batch_is_for_ordinary_messages(wire: Wire, topic: str, sys_flag: int) -> None:
+def test_a_batch_of_half_messages_or_retries_is_refused(wire: Wire, topic: str, sys_flag: int) -> None:
     body = encode_batch([BatchRecord(0, b"x", encode_properties({"a": "b"}))])
     opaque = send(wire, body, code=RequestCode.SEND_BATCH_MESSAGE, topic=topic, f=sys_flag, m=True)
     assert wire.answer_to(opaque).code == ResponseCode.MESSAGE_ILLEGAL

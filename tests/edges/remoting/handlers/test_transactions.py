@@ -1,4 +1,4 @@
-"""Transactions: half messages as sends, their ends, and checks of what nobody ended; rooms, then real sockets."""
+"""Transactions: half messages, commit and rollback, and checks, with handlers alone and over real connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import parse_offset_msg_id
 from timeball.edges.remoting.connection import Member
-from timeball.edges.remoting.handlers.transactions import Transactions, prepared
+from timeball.edges.remoting.handlers.transactions import Transactions, add_half_properties
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage
@@ -37,10 +37,10 @@ async def prepare(world: World, **more: str) -> int:
     return int(accepted.first_seq)
 
 
-async def end(room: Transactions, seq: int, how: int, group: str = "payers") -> tuple[int, str | None]:
-    pair = await Pair.made()
+async def end(handler: Transactions, seq: int, how: int, group: str = "payers") -> tuple[int, str | None]:
+    pair = await Pair.create()
     answer = await pair.ask(
-        room.handlers, END, producerGroup=group, commitLogOffset=seq, commitOrRollback=how,
+        handler.handlers, END, producerGroup=group, commitLogOffset=seq, commitOrRollback=how,
         tranStateTableOffset=0, fromTransactionCheck=False, msgId="A17", transactionId="A17",
     )  # fmt: skip
     pair.close()
@@ -48,38 +48,38 @@ async def end(room: Transactions, seq: int, how: int, group: str = "payers") -> 
 
 
 async def bodies(world: World) -> list[bytes]:
-    """Of everything that is visible."""
+    """Return the bodies of all visible messages."""
     shown = world.broker.read_log(1, world.broker.log.reader.next_seq, [Kind.MESSAGE, Kind.RELEASE])
     return [body for rows in shown for body in rows.column("body").to_pylist()]
 
 
-def test_a_half_keeps_no_long_name_of_its_group() -> None:
-    """Hundreds of thousands of halves may be open, each in memory with its group."""
+def test_a_half_message_with_a_long_group_name_is_refused() -> None:
+    """Hundreds of thousands of half messages may be open, each in memory with the name of its group."""
     name = "g" * limits.GROUP_BYTES_MAX
-    assert decode_properties(prepared("", name))["PGROUP"] == name
+    assert decode_properties(add_half_properties("", name))["PGROUP"] == name
     for properties, group in (("", name + "g"), (encode_properties({"PGROUP": name + "g"}), "g")):
         with pytest.raises(InvalidMessage, match="at most 120"):
-            prepared(properties, group)
+            add_half_properties(properties, group)
 
 
 # ---- ends -------------------------------------------------------------------------------------------------
 
 
 @on_node()
-async def test_commit_rollback_and_neither(world: World) -> None:
-    room = Transactions(context_of(world.broker))
+async def test_a_half_message_is_committed_rolled_back_or_left_open(world: World) -> None:
+    handler = Transactions(context_of(world.broker))
     seqs = [await prepare(world) for _ in range(3)]
     for seq, how in zip(seqs, (COMMIT, ROLLBACK, UNKNOWN), strict=True):
-        assert await end(room, seq, how) == (ResponseCode.SUCCESS, None)
+        assert await end(handler, seq, how) == (ResponseCode.SUCCESS, None)
     assert len(await bodies(world)) == 1
     assert world.broker.transactions.open() == [(seqs[2], 0)]
 
 
 @on_node()
 async def test_a_commit_is_repeated_but_not_reversed(world: World) -> None:
-    room, seq = Transactions(context_of(world.broker)), await prepare(world)
-    assert await end(room, seq, COMMIT) == await end(room, seq, COMMIT) == (ResponseCode.SUCCESS, None)
-    assert await end(room, seq, ROLLBACK) == (
+    handler, seq = Transactions(context_of(world.broker)), await prepare(world)
+    assert await end(handler, seq, COMMIT) == await end(handler, seq, COMMIT) == (ResponseCode.SUCCESS, None)
+    assert await end(handler, seq, ROLLBACK) == (
         ResponseCode.ILLEGAL_OPERATION,
         f"the transaction at {seq} was committed before",
     )
@@ -87,10 +87,10 @@ async def test_a_commit_is_repeated_but_not_reversed(world: World) -> None:
 
 
 @on_node()
-async def test_what_is_not_there_or_anothers(world: World) -> None:
-    room, seq = Transactions(context_of(world.broker)), await prepare(world)
+async def test_ending_an_unknown_or_foreign_transaction_is_refused(world: World) -> None:
+    handler, seq = Transactions(context_of(world.broker)), await prepare(world)
     for number, group in ((seq, "thieves"), (seq + 1, "payers"), (-1, "payers")):
-        code, remark = await end(room, number, COMMIT, group)
+        code, remark = await end(handler, number, COMMIT, group)
         assert code == ResponseCode.SYSTEM_ERROR and remark is not None
         assert remark.startswith(f"Find prepared transaction message failed: {number} of group")
     assert await bodies(world) == []
@@ -108,9 +108,9 @@ async def test_what_is_not_there_or_anothers(world: World) -> None:
 )
 @on_node(delay_properties="TIMING")
 async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str, str], wait_ms: int) -> None:
-    room, seq = Transactions(context_of(world.broker)), await prepare(world, **properties)
+    handler, seq = Transactions(context_of(world.broker)), await prepare(world, **properties)
     await world.advance(limits.HOUR_MS)
-    assert await end(room, seq, COMMIT) == (ResponseCode.SUCCESS, None)
+    assert await end(handler, seq, COMMIT) == (ResponseCode.SUCCESS, None)
     await world.advance(wait_ms - 1)
     assert await bodies(world) == []
     await world.advance(1)
@@ -125,40 +125,45 @@ async def test_a_delay_begins_with_the_commit(world: World, properties: dict[str
 
 
 @on_node()
-async def test_a_header_without_its_fields(world: World) -> None:
-    pair = await Pair.made()
+async def test_a_header_without_its_fields_is_refused(world: World) -> None:
+    pair = await Pair.create()
     answer = await pair.ask(Transactions(context_of(world.broker)).handlers, END, producerGroup="payers")
     pair.close()
     assert answer.code == ResponseCode.INVALID_PARAMETER
 
 
-def test_a_half_message_says_who_may_be_asked() -> None:
+def test_a_half_message_names_its_producer_group() -> None:
     whole = encode_properties(USERS)
-    assert decode_properties(prepared(whole, "others")) == {**USERS, "__transactionId__": USERS["UNIQ_KEY"]}
-    assert prepared(prepared(whole, "others"), "others") == prepared(whole, "others")
-    assert decode_properties(prepared("", "payers")) == {"TRAN_MSG": "true", "PGROUP": "payers"}
-    assert decode_properties(prepared("", None))["PGROUP"] == ""
+    assert decode_properties(add_half_properties(whole, "others")) == {
+        **USERS,
+        "__transactionId__": USERS["UNIQ_KEY"],
+    }
+    assert add_half_properties(add_half_properties(whole, "others"), "others") == add_half_properties(
+        whole, "others"
+    )
+    assert decode_properties(add_half_properties("", "payers")) == {"TRAN_MSG": "true", "PGROUP": "payers"}
+    assert decode_properties(add_half_properties("", None))["PGROUP"] == ""
 
 
 # ---- checks -----------------------------------------------------------------------------------------------
 
 
-async def looked(world: World, ms: int) -> None:
+async def run_checks(world: World, ms: int) -> None:
     world.clock.advance(ms)
     await world.broker.transaction_checks.ask_due()
 
 
-async def producer(room: Transactions) -> Pair:
-    pair = await Pair.made()
-    room._context.sessions.beat(Member(pair.connection, "me"), "me", ["payers"], (), 0)
+async def producer(handler: Transactions) -> Pair:
+    pair = await Pair.create()
+    handler._context.sessions.beat(Member(pair.connection, "me"), "me", ["payers"], (), 0)
     return pair
 
 
 @on_node()
-async def test_a_producer_of_the_group_is_asked_with_the_message(world: World) -> None:
-    room, seq = Transactions(context_of(world.broker)), await prepare(world, KEYS="k")
-    pair = await producer(room)
-    await looked(world, limits.TRANSACTION_FIRST_CHECK_MS)
+async def test_a_check_pushes_the_half_message_to_a_producer_of_the_group(world: World) -> None:
+    handler, seq = Transactions(context_of(world.broker)), await prepare(world, KEYS="k")
+    pair = await producer(handler)
+    await run_checks(world, limits.TRANSACTION_FIRST_CHECK_MS)
     asked = await pair.read()
     assert (asked.code, asked.is_one_way) == (CHECK, True)
     host, number = parse_offset_msg_id(asked.ext["offsetMsgId"])
@@ -179,17 +184,17 @@ async def test_a_producer_of_the_group_is_asked_with_the_message(world: World) -
 
 
 @on_node()
-async def test_asked_fifteen_times_and_then_discarded(world: World) -> None:
-    room, seq = Transactions(context_of(world.broker)), await prepare(world)
-    pair = await producer(room)
+async def test_a_half_message_is_discarded_after_fifteen_checks(world: World) -> None:
+    handler, seq = Transactions(context_of(world.broker)), await prepare(world)
+    pair = await producer(handler)
     for number in range(limits.TRANSACTION_CHECKS_MAX):
-        await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+        await run_checks(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
         [message] = decode_stored((await pair.read()).body)
         assert message.properties["TRANSACTION_CHECK_TIMES"] == str(number + 1)
     assert world.broker.transactions.open() == [(seq, 15)]
-    await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+    await run_checks(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
     assert world.broker.transactions.open() == []
-    code, remark = await end(room, seq, COMMIT)
+    code, remark = await end(handler, seq, COMMIT)
     assert (code, remark) == (
         ResponseCode.ILLEGAL_OPERATION,
         f"the transaction at {seq} was rolled back before",
@@ -198,27 +203,27 @@ async def test_asked_fifteen_times_and_then_discarded(world: World) -> None:
 
 
 @on_node()
-async def test_nobody_to_ask_does_not_count_before_the_retention_time(world: World) -> None:
+async def test_a_check_without_producer_is_not_counted_before_the_retention_time(world: World) -> None:
     Transactions(context_of(world.broker))
     seq = await prepare(world)
     for _ in range(limits.TRANSACTION_CHECKS_MAX + 1):
-        await looked(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
+        await run_checks(world, limits.TRANSACTION_CHECK_INTERVAL_MS)
     assert world.broker.transactions.open() == [(seq, 0)]
-    await looked(world, world.settings.retention_ms)
+    await run_checks(world, world.settings.retention_ms)
     assert world.broker.transactions.open() == []
 
 
 @on_node()
-async def test_no_more_at_a_time_than_a_client_can_take(
+async def test_the_bytes_of_checks_at_one_time_are_limited(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = Transactions(context_of(world.broker))
-    pair = await producer(room)
+    handler = Transactions(context_of(world.broker))
+    pair = await producer(handler)
     seqs = {await prepare(world) for _ in range(5)}
     monkeypatch.setattr(transaction_checks, "BYTES_PER_LOOK", 1)
     for at in range(5):
         assert sum(checks for _, checks in world.broker.transactions.open()) == at
-        await looked(world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)
+        await run_checks(world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)
     assert {int((await pair.read()).ext["commitLogOffset"]) for _ in seqs} == seqs
     pair.close()
 
@@ -235,7 +240,7 @@ def send_half(wire: Wire, *, topic: str = "orders", **more: str) -> Command:
 
 
 def end_of(wire: Wire, answer: Command, how: int) -> None:
-    """One-way, as Java's client sends it."""
+    """Send END_TRANSACTION one-way, as Java's client does."""
     _, seq = parse_offset_msg_id(answer.ext["msgId"])
     wire.send(
         END, one_way=True, producerGroup="payers", tranStateTableOffset=answer.ext["queueOffset"],
@@ -265,7 +270,7 @@ def test_a_transaction_from_send_to_pull(node: RunningNode, serialisation: int) 
     assert message.prepared_seq == parse_offset_msg_id(half.ext["msgId"])[1]
 
 
-def test_what_cannot_be_delayed_is_refused_with_the_half(wire: Wire) -> None:
+def test_a_half_message_with_an_invalid_delay_is_refused(wire: Wire) -> None:
     with pytest.raises(AssertionError, match="timer message illegal"):
         send_half(wire, TIMER_DELAY_SEC="soon")
 
@@ -285,7 +290,7 @@ def test_a_check_reaches_the_producer_and_its_answer_ends_it(tmp_path: Path) -> 
         assert [message.body for message in pulled(wire)] == [b"pay"]
 
 
-def test_an_open_transaction_outlives_the_broker(tmp_path: Path) -> None:
+def test_an_open_transaction_survives_a_restart(tmp_path: Path) -> None:
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:
         half = send_half(wire)
     with running_node(tmp_path / "data") as node, Wire.to(node) as wire:

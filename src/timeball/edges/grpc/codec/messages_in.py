@@ -1,16 +1,18 @@
-"""Convert a client's message to a row for the broker: each field is checked, and each fault has RocketMQ's code.
+"""Convert a client's message to a row for the broker. Every field is checked, and every error has RocketMQ's code.
+
+The system properties of a message determine its type:
 
     message_group          FIFO         one queue per group, the same for all senders: by a hash of the group
     delivery_timestamp     DELAY        to the millisecond; a fraction is rounded up, since nothing is early
     priority               PRIORITY     the topic's queue for this priority
     none of these          NORMAL, TRANSACTION
 
-The fields of a message are stored in columns and, under RocketMQ's names, in the properties, because its remoting
-clients read them there. Type and fields must agree: a message whose delay was overlooked would be delivered at once.
-Lite topics are refused, because a broker that only accepted them would scheduled message a behaviour that it does not
-have.
+The fields of a message are stored in columns. They are also stored in the properties under RocketMQ's names, because
+RocketMQ's remoting clients read them there. Type and fields must agree: if a delay were ignored because of the type,
+the message would be delivered at once. Messages to lite topics are refused, because Timeball does not implement the
+behaviour that their senders expect.
 
-Invariant: a message becomes a row, or Refused is raised. Its check never reads the bytes of another message.
+Invariant: each message either becomes a row or raises Refused, independently of other messages.
 """
 
 from __future__ import annotations
@@ -45,114 +47,127 @@ from timeball.model import limits, rules
 from timeball.model.message import PRIORITY, SendRow
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
-USER_PROPERTIES_BYTES_MAX = 16 * 1024  # its maxUserPropertySize, which includes tag and keys
-MESSAGE_GROUP_CHARACTERS_MAX = 64  # its maxMessageGroupSize
+USER_PROPERTIES_BYTES_MAX = 16 * 1024  # RocketMQ's maxUserPropertySize, which includes tag and keys
+MESSAGE_GROUP_CHARACTERS_MAX = 64  # RocketMQ's maxMessageGroupSize
 BORN_HOST_CHARACTERS_MAX = 255
 
-COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag
-NEVER_SECONDS, ALWAYS_SECONDS = -62_135_596_800, 253_402_300_799  # protobuf's timestamps: years 1 to 9999
+COMPRESSED_BIT, PREPARED_BIT = 1, 4  # of RocketMQ's sysFlag. PREPARED marks a half message
+# The bounds of google.protobuf.Timestamp: the years 1 to 9999.
+TIMESTAMP_SECONDS_MIN, TIMESTAMP_SECONDS_MAX = -62_135_596_800, 253_402_300_799
 
-# Looked up once: each look-up by name in protobuf's enumeration costs as much as reading a field.
-UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION, OF_PRIORITY = (
+# Looked up once, because each look-up in protobuf's enumeration costs as much as reading a field.
+UNSPECIFIED, NORMAL, FIFO, DELAY, TRANSACTION, WITH_PRIORITY = (
     MessageType.MESSAGE_TYPE_UNSPECIFIED, MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY,
     MessageType.TRANSACTION, MessageType.PRIORITY,
 )  # fmt: skip
 ILLEGAL_ID, ILLEGAL_TAG = Code.ILLEGAL_MESSAGE_ID, Code.ILLEGAL_MESSAGE_TAG
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _ENCODING_BITS = {Encoding.ENCODING_UNSPECIFIED: 0, Encoding.IDENTITY: 0, Encoding.GZIP: COMPRESSED_BIT}
-# type -> (has a message group, has a delivery timestamp, has a priority)
-_FIELDS = {
+# message type -> whether it has a message group, a delivery timestamp, a priority
+_FIELDS_OF_TYPE = {
     NORMAL: (False, False, False),
     FIFO: (True, False, False),
     DELAY: (False, True, False),
     TRANSACTION: (False, False, False),
-    OF_PRIORITY: (False, False, True),
+    WITH_PRIORITY: (False, False, True),
 }
-# By message type, the property that duplicates a field of the message.
-_OF_FIELD = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
+# message type -> the property that duplicates a field of the message
+_DUPLICATE_PROPERTY = {FIFO: MESSAGE_GROUP, TRANSACTION: TRANSACTION_ID}
 
 
-def type_of(system: SystemProperties) -> MessageType:
-    """Return the message's type, derived from its fields if unspecified. Raises Refused if they do not agree."""
-    kind = system.message_type
+def message_type_of(system: SystemProperties) -> MessageType:
+    """Determine a message's type, from its fields if it is unspecified. Raises Refused if type and fields disagree."""
+    message_type = system.message_type
     fields = (
         bool(system.message_group), system.HasField("delivery_timestamp"), system.HasField("priority"),
     )  # fmt: skip
     if system.lite_topic:
         raise Refused(Code.UNSUPPORTED, "Timeball has no lite topics; send without one")
-    if kind == UNSPECIFIED:
-        group, instant, priority = fields
-        kind = FIFO if group else DELAY if instant else OF_PRIORITY if priority else NORMAL
-    wanted = _FIELDS.get(kind)
-    if wanted is None:
-        raise Refused(Code.UNSUPPORTED, f"message type {kind}: NORMAL, FIFO, DELAY, TRANSACTION or PRIORITY")
-    if fields != wanted:
-        of_group, of_instant, of_priority = ("a" if has else "no" for has in wanted)
+    if message_type == UNSPECIFIED:
+        has_group, has_delivery_time, has_priority = fields
+        message_type = (
+            FIFO if has_group else DELAY if has_delivery_time else WITH_PRIORITY if has_priority else NORMAL
+        )
+    expected = _FIELDS_OF_TYPE.get(message_type)
+    if expected is None:
+        raise Refused(
+            Code.UNSUPPORTED, f"message type {message_type}: NORMAL, FIFO, DELAY, TRANSACTION or PRIORITY"
+        )
+    if fields != expected:
+        a_group, a_timestamp, a_priority = ("a" if is_present else "no" for is_present in expected)
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
-            f"a {MessageType.Name(kind)} message has {of_group} message_group, {of_instant} delivery_timestamp and "
-            f"{of_priority} priority",
+            f"a {MessageType.Name(message_type)} message has {a_group} message_group, {a_timestamp} delivery_timestamp "
+            f"and {a_priority} priority",
         )
-    return kind
+    return message_type
 
 
-def row_of(
-    message: Message, kind: MessageType, topic: str, queues: int, now_ms: int, delay_ms_max: int, peer: str
+def encode_row(
+    message: Message,
+    message_type: MessageType,
+    topic: str,
+    queues: int,
+    now_ms: int,
+    delay_ms_max: int,
+    peer: str,
 ) -> SendRow:
-    """Return the values of SEND_NAMES for a message of type `kind`. Raises Refused.
+    """Convert a message to a row with the values of SEND_NAMES. Raises Refused.
 
-    `queues`: the number of queues of the topic that can be written. `peer`: the born host of a message that has none.
+    `message_type` is from `message_type_of`. `queues` is the number of queues of the topic that can be written. `peer`
+    is the born host of a message that has none.
     """
     system, body = message.system_properties, message.body
     sys_flag = _check_body(body, system)
-    message_id = _checked(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
-    tag, keys = _tag(system.tag), _keys(system)
-    properties, queue_id, due_ms = _user_properties(message, kind, tag, keys), -1, None
+    message_id = _check_text(system.message_id, ILLEGAL_ID, "message_id", "unique_key")
+    tag, keys = _check_tag(system.tag), _join_keys(system)
+    properties, queue_id, due_ms = _encode_user_properties(message, message_type, tag, keys), -1, None
     properties.append(f"{UNIQ_KEY}\x01{message_id}\x02")
-    if kind == FIFO:
-        group = _message_group(system.message_group)
+    if message_type == FIFO:
+        group = _check_message_group(system.message_group)
         properties.append(f"{MESSAGE_GROUP}\x01{group}\x02")
         queue_id = crc32(group.encode()) % queues
-    elif kind == DELAY:
-        instant_ms = _delivery_ms(system, now_ms, delay_ms_max)
-        properties.append(f"{DELIVER_MS}\x01{instant_ms}\x02")
-        # A due time that has passed on the way still makes a scheduled message, which is due at once.
-        due_ms = instant_ms if instant_ms > 0 else None
-    elif kind == OF_PRIORITY:
+    elif message_type == DELAY:
+        delivery_ms = _read_delivery_ms(system, now_ms, delay_ms_max)
+        properties.append(f"{DELIVER_MS}\x01{delivery_ms}\x02")
+        # A message whose due time has passed on the way is also a scheduled message. It is due at once.
+        due_ms = delivery_ms if delivery_ms > 0 else None
+    elif message_type == WITH_PRIORITY:
         if system.priority < 0:
             raise Refused(Code.BAD_REQUEST, f"priority {system.priority}: 0, the lowest, or more")
         properties.append(f"{PRIORITY}\x01{system.priority}\x02")
         queue_id = rules.queue_of_priority(system.priority, queues)
-    elif kind == TRANSACTION:
+    elif message_type == TRANSACTION:
         sys_flag |= PREPARED_BIT
-        properties.append(_transaction_properties(system, topic, message_id))
+        properties.append(_encode_transaction_properties(system, topic, message_id))
     if system.trace_context:
-        context = _checked(
+        trace_context = _check_text(
             system.trace_context,
             Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
             "trace_context",
             "properties",
         )
-        properties.append(f"{TRACE_CONTEXT}\x01{context}\x02")
-    text = "".join(properties)
-    if (wrong := rules.fault("properties", text)) is not None:
-        raise Refused(Code.MESSAGE_PROPERTIES_TOO_LARGE, wrong)
+        properties.append(f"{TRACE_CONTEXT}\x01{trace_context}\x02")
+    properties_text = "".join(properties)
+    if (fault := rules.fault("properties", properties_text)) is not None:
+        raise Refused(Code.MESSAGE_PROPERTIES_TOO_LARGE, fault)
     born_host = system.born_host
     if not 0 < len(born_host) <= BORN_HOST_CHARACTERS_MAX:
         born_host = peer
     return (
-        topic, body, tag or None, keys or None, message_id, text, queue_id, _born_ms(system, now_ms), born_host, 0,
+        topic, body, tag or None, keys or None, message_id, properties_text, queue_id, _read_born_ms(system, now_ms),
+        born_host, 0,
         sys_flag, 0, due_ms, None,
     )  # fmt: skip
 
 
 def _check_body(body: bytes, system: SystemProperties) -> int:
-    """Check the body and return the bits of sysFlag for its encoding."""
+    """Check the body and its digest. Returns the bits of sysFlag for the body's encoding."""
     if not body:
         raise Refused(Code.MESSAGE_BODY_EMPTY, "the message has no body")
-    if (wrong := rules.fault("body", body)) is not None:
-        raise Refused(Code.MESSAGE_BODY_TOO_LARGE, f"{wrong}: send a reference to it instead")
+    if (fault := rules.fault("body", body)) is not None:
+        raise Refused(Code.MESSAGE_BODY_TOO_LARGE, f"{fault}: send a reference to it instead")
     bits = _ENCODING_BITS.get(system.body_encoding)
     if bits is None:
         raise Refused(Code.BAD_REQUEST, f"body_encoding {system.body_encoding}: IDENTITY or GZIP")
@@ -161,61 +176,71 @@ def _check_body(body: bytes, system: SystemProperties) -> int:
     return bits
 
 
-def _check_digest(body: bytes, kind: DigestType, checksum: str) -> None:
-    if kind == DigestType.DIGEST_TYPE_UNSPECIFIED:
+def _check_digest(body: bytes, digest_type: DigestType, checksum: str) -> None:
+    """Raise Refused if the body does not have this checksum. A digest of unspecified type is ignored."""
+    if digest_type == DigestType.DIGEST_TYPE_UNSPECIFIED:
         return
-    given = checksum.upper().lstrip("0")  # some clients leave out the leading zeros
-    if kind == DigestType.CRC32:
-        found = f"{crc32(body):08X}"
-        if given == str(crc32(body)):
+    claimed = checksum.upper().lstrip("0")  # some clients leave out the leading zeros
+    if digest_type == DigestType.CRC32:
+        computed = f"{crc32(body):08X}"
+        if claimed == str(crc32(body)):
             return  # Node's client writes the checksum in decimal
-    elif kind == DigestType.MD5:
-        found = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
-    elif kind == DigestType.SHA1:
-        found = hashlib.sha1(body, usedforsecurity=False).hexdigest().upper()
+    elif digest_type == DigestType.MD5:
+        computed = hashlib.md5(body, usedforsecurity=False).hexdigest().upper()
+    elif digest_type == DigestType.SHA1:
+        computed = hashlib.sha1(body, usedforsecurity=False).hexdigest().upper()
     else:
-        raise Refused(Code.BAD_REQUEST, f"body_digest of type {kind}: CRC32, MD5 or SHA1")
-    if given != found.lstrip("0"):
+        raise Refused(Code.BAD_REQUEST, f"body_digest of type {digest_type}: CRC32, MD5 or SHA1")
+    if claimed != computed.lstrip("0"):
         raise Refused(
             Code.MESSAGE_CORRUPTED,
-            f"the body's {DigestType.Name(kind)} is {found} and not {checksum[:64]!r}: send it again",
+            f"the body's {DigestType.Name(digest_type)} is {computed} and not {checksum[:64]!r}: send it again",
         )
 
 
 def _has_control(text: str) -> bool:
-    # Nearly every text is printable, and that check is many times faster.
-    return not text.isprintable() and _CONTROL.search(text) is not None
+    # `isprintable` is many times faster than the search, and true for nearly every text.
+    return not text.isprintable() and _CONTROL_CHARACTER.search(text) is not None
 
 
-def _checked(text: str, code: Code, what: str, column: str) -> str:
-    """Return a text that fits its column. Raises Refused if it is empty, blank, too long or has control characters."""
+def _check_text(text: str, code: Code, field: str, column: str) -> str:
+    """Return the text of a field if it fits its column.
+
+    Raises Refused with this code if it is empty, blank, too long, or has control characters.
+    """
     bytes_max = rules.BYTES_MAX[column]
     if text and len(text) <= bytes_max and text.isascii() and text.isprintable() and not text.isspace():
         return text  # the usual case
     if rules.size_bytes(text) > bytes_max or not text.strip() or _has_control(text):
-        raise Refused(code, f"{what} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters")
+        raise Refused(
+            code, f"{field} {text[:80]!r}: 1 to {bytes_max} bytes, not blank, no control characters"
+        )
     return text
 
 
-def _tag(tag: str) -> str:
+def _check_tag(tag: str) -> str:
+    """Return the tag if it is valid or empty. Raises Refused."""
     if not tag:
         return tag
-    _checked(tag, ILLEGAL_TAG, "tag", "tag")
+    _check_text(tag, ILLEGAL_TAG, "tag", "tag")
     if "|" in tag:
-        raise Refused(ILLEGAL_TAG, f"tag {tag[:80]!r}: | stands between tags that a consumer wants")
+        raise Refused(
+            ILLEGAL_TAG, f"tag {tag[:80]!r}: | separates the tags in a filter, so a tag must not contain it"
+        )
     return tag
 
 
-def _keys(system: SystemProperties) -> str:
-    # Counted first: a request may have a million keys, and checking each would delay all other calls.
+def _join_keys(system: SystemProperties) -> str:
+    """Check the keys and join them with blanks. Raises Refused."""
+    # The number is checked first: a request may have a million keys, and to check each would delay all other calls.
     if len(system.keys) > limits.KEYS_PER_MESSAGE_MAX:
         raise _too_many_keys()
-    given = [key for key in system.keys if key]
-    if not given:
+    nonempty_keys = [key for key in system.keys if key]
+    if not nonempty_keys:
         return ""
-    for key in given:
-        _checked(key, Code.ILLEGAL_MESSAGE_KEY, "key", "keys")
-    keys = " ".join(given)  # a blank within a key makes two keys of it, as in RocketMQ
+    for key in nonempty_keys:
+        _check_text(key, Code.ILLEGAL_MESSAGE_KEY, "key", "keys")
+    keys = " ".join(nonempty_keys)  # so a key with a blank becomes two keys, as in RocketMQ
     if rules.fault("keys", keys) is not None:
         raise _too_many_keys()
     return keys
@@ -228,15 +253,19 @@ def _too_many_keys() -> Refused:
     )
 
 
-def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -> list[str]:
-    """Return the texts of the properties, followed by tag and keys, but without a property that a field duplicates."""
-    given = message.user_properties
-    if len(given) > USER_PROPERTIES_MAX:
+def _encode_user_properties(message: Message, message_type: MessageType, tag: str, keys: str) -> list[str]:
+    """Encode the user properties, followed by tag and keys, as `name \\x01 value \\x02`. Raises Refused.
+
+    A property that duplicates a field of the message is left out, because the field is encoded later.
+    """
+    user_properties = message.user_properties
+    if len(user_properties) > USER_PROPERTIES_MAX:
         raise Refused(
-            Code.MESSAGE_PROPERTIES_TOO_LARGE, f"{len(given)} properties, at most {USER_PROPERTIES_MAX}"
+            Code.MESSAGE_PROPERTIES_TOO_LARGE,
+            f"{len(user_properties)} properties, at most {USER_PROPERTIES_MAX}",
         )
-    texts, size = [], rules.size_bytes(tag) + rules.size_bytes(keys)
-    for name, value in given.items():
+    encoded, size_bytes = [], rules.size_bytes(tag) + rules.size_bytes(keys)
+    for name, value in user_properties.items():
         if not name or name in RESERVED:
             raise Refused(
                 Code.ILLEGAL_MESSAGE_PROPERTY_KEY, f"property {name!r}: RocketMQ's own; take another name"
@@ -246,23 +275,23 @@ def _user_properties(message: Message, kind: MessageType, tag: str, keys: str) -
                 Code.ILLEGAL_MESSAGE_PROPERTY_KEY,
                 f"property {name[:80]!r}: a name or value has a control character; encode it, say in base64",
             )
-        if name == _OF_FIELD.get(kind):
-            continue  # left from an earlier delivery, if a received message is sent on
-        size += rules.size_bytes(name) + rules.size_bytes(value)
-        texts.append(f"{name}\x01{value}\x02")
-    if size > USER_PROPERTIES_BYTES_MAX:
+        if name == _DUPLICATE_PROPERTY.get(message_type):
+            continue  # the client forwards a message that it has received with this property
+        size_bytes += rules.size_bytes(name) + rules.size_bytes(value)
+        encoded.append(f"{name}\x01{value}\x02")
+    if size_bytes > USER_PROPERTIES_BYTES_MAX:
         raise Refused(
             Code.MESSAGE_PROPERTIES_TOO_LARGE,
-            f"properties, tag and keys have {size} bytes, at most {USER_PROPERTIES_BYTES_MAX}",
+            f"properties, tag and keys have {size_bytes} bytes, at most {USER_PROPERTIES_BYTES_MAX}",
         )
     if tag:
-        texts.append(f"{TAGS}\x01{tag}\x02")
+        encoded.append(f"{TAGS}\x01{tag}\x02")
     if keys:
-        texts.append(f"{KEYS}\x01{keys}\x02")
-    return texts
+        encoded.append(f"{KEYS}\x01{keys}\x02")
+    return encoded
 
 
-def _message_group(group: str) -> str:
+def _check_message_group(group: str) -> str:
     if len(group) > MESSAGE_GROUP_CHARACTERS_MAX or not group.strip() or _has_control(group):
         raise Refused(
             Code.ILLEGAL_MESSAGE_GROUP,
@@ -271,47 +300,54 @@ def _message_group(group: str) -> str:
     return group
 
 
-def _delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> int:
-    at = system.delivery_timestamp
-    if not (NEVER_SECONDS <= at.seconds <= ALWAYS_SECONDS and 0 <= at.nanos < 1_000_000_000):
+def _read_delivery_ms(system: SystemProperties, now_ms: int, delay_ms_max: int) -> int:
+    """Convert the delivery timestamp to ms since 1970, rounded up. Raises Refused if it is invalid or too far ahead."""
+    time = system.delivery_timestamp
+    if not (
+        TIMESTAMP_SECONDS_MIN <= time.seconds <= TIMESTAMP_SECONDS_MAX and 0 <= time.nanos < 1_000_000_000
+    ):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
-            f"delivery_timestamp of {at.seconds} s and {at.nanos} ns: no instant of the years 1 to 9999",
+            f"delivery_timestamp of {time.seconds} s and {time.nanos} ns: no time of the years 1 to 9999",
         )
     # The double negation rounds a fraction of a millisecond up, since no message is early.
-    instant_ms = int(at.seconds * 1_000 - (-at.nanos // 1_000_000))
-    check_instant(instant_ms, now_ms, delay_ms_max)
-    return instant_ms
+    delivery_ms = int(time.seconds * 1_000 - (-time.nanos // 1_000_000))
+    check_delivery_time(delivery_ms, now_ms, delay_ms_max)
+    return delivery_ms
 
 
-def check_instant(instant_ms: int, now_ms: int, delay_ms_max: int) -> None:
-    """Raise Refused for a due time that is too far ahead."""
-    if rules.is_too_far(instant_ms, now_ms, delay_ms_max):
+def check_delivery_time(delivery_ms: int, now_ms: int, delay_ms_max: int) -> None:
+    """Raise Refused if a due time is more than `delay_ms_max` ahead."""
+    if rules.is_too_far(delivery_ms, now_ms, delay_ms_max):
         raise Refused(
             Code.ILLEGAL_DELIVERY_TIME,
-            f"delivery_timestamp of {instant_ms} ms since 1970 is {instant_ms - now_ms} ms ahead, at most "
+            f"delivery_timestamp of {delivery_ms} ms since 1970 is {delivery_ms - now_ms} ms ahead, at most "
             f"{delay_ms_max} ms ({delay_ms_max // limits.DAY_MS} days): send it nearer to its time",
         )
 
 
-def _born_ms(system: SystemProperties, now_ms: int) -> int:
-    at = system.born_timestamp
-    if 0 < at.seconds <= ALWAYS_SECONDS and 0 <= at.nanos < 1_000_000_000:
-        return int(at.seconds * 1_000 + at.nanos // 1_000_000)
+def _read_born_ms(system: SystemProperties, now_ms: int) -> int:
+    """Convert the born timestamp to ms since 1970, rounded down. A missing or invalid timestamp becomes `now_ms`."""
+    time = system.born_timestamp
+    if 0 < time.seconds <= TIMESTAMP_SECONDS_MAX and 0 <= time.nanos < 1_000_000_000:
+        return int(time.seconds * 1_000 + time.nanos // 1_000_000)
     return now_ms
 
 
-def _transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
-    """Return the properties of a half message. Its topic is the producer group, as producers have none over gRPC."""
+def _encode_transaction_properties(system: SystemProperties, topic: str, message_id: str) -> str:
+    """Encode the properties of a half message.
+
+    The topic is used as the producer group, because producers have no group over gRPC.
+    """
     text = f"{PREPARED}\x01true\x02{PRODUCER_GROUP}\x01{topic}\x02"
     text += f"{TRANSACTION_ID}\x01{message_id}\x02"
     if system.HasField("orphaned_transaction_recovery_duration"):
-        after = system.orphaned_transaction_recovery_duration
-        if not 0 <= after.seconds * limits.SECOND_MS <= limits.DAY_MS:
+        delay = system.orphaned_transaction_recovery_duration
+        if not 0 <= delay.seconds * limits.SECOND_MS <= limits.DAY_MS:
             raise Refused(
                 Code.BAD_REQUEST,
-                f"orphaned_transaction_recovery_duration of {after.seconds} s: a day at most",
+                f"orphaned_transaction_recovery_duration of {delay.seconds} s: a day at most",
             )
-        if after.seconds:
-            text += f"{CHECK_IMMUNITY}\x01{after.seconds}\x02"
+        if delay.seconds:
+            text += f"{CHECK_IMMUNITY}\x01{delay.seconds}\x02"
     return text

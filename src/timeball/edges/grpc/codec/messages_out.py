@@ -1,13 +1,13 @@
 """Convert rows of the log to messages for a gRPC client.
 
-RocketMQ's own properties become fields of the message. All other properties are shown as the user's. A message that
-comes from a retry topic shows the topic that it was sent to. RocketMQ's names are listed here, and messages_in.py
-refuses them as user properties. A gRPC client sets such values in fields (a tag, keys, a due time), while RocketMQ's
-other clients look for them among the properties.
+RocketMQ's own properties become fields of the message. All other properties become its user properties. A message that
+comes from a retry topic shows the topic that it was sent to. RESERVED lists the names of RocketMQ's properties, and
+messages_in.py refuses them as user properties. A gRPC client sets such values in fields (a tag, keys, a due time).
+RocketMQ's remoting clients look for them among the properties.
 
-A remoting producer may compress a body with zlib, LZ4 or Zstandard. Every client of this protocol reads gzip, but only
-some read zlib. So these bodies are decompressed here, up to the maximum size of a body. The digest is MD5, whose
-spelling all clients share. CRC32 has three spellings.
+A remoting producer may compress a body with zlib, LZ4 or Zstandard. Every gRPC client reads gzip, but only some read
+zlib. So these bodies are decompressed here, up to the maximum size of a body. The digest is MD5, because all clients
+write it in the same form. They write CRC32 in three forms.
 """
 
 from __future__ import annotations
@@ -49,26 +49,28 @@ COMPRESSED_BIT, COMMITTED_BITS, ENDED_BITS = 1, 8, 12  # of RocketMQ's sysFlag
 COMPRESSION_BITS, COMPRESSION_SHIFT = 0x700, 8
 LZ4, ZSTD = 1, 2  # values of these bits; 0 and 3 are zlib
 GZIP_MAGIC = b"\x1f\x8b"
-UNPACKED_BYTES_MAX = limits.BODY_BYTES_MAX  # a producer's maximum. A larger body is sent as stored
+# The maximum body of a producer. A body that decompresses to more is sent as it is stored.
+DECOMPRESSED_BYTES_MAX = limits.BODY_BYTES_MAX
 DLQ_TOPIC, DLQ_MESSAGE_ID = "DLQ_ORIGIN_TOPIC", "DLQ_ORIGIN_MESSAGE_ID"
 MESSAGE_ID_DIGITS = 32
-INT32_DIGITS = 10
+INT32_DIGITS = 10  # a number with fewer digits fits into 32 bits
 
-# Looked up once: each look into a protobuf enumeration searches by name, and every message needs these.
+# Looked up once, because each look-up in a protobuf enumeration searches by name, and every message needs these.
 MD5, IDENTITY = DigestType.MD5, Encoding.IDENTITY
 TRANSACTION, DELAY, FIFO, NORMAL = (
     MessageType.TRANSACTION, MessageType.DELAY, MessageType.FIFO, MessageType.NORMAL,
 )  # fmt: skip
 
 TAGS, KEYS, UNIQ_KEY = "TAGS", "KEYS", "UNIQ_KEY"
-MESSAGE_GROUP = "__SHARDINGKEY"  # also shown as a user's property, as in RocketMQ. So is TRANSACTION_ID
+# This property and TRANSACTION_ID are also user properties of the message, as in RocketMQ.
+MESSAGE_GROUP = "__SHARDINGKEY"
 DELIVER_MS = "TIMER_DELIVER_MS"
 TRACE_CONTEXT = "TRACE_CONTEXT"
 PREPARED, PRODUCER_GROUP = "TRAN_MSG", "PGROUP"
 CHECK_IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"
 TRANSACTION_ID = "__transactionId__"
 
-# RocketMQ's MessageConst.STRING_HASH_SET, the properties of delays, and those that duplicate a field of a message.
+# RocketMQ's MessageConst.STRING_HASH_SET, the properties of delays, and those that duplicate a field of the message.
 RESERVED = SPENT | frozenset(
     {
         PRIORITY, LITE_TOPIC, TAGS, KEYS, UNIQ_KEY, DELIVER_MS, TRACE_CONTEXT, PREPARED, PRODUCER_GROUP, CHECK_IMMUNITY,
@@ -82,12 +84,12 @@ RESERVED = SPENT | frozenset(
     }
 )  # fmt: skip
 
-# RocketMQ does not know NACK_TIME, so a sender may use it. The broker sets it for its count of leases, so it is hidden.
+# NACK_TIME is not RocketMQ's, so a sender may set it. The broker sets it to count leases, so clients do not get it.
 _HIDDEN = RESERVED | {NACK_TIME}
 
 
 class _Row(NamedTuple):
-    """The columns of the log that a message is made from."""
+    """The columns of a READ_SCHEMA row from which a message is made."""
 
     seq: int
     topic: str
@@ -107,68 +109,76 @@ class _Row(NamedTuple):
     due_ms: int | None
 
 
-_FIELDS = itemgetter(*[READ_SCHEMA.get_field_index(name) for name in _Row._fields])
+_GET_COLUMNS = itemgetter(*[READ_SCHEMA.get_field_index(name) for name in _Row._fields])
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOut:
-    """The fields that a receive adds: a handle for each message, and their invisible time."""
+class ReceiptFields:
+    """The fields that ReceiveMessage adds: a receipt handle for each message, and their common invisible time."""
 
     handles: Sequence[str]
     invisible_ms: int
 
 
 def messages(
-    rows: ReadRows, asked: Resource, topic: str, store_host: str, handed_out: HandedOut | None = None
+    rows: ReadRows, resource: Resource, topic: str, store_host: str, receipt: ReceiptFields | None = None
 ) -> Iterator[Message]:
-    """Yield a message for each of these READ_SCHEMA rows, under the resource `asked`, which the broker names `topic`.
+    """Yield a message for each of these READ_SCHEMA rows.
 
-    The messages are created one at a time, so that other calls get their turn in between.
+    `resource` is the topic as the client names it, `topic` its name in the broker. `store_host` is used for rows
+    without one. The messages are created one at a time, so that other calls get their turn in between.
     """
-    for at, row in enumerate(_rows(rows)):
+    for index, row in enumerate(_iterate_rows(rows)):
         properties = decode_properties(row.properties or "")
-        body, encoding = _readable(row.body or b"", row.sys_flag or 0)
+        body, encoding = _make_readable(row.body or b"", row.sys_flag or 0)
         digest = md5(body, usedforsecurity=False).hexdigest().upper()
-        system = _system(row, properties, came_again=row.topic != topic)
+        system = _build_system_properties(row, properties, is_redelivered=row.topic != topic)
         system.body_digest.type, system.body_digest.checksum = MD5, digest
         system.body_encoding = encoding
         system.store_host = row.store_host or store_host
-        if handed_out is not None:
-            system.receipt_handle = handed_out.handles[at]
-            system.invisible_duration.FromMilliseconds(handed_out.invisible_ms)
-        users = {name: value for name, value in properties.items() if name not in _HIDDEN}
-        yield Message(topic=asked, user_properties=users, system_properties=system, body=body)
+        if receipt is not None:
+            system.receipt_handle = receipt.handles[index]
+            system.invisible_duration.FromMilliseconds(receipt.invisible_ms)
+        user_properties = {name: value for name, value in properties.items() if name not in _HIDDEN}
+        yield Message(topic=resource, user_properties=user_properties, system_properties=system, body=body)
 
 
-def _rows(rows: ReadRows) -> Iterator[_Row]:
+def _iterate_rows(rows: ReadRows) -> Iterator[_Row]:
     if isinstance(rows, NumberedRows):
-        return map(_Row._make, map(_FIELDS, rows.values))
+        return map(_Row._make, map(_GET_COLUMNS, rows.values))
     return map(_Row._make, zip(*[rows.column(name).to_pylist() for name in _Row._fields], strict=True))
 
 
-def timestamp(instant_ms: int) -> Timestamp:
+def timestamp(time_ms: int) -> Timestamp:
     """Convert ms since 1970 to a protobuf timestamp."""
-    return Timestamp(seconds=instant_ms // 1_000, nanos=instant_ms % 1_000 * 1_000_000)
+    return Timestamp(seconds=time_ms // 1_000, nanos=time_ms % 1_000 * 1_000_000)
 
 
-def stored_id(seq: int) -> str:
-    """Return the id of a message that was sent without one: its sequence number, as in the end of RocketMQ's ids."""
+def id_from_seq(seq: int) -> str:
+    """Derive the id of a message that was sent without one: its sequence number, as at the end of RocketMQ's ids."""
     return f"{seq:0{MESSAGE_ID_DIGITS}X}"
 
 
-def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> SystemProperties:
-    """Return the system properties from columns and properties. Body and receipt fields are set later."""
+def _build_system_properties(
+    row: _Row, properties: dict[str, str], *, is_redelivered: bool
+) -> SystemProperties:
+    """Build the system properties from columns and properties. The caller sets the fields of body and receipt.
+
+    `is_redelivered`: the row is in a retry topic.
+    """
     group = properties.get(MESSAGE_GROUP)
-    # In a retry topic, the due time of a row is the end of an invisible time. No producer asked for it.
-    delivery_ms = None if came_again else row.due_ms
+    # In a retry topic, the due time of a row is the end of an invisible time. The producer did not set it.
+    delivery_ms = None if is_redelivered else row.due_ms
     keys = row.keys or properties.get(KEYS)
-    priority = _priority(properties.get(PRIORITY))
-    was_half = (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
+    priority = _parse_priority(properties.get(PRIORITY))
+    is_committed_half = (row.sys_flag or 0) & ENDED_BITS == COMMITTED_BITS
     return SystemProperties(
         tag=row.tag or properties.get(TAGS),
         keys=[key for key in keys.split(" ") if key] if keys else None,
-        message_id=row.unique_key or properties.get(UNIQ_KEY) or stored_id(row.seq),
-        message_type=_type(was_half, delivery_ms is not None, group is not None, priority is not None),
+        message_id=row.unique_key or properties.get(UNIQ_KEY) or id_from_seq(row.seq),
+        message_type=_determine_type(
+            is_committed_half, delivery_ms is not None, group is not None, priority is not None
+        ),
         born_timestamp=timestamp(row.born_ms or 0),
         born_host=row.born_host or "",
         store_timestamp=timestamp(row.store_ms or 0),
@@ -179,28 +189,31 @@ def _system(row: _Row, properties: dict[str, str], *, came_again: bool) -> Syste
         message_group=group,
         priority=priority,
         trace_context=properties.get(TRACE_CONTEXT),
-        dead_letter_queue=_dead_letter(row, properties),
+        dead_letter_queue=_build_dead_letter_queue(row, properties),
     )
 
 
-def _type(is_committed: bool, has_waited: bool, has_group: bool, has_priority: bool) -> MessageType:
-    if is_committed:
+def _determine_type(
+    is_committed_half: bool, has_delivery_time: bool, has_group: bool, has_priority: bool
+) -> MessageType:
+    if is_committed_half:
         return TRANSACTION
-    if has_waited:
+    if has_delivery_time:
         return DELAY
     if has_group:
         return FIFO
     return MessageType.PRIORITY if has_priority else NORMAL
 
 
-def _priority(text: str | None) -> int | None:
-    """Return a message's priority, or None if its property is missing or no number."""
+def _parse_priority(text: str | None) -> int | None:
+    """Parse the property of the priority. Returns None if it is missing or no valid number."""
     if text is None or not (text.isascii() and text.isdigit() and len(text) < INT32_DIGITS):
         return None
     return int(text)
 
 
-def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:
+def _build_dead_letter_queue(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | None:
+    """Build the origin of a dead letter: its topic and message id. Returns None for any other message."""
     if not row.topic.startswith(DLQ_PREFIX):
         return None
     return DeadLetterQueue(
@@ -211,26 +224,29 @@ def _dead_letter(row: _Row, properties: dict[str, str]) -> DeadLetterQueue | Non
     )
 
 
-def _readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
-    """Return the body in an encoding that every client can read, and that encoding."""
+def _make_readable(body: bytes, sys_flag: int) -> tuple[bytes, Encoding]:
+    """Convert the body to an encoding that every client can read. Returns the body and that encoding.
+
+    A body that cannot be decompressed is returned as it is.
+    """
     if not sys_flag & COMPRESSED_BIT:
         return body, IDENTITY
     if not body.startswith(GZIP_MAGIC):
-        unpacked = _unpacked(body, (sys_flag & COMPRESSION_BITS) >> COMPRESSION_SHIFT)
-        if unpacked is not None:
-            return unpacked, IDENTITY
+        decompressed = _decompress_body(body, (sys_flag & COMPRESSION_BITS) >> COMPRESSION_SHIFT)
+        if decompressed is not None:
+            return decompressed, IDENTITY
     return body, Encoding.GZIP
 
 
-def _unpacked(body: bytes, compression: int) -> bytes | None:
-    """Decompress a body, or return None if that fails or the result is too large."""
+def _decompress_body(body: bytes, compression: int) -> bytes | None:
+    """Decompress a body. Returns None if that fails or the result is too large."""
     try:
         if compression in (LZ4, ZSTD):
-            packed = pa.CompressedInputStream(pa.BufferReader(body), "lz4" if compression == LZ4 else "zstd")
-            found: bytes = packed.read(UNPACKED_BYTES_MAX + 1)
-            return found if len(found) <= UNPACKED_BYTES_MAX else None
-        unpacking = zlib.decompressobj()
-        found = unpacking.decompress(body, UNPACKED_BYTES_MAX)
-        return found if unpacking.eof else None
+            stream = pa.CompressedInputStream(pa.BufferReader(body), "lz4" if compression == LZ4 else "zstd")
+            result: bytes = stream.read(DECOMPRESSED_BYTES_MAX + 1)
+            return result if len(result) <= DECOMPRESSED_BYTES_MAX else None
+        decompressor = zlib.decompressobj()
+        result = decompressor.decompress(body, DECOMPRESSED_BYTES_MAX)
+        return result if decompressor.eof else None
     except (zlib.error, pa.ArrowInvalid, OSError):
         return None

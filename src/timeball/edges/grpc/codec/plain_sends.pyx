@@ -1,10 +1,11 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""A plain SendMessageRequest as a row, read from its bytes: the compiled twin of protobuf and messages_in.py.
+"""Decode a plain SendMessageRequest from its bytes to a row: the compiled twin of protobuf and messages_in.py.
 
-A send is plain when stock producers write it so: one message, NORMAL or DELAY, with an id, texts of printable ASCII, and
-only its topic, its instant and its caller left to decide about. All else is left to the reference, which alone names
-faults: a field that is there twice, one that is not listed here, a text with other characters, a number out of its range. So
-whatever bytes come, a plain send is what the reference makes of them (tests/edges/grpc/codec/test_send_requests.py).
+A send is plain if it has the form that RocketMQ's own producers usually write: one message, NORMAL or DELAY, with an
+id, and with texts of printable ASCII. Only its topic, its due time and its caller remain to be checked. `read_plain`
+returns None for all other requests, and the reference decodes them: a field that is present twice or not listed here, a
+text with other characters, a number out of its range. Only the reference reports errors. So for any bytes, a plain send
+equals the row that the reference creates (tests/edges/grpc/codec/test_send_requests.py).
 """
 
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
@@ -13,7 +14,7 @@ from libc.string cimport memchr, memcpy
 from timeball.model import limits
 from timeball.edges.grpc._generated.definition_pb2 import MessageType
 from timeball.edges.grpc.codec.messages_in import (
-    ALWAYS_SECONDS, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
+    TIMESTAMP_SECONDS_MAX, BORN_HOST_CHARACTERS_MAX, COMPRESSED_BIT, USER_PROPERTIES_BYTES_MAX,
 )
 from timeball.edges.grpc.codec.messages_out import DELIVER_MS, KEYS, RESERVED, TAGS, UNIQ_KEY
 
@@ -25,7 +26,7 @@ cdef extern from "Python.h":
 cdef enum:
     VARINT = 0
     TEXT = 2
-    KEYS_MAX = 16  # of one message
+    KEYS_MAX = 16  # of one message. A message with more is no plain send
     BODY_BYTES_MAX = 65535
     NORMAL = 1
     DELAY = 3
@@ -34,7 +35,7 @@ cdef enum:
 
 assert (NORMAL, DELAY) == (MessageType.NORMAL, MessageType.DELAY)
 
-cdef int64_t SECONDS_MAX = ALWAYS_SECONDS
+cdef int64_t SECONDS_MAX = TIMESTAMP_SECONDS_MAX
 cdef Py_ssize_t ID_MAX = limits.UNIQUE_KEY_BYTES_MAX
 cdef Py_ssize_t TAG_MAX = limits.TAG_BYTES_MAX
 cdef Py_ssize_t ALL_KEYS_MAX = min(limits.KEYS_BYTES_MAX, limits.PROPERTIES_BYTES_MAX)
@@ -53,19 +54,20 @@ cdef struct Text:
 
 
 cdef struct Fields:
-    # Of one message: texts of no bytes are not there.
+    # The fields of one message. A text of size 0 is missing. `space` is the namespace of the topic, `name` and `value`
+    # are the user property.
     Text space, topic, name, value, tag, message_id, host, body
     Text keys[KEYS_MAX]
     int keys_count, properties
-    uint64_t encoding, kind
-    int64_t born_ms, due_ms  # -1: there is none
+    uint64_t encoding, message_type
+    int64_t born_ms, due_ms  # -1: missing
 
 
 cdef class PlainSend:
-    """A message to `topic`, a namespace and a name, of this `kind`; `due_ms` is for the edge to check."""
+    """A decoded plain send (see send_requests.PlainSend). `topic` is a namespace and a name."""
 
     cdef readonly tuple topic
-    cdef readonly int kind
+    cdef readonly int message_type
     cdef readonly object due_ms
     cdef readonly bint needs_now
     cdef readonly Py_ssize_t size_bytes
@@ -73,7 +75,7 @@ cdef class PlainSend:
     cdef int sys_flag
 
     def row(self, str topic, now_ms, str peer):
-        """Return the values of SEND_NAMES; `now_ms` and `peer` stand for what its producer did not say."""
+        """Create the row with the values of SEND_NAMES. `now_ms` and `peer` replace values that are not set."""
         return (
             topic, self.body, self.tag, self.keys, self.message_id, self.properties, -1,
             now_ms if self.born_ms is None else self.born_ms,
@@ -83,7 +85,7 @@ cdef class PlainSend:
 
 
 def read_plain(bytes data not None):
-    """Return the plain send that these bytes are; None for any other."""
+    """Decode a plain send. Returns None for any other bytes."""
     cdef Fields fields
     cdef Text message, request
     cdef uint32_t field = 0
@@ -95,7 +97,7 @@ def read_plain(bytes data not None):
     fields.space.size = fields.topic.size = fields.name.size = fields.value.size = fields.tag.size = 0
     fields.message_id.size = fields.host.size = fields.body.size = 0
     fields.keys_count = fields.properties = 0
-    fields.encoding = fields.kind = 0
+    fields.encoding = fields.message_type = 0
     fields.born_ms = fields.due_ms = -1
     if not read_message(&fields, message) or not is_plain(&fields):
         return None
@@ -103,6 +105,7 @@ def read_plain(bytes data not None):
 
 
 cdef bint next_number(Text* data, uint64_t* number) noexcept:
+    """Read a varint and advance `data` behind it. Returns False if it is incomplete or longer than necessary."""
     cdef int shift = 0
     cdef uint8_t byte
     number[0] = 0
@@ -112,13 +115,13 @@ cdef bint next_number(Text* data, uint64_t* number) noexcept:
         data.size -= 1
         number[0] |= <uint64_t> (byte & 0x7F) << shift
         if byte < 0x80:
-            return byte or not shift  # in as few bytes as it needs
+            return byte or not shift  # a last byte of 0 is not necessary
         shift += 7
     return False
 
 
 cdef bint next_field(Text* data, uint32_t* field, uint64_t* number, Text* value) noexcept:
-    """Read one field with its key as it is written: a number, or bytes."""
+    """Read one field and advance `data` behind it: its key to `field`, and its number or its bytes."""
     cdef uint64_t key = 0
     if not next_number(data, &key) or key > 0x7FFF or not next_number(data, number):
         return False
@@ -134,6 +137,7 @@ cdef bint next_field(Text* data, uint32_t* field, uint64_t* number, Text* value)
 
 
 cdef bint read_message(Fields* fields, Text data) noexcept:
+    """Read a Message. Like all functions below, returns False if the send is not plain."""
     cdef uint32_t field = 0, seen = 0
     cdef uint64_t number = 0
     cdef Text value
@@ -142,7 +146,7 @@ cdef bint read_message(Fields* fields, Text data) noexcept:
         if not next_field(&data, &field, &number, &value) or field & 7 != TEXT or not 8 < field < 40:
             return False
         if seen & 1 << (field >> 3):
-            return False  # a second property too: protobuf has an order of its own for several
+            return False  # also a second property: protobuf orders several properties in its own way
         seen |= 1 << (field >> 3)
         if field >> 3 == 1:
             if not read_pair(value, &fields.space, &fields.topic):
@@ -160,7 +164,7 @@ cdef bint read_message(Fields* fields, Text data) noexcept:
 
 
 cdef bint read_pair(Text data, Text* first, Text* second) noexcept:
-    """Read a message of two texts."""
+    """Read a protobuf message whose fields 1 and 2 are texts."""
     cdef uint32_t field = 0
     cdef uint64_t number = 0
     cdef Text value
@@ -178,23 +182,24 @@ cdef bint read_pair(Text data, Text* first, Text* second) noexcept:
 
 
 cdef bint read_system(Fields* fields, Text data) noexcept:
-    cdef uint32_t field = 0, seen = 0, name
+    """Read the SystemProperties."""
+    cdef uint32_t field = 0, seen = 0, field_number
     cdef uint64_t number = 0
     cdef Text value
     value.size = 0
     while data.size:
         if not next_field(&data, &field, &number, &value):
             return False
-        name = field >> 3
+        field_number = field >> 3
         if field == (2 << 3 | TEXT):
-            if fields.keys_count == KEYS_MAX or not value.size:  # keys of no bytes count as well
+            if fields.keys_count == KEYS_MAX or not value.size:  # the reference omits empty keys, but counts them
                 return False
             fields.keys[fields.keys_count] = value
             fields.keys_count += 1
             continue
-        if name > 13 or seen & 1 << name:
+        if field_number > 13 or seen & 1 << field_number:
             return False
-        seen |= 1 << name
+        seen |= 1 << field_number
         if field == (1 << 3 | TEXT):
             fields.tag = value
         elif field == (3 << 3 | TEXT):
@@ -202,22 +207,22 @@ cdef bint read_system(Fields* fields, Text data) noexcept:
         elif field == (5 << 3 | VARINT):
             fields.encoding = number
         elif field == (6 << 3 | VARINT):
-            fields.kind = number
+            fields.message_type = number
         elif field == (7 << 3 | TEXT):
-            if not read_instant(value, &fields.born_ms, 0):
+            if not read_timestamp(value, &fields.born_ms, 0):
                 return False
         elif field == (8 << 3 | TEXT):
             fields.host = value
         elif field == (11 << 3 | TEXT):
-            if not read_instant(value, &fields.due_ms, 999999):
+            if not read_timestamp(value, &fields.due_ms, 999999):
                 return False
-        elif field != (13 << 3 | VARINT):  # a queue, which the broker chooses
+        elif field != (13 << 3 | VARINT):  # a queue id has no effect, because the broker chooses the queue
             return False
     return True
 
 
-cdef bint read_instant(Text data, int64_t* instant_ms, int64_t round_up_ns) noexcept:
-    """Read a timestamp behind 1970."""
+cdef bint read_timestamp(Text data, int64_t* time_ms, int64_t round_up_ns) noexcept:
+    """Read a timestamp after 1970 as ms. `round_up_ns` is added before it is rounded down."""
     cdef uint32_t field = 0
     cdef uint64_t number = 0, seconds = 0, nanos = 0
     cdef Text value
@@ -232,7 +237,7 @@ cdef bint read_instant(Text data, int64_t* instant_ms, int64_t round_up_ns) noex
             return False
     if not 0 < seconds <= <uint64_t> SECONDS_MAX or nanos >= 1000000000:
         return False
-    instant_ms[0] = <int64_t> seconds * 1000 + (<int64_t> nanos + round_up_ns) // 1000000
+    time_ms[0] = <int64_t> seconds * 1000 + (<int64_t> nanos + round_up_ns) // 1000000
     return True
 
 
@@ -245,18 +250,18 @@ cdef bint is_printable(Text text) noexcept:
 
 
 cdef bint is_word(Text text) noexcept:
-    """Return whether it is printable without a blank: so it is not blank either."""
+    """Return whether a text is printable and contains no blank."""
     return is_printable(text) and memchr(text.at, c" ", text.size) == NULL
 
 
 cdef bint is_plain(Fields* fields) noexcept:
-    """Return whether all that has been read is as the reference takes it."""
+    """Return whether the reference would accept these fields without an error or a special case."""
     cdef int at
     cdef Py_ssize_t keys_bytes = 0
-    if fields.kind == DELAY:
+    if fields.message_type == DELAY:
         if fields.due_ms < 0:
             return False
-    elif fields.kind != NORMAL or fields.due_ms >= 0:
+    elif fields.message_type != NORMAL or fields.due_ms >= 0:
         return False
     if not 0 < fields.body.size <= BODY_BYTES_MAX or fields.encoding > GZIP or fields.host.size > HOST_MAX:
         return False
@@ -283,14 +288,14 @@ cdef object text_of(Text text):
 
 
 cdef object send_of(Fields* fields):
-    """Return the send; None when its property has a name that is not its producer's to give."""
+    """Create the PlainSend. Returns None if the property has a reserved name, or if all properties are too large."""
     cdef PlainSend send
     cdef str keys = ""
     if fields.properties and text_of(fields.name) in RESERVED:
         return None
     send = PlainSend.__new__(PlainSend)
     send.topic = (text_of(fields.space) if fields.space.size else "", text_of(fields.topic) if fields.topic.size else "")
-    send.kind = <int> fields.kind
+    send.message_type = <int> fields.message_type
     send.due_ms = None if fields.due_ms < 0 else fields.due_ms
     send.born_ms = None if fields.born_ms < 0 else fields.born_ms
     send.needs_now = fields.due_ms >= 0 or fields.born_ms < 0
@@ -312,7 +317,7 @@ cdef struct Out:
 
 
 cdef inline void put(Out* out, const char* name, Py_ssize_t name_size, const char* value, Py_ssize_t size) noexcept:
-    """Write a property, or nothing without a value."""
+    """Append a property as name, byte 1, value, byte 2."""
     memcpy(out.at, name, name_size)
     out.at[name_size] = 1
     memcpy(out.at + name_size + 1, value, size)
@@ -321,15 +326,15 @@ cdef inline void put(Out* out, const char* name, Py_ssize_t name_size, const cha
 
 
 cdef object properties_of(Fields* fields, str keys):
-    """Return the properties as the reference orders them."""
+    """Encode all properties in the order of the reference."""
     cdef bytes due = str(fields.due_ms).encode() if fields.due_ms >= 0 else b""
     cdef bytes joined = keys.encode()
     cdef Py_ssize_t size = (
         fields.name.size + fields.value.size + fields.tag.size + len(joined) + fields.message_id.size + len(due) + 10
         + len(_tags) + len(_keys) + len(_id) + len(_deliver)
     )
-    cdef object held = PyBytes_FromStringAndSize(NULL, size)
-    cdef char* begin = PyBytes_AsString(held)
+    cdef object buffer = PyBytes_FromStringAndSize(NULL, size)
+    cdef char* begin = PyBytes_AsString(buffer)
     cdef Out out
     out.at = begin
     if fields.properties:

@@ -1,1 +1,1 @@
-"""Handlers of the calls of a RocketMQ 5 client: each reads the fields, calls the broker and returns the response."""
+"""Handlers of a RocketMQ 5 client's calls. Each checks the request, calls the broker, and builds the response."""

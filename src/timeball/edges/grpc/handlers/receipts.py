@@ -1,16 +1,17 @@
-"""The answers of consumers to received messages: acknowledge, deliver later, or give up.
+"""Calls with the receipt handle of a received message: acknowledge it, deliver it later, or make it a dead letter.
 
-    AckMessage                        one status per handle
-    ChangeInvisibleDuration           a handle with the same meaning, valid for the new time
-    ForwardMessageToDeadLetterQueue   to the group's dead letters, after any number of attempts
+    AckMessage                        ends the leases. The response has one status per handle
+    ChangeInvisibleDuration           changes the invisible time. The response has a new handle, valid for the new time
+    ForwardMessageToDeadLetterQueue   moves the message to the group's dead letters, after any number of attempts
 
-A handle is INVALID_RECEIPT_HANDLE if this broker did not create it for this group and topic, or if its message has
-returned to the group meanwhile. A repeated acknowledgement is OK, because the first answer may have been lost. Answers
-are sent when their effect is durable.
+The status is INVALID_RECEIPT_HANDLE if this broker did not create the handle for this group and topic, or if the
+message has returned to the group meanwhile. A repeated acknowledgement is OK, because the first response may have been
+lost. Responses are sent when the change is durable.
 
-A push consumer changes the invisible time when its listener has failed, and the pause is the group's policy. RocketMQ's
-Node client reads the policy wrongly (a customised one as none, seconds as milliseconds). It would use up the attempts
-of a message at once. So for a push consumer, any time of less than a second is replaced by the pause of the policy.
+A push consumer changes the invisible time when its listener has failed. The time is the pause of the group's retry
+policy. RocketMQ's Node client misreads the policy: it ignores a customised policy, and takes seconds for milliseconds.
+So it would use up the attempts of a message at once. For a push consumer, the broker therefore replaces any time of
+less than a second by the pause of the policy.
 """
 
 from __future__ import annotations
@@ -46,15 +47,17 @@ from timeball.edges.shared.receipt_handles import ReceiptHandles, invalid
 from timeball.model import limits
 from timeball.model.errors import InvalidReceipt
 
-LATE = "it is not valid any more: its message was answered before, or has come back when its time was over"
+NO_LONGER_VALID = (
+    "it is not valid any more: its message was answered before, or has come back when its time was over"
+)
 
 
 class Receipts:
-    """Serves the calls that contain a receipt handle. Belongs to the event loop."""
+    """Serves the calls with receipt handles. Belongs to the event loop."""
 
-    def __init__(self, context: GrpcContext, handles: ReceiptHandles, renewals: Renewals) -> None:
+    def __init__(self, context: GrpcContext, receipt_handles: ReceiptHandles, renewals: Renewals) -> None:
         self._consuming, self._sessions = context.broker.consuming, context.sessions
-        self._handles, self._renewals = handles, renewals
+        self._receipt_handles, self._renewals = receipt_handles, renewals
         self.handlers: Handlers = {
             "AckMessage": self._ack,
             "ChangeInvisibleDuration": self._change,
@@ -63,41 +66,44 @@ class Receipts:
 
     async def _ack(self, call: Call, request: AckMessageRequest) -> AckMessageResponse:
         group, topic = group_name(request.group), topic_name(request.topic)
-        most = limits.CANCELS_PER_REQUEST_MAX
-        if not 1 <= len(request.entries) <= most:
-            raise Refused(Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {most} handles a call")
-        refused: dict[int, Status] = {}
+        entries_max = limits.CANCELS_PER_REQUEST_MAX
+        if not 1 <= len(request.entries) <= entries_max:
+            raise Refused(
+                Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {entries_max} handles a call"
+            )
+        refusals: dict[int, Status] = {}  # by the index of the entry
         receipts: list[AnyReceipt] = []
-        for at, entry in enumerate(request.entries):
+        for index, entry in enumerate(request.entries):
             try:
-                receipts.append(self._handles.decode(entry.receipt_handle, group, topic))
+                receipts.append(self._receipt_handles.decode(entry.receipt_handle, group, topic))
             except InvalidReceipt as error:
-                refused[at] = status_of(error)
-        async with self._renewals.answering(receipts):
-            ended = await self._consuming.acknowledge(receipts)
-            if not all(ended):
-                ended = [
-                    now or before
-                    for now, before in zip(ended, self._consuming.was_ended(receipts), strict=True)
+                refusals[index] = status_of(error)
+        async with self._renewals.settling(receipts):
+            is_acknowledged = await self._consuming.acknowledge(receipts)
+            if not all(is_acknowledged):
+                # A receipt that an earlier call has acknowledged is acknowledged, too.
+                is_acknowledged = [
+                    now or earlier
+                    for now, earlier in zip(is_acknowledged, self._consuming.was_ended(receipts), strict=True)
                 ]
-        verdicts = iter(ended)
-        fine, late = OK, status_of(invalid(LATE))
+        outcomes = iter(is_acknowledged)
+        no_longer_valid = status_of(invalid(NO_LONGER_VALID))
         statuses = [
-            refused[at] if at in refused else fine if next(verdicts) else late
-            for at in range(len(request.entries))
+            refusals[index] if index in refusals else OK if next(outcomes) else no_longer_valid
+            for index in range(len(request.entries))
         ]
         entries = [
             AckMessageResultEntry(
-                message_id=entry.message_id, receipt_handle=entry.receipt_handle, status=each
+                message_id=entry.message_id, receipt_handle=entry.receipt_handle, status=entry_status
             )
-            for entry, each in zip(request.entries, statuses, strict=True)
+            for entry, entry_status in zip(request.entries, statuses, strict=True)
         ]
-        return AckMessageResponse(status=_of_all(statuses), entries=entries)
+        return AckMessageResponse(status=_overall_status(statuses), entries=entries)
 
     async def _change(
         self, call: Call, request: ChangeInvisibleDurationRequest
     ) -> ChangeInvisibleDurationResponse:
-        receipt = self._receipt(request)
+        receipt = self._decode_receipt(request)
         invisible_ms = -1
         if request.HasField("invisible_duration"):
             invisible_ms = duration_ms(
@@ -107,42 +113,47 @@ class Receipts:
             raise Refused(
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: 0 to {limits.INVISIBLE_MS_MAX} ms from now"
             )
-        async with self._renewals.answering([receipt]):
-            by_policy = invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push(call)
-            # Any other time may be a failure or an extension: the protocol does not distinguish them.
+        async with self._renewals.settling([receipt]):
+            by_policy = (
+                invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push_consumer(call)
+            )
+            # The protocol does not distinguish a failure of the listener from a request for more time.
             changed = await (
                 self._consuming.nack(receipt, None, first=PUSH_FIRST)
                 if by_policy
                 else self._consuming.change_invisible_time(receipt, invisible_ms, counts=not request.suspend)
             )
         if changed is None:
-            raise invalid(LATE)
-        return ChangeInvisibleDurationResponse(status=OK, receipt_handle=self._handles.encode(changed))
+            raise invalid(NO_LONGER_VALID)
+        return ChangeInvisibleDurationResponse(
+            status=OK, receipt_handle=self._receipt_handles.encode(changed)
+        )
 
     async def _dead_letter(
         self, call: Call, request: ForwardMessageToDeadLetterQueueRequest
     ) -> ForwardMessageToDeadLetterQueueResponse:
-        receipt = self._receipt(request)
-        async with self._renewals.answering([receipt]):
+        receipt = self._decode_receipt(request)
+        async with self._renewals.settling([receipt]):
             is_valid = await self._consuming.dead_letter(receipt)
         if not is_valid:
-            raise invalid(LATE)
+            raise invalid(NO_LONGER_VALID)
         return ForwardMessageToDeadLetterQueueResponse(status=OK)
 
-    def _is_push(self, call: Call) -> bool:
+    def _is_push_consumer(self, call: Call) -> bool:
         client = self._sessions.get(call.client_id)
         return client is not None and client.settings.client_type == ClientType.PUSH_CONSUMER
 
-    def _receipt(
+    def _decode_receipt(
         self, request: ChangeInvisibleDurationRequest | ForwardMessageToDeadLetterQueueRequest
     ) -> AnyReceipt:
+        """Decode and check the receipt handle of a request. Raises InvalidReceipt, Refused."""
         group, topic = group_name(request.group), topic_name(request.topic)
-        return self._handles.decode(request.receipt_handle, group, topic)
+        return self._receipt_handles.decode(request.receipt_handle, group, topic)
 
 
-def _of_all(statuses: Sequence[Status]) -> Status:
-    """Return one status for the call: that of the entries if they all have the same code."""
-    codes = {each.code for each in statuses}
+def _overall_status(statuses: Sequence[Status]) -> Status:
+    """Determine the status of the whole call: the status of the first entry if all entries have the same code."""
+    codes = {entry_status.code for entry_status in statuses}
     if len(codes) == 1:
         return statuses[0]
     return status(Code.MULTIPLE_RESULTS, "each entry has a status of its own")

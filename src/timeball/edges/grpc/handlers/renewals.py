@@ -1,12 +1,12 @@
 """Auto-renewal: messages held by a push consumer stay invisible for as long as the consumer is connected.
 
-A push consumer sets no invisible time, since the duration of its listener is unknown. Each message begins with one
-minute. It is renewed before its time ends, for longer each time, up to three hours in total. Then it is delivered
-again. Each renewal moves the scheduled message (the scheduled redelivery), but its receipt stays the same. When the
-client goes, its messages are given back.
+A push consumer sets no invisible time, since the duration of its listener is unknown. Its messages begin with an
+invisible time of one minute. The broker renews it before it ends, for longer each time, up to three hours in total.
+After that the message is delivered again. Each renewal moves the scheduled redelivery of the message to a later time,
+and the receipt stays valid. When the client disconnects, its messages are given back.
 
-The state is kept in memory only. After a restart nothing is renewed any more. A message that was renewed before is
-delivered again at the end of that time, unless its handle is answered.
+The state is kept in memory only, so after a restart nothing is renewed. A message is then delivered again at the end of
+its last renewal, unless it is settled by its receipt handle before.
 
 The number of renewed messages is bounded, per client and in total. Messages beyond the bound get only the first minute.
 """
@@ -30,100 +30,107 @@ from timeball.model.errors import TimeballError
 
 logger = logging.getLogger(__name__)
 
-FIRST_MS = limits.MINUTE_MS
-STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
-IN_ALL_MS = 3 * limits.HOUR_MS
-AHEAD_MS = 10 * limits.SECOND_MS  # how long before the end a message is renewed
-LOOK_S = 1.0
+FIRST_LEASE_MS = limits.MINUTE_MS
+LEASE_STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
+TOTAL_MS_MAX = 3 * limits.HOUR_MS
+AHEAD_MS = 10 * limits.SECOND_MS  # how long before the end of its invisible time a message is renewed
+LOOK_S = 1.0  # between two searches for messages to renew
 RENEWED_MAX = limits.POP_HELD_MAX
 RENEWED_PER_CLIENT_MAX = 20_000  # ordinary clients hold a few thousand
-RENEWING_MAX = 64  # concurrent renewals. The bound leaves room for consumers that answer
+RENEWING_MAX = 64  # concurrent renewals. More would delay the acknowledgements of consumers
 
 
 @dataclass(slots=True, eq=False)
-class _Held:
-    """One message held by a client."""
+class _HeldMessage:
+    """One message held by a client. Times are from `now_ms` of Renewals."""
 
     client: str
-    due_ms: int
-    since_ms: int
-    times: int = 0
-    answering: bool = False
-    renewing: asyncio.Future[None] | None = None
+    due_ms: int  # the end of the invisible time
+    received_ms: int
+    renewals: int = 0  # the number of renewals so far
+    is_settling: bool = False  # a call with its receipt runs (see Renewals.settling)
+    renewing: asyncio.Future[None] | None = None  # done at the end of the renewal that runs now
 
 
 class Renewals:
-    """Renews leases of push consumers. Belongs to the event loop. `close` ends its tasks."""
+    """Renews the leases of push consumers. Belongs to the event loop. `close` ends its tasks.
+
+    `now_ms` never decreases. The receipt of each held message is in `_due` or `_ready`, unless the message is renewed
+    or settled at the moment.
+    """
 
     def __init__(
         self, consuming: Consuming, sessions: Sessions[str, Client], now_ms: Callable[[], int]
     ) -> None:
         self._consuming, self._sessions, self._now_ms = consuming, sessions, now_ms
-        self._held: dict[AnyReceipt, _Held] = {}
-        self._of_client: dict[str, set[AnyReceipt]] = {}
+        self._held: dict[AnyReceipt, _HeldMessage] = {}
+        self._by_client: dict[str, set[AnyReceipt]] = {}
         self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
-        self._crowd: deque[AnyReceipt] = deque()  # waiting to be renewed now
+        self._ready: deque[AnyReceipt] = deque()  # due, but no task has begun to renew them
         self._renewing: set[asyncio.Task[None]] = set()
-        self.renewed = 0
+        self.renewed = 0  # the number of renewals so far
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        sessions.on_gone.append(self._gone)
+        sessions.on_session_removed.append(self._end_client)
 
     def __len__(self) -> int:
         return len(self._held)
 
     def add(self, client: str, receipts: Sequence[AnyReceipt]) -> None:
-        """Renew these receipts from now on. They were handed to `client` with `FIRST_MS` each."""
+        """Renew these receipts from now on. They were handed to `client` with `FIRST_LEASE_MS` each."""
         now_ms = self._now_ms()
-        mine = self._of_client.setdefault(client, set())
-        room = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(mine))
-        for receipt in receipts[: max(0, room)]:
-            held = self._held[receipt] = _Held(client, now_ms + FIRST_MS, now_ms)
-            mine.add(receipt)
-            self._expect(receipt, held)
-        if not mine:
-            del self._of_client[client]
+        of_client = self._by_client.setdefault(client, set())
+        free_slots = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(of_client))
+        for receipt in receipts[: max(0, free_slots)]:
+            held = self._held[receipt] = _HeldMessage(client, now_ms + FIRST_LEASE_MS, now_ms)
+            of_client.add(receipt)
+            self._schedule_renewal(receipt, held)
+        if not of_client:
+            del self._by_client[client]
         if self._held and (self._watch is None or self._watch.done()):
-            self._watch = asyncio.create_task(self._look_on())
-            self._watch.add_done_callback(_tell)
+            self._watch = asyncio.create_task(self._start_due_repeatedly())
+            self._watch.add_done_callback(_log_failure)
 
     @asynccontextmanager
-    async def answering(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
-        """Renew none of these inside the block, and never afterwards, unless the body fails.
+    async def settling(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
+        """Suspend the renewal of these messages while the block acknowledges or changes them, then forget them.
 
-        A scheduled message that is being moved cannot be settled (released or cancelled), so a running renewal is
-        waited for.
+        A renewal moves a scheduled message, which cannot be settled (released or cancelled) at the same time. So the
+        block begins after the renewals that run now. If the block fails, the messages are renewed again.
         """
-        mine = [(one, held) for one in set(receipts) if (held := self._held.get(one)) is not None]
+        held_messages = [
+            (receipt, held) for receipt in set(receipts) if (held := self._held.get(receipt)) is not None
+        ]
         try:
-            for _, held in mine:
-                held.answering = True
-            for _, held in mine:
+            for _, held in held_messages:
+                held.is_settling = True
+            for _, held in held_messages:
                 if held.renewing is not None:
                     await asyncio.wait([held.renewing])
             yield
-        except BaseException:  # also if the client has gone: it still holds unsettled messages
-            for one, held in mine:
-                held.answering = False
-                if one in self._held:
-                    self._expect(one, held)
+        except BaseException:
+            # Also CancelledError, if the client has disconnected. Its messages are unsettled.
+            for receipt, held in held_messages:
+                held.is_settling = False
+                if receipt in self._held:
+                    self._schedule_renewal(receipt, held)
             raise
-        for one, _ in mine:
-            self._drop(one)
+        for receipt, _ in held_messages:
+            self._forget(receipt)
 
     def start_due(self) -> list[asyncio.Task[None]]:
-        """Start the renewals that are due, and return their tasks."""
+        """Start tasks for the renewals that are due, at most RENEWING_MAX at once, and return the new tasks."""
         now_ms = self._now_ms()
         for second in sorted(second for second in self._due if second * limits.SECOND_MS <= now_ms):
-            self._crowd.extend(self._due.pop(second))
-        begun = [
-            self._begin(self._renew_crowd())
-            for _ in range(min(RENEWING_MAX - len(self._renewing), len(self._crowd)))
+            self._ready.extend(self._due.pop(second))
+        tasks = [
+            self._start_task(self._renew_ready())
+            for _ in range(min(RENEWING_MAX - len(self._renewing), len(self._ready)))
         ]
-        self._renewing.update(begun)
-        for task in begun:
+        self._renewing.update(tasks)
+        for task in tasks:
             task.add_done_callback(self._renewing.discard)
-        return begun
+        return tasks
 
     async def close(self) -> None:
         """Stop renewing: held messages are delivered again when their time ends."""
@@ -134,84 +141,93 @@ class Renewals:
 
     # -- one message -------------------------------------------------------------------------------------------
 
-    async def _renew_crowd(self) -> None:
-        while self._crowd:
-            first, now_ms = self._crowd.popleft(), self._now_ms()
-            held = self._held.get(first)
-            if held is None or held.answering or held.renewing is not None:
+    async def _renew_ready(self) -> None:
+        """Renew messages of `_ready` one after the other until it is empty."""
+        while self._ready:
+            receipt, now_ms = self._ready.popleft(), self._now_ms()
+            held = self._held.get(receipt)
+            if held is None or held.is_settling or held.renewing is not None:
                 continue
-            if held.client not in self._sessions or now_ms - held.since_ms >= IN_ALL_MS:
-                self._drop(first)  # it is delivered again when its time ends
+            if held.client not in self._sessions or now_ms - held.received_ms >= TOTAL_MS_MAX:
+                self._forget(receipt)  # the message is delivered again when its invisible time ends
                 continue
             held.renewing = asyncio.get_running_loop().create_future()
             try:
-                await self._renew(first, held, now_ms)
+                await self._renew(receipt, held, now_ms)
             finally:
                 held.renewing.set_result(None)
                 held.renewing = None
-            if self._held.get(first) is held and not held.answering:
-                self._expect(first, held)
+            if self._held.get(receipt) is held and not held.is_settling:
+                self._schedule_renewal(receipt, held)
 
-    async def _renew(self, receipt: AnyReceipt, held: _Held, now_ms: int) -> None:
-        left_ms = IN_ALL_MS - (now_ms - held.since_ms)
-        step_ms = min(STEPS_MS[min(held.times, len(STEPS_MS) - 1)], max(left_ms, AHEAD_MS))
+    async def _renew(self, receipt: AnyReceipt, held: _HeldMessage, now_ms: int) -> None:
+        """Extend the invisible time of one message. A failure is logged, and the next renewal tries again."""
+        remaining_ms = TOTAL_MS_MAX - (now_ms - held.received_ms)
+        step_ms = min(
+            LEASE_STEPS_MS[min(held.renewals, len(LEASE_STEPS_MS) - 1)], max(remaining_ms, AHEAD_MS)
+        )
         try:
             if await self._consuming.change_invisible_time(receipt, step_ms) is None:
-                self._drop(receipt)  # it was settled meanwhile, or its time was over
+                self._forget(receipt)  # it was settled meanwhile, or its invisible time is over
                 return
-            held.due_ms, held.times = now_ms + step_ms, held.times + 1
+            held.due_ms, held.renewals = now_ms + step_ms, held.renewals + 1
             self.renewed += 1
         except TimeballError as error:
             logger.warning("message in flight not renewed reason=%s", error)
 
-    def _expect(self, first: AnyReceipt, held: _Held) -> None:
-        # Not in the current second: a failed renewal is tried again in the next one.
-        at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
-        self._due.setdefault(at_ms // limits.SECOND_MS, set()).add(first)
+    def _schedule_renewal(self, receipt: AnyReceipt, held: _HeldMessage) -> None:
+        # In the next second at the earliest, so that a failed renewal is not tried again at once.
+        renew_at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
+        self._due.setdefault(renew_at_ms // limits.SECOND_MS, set()).add(receipt)
 
-    def _drop(self, first: AnyReceipt) -> None:
-        held = self._held.pop(first, None)
+    def _forget(self, receipt: AnyReceipt) -> None:
+        """Renew a message no more."""
+        held = self._held.pop(receipt, None)
         if held is None:
             return
         second = (held.due_ms - AHEAD_MS) // limits.SECOND_MS
         if (due := self._due.get(second)) is not None:
-            due.discard(first)
+            due.discard(receipt)
             if not due:
                 del self._due[second]
-        mine = self._of_client[held.client]
-        mine.discard(first)
-        if not mine:
-            del self._of_client[held.client]
+        of_client = self._by_client[held.client]
+        of_client.discard(receipt)
+        if not of_client:
+            del self._by_client[held.client]
 
-    # -- all of a client's, and of the broker's ------------------------------------------------------------------
+    # -- all messages of a client, and all tasks -----------------------------------------------------------------
 
-    def _gone(self, client: Client) -> None:
-        all_of_it = self._of_client.get(client.client_id, set())
-        mine = {one: self._held[one] for one in all_of_it if not self._held[one].answering}
-        for one in list(all_of_it):
-            self._drop(one)
-        if mine:
-            self._begin(self._give_back(mine))
+    def _end_client(self, client: Client) -> None:
+        """Give back the messages of a client whose session has ended, except those with a running call."""
+        of_client = self._by_client.get(client.client_id, set())
+        unsettled = {
+            receipt: self._held[receipt] for receipt in of_client if not self._held[receipt].is_settling
+        }
+        for receipt in list(of_client):
+            self._forget(receipt)
+        if unsettled:
+            self._start_task(self._give_back_messages(unsettled))
 
-    async def _give_back(self, mine: dict[AnyReceipt, _Held]) -> None:
-        renewing = [held.renewing for held in mine.values() if held.renewing is not None]
+    async def _give_back_messages(self, unsettled: dict[AnyReceipt, _HeldMessage]) -> None:
+        """Give messages back after the renewals that run now."""
+        renewing = [held.renewing for held in unsettled.values() if held.renewing is not None]
         if renewing:
             await asyncio.wait(renewing)
-        await self._consuming.give_back(list(mine))
+        await self._consuming.give_back(list(unsettled))
 
-    async def _look_on(self) -> None:
+    async def _start_due_repeatedly(self) -> None:
         while self._held:
             await asyncio.sleep(LOOK_S)
             self.start_due()
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_tell)
+        task.add_done_callback(_log_failure)
         return task
 
 
-def _tell(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("messages in flight not renewed reason=%s", error, exc_info=error)

@@ -1,15 +1,15 @@
-"""SendMessage: checked here and batched with other sends by broker/accepting/ingress.py. RecallMessage: by its handle.
+"""SendMessage, which broker/accepting/ingress.py batches with other sends, and RecallMessage.
 
-A call is one piece: its messages are accepted together or refused together, with the code of the first bad message. So
-its entries never differ (RocketMQ's MULTIPLE_RESULTS). Messages of a transaction go to a separate batcher, whose
-batches no consumer sees before the transaction is committed (transactions.py).
+The messages of a call are accepted together or refused together, with the code of the first bad message. So the entries
+of the response never have different statuses (RocketMQ's MULTIPLE_RESULTS). Half messages go to a separate batcher. No
+consumer sees them before their transaction is committed (transactions.py).
 
 A topic may be restricted to messages of one type by RocketMQ's attribute `message.type`. MIXED allows all types. A
 message of another type is refused with MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute accepts all
 types. (In RocketMQ such a topic is NORMAL and refuses every delayed message until an operator changes it, which
 surprises its users.)
 
-A recall is answered with RocketMQ's codes:
+RecallMessage is answered with RocketMQ's codes:
 
     OK                                    settled (cancelled): it will not be delivered
     NOT_FOUND                             too late, unknown, or no longer known; the text states which
@@ -36,8 +36,13 @@ from timeball.edges.grpc._generated.service_pb2 import (
     SendMessageRequest,
 )
 from timeball.edges.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
-from timeball.edges.grpc.codec.messages_in import TRANSACTION, check_instant, row_of, type_of
-from timeball.edges.grpc.codec.send_requests import PlainSend, decoder_of, encode_answer, encode_entry
+from timeball.edges.grpc.codec.messages_in import (
+    TRANSACTION,
+    check_delivery_time,
+    encode_row,
+    message_type_of,
+)
+from timeball.edges.grpc.codec.send_requests import PlainSend, choose_decoder, encode_answer, encode_entry
 from timeball.edges.grpc.handlers.transactions import transaction_id
 from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
@@ -45,31 +50,39 @@ from timeball.model.access import ANONYMOUS
 from timeball.model.errors import NotFound
 from timeball.model.message import SEND_NAMES, SendRow
 
-ALL = [MessageType.NORMAL, MessageType.FIFO, MessageType.DELAY, MessageType.TRANSACTION, MessageType.PRIORITY]
-_OF_NAME = {MessageType.Name(each): [each] for each in ALL}
+ALL_TYPES = [
+    MessageType.NORMAL,
+    MessageType.FIFO,
+    MessageType.DELAY,
+    MessageType.TRANSACTION,
+    MessageType.PRIORITY,
+]
+# By the value of the topic attribute message.type. Other values allow all types.
+_TYPES_BY_ATTRIBUTE = {MessageType.Name(each): [each] for each in ALL_TYPES}
 
-MESSAGES_MAX = 1_024  # of one call: they are checked without a pause, while all other calls wait
+MESSAGES_MAX = 1_024  # of one call. They are checked in one turn of the event loop, and all other calls wait
 
+# Positions of values in a SendRow.
 _UNIQUE_KEY, _DUE_MS, _BODY, _PROPERTIES = (
     SEND_NAMES.index(name) for name in ("unique_key", "due_ms", "body", "properties")
 )
 
 
 class Destination(NamedTuple):
-    """The properties of a topic that a sender needs."""
+    """The topic of a send, with its properties that SendMessage needs."""
 
     name: str
     topic: Topic | None  # None until the broker creates it for the first accepted message
-    queues: int
+    queues: int  # that can be written
     types: frozenset[MessageType]
 
 
 class _Piece(Piece, gc=False):
-    """The messages of one call. `is_transaction`: half messages, each of which gets the id of its transaction."""
+    """The messages of one call. `is_transaction`: they are half messages, and each gets the id of its transaction."""
 
-    to: Any
+    destination: Any  # Destination
     is_transaction: bool
-    reply: Any
+    reply: Any  # Reply
 
 
 class Sends:
@@ -77,55 +90,62 @@ class Sends:
 
     def __init__(self, context: GrpcContext) -> None:
         self._context, self._broker = context, context.broker
-        self._topics, decode = self._broker.tables.topics, decoder_of(self._broker.settings.codec)
-        # By namespace and name, for this version of the topics. Cached because every message needs one.
+        self._topics, decode = self._broker.tables.topics, choose_decoder(self._broker.settings.codec)
+        # A cache by namespace and name, valid for one version of the broker's topics.
         self._destinations: dict[tuple[str, str], Destination] = {}
-        self._version = -1
+        self._topics_version = -1
         self.handlers: Handlers = {"SendMessage": Direct(self._send, decode), "RecallMessage": self._recall}
 
     def _send(self, call: Call, request: Any, reply: Reply) -> None:
-        """Begin a send. Its reply gets the offsets of its messages when they are durable."""
+        """Check a send and pass it to the broker. The reply gets the offsets when the messages are durable."""
         if isinstance(request, SendMessageRequest):
-            to, rows, is_transaction = self._rows(call, request.messages)
+            destination, rows, is_transaction = self._convert(call, request.messages)
             size_bytes = sum(len(row[_BODY]) + len(row[_PROPERTIES]) for row in rows)
         else:
-            to, rows, is_transaction = *self._plain_row(call, request), False
+            destination, rows, is_transaction = *self._convert_plain(call, request), False
             size_bytes = request.size_bytes
-        if to.topic is None:  # created for this caller, not for every caller of the batch
-            self._context.broker.policy.admit([to.name], call.caller)
+        if destination.topic is None:
+            # The topic is created here with the rights of this caller. The batch may have sends of other callers.
+            self._context.broker.policy.admit([destination.name], call.caller)
         ingress = self._broker.halves if is_transaction else self._broker.sends
-        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, to, is_transaction, reply))
+        ingress.put(_Piece(self, rows, len(rows), size_bytes, 0, None, destination, is_transaction, reply))
 
-    def _rows(self, call: Call, messages: Sequence[Message]) -> tuple[Destination, list[SendRow], bool]:
-        """Return a call's destination, its rows, and whether these are half messages. Raises Refused."""
+    def _convert(self, call: Call, messages: Sequence[Message]) -> tuple[Destination, list[SendRow], bool]:
+        """Check and convert the messages of a call.
+
+        Returns their destination, their rows, and whether they are half messages. Raises Refused.
+        """
         if not 0 < len(messages) <= MESSAGES_MAX:
             raise Refused(Code.BAD_REQUEST, f"{len(messages)} messages in one call: 1 to {MESSAGES_MAX}")
         topic = messages[0].topic
-        to = self._destination((topic.resource_namespace, topic.name))
-        kinds = [type_of(message.system_properties) for message in messages]
-        self._check(messages, set(kinds), to)
+        destination = self._find_destination((topic.resource_namespace, topic.name))
+        types = [message_type_of(message.system_properties) for message in messages]
+        self._check_call(messages, set(types), destination)
         now_ms, delay_ms_max = self._broker.clock.now_ms(), self._broker.settings.delay_ms_max
         rows = [
-            row_of(message, kind, to.name, to.queues, now_ms, delay_ms_max, call.peer)
-            for message, kind in zip(messages, kinds, strict=True)
+            encode_row(
+                message, message_type, destination.name, destination.queues, now_ms, delay_ms_max, call.peer
+            )
+            for message, message_type in zip(messages, types, strict=True)
         ]
-        return to, rows, TRANSACTION in kinds
+        return destination, rows, TRANSACTION in types
 
-    def _plain_row(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
-        """Return destination and row of a message that was decoded as a plain send. Raises Refused."""
-        to = self._destination(request.topic)
-        now_ms = self._broker.clock.now_ms() if request.needs_now else 0  # clocks cost as much as the row
-        if request.kind not in to.types:
-            check_type(to.topic, to.name, request.kind)
+    def _convert_plain(self, call: Call, request: PlainSend) -> tuple[Destination, list[SendRow]]:
+        """Check and convert a plain send. Returns its destination and its row. Raises Refused."""
+        destination = self._find_destination(request.topic)
+        # To read the clock costs as much as to create the row.
+        now_ms = self._broker.clock.now_ms() if request.needs_now else 0
+        if request.message_type not in destination.types:
+            check_type(destination.topic, destination.name, request.message_type)
         if request.due_ms is not None:
-            check_instant(request.due_ms, now_ms, self._broker.settings.delay_ms_max)
-        return to, [request.row(to.name, now_ms, call.peer)]
+            check_delivery_time(request.due_ms, now_ms, self._broker.settings.delay_ms_max)
+        return destination, [request.row(destination.name, now_ms, call.peer)]
 
     async def _recall(self, call: Call, request: RecallMessageRequest) -> RecallMessageResponse:
-        """Recall a delayed message. The broker defines success.
+        """Recall (cancel) a delayed message by its recall handle.
 
-        The answer is never MESSAGE_NOT_FOUND. Clients read that as an empty poll, and RocketMQ's Python client as
-        success.
+        The status is never MESSAGE_NOT_FOUND. Clients take that code for an empty poll, and RocketMQ's Python client
+        takes it for success.
         """
         topic, settings = topic_name(request.topic), self._context.settings
         if settings.check_message_types:
@@ -140,48 +160,56 @@ class Sends:
             raise Refused(code, error.sentence) from error
         return RecallMessageResponse(status=OK, message_id=message_id)
 
-    # -- an Edge of broker/accepting/ingress.py ------------------------------------------------------------------------
+    # -- the interface Edge of broker/accepting/ingress.py ------------------------------------------------------------
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
-        """Send each call the offsets of its messages."""
+        """Answer each call with the offsets of its messages. The messages are durable."""
         _, offsets = accepted.places()
         for piece in pieces:
-            at, seq = piece.first_row, accepted.first_seq + piece.first_row
-            entries = [self._entry(piece, row, seq + n, offsets[at + n]) for n, row in enumerate(piece.rows)]
+            first, first_seq = piece.first_row, accepted.first_seq + piece.first_row
+            entries = [
+                self._encode_entry(piece, row, first_seq + n, offsets[first + n])
+                for n, row in enumerate(piece.rows)
+            ]
             piece.reply.answer(encode_answer(entries))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
-        """Send each call the reason why its messages were refused."""
+        """Answer each call with the error with which its messages were refused."""
         for piece in pieces:
             piece.reply.refuse(error)
 
-    def _check(self, messages: Sequence[Message], kinds: set[MessageType], to: Destination) -> None:
-        """Raise Refused unless these messages may share one call to this topic."""
+    def _check_call(
+        self, messages: Sequence[Message], types: set[MessageType], destination: Destination
+    ) -> None:
+        """Raise Refused if the messages have several topics, or types that one call or the topic does not allow."""
         if len(messages) > 1:
             first = messages[0].topic
             if any(message.topic != first for message in messages):
                 raise Refused(Code.BAD_REQUEST, "messages of several topics: send those of each in a call")
-            if len(kinds) > 1 and TRANSACTION in kinds:
+            if len(types) > 1 and TRANSACTION in types:
                 raise Refused(Code.BAD_REQUEST, "messages of a transaction and others: send them apart")
-        if not kinds <= to.types:
-            for kind in kinds:
-                check_type(to.topic, to.name, kind)
+        if not types <= destination.types:
+            for message_type in types:
+                check_type(destination.topic, destination.name, message_type)
 
-    def _destination(self, key: tuple[str, str]) -> Destination:
-        """Return the destination of messages to this namespace and name. Raises as the policy does."""
-        if self._topics.version != self._version:
+    def _find_destination(self, key: tuple[str, str]) -> Destination:
+        """Find the destination for this namespace and name, in the cache or by the broker's policy, which may raise."""
+        if self._topics.version != self._topics_version:
             self._destinations.clear()
-        found = self._destinations.get(key)
-        if found is None:
-            found = self._look_up(topic_name(Resource(resource_namespace=key[0], name=key[1])))
-            if found.topic is not None:
-                self._version = self._topics.version
-                self._destinations[key] = found
-        return found
+        destination = self._destinations.get(key)
+        if destination is None:
+            destination = self._create_destination(
+                topic_name(Resource(resource_namespace=key[0], name=key[1]))
+            )
+            if destination.topic is not None:
+                self._topics_version = self._topics.version
+                self._destinations[key] = destination
+        return destination
 
-    def _look_up(self, name: str) -> Destination:
+    def _create_destination(self, name: str) -> Destination:
         settings = self._context.settings
-        # Cached for all callers: the permissions of an account are checked with each call (required_permissions.py).
+        # ANONYMOUS, because all callers share the cache. The permissions of an account are checked with each call
+        # (required_permissions.py).
         topic = self._context.broker.policy.destination(name, ANONYMOUS)
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
@@ -189,28 +217,29 @@ class Sends:
         queues = self._context.broker.policy.queues_to_write(topic)
         return Destination(name, topic, queues, frozenset(types))
 
-    def _entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> bytes:
+    def _encode_entry(self, piece: _Piece, row: SendRow, seq: int, offset: int | None) -> bytes:
+        """Encode the response's entry for one message, with its ids, its offset, and the recall handle of a delay."""
         message_id, due_ms = row[_UNIQUE_KEY], row[_DUE_MS]
         assert message_id is not None, "a message without an id is refused"
-        transaction = message_id  # not an id of a transaction. RocketMQ's proxy returns the same
+        transaction = message_id  # without a transaction, RocketMQ's proxy returns the message id, too
         if piece.is_transaction:
-            transaction = transaction_id(seq, piece.to.name, message_id)
-        handle = ""
+            transaction = transaction_id(seq, piece.destination.name, message_id)
+        recall_handle = ""
         if due_ms is not None:
-            handle = recall.encode_handle(
-                piece.to.name, self._context.settings.broker_name, due_ms, message_id
+            recall_handle = recall.encode_handle(
+                piece.destination.name, self._context.settings.broker_name, due_ms, message_id
             )
-        return encode_entry(message_id, transaction, offset or 0, handle)
+        return encode_entry(message_id, transaction, offset or 0, recall_handle)
 
 
 def accepted_types(topic: Topic | None) -> list[MessageType]:
-    """Return the types that a topic accepts: all of them if it does not exist yet."""
-    return named_types("" if topic is None else topic.config.attributes.get(MESSAGE_TYPE, ""))
+    """List the types of messages that a topic accepts. `topic` None: it does not exist yet, and accepts all types."""
+    return types_of_attribute("" if topic is None else topic.config.attributes.get(MESSAGE_TYPE, ""))
 
 
-def named_types(attribute: str) -> list[MessageType]:
-    """Return the types that a topic with this attribute accepts."""
-    return _OF_NAME.get(attribute, ALL)
+def types_of_attribute(attribute: str) -> list[MessageType]:
+    """List the types that a topic accepts whose attribute message.type has this value."""
+    return _TYPES_BY_ATTRIBUTE.get(attribute, ALL_TYPES)
 
 
 def check_type(topic: Topic | None, name: str, message_type: MessageType) -> None:
@@ -220,11 +249,11 @@ def check_type(topic: Topic | None, name: str, message_type: MessageType) -> Non
         names = ", ".join(MessageType.Name(each) for each in accepted)
         raise Refused(
             Code.MESSAGE_PROPERTY_CONFLICT_WITH_TYPE,
-            f"topic {name!r} takes {names} messages, and this is {_name(message_type)}; use another topic, change its "
-            f"{MESSAGE_TYPE}, or start the broker with --no-check-message-types",
+            f"topic {name!r} takes {names} messages, and this is {_type_name(message_type)}; use another topic, change "
+            f"its {MESSAGE_TYPE}, or start the broker with --no-check-message-types",
         )
 
 
-def _name(message_type: MessageType) -> str:
-    known = MessageType.values()
-    return MessageType.Name(message_type) if message_type in known else f"of type {message_type}"
+def _type_name(message_type: MessageType) -> str:
+    known_types = MessageType.values()
+    return MessageType.Name(message_type) if message_type in known_types else f"of type {message_type}"

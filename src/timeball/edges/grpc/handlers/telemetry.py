@@ -1,4 +1,4 @@
-"""Telemetry, heartbeats and good-byes: how clients register, and how the broker sends them settings.
+"""Telemetry, Heartbeat and NotifyClientTermination: clients register, and the broker sends them settings.
 
     client                                broker
     Telemetry: settings            ->
@@ -7,8 +7,8 @@
                                    <-     on the open stream: a check of a transaction (transactions.py)
     NotifyClientTermination        ->     OK
 
-The answer to the settings is the first message on the stream, since two of the clients wait for it without a time
-limit. It contains:
+The answer to the settings is the first message on the stream, because two of RocketMQ's clients wait for it without a
+time limit. It contains:
 
     producer   max_body_size (with 0 a client cannot send), whether message types are checked, and three attempts
                with a growing pause, which must be exponential for the Java client
@@ -16,9 +16,9 @@ limit. It contains:
                consumes in order, how many messages a call asks for and how long it waits
 
 The retry policy is sent as the group's operator has set it: exponential, or customised with a pause for every attempt.
-The Node client does not support customised policies and would read the number of attempts as 1. It gets an exponential
-policy instead. It only needs the number of attempts from it, because the broker determines its pauses (see
-receipts.py).
+The Node client does not support customised policies, and would take the number of attempts for 1. So it gets an
+exponential policy with the same number of attempts. It does not need the pauses, because the broker determines them
+(see receipts.py).
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from timeball.edges.grpc._generated.service_pb2 import (
 )
 from timeball.edges.grpc.calls import OK, Call, Handlers, group_name, topic_name
 from timeball.edges.grpc.required_permissions import check_settings
-from timeball.edges.grpc.session import Client, GrpcContext, Stream, settle
+from timeball.edges.grpc.session import Client, GrpcContext, Stream, store_settings
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits
 from timeball.model.access import Verb
 
 PRODUCER_ATTEMPTS = 3
-RECEIVE_ROWS = 32
-LONG_POLLING_S = 20
-PAUSES_MAX = 64  # the last one is for all later attempts
-# The pauses between a producer's own attempts, in ms.
+RECEIVE_ROWS = 32  # how many messages a consumer asks for in one call
+LONG_POLLING_S = 20  # how long a consumer's call waits
+PAUSES_MAX = 64  # of a customised retry policy. The last pause is for all later attempts
+# The pauses between the attempts of a producer to send a message.
 PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR = 10, 1_000, 2
 
-SETTINGS_BYTES_MAX = 256 * 1024  # kept while the client is connected
-TYPES = frozenset(
+SETTINGS_BYTES_MAX = 256 * 1024  # the broker keeps them in memory while the client is connected
+CLIENT_TYPES = frozenset(
     {ClientType.PRODUCER, ClientType.PUSH_CONSUMER, ClientType.SIMPLE_CONSUMER, ClientType.PULL_CONSUMER}
 )
 
@@ -79,43 +79,51 @@ class Telemetry:
         self.handlers: Handlers = {
             "Telemetry": self._telemetry,
             "Heartbeat": self._heartbeat,
-            "NotifyClientTermination": self._terminated,
+            "NotifyClientTermination": self._terminate,
         }
 
     async def _telemetry(
         self, call: Call, requests: AsyncIterator[TelemetryCommand]
     ) -> AsyncIterator[TelemetryCommand]:
+        """Answer the client's settings, and send it the commands that other handlers queue in its stream."""
         stream = Stream(call.caller)
-        known: list[Client] = []
-        reading = asyncio.ensure_future(self._read(call, requests, stream, known))
+        clients: list[Client] = []
+        reader = asyncio.ensure_future(self._read_commands(call, requests, stream, clients))
         try:
             while (command := await stream.commands.get()) is not None:
                 yield command
-            await reading  # raises the error of the reader as that of the stream
+            await reader  # raises the reader's error, which then ends the stream
         finally:
-            reading.cancel()
-            for client in known:
+            reader.cancel()
+            for client in clients:
                 client.remove_stream(stream, self._context.monotonic_ms())
 
-    async def _read(
-        self, call: Call, requests: AsyncIterator[TelemetryCommand], stream: Stream, known: list[Client]
+    async def _read_commands(
+        self, call: Call, requests: AsyncIterator[TelemetryCommand], stream: Stream, clients: list[Client]
     ) -> None:
-        """Read the client's commands, and return when its stream ends."""
+        """Read the client's commands until its stream ends.
+
+        Adds the client to `clients` when its first settings have registered it.
+        """
         try:
             async for command in requests:
                 if command.WhichOneof("command") != "settings":
-                    continue  # an answer to a question that the broker does not ask
-                client = self._settle(call, command)
-                if client not in known:
+                    continue  # a reply to a command that the broker does not send
+                client = self._store_settings(call, command)
+                if client not in clients:
                     client.add_stream(stream)
-                    known.append(client)
+                    clients.append(client)
                 await stream.commands.put(TelemetryCommand(status=OK, settings=client.settings))
         finally:
             stream.end()
 
-    def _settle(self, call: Call, command: TelemetryCommand) -> Client:
+    def _store_settings(self, call: Call, command: TelemetryCommand) -> Client:
+        """Check the client's settings, complete them, and store them in its session.
+
+        Raises Refused, Forbidden, Unauthorized, OverLimit.
+        """
         settings = command.settings
-        if settings.client_type not in TYPES:
+        if settings.client_type not in CLIENT_TYPES:
             raise Refused(
                 Code.UNRECOGNIZED_CLIENT_TYPE,
                 f"client type {settings.client_type}: a producer, or a push, simple or pull consumer",
@@ -129,9 +137,9 @@ class Telemetry:
         group = None
         if settings.HasField("subscription"):
             group = self._context.broker.tables.groups.ensure(group_name(settings.subscription.group))
-            self._hear(settings)
-        completed = answered(settings, group, check_types=self._context.settings.check_message_types)
-        return settle(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
+            self._report_subscriptions(settings)
+        completed = complete_settings(settings, group, check_types=self._context.settings.check_message_types)
+        return store_settings(self._context.sessions, call.client_id, completed, self._context.monotonic_ms())
 
     async def _heartbeat(self, call: Call, request: HeartbeatRequest) -> HeartbeatResponse:
         client = self._context.sessions.get(call.client_id)
@@ -145,45 +153,47 @@ class Telemetry:
             group = group_name(request.group)
             self._context.broker.policy.allow(call.caller, Verb.RECEIVE, group=group)
             self._context.broker.tables.groups.ensure(group)
-            self._hear(client.settings)
+            self._report_subscriptions(client.settings)
         return HeartbeatResponse(status=OK)
 
-    def _hear(self, settings: Settings) -> None:
-        """Report the topics of a member's subscriptions to the broker. Its filters arrive with each receive."""
-        said = settings.subscription
-        topics = [topic_name(one.topic) for one in said.subscriptions]
+    def _report_subscriptions(self, settings: Settings) -> None:
+        """Report the topics of a consumer's subscriptions to the broker. Filters arrive with each receive."""
+        subscription = settings.subscription
+        topics = [topic_name(entry.topic) for entry in subscription.subscriptions]
         if topics:
-            self._context.broker.consuming.subscriptions.hear_topics(group_name(said.group), topics)
+            self._context.broker.consuming.subscriptions.hear_topics(group_name(subscription.group), topics)
 
-    async def _terminated(
+    async def _terminate(
         self, call: Call, _: NotifyClientTerminationRequest
     ) -> NotifyClientTerminationResponse:
         self._context.sessions.remove(call.client_id)
         return NotifyClientTerminationResponse(status=OK)
 
 
-def answered(settings: Settings, group: SubscriptionGroup | None, *, check_types: bool) -> Settings:
-    """Return the settings that the broker sends back. `group` is the consumer's group, or None for a producer."""
-    found = Settings()
-    found.CopyFrom(settings)
+def complete_settings(settings: Settings, group: SubscriptionGroup | None, *, check_types: bool) -> Settings:
+    """Copy a client's settings and add those of the broker. `group` is the consumer's group, or None for a producer."""
+    completed = Settings()
+    completed.CopyFrom(settings)
     if group is None:
-        found.publishing.max_body_size = limits.BODY_BYTES_MAX
-        found.publishing.validate_message_type = check_types
-        found.backoff_policy.CopyFrom(_exponential(PRODUCER_ATTEMPTS, PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR))
-        return found
-    found.subscription.fifo = group.consume_message_orderly
-    found.subscription.receive_batch_size = RECEIVE_ROWS
-    found.subscription.long_polling_timeout.CopyFrom(Duration(seconds=LONG_POLLING_S))
-    found.backoff_policy.CopyFrom(
-        _policy(group, exponential=settings.user_agent.language == Language.NODE_JS)
+        completed.publishing.max_body_size = limits.BODY_BYTES_MAX
+        completed.publishing.validate_message_type = check_types
+        completed.backoff_policy.CopyFrom(
+            _exponential(PRODUCER_ATTEMPTS, PAUSE_MS, PAUSE_MS_MAX, PAUSE_FACTOR)
+        )
+        return completed
+    completed.subscription.fifo = group.consume_message_orderly
+    completed.subscription.receive_batch_size = RECEIVE_ROWS
+    completed.subscription.long_polling_timeout.CopyFrom(Duration(seconds=LONG_POLLING_S))
+    completed.backoff_policy.CopyFrom(
+        _retry_policy(group, is_exponential=settings.user_agent.language == Language.NODE_JS)
     )
-    return found
+    return completed
 
 
 def attempts_max(group: SubscriptionGroup) -> int:
-    """Return how often a message is handed out before it is a dead letter: once, plus the number of retries."""
-    times = group.retry_max_times
-    return 1 + (times if times >= 0 else TIMES_MAX)
+    """Compute how often a message is handed out before it becomes a dead letter: once, plus the number of retries."""
+    retries = group.retry_max_times
+    return 1 + (retries if retries >= 0 else TIMES_MAX)
 
 
 def duration(milliseconds: int) -> Duration:
@@ -191,12 +201,13 @@ def duration(milliseconds: int) -> Duration:
     return Duration(seconds=milliseconds // 1_000, nanos=milliseconds % 1_000 * 1_000_000)
 
 
-def _policy(group: SubscriptionGroup, *, exponential: bool) -> RetryPolicy:
+def _retry_policy(group: SubscriptionGroup, *, is_exponential: bool) -> RetryPolicy:
+    """Convert a group's retry policy. `is_exponential`: to an exponential policy, even if it is customised."""
     attempts, policy = attempts_max(group), group.group_retry_policy
-    if exponential or policy.type == "EXPONENTIAL":
-        chosen = policy.exponential_retry_policy or ExponentialRetry()
-        return _exponential(attempts, chosen.initial, chosen.max, chosen.multiplier)
-    # One for each attempt that may fail: clients only look them up.
+    if is_exponential or policy.type == "EXPONENTIAL":
+        retry = policy.exponential_retry_policy or ExponentialRetry()
+        return _exponential(attempts, retry.initial, retry.max, retry.multiplier)
+    # A pause for each attempt that may fail, because clients only look the pauses up.
     pauses = [
         duration(retry_delay_ms(policy, attempt, first=PUSH_FIRST))
         for attempt in range(1, min(attempts, PAUSES_MAX) + 1)

@@ -1,4 +1,7 @@
-"""Campaigns over HTTP: bulk writes to look at, pause, resume and cancel. Spark plans them."""
+"""Campaigns and push subscriptions over HTTP.
+
+A campaign is a bulk write. Spark plans it, and operators can show, pause, resume and cancel it.
+"""
 
 from __future__ import annotations
 
@@ -9,90 +12,103 @@ from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
 from timeball.edges.http.answers_codec import SubscriptionDeleted
 from timeball.edges.http.problems import Answer
-from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, read
-from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, subscribed
+from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, read_request
+from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
 from timeball.model.access import Verb
 from timeball.model.wire import CampaignChange
 from timeball.monitoring.push_figures import PushFigures
 
 
 class Campaigns:
-    """Serves campaigns to accounts that administer. Belongs to the event loop."""
+    """Serves the paths of campaigns, to accounts that may administer. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        one = "/v1/campaigns/{campaign}"
+        campaign_path = "/v1/campaigns/{campaign}"
         self.paths: Paths = {
             "/v1/campaigns": {"GET": self._list},
-            one: {"GET": self._look},
-            f"{one}/pause": {"POST": self._changing("pause")},
-            f"{one}/resume": {"POST": self._resume},
-            f"{one}/cancel": {"POST": self._changing("cancel")},
+            campaign_path: {"GET": self._get_campaign},
+            f"{campaign_path}/pause": {"POST": self._handler_for("pause")},
+            f"{campaign_path}/resume": {"POST": self._resume},
+            f"{campaign_path}/cancel": {"POST": self._handler_for("cancel")},
         }
 
     async def _list(self, call: Call) -> Answer:
-        found = self._broker.campaigns(caller=call.caller)
-        return Answer(200, answers_codec.Campaigns([answers_codec.campaign_shown(one) for one in found]))
+        campaigns = self._broker.campaigns(caller=call.caller)
+        return Answer(
+            200, answers_codec.Campaigns([answers_codec.show_campaign(campaign) for campaign in campaigns])
+        )
 
-    async def _look(self, call: Call) -> Answer:
-        (found,) = self._broker.campaigns(call.path["campaign"], call.caller)
-        return Answer(200, answers_codec.campaign_shown(found))
+    async def _get_campaign(self, call: Call) -> Answer:
+        (campaign,) = self._broker.campaigns(call.path["campaign"], call.caller)
+        return Answer(200, answers_codec.show_campaign(campaign))
 
-    def _changing(self, change: CampaignChange) -> Handler:
-        async def changed(call: Call) -> Answer:
-            await read(call, codec.Nothing, self._broker.policy, Verb.ADMIN)
+    def _handler_for(self, change: CampaignChange) -> Handler:
+        """Build the handler for a change that has no arguments in its body."""
+
+        async def handle(call: Call) -> Answer:
+            await read_request(call, codec.Nothing, self._broker.policy, Verb.ADMIN)
             return await self._change(call, change)
 
-        return changed
+        return handle
 
     async def _resume(self, call: Call) -> Answer:
-        request: codec.Resuming = await read(call, codec.Resuming, self._broker.policy, Verb.ADMIN)
+        request: codec.Resuming = await read_request(call, codec.Resuming, self._broker.policy, Verb.ADMIN)
         return await self._change(call, "resume", shift=request.shift)
 
     async def _change(self, call: Call, change: CampaignChange, *, shift: bool = False) -> Answer:
         campaign = call.path["campaign"]
         return Answer(
             200,
-            answers_codec.campaign_shown(
+            answers_codec.show_campaign(
                 await self._broker.change_campaign(campaign, change, shift=shift, caller=call.caller)
             ),
         )
 
 
-# Paths of push subscriptions: create, change, look at, pause, resume and delete.
-#
-# The push edge delivers the messages.
+# Push subscriptions. The push edge delivers their messages.
 
 
 class Subscriptions:
-    """The handlers, by path and method. Belongs to the event loop."""
+    """Serves the paths of push subscriptions: create, change, show, pause, resume, delete.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, broker: Broker, figures: Mapping[str, PushFigures]) -> None:
         self._push, self._policy, self._figures = broker.push, broker.policy, figures
-        one = "/v1/subscriptions/{name}"
+        subscription_path = "/v1/subscriptions/{name}"
         self.paths: Paths = {
             "/v1/subscriptions": {"GET": self._list},
-            one: {"GET": self._get, "PUT": self._put, "DELETE": self._delete},
-            f"{one}/pause": {"POST": self._pause},
-            f"{one}/resume": {"POST": self._resume},
+            subscription_path: {"GET": self._get, "PUT": self._put, "DELETE": self._delete},
+            f"{subscription_path}/pause": {"POST": self._pause},
+            f"{subscription_path}/resume": {"POST": self._resume},
         }
 
     async def _list(self, call: Call) -> Answer:
-        kept = self._push.all(call.caller)
+        subscriptions = self._push.all(call.caller)
         return Answer(
             200,
-            SubscribedMany([subscribed(name, one, self._figures.get(name)) for name, one in kept.items()]),
+            SubscribedMany(
+                [
+                    show_subscription(name, subscription, self._figures.get(name))
+                    for name, subscription in subscriptions.items()
+                ]
+            ),
         )
 
     async def _get(self, call: Call) -> Answer:
-        return self._shown(call, self._push.get(call.path["name"], call.caller))
+        return self._show(call, self._push.get(call.path["name"], call.caller))
 
     async def _put(self, call: Call) -> Answer:
+        """Create or replace a subscription. A new one is answered with 201 and its secret."""
         name = call.path["name"]
-        wanted: Subscribing = await read(call, Subscribing, self._policy, Verb.ADMIN)
-        put = await self._push.put(name, wanted.wanted(), call.caller, rotates=wanted.rotate_secret)
-        shown = subscribed(name, put.subscription, self._figures.get(name), put.secret)
-        return Answer(201 if put.is_new else 200, shown)
+        request: Subscribing = await read_request(call, Subscribing, self._policy, Verb.ADMIN)
+        result = await self._push.put(
+            name, request.to_subscription(), call.caller, rotates=request.rotate_secret
+        )
+        answer = show_subscription(name, result.subscription, self._figures.get(name), result.secret)
+        return Answer(201 if result.is_new else 200, answer)
 
     async def _delete(self, call: Call) -> Answer:
         await self._push.delete(call.path["name"], call.caller)
@@ -100,12 +116,12 @@ class Subscriptions:
 
     async def _pause(self, call: Call) -> Answer:
         await check_no_body(call, self._policy, Verb.ADMIN)
-        return self._shown(call, await self._push.pause(call.path["name"], call.caller))
+        return self._show(call, await self._push.pause(call.path["name"], call.caller))
 
     async def _resume(self, call: Call) -> Answer:
         await check_no_body(call, self._policy, Verb.ADMIN)
-        return self._shown(call, await self._push.resume(call.path["name"], call.caller))
+        return self._show(call, await self._push.resume(call.path["name"], call.caller))
 
-    def _shown(self, call: Call, kept: PushSubscription) -> Answer:
+    def _show(self, call: Call, subscription: PushSubscription) -> Answer:
         name = call.path["name"]
-        return Answer(200, subscribed(name, kept, self._figures.get(name)))
+        return Answer(200, show_subscription(name, subscription, self._figures.get(name)))

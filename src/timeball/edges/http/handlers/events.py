@@ -15,36 +15,42 @@ KEEP_ALIVE_S = 15.0
 
 
 class Events:
-    """Serves live tails. Belongs to the event loop."""
+    """Serves the live tails of topics. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        self.paths: Paths = {"/v1/topics/{topic}/events": {"GET": self._events}}
+        self.paths: Paths = {"/v1/topics/{topic}/events": {"GET": self._open_stream}}
 
-    async def _events(self, call: Call) -> Stream:
-        topic, tags, last = call.path["topic"], call.query.get("tag", ""), call.headers.get("last-event-id")
-        given = events_codec.offsets_of(last) if last else None
-        # Check the request before the first byte, so that a refusal has a status.
-        offsets = self._broker.live_tail.begin(topic, tags, given, call.caller)
-        return Stream(self._parts(call, topic, tags, offsets), events_codec.EVENTS)
+    async def _open_stream(self, call: Call) -> Stream:
+        """Start a live tail, from the header Last-Event-ID on if there is one, else with new messages."""
+        topic, tags, last_event_id = (
+            call.path["topic"],
+            call.query.get("tag", ""),
+            call.headers.get("last-event-id"),
+        )
+        last_offsets = events_codec.parse_event_id(last_event_id) if last_event_id else None
+        # Check the request before the first byte is sent, so that a refusal has its own status.
+        offsets = self._broker.live_tail.begin(topic, tags, last_offsets, call.caller)
+        return Stream(self._chunks(call, topic, tags, offsets), events_codec.EVENTS)
 
-    async def _parts(
+    async def _chunks(
         self, call: Call, topic: str, tags: str, offsets: Offsets
     ) -> AsyncGenerator[bytes, None]:
-        read = partial(
-            self._broker.live_tail.read, topic, tags, encode=events_codec.events, caller=call.caller
+        """Yield the chunks of a live tail: its start, events, and a comment after KEEP_ALIVE_S without events."""
+        read_tail = partial(
+            self._broker.live_tail.read, topic, tags, encode=events_codec.encode_events, caller=call.caller
         )
-        yield events_codec.beginning(offsets)
+        yield events_codec.stream_start(offsets)
         while True:
             try:
-                found = await read(offsets, KEEP_ALIVE_S)
+                result = await read_tail(offsets, KEEP_ALIVE_S)
             except TimeballError:
                 # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
                 # refused.
                 return
-            if found is None:
+            if result is None:
                 yield events_codec.KEEP_ALIVE
                 continue
-            data, offsets = found
+            data, offsets = result
             if data:
                 yield data

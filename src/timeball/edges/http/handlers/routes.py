@@ -11,7 +11,7 @@ from timeball.edges.http.handlers.events import Events
 from timeball.edges.http.handlers.groups import GroupQuestions, Groups
 from timeball.edges.http.handlers.operators import Operators, Status
 from timeball.edges.http.handlers.receives import Receives
-from timeball.edges.http.handlers.scheduled import Scheduled, WaitingMessages
+from timeball.edges.http.handlers.scheduled import PendingMessages, Scheduled
 from timeball.edges.http.handlers.sends import Sends
 from timeball.edges.http.requests import Paths
 from timeball.monitoring.metrics import Metrics
@@ -20,31 +20,31 @@ from timeball.monitoring.metrics import Metrics
 class Routes(NamedTuple):
     """Handlers by path and method. `open_paths` need no account.
 
-    `former`: by path and method, the advice for a request that older versions answered.
+    `former_methods`: by path and method that only older versions offered, the advice for the client.
     """
 
     paths: Paths
     open_paths: Paths
-    former: dict[str, dict[str, str]]
+    former_methods: dict[str, dict[str, str]]
 
 
-def routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
+def collect_routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
     """Collect the handlers of all paths."""
     operators = Operators(broker, metrics, status)
     paths: Paths = {}
-    parts = (
+    handlers = (
         operators,
         Sends(broker),
         Receives(broker),
         Scheduled(broker),
-        WaitingMessages(broker),
+        PendingMessages(broker),
         Events(broker),
         Campaigns(broker),
         Groups(broker),
         GroupQuestions(broker),
         Subscriptions(broker, metrics.push),
     )
-    for part in parts:
-        for path, methods in part.paths.items():
+    for handler in handlers:
+        for path, methods in handler.paths.items():
             paths[path] = {**paths.get(path, {}), **methods}
-    return Routes(paths, operators.open_paths, receives.FORMER)
+    return Routes(paths, operators.open_paths, receives.FORMER_METHODS)

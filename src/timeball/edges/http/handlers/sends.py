@@ -17,14 +17,15 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS
 from timeball.model.errors import InvalidMessage
-from timeball.model.trace_context import of_headers, with_contexts
+from timeball.model.trace_context import context_from_headers, with_contexts
 
-SMALL_BYTES = 64 * 1024  # up to this size a body is decoded on the event loop, and larger ones in a thread
-_IDS_AT_ONCE = 64  # of one system call
+# up to this size a body is decoded on the event loop, and larger ones in a thread
+INLINE_DECODE_BYTES_MAX = 64 * 1024
+_IDS_PER_BLOCK = 64  # drawn by one system call
 
 
-class _Stood(NamedTuple):
-    """The position of messages in the log. `sent` is set for messages that were sent before."""
+class _LogPosition(NamedTuple):
+    """The position of messages in the log. `sent` is the outcome of a send with an idempotency key, else None."""
 
     first_seq: int
     store_ms: int
@@ -32,37 +33,37 @@ class _Stood(NamedTuple):
 
 
 class _Piece(Piece, gc=False):
-    accepted: Any  # a future of _Stood
+    accepted: Any  # a future of _LogPosition
 
 
-class _Derived(send_codec.IdSource):
-    """Ids for a send that may be repeated: the same ids for the same key, account and topic."""
+class _DerivedIds(send_codec.IdSource):
+    """Ids for a send with an idempotency key: the same account, topic and key always get the same ids."""
 
-    def __init__(self, *parts: str) -> None:
-        self._parts = "\n".join(parts).encode()
+    def __init__(self, *scope: str) -> None:
+        self._scope = "\n".join(scope).encode()
 
-    def id_of(self, at: int) -> str:
-        return blake2b(self._parts + b"\n%d" % at, digest_size=16).hexdigest()
+    def id_of(self, index: int) -> str:
+        return blake2b(self._scope + b"\n%d" % index, digest_size=16).hexdigest()
 
 
-class _Fresh(send_codec.IdSource):
-    """Random ids. They are drawn in blocks, because a system call costs more than the rest of making an id."""
+class _RandomIds(send_codec.IdSource):
+    """Random ids. They are drawn in blocks, because the system call is the most expensive step."""
 
     def __init__(self) -> None:
-        self._ready: list[str] = []
+        self._unused_ids: list[str] = []
 
-    def id_of(self, at: int) -> str:
-        # Threads that decode large requests call this too. Each step is atomic in the interpreter.
+    def id_of(self, index: int) -> str:
+        # Threads that decode large requests call this too. Each step on the list is atomic in the interpreter.
         try:
-            return self._ready.pop()
+            return self._unused_ids.pop()
         except IndexError:
-            digits = os.urandom(16 * _IDS_AT_ONCE).hex()
+            digits = os.urandom(16 * _IDS_PER_BLOCK).hex()
             ids = [digits[begin : begin + 32] for begin in range(0, len(digits), 32)]
-            self._ready.extend(ids[1:])
+            self._unused_ids.extend(ids[1:])
             return ids[0]
 
 
-_FRESH = _Fresh()
+_RANDOM_IDS = _RandomIds()
 
 
 class Sends:
@@ -73,7 +74,7 @@ class Sends:
         self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": self._send}}
 
     async def _send(self, call: Call) -> Answer:
-        """Send the messages of a request. The answer contains their positions in the log."""
+        """Send the messages of a request. The answer contains their ids and sequence numbers."""
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         attempt, if_settled = (
             call.headers.get(f"idempotency-{name}", "") for name in ("attempt", "if-settled")
@@ -85,36 +86,38 @@ class Sends:
         # If the client may not send to the topic, the body is not read.
         policy = self._broker.policy
         policy.allow(call.caller, Verb.SEND, topic=topic)
-        # A drained group accepts no new send, but answers a repeated one.
-        is_closed = key is not None and policy.closed
-        known = None if is_closed else policy.destination(topic, call.caller)
+        # A drained cluster group accepts no new send, but answers a repeated send.
+        accepts_only_repeats = key is not None and policy.closed
+        topic_entry = None if accepts_only_repeats else policy.destination(topic, call.caller)
         # Each send needs a header that no page of another site may send without a preflight request. Otherwise a
         # browser on this machine could be made to send that site's messages.
-        is_event, kind = "ce-specversion" in call.headers, ""
+        is_event, media_type = "ce-specversion" in call.headers, ""
         is_raw = not is_event and send_codec.is_raw(call.headers)
         if not is_event and not is_raw:
-            kind = _kind(call.headers.get("content-type", ""))
-        data = await call.body()
-        # Messages become columns if the broker must still decide: on a topic to create, once nothing else is wrong, or
-        # on a repeated send, which has the same columns.
-        is_decided = known is not None and key is None
-        now_ms = self._broker.clock.now_ms() if is_decided else None
-        ids = _FRESH if key is None else _Derived(call.caller.name, topic, key)
+            media_type = _media_type(call.headers.get("content-type", ""))
+        data = await call.read_body()
+        # Rows are only for messages that the broker accepts without a further decision. Columns are needed if the topic
+        # must be created first, and for a send with a key, which may be repeated and must then have the same content.
+        may_use_rows = topic_entry is not None and key is None
+        now_ms = self._broker.clock.now_ms() if may_use_rows else None
+        ids = _RANDOM_IDS if key is None else _DerivedIds(call.caller.name, topic, key)
         if is_event:
-            sending = send_codec.cloud_event(topic, call.headers, data, ids, now_ms)
+            decoded = send_codec.decode_cloud_event(topic, call.headers, data, ids, now_ms)
         elif is_raw:
-            sending = send_codec.raw(topic, call.headers, data, ids, now_ms)
-        elif len(data) <= SMALL_BYTES:
-            sending = send_codec.read(topic, kind, data, ids, now_ms)
+            decoded = send_codec.decode_raw(topic, call.headers, data, ids, now_ms)
+        elif len(data) <= INLINE_DECODE_BYTES_MAX:
+            decoded = send_codec.decode_messages(topic, media_type, data, ids, now_ms)
         else:
-            sending = await asyncio.to_thread(send_codec.read, topic, kind, data, ids, now_ms)
-        if context := of_headers(call.headers):
-            rows = with_contexts(sending.rows, [context] * sending.row_count)
-            sending = sending._replace(rows=rows)
-        accepted: asyncio.Future[_Stood] = asyncio.get_running_loop().create_future()
-        # Rows belong to a topic that the policy has checked already. Columns may not, and are checked again.
-        caller = None if isinstance(sending.rows, list) else call.caller
-        piece = _Piece(self, sending.rows, sending.row_count, sending.size_bytes, 0, caller, accepted)
+            decoded = await asyncio.to_thread(
+                send_codec.decode_messages, topic, media_type, data, ids, now_ms
+            )
+        if trace_context := context_from_headers(call.headers):
+            rows = with_contexts(decoded.rows, [trace_context] * decoded.row_count)
+            decoded = decoded._replace(rows=rows)
+        accepted: asyncio.Future[_LogPosition] = asyncio.get_running_loop().create_future()
+        # The topic of rows has been checked above. For columns, the broker checks the caller again.
+        caller = None if isinstance(decoded.rows, list) else call.caller
+        piece = _Piece(self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, accepted)
         if key is None:
             self._broker.sends.put(piece)
         else:
@@ -122,17 +125,17 @@ class Sends:
         first_seq, store_ms, repeated = await accepted
         if key is not None and repeated is None:
             repeated = Sent(CREATED, [])
-        sent = send_codec.sent(sending, first_seq, store_ms, repeated, durable=self._is_durable)
-        answered = 1 if sending.places is None else sending.row_count
+        answer = send_codec.build_answer(decoded, first_seq, store_ms, repeated, durable=self._is_durable)
+        answer_rows = 1 if decoded.ids_and_times is None else decoded.row_count
         return Answer(
-            200 if repeated and repeated.outcome == EXISTS else 201, sent, size_bytes=200 * answered
+            200 if repeated and repeated.outcome == EXISTS else 201, answer, size_bytes=200 * answer_rows
         )
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Complete the requests with the positions of their messages (see Edge in broker/accepting/ingress.py)."""
         for piece in pieces:
             first_seq = accepted.first_seq + piece.first_row
-            settle(piece.accepted, _Stood(first_seq, accepted.store_ms, accepted.sent))
+            settle(piece.accepted, _LogPosition(first_seq, accepted.store_ms, accepted.sent))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Complete the requests with the error that refused their messages."""
@@ -140,10 +143,10 @@ class Sends:
             settle(piece.accepted, error)
 
 
-def _kind(content_type: str) -> str:
+def _media_type(content_type: str) -> str:
     """Find the media type of a send that is neither an event nor a raw body. Raises Refused (415)."""
     try:
-        return codec.check_type(content_type, codec.JSON, codec.NDJSON, send_codec.ARROW)
+        return codec.check_content_type(content_type, codec.JSON, codec.NDJSON, send_codec.ARROW)
     except Refused as error:
         # curl sends this type by default.
         raise Refused(415, f"{error}; for a body as it is, add the header timeball-raw: true") from error

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""Bytes as the compiled codec reads and writes them: JSON strings, numbers, big-endian integers, a buffer that grows."""
+"""Read and write bytes in the compiled codec: JSON strings, numbers, big-endian integers, and a growing buffer."""
 
 from libc.stdint cimport int32_t, int64_t, uint8_t, uint32_t, uint64_t
 from libc.stdlib cimport realloc
@@ -14,17 +14,17 @@ cdef struct Text:
 cdef struct Buffer:
     char* data
     Py_ssize_t size
-    Py_ssize_t room
+    Py_ssize_t capacity
 
 
 cdef inline char* more(Buffer* to, Py_ssize_t size) except NULL:
-    """Return where the next bytes go; there is room for `size` of them."""
-    if to.data == NULL or to.size + size > to.room:
-        room = max(2 * to.room, to.size + size, 512)
-        data = <char*> realloc(to.data, room)
+    """Grow the buffer for `size` more bytes if necessary, and return the position of the first of them."""
+    if to.data == NULL or to.size + size > to.capacity:
+        capacity = max(2 * to.capacity, to.size + size, 512)
+        data = <char*> realloc(to.data, capacity)
         if data == NULL:
             raise MemoryError
-        to.data, to.room = data, room
+        to.data, to.capacity = data, capacity
     return to.data + to.size
 
 
@@ -75,8 +75,8 @@ cdef inline bint is_ascii(Text text) noexcept:
     return True
 
 
-cdef inline bint read_number(Text text, int64_t least, int64_t most, int64_t* found) noexcept:
-    """Read a number as producers write it: no sign but a minus, no zero in front, at most 18 digits."""
+cdef inline bint read_number(Text text, int64_t least, int64_t most, int64_t* result) noexcept:
+    """Read a number in its usual form: no plus sign, no leading zeros, at most 18 digits. False for other forms."""
     cdef Py_ssize_t at = 1 if text.size and text.at[0] == c"-" else 0
     cdef bint is_negative = at
     cdef int64_t number = 0
@@ -86,36 +86,36 @@ cdef inline bint read_number(Text text, int64_t least, int64_t most, int64_t* fo
         if not c"0" <= text.at[at] <= c"9":
             return False
         number = 10 * number + text.at[at] - c"0"
-    found[0] = -number if is_negative else number
-    return least <= found[0] <= most
+    result[0] = -number if is_negative else number
+    return least <= result[0] <= most
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
 
 
-cdef inline bint read_plain(const char** p, const char* end, Text* found) noexcept:
-    """Read a JSON string of ASCII without escapes."""
+cdef inline bint read_plain(const char** p, const char* end, Text* result) noexcept:
+    """Read a JSON string of ASCII characters without escapes, and move `p` behind it. False for another value."""
     cdef const char* at = p[0]
     if at >= end or at[0] != c'"':
         return False
     at += 1
-    found.at = at
+    result.at = at
     while at < end and 0x20 <= at[0] < 0x7F and at[0] != c'"' and at[0] != c"\\":
         at += 1
     if at >= end or at[0] != c'"':
         return False
-    found.size = at - found.at
+    result.size = at - result.at
     p[0] = at + 1
     return True
 
 
-cdef inline bint read_bare(const char** p, const char* end, Text* found) noexcept:
-    """Read what stands without quotes: a number that has no point, or a word."""
-    found.at = p[0]
+cdef inline bint read_bare(const char** p, const char* end, Text* result) noexcept:
+    """Read an unquoted JSON value: a number without a decimal point, or a word such as `true`. Moves `p` behind it."""
+    result.at = p[0]
     while p[0] < end and (c"0" <= p[0][0] <= c"9" or c"a" <= p[0][0] <= c"z" or p[0][0] == c"-"):
         p[0] += 1
-    found.size = p[0] - found.at
-    return found.size > 0
+    result.size = p[0] - result.at
+    return result.size > 0
 
 
 cdef inline int hex_digit(char digit) noexcept:
@@ -126,7 +126,7 @@ cdef inline int hex_digit(char digit) noexcept:
 
 
 cdef inline bint read_text(const char** p, const char* end, char* to, Py_ssize_t* size) noexcept:
-    """Read a JSON string of any text; escapes of ASCII alone. `to` has room for all bytes up to `end`."""
+    """Read a JSON string into `to`, which must have space for all bytes up to `end`. Only ASCII may be escaped."""
     cdef const char* at = p[0]
     cdef char* out = to
     cdef int high, low

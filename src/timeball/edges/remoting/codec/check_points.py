@@ -1,13 +1,14 @@
-"""The texts of POP: the check points that acknowledge messages, and the header fields that they are made from.
+"""Encode and parse POP's check points, and the header fields from which clients build them.
 
-A check point identifies a popped message. The consumer returns it to acknowledge that message. A message carries it as
-its property POP_CK: eight words with blanks between them.
+A check point identifies a popped message. The consumer sends it back to acknowledge the message. As the property POP_CK
+of a message, it has eight words, separated by spaces:
 
     first offset · pop time · invisible time · revive queue · retry · broker · queue · offset
 
-`retry` states which topic the queue belongs to: 0 is the topic asked for, 1 is `%RETRY%<group>_<topic>`, 2 is the same
-with "+". The revive queue is an internal queue of RocketMQ's broker, and 999 means "in order". An answer does not
-repeat all eight words for every message. Its header has lists by queue, from which the client builds the check points:
+`retry` states the topic of the queue: 0 is the requested topic, 1 is `%RETRY%<group>_<topic>`, and 2 is the same with
+"+" instead of "_". The revive queue is an internal queue of RocketMQ's broker, and 999 means an orderly group. An
+answer does not repeat all eight words for every message. Its header has lists by queue, from which the client builds
+the check points:
 
     startOffsetInfo   retry queue first;…          msgOffsetInfo   retry queue offset,offset,…;…
     orderCountInfo    retry queue least times;…  and for single messages  retry qo<queue>%<offset> times;…
@@ -33,7 +34,7 @@ POP_CK = "POP_CK"
 
 
 class CheckPoint(msgspec.Struct, frozen=True):
-    """The check point of a popped message, from which its receipt handle is made."""
+    """The check point of a popped message. Clients use its text as the receipt handle."""
 
     first_offset: int
     pop_ms: int
@@ -45,7 +46,7 @@ class CheckPoint(msgspec.Struct, frozen=True):
     offset: int
 
     def encode(self) -> str:
-        """Return the eight words as RocketMQ writes them."""
+        """Encode the check point as its eight words."""
         return " ".join(str(word) for word in msgspec.structs.astuple(self))
 
 
@@ -54,13 +55,15 @@ def parse(text: str) -> CheckPoint:
     words = text.split(" ")
     if len(words) == WORDS and words[4] in (NORMAL, RETRY_V1, RETRY_V2):
         try:
-            first, pop_ms, invisible_ms, revive, _, _, queue_id, offset = (
-                0 if at in (4, 5) else int(word) for at, word in enumerate(words)
+            first_offset, pop_ms, invisible_ms, revive_queue_id, _, _, queue_id, offset = (
+                0 if index in (4, 5) else int(word) for index, word in enumerate(words)
             )
-            return CheckPoint(first, pop_ms, invisible_ms, revive, words[4], words[5], queue_id, offset)
+            return CheckPoint(
+                first_offset, pop_ms, invisible_ms, revive_queue_id, words[4], words[5], queue_id, offset
+            )
         except ValueError:
             pass
-    raise InvalidMessage(f"{text[:200]!r} is no check point of a popped message: {WORDS} words")
+    raise InvalidMessage(f"{text[:200]!r} is not a check point of a popped message, which has {WORDS} words")
 
 
 def retry_mark(topic: str) -> str:
@@ -71,48 +74,55 @@ def retry_mark(topic: str) -> str:
 
 
 def real_topic(topic: str, group: str, retry: str) -> str:
-    """Return the topic of a queue, from the topic that the consumer asked for and the `retry` word."""
+    """Return the topic of a queue, given the topic that the consumer requested and the `retry` word."""
     if retry == NORMAL or topic.startswith(RETRY_PREFIX):
         return topic
     return f"{RETRY_PREFIX}{group}{'+' if retry == RETRY_V2 else '_'}{topic}"
 
 
-Place = tuple[str, int, int]  # retry word, queue, offset
+Position = tuple[str, int, int]  # retry word, queue, offset
 
 
-def start_offset_info(places: Iterable[Place]) -> str:
-    """Return the first offset of each queue. `places` are in the order of the messages in the answer."""
-    firsts: dict[tuple[str, int], int] = {}
-    for retry, queue_id, offset in places:
-        firsts.setdefault((retry, queue_id), offset)
-    return ";".join(f"{retry} {queue_id} {first}" for (retry, queue_id), first in firsts.items())
+def start_offset_info(positions: Iterable[Position]) -> str:
+    """Encode the first offset of each queue. `positions` are in the order of the messages in the answer."""
+    first_offsets: dict[tuple[str, int], int] = {}
+    for retry, queue_id, offset in positions:
+        first_offsets.setdefault((retry, queue_id), offset)
+    return ";".join(
+        f"{retry} {queue_id} {first_offset}" for (retry, queue_id), first_offset in first_offsets.items()
+    )
 
 
-def msg_offset_info(places: Iterable[Place]) -> str:
-    """Return all offsets, grouped by queue."""
+def msg_offset_info(positions: Iterable[Position]) -> str:
+    """Encode all offsets, grouped by queue."""
     offsets: dict[tuple[str, int], list[str]] = {}
-    for retry, queue_id, offset in places:
+    for retry, queue_id, offset in positions:
         offsets.setdefault((retry, queue_id), []).append(str(offset))
-    return ";".join(f"{retry} {queue_id} {','.join(of)}" for (retry, queue_id), of in offsets.items())
+    return ";".join(
+        f"{retry} {queue_id} {','.join(offsets_of_queue)}"
+        for (retry, queue_id), offsets_of_queue in offsets.items()
+    )
 
 
-def order_count_info(places: Iterable[Place], times: Iterable[int]) -> str:
-    """Return how often each ordered message was handed out before, and the least count per queue for old clients."""
-    parts, least = [], dict[tuple[str, int], int]()
-    for (retry, queue_id, offset), count in zip(places, times, strict=True):
+def order_count_info(positions: Iterable[Position], times: Iterable[int]) -> str:
+    """Encode how often each ordered message was popped before, and per queue the least count, for old clients."""
+    items, least_counts = [], dict[tuple[str, int], int]()
+    for (retry, queue_id, offset), count in zip(positions, times, strict=True):
         if count:
-            parts.append(f"{retry} qo{queue_id}%{offset} {count}")
-        least[retry, queue_id] = min(count, least.get((retry, queue_id), count))
-    parts += [f"{retry} {queue_id} {count}" for (retry, queue_id), count in least.items()]
-    return ";".join(parts)
+            items.append(f"{retry} qo{queue_id}%{offset} {count}")
+        least_counts[retry, queue_id] = min(count, least_counts.get((retry, queue_id), count))
+    items += [f"{retry} {queue_id} {count}" for (retry, queue_id), count in least_counts.items()]
+    return ";".join(items)
 
 
-def bits(text: str) -> list[int]:
-    """Return the positions of the bits set in a Java BitSet, given as base64. Raises InvalidMessage."""
+def decode_bit_set(text: str) -> list[int]:
+    """Return the positions of the set bits in a Java BitSet, given as base64. Raises InvalidMessage."""
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidMessage("bits of a batch acknowledgement: no base64") from error
+        raise InvalidMessage("bits of a batch acknowledgement: not base64") from error
     if len(data) * 8 > BITS_MAX:
         raise InvalidMessage(f"bits of a batch acknowledgement: more than {BITS_MAX}")
-    return [8 * at + bit for at, byte in enumerate(data) for bit in range(8) if byte >> bit & 1]
+    return [
+        8 * byte_index + bit for byte_index, byte in enumerate(data) for bit in range(8) if byte >> bit & 1
+    ]

@@ -93,7 +93,7 @@ class RequestCode(IntEnum):
 
 
 class ResponseCode(IntEnum):
-    """The code of a response: success, or the kind of failure."""
+    """The code of a response."""
 
     SUCCESS = 0
     SYSTEM_ERROR = 1

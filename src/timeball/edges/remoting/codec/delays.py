@@ -8,23 +8,24 @@
                TIMING              the next 08:00:00, in a zone (below)
     weakest    __STARTDELIVERTIME  a due time (ms since the epoch), sent by Aliyun's clients
 
-RocketMQ does not act on the last two, and applications may use these names for themselves. They delay a message only
-when `--delay-properties` names them. Otherwise they are ordinary properties.
+RocketMQ ignores the last two properties, and applications may use these names for other purposes. They delay a message
+only when `--delay-properties` names them. Otherwise they are ordinary properties.
 
-Numbers follow Java: an optional sign and ASCII digits within the type's range, no blanks. Any other text is refused and
-never read as "now". A due time beyond the maximum delay is refused too. An absolute due time that has passed makes a
-scheduled message that is due at once. A relative delay of zero or less makes an ordinary message.
+Numbers follow Java: an optional sign and ASCII digits within the range of the type, without spaces. Any other text is
+refused: it must not mean "now". A due time beyond the maximum delay is refused too. A message with an absolute due time
+in the past is a scheduled message that is due at once. A message with a relative delay of zero or less is an ordinary
+message.
 
-A TIMING is a time of day. It means the next time, today or tomorrow, when a clock in that zone shows it:
+A TIMING is a time of day. The message is due when a clock in the zone shows it next, today or tomorrow:
 
     08:00:00                  in the broker's zone (--timing-zone)
-    08:00:00 Europe/Berlin    in a zone of the IANA's list
+    08:00:00 Europe/Berlin    in a time zone of the IANA database
     08:00:00+02:00            at an offset from UTC, at most 18 hours as in Java
 
 If clocks are set forward past that time, the message is due at the first moment after the gap. If clocks are set back
-and show the time twice, the first occurrence counts. So each day has exactly one such time, and a message that misses
-it by a millisecond is due tomorrow. An unknown zone is refused, because a guess would deliver at the wrong time.
-local_time.py contains the rules of the zones.
+and show the time twice, the first occurrence counts. So each day has exactly one such time, and a message sent a
+millisecond later is due tomorrow. An unknown zone is refused, because a guess could deliver at the wrong time.
+model/local_time.py contains the rules of the zones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from typing import NamedTuple
 
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay
-from timeball.model.local_time import DAY_US, Zone, fixed_offset, zone_named
+from timeball.model.local_time import DAY_US, Zone, fixed_offset, load_zone
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"
@@ -50,17 +51,17 @@ NAMES = frozenset(
     }
 )  # fmt: skip
 
-_USERS = frozenset({TIMING, START_DELIVER_TIME})
-_TIMERS = NAMES - _USERS - {LEVEL, TIMER_DONE}
+_USER_PROPERTIES = frozenset({TIMING, START_DELIVER_TIME})
+_TIMER_PROPERTIES = NAMES - _USER_PROPERTIES - {LEVEL, TIMER_DONE}
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
 _INT_BITS, _LONG_BITS = 31, 63
-_TEXT = re.compile(
+_TIME_OF_DAY = re.compile(
     r"([01][0-9]|2[0-3]):([0-5][0-9]):([0-5][0-9])"
     r"(?: ?([+-])(0[0-9]|1[0-8]):([0-5][0-9])| ([A-Za-z][A-Za-z0-9_+/-]{0,63}))?"
 )
 _OFFSET_S_MAX = 18 * 3_600
-_DAYS = 3  # A clock set forward over midnight can skip one calendar day, never two.
+_DAYS = 3  # today, and two days more: a clock set forward over midnight can skip one calendar day, never two
 
 
 class Plan(NamedTuple):
@@ -76,14 +77,14 @@ AT_ONCE = Plan(0, None)
 def plan(
     properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
 ) -> Plan:
-    """Compute when a message with these properties is due.
+    """Compute the delay of a message from its properties.
 
-    `timing_zone` is the zone of a TIMING that names none. `user_names` are the user properties that delay a message.
+    `timing_zone` is the zone of a TIMING without a zone. `user_names` are the enabled user properties.
 
-    A level above the table's last is returned as it is, because only the broker knows the table. The broker clamps it.
+    A level above the last of the table is returned unchanged, because only the broker knows the table and lowers it.
     Raises InvalidDelay, whose text is the remark of a MESSAGE_ILLEGAL answer.
     """
-    level = _level(properties.get(LEVEL))
+    level = _parse_level(properties.get(LEVEL))
     if level > 0:
         return Plan(level, None)
     if TIMER_DONE in properties:
@@ -92,36 +93,36 @@ def plan(
     if due_ms is None:
         return AT_ONCE
     if TIMER_DELETES in properties:
-        # RocketMQ deletes a timer with a second message of this kind. As a normal message it would make no sense to
-        # consumers.
+        # In RocketMQ, such a message deletes a timer. As a normal message, it would make no sense to consumers.
         raise InvalidDelay(
-            _illegal(delay_ms_max, properties, user_names)
+            _illegal_timer_text(delay_ms_max, properties, user_names)
             if due_ms <= now_ms
-            else f"the property {TIMER_DELETES} is not taken from clients; recall the message by its handle"
+            else f"the property {TIMER_DELETES} is not accepted from clients; recall the message by its handle"
         )
-    if due_ms <= 0 or (due_ms <= now_ms and not _is_instant(properties)):
+    if due_ms <= 0 or (due_ms <= now_ms and not _is_absolute(properties)):
         return AT_ONCE
     if rules.is_too_far(due_ms, now_ms, delay_ms_max):
-        raise InvalidDelay(_illegal(delay_ms_max, properties, user_names))
+        raise InvalidDelay(_illegal_timer_text(delay_ms_max, properties, user_names))
     return Plan(0, due_ms)
 
 
 def names_delay(properties: dict[str, str], user_names: frozenset[str]) -> bool:
-    """Return whether these properties ask for a later delivery, with any value. Raises InvalidDelay."""
-    if _level(properties.get(LEVEL)) > 0:
+    """Return whether the properties request a delay of any length. Raises InvalidDelay."""
+    if _parse_level(properties.get(LEVEL)) > 0:
         return True
-    return TIMER_DONE not in properties and not (_TIMERS | user_names).isdisjoint(properties)
+    return TIMER_DONE not in properties and not (_TIMER_PROPERTIES | user_names).isdisjoint(properties)
 
 
-def _is_instant(properties: dict[str, str]) -> bool:
-    """Return whether the properties state an absolute due time rather than a delay from now."""
+def _is_absolute(properties: dict[str, str]) -> bool:
+    """Return whether the due time is absolute, not relative to now."""
     return TIMER_SECONDS not in properties and TIMER_MS not in properties
 
 
-def _level(text: str | None) -> int:
+def _parse_level(text: str | None) -> int:
+    """Parse the DELAY property. 0 if it is missing. Raises InvalidDelay."""
     if text is None:
         return 0
-    level = _number(text, _INT_BITS)
+    level = _parse_number(text, _INT_BITS)
     if level is None:
         raise InvalidDelay(f"the property {LEVEL} is {text[:64]!r} and not a number")
     return level
@@ -130,68 +131,70 @@ def _level(text: str | None) -> int:
 def _due_ms(
     properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
 ) -> int | None:
-    name = _timer(properties, user_names)
+    """Compute the due time from the strongest timer property. Raises InvalidDelay."""
+    name = _strongest_timer(properties, user_names)
     if name is None:
         return None
     text = properties[name]
     if name == TIMING:
-        return next_instant_ms(text, now_ms, timing_zone)
-    value = _number(text, _LONG_BITS)
+        return next_timing_ms(text, now_ms, timing_zone)
+    value = _parse_number(text, _LONG_BITS)
     if value is None:
-        raise InvalidDelay(_illegal(delay_ms_max, properties, user_names))
+        raise InvalidDelay(_illegal_timer_text(delay_ms_max, properties, user_names))
     if name == TIMER_SECONDS:
         return now_ms + value * 1_000
     return now_ms + value if name == TIMER_MS else value
 
 
-def _timer(properties: dict[str, str], user_names: frozenset[str]) -> str | None:
-    """Return the name of the strongest timer property, or None."""
+def _strongest_timer(properties: dict[str, str], user_names: frozenset[str]) -> str | None:
+    """Return the name of the strongest enabled timer property, or None."""
     for name in (TIMER_SECONDS, TIMER_MS, TIMER_INSTANT, TIMING, START_DELIVER_TIME):
-        if name in properties and (name not in _USERS or name in user_names):
+        if name in properties and (name not in _USER_PROPERTIES or name in user_names):
             return name
     return None
 
 
-def _number(text: str, bits: int) -> int | None:
+def _parse_number(text: str, bits: int) -> int | None:
+    """Parse a signed Java number of `bits` bits and a sign, or return None."""
     if len(text) > 20 or not _NUMBER.fullmatch(text):
         return None
     value = int(text)
     return value if -(1 << bits) <= value < 1 << bits else None
 
 
-def _illegal(delay_ms_max: int, properties: dict[str, str], user_names: frozenset[str]) -> str:
-    """Return RocketMQ's error sentence, followed by the refused value."""
-    name = _timer(properties, user_names)
-    said = f" ({name}: {properties[name][:64]!r})" if name else ""
+def _illegal_timer_text(delay_ms_max: int, properties: dict[str, str], user_names: frozenset[str]) -> str:
+    """Build RocketMQ's error text, followed by the refused value."""
+    name = _strongest_timer(properties, user_names)
+    refused = f" ({name}: {properties[name][:64]!r})" if name else ""
     return (
         f"timer message illegal, the delay time should not be bigger than the max delay {delay_ms_max}ms; "
-        f"or if set del msg, the delay time should be bigger than the current time{said}"
+        f"or if set del msg, the delay time should be bigger than the current time{refused}"
     )
 
 
 # ---- a time of day -------------------------------------------------------------------------------------------
 
 
-def next_instant_ms(text: str, now_ms: int, default_zone: str) -> int:
-    """Return the first time after now that `text` names, in ms. The error of InvalidDelay explains the format."""
-    found = _TEXT.fullmatch(text)
-    if found is None:
+def next_timing_ms(text: str, now_ms: int, default_zone: str) -> int:
+    """Compute the first time after now, in ms, at which a clock shows the time of day `text`. Raises InvalidDelay."""
+    match = _TIME_OF_DAY.fullmatch(text)
+    if match is None:
         raise InvalidDelay(
             f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and behind it the zone if it is not "
             f"{default_zone}: '08:00:00 Europe/Berlin' or '08:00:00+02:00'"
         )
-    hour, minute, second, sign, hours, minutes, name = found.groups()
-    zone = _offset(sign, hours, minutes) if sign else zone_named(name or default_zone)
+    hour, minute, second, sign, hours, minutes, name = match.groups()
+    zone = _parse_offset(sign, hours, minutes) if sign else load_zone(name or default_zone)
     now_us, time_of_day_us = now_ms * 1_000, ((int(hour) * 60 + int(minute)) * 60 + int(second)) * 1_000_000
     today_us = (now_us + zone.offset_us(now_us)) // DAY_US * DAY_US
-    days = (zone.instant_us(today_us + day * DAY_US + time_of_day_us) for day in range(_DAYS))
-    at_ms = min(at_us for at_us in days if at_us > now_us) // 1_000
-    if at_ms > limits.INSTANT_MS_MAX:
+    times_us = (zone.instant_us(today_us + day * DAY_US + time_of_day_us) for day in range(_DAYS))
+    next_ms = min(time_us for time_us in times_us if time_us > now_us) // 1_000
+    if next_ms > limits.INSTANT_MS_MAX:
         raise InvalidDelay(f"the property {TIMING}: the calendar ends before {text}")
-    return at_ms
+    return next_ms
 
 
-def _offset(sign: str, hours: str, minutes: str) -> Zone:
+def _parse_offset(sign: str, hours: str, minutes: str) -> Zone:
     offset_s = (int(hours) * 60 + int(minutes)) * 60
     if offset_s > _OFFSET_S_MAX:
         raise InvalidDelay(f"the property {TIMING}: {sign}{hours}:{minutes} is more than 18 hours from UTC")

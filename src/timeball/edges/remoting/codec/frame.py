@@ -1,4 +1,4 @@
-"""Frames and command headers, in both of RocketMQ's serialisations.
+"""Encode and decode frames and command headers, in both of RocketMQ's serialisations.
 
     byte  0          4      5             8                  8 + h           4 + length
           +----------+------+-------------+-------- … -------+----- … -------+
@@ -6,17 +6,17 @@
           +----------+------+-------------+-------- … -------+----- … -------+
            4          1      3
 
-`length` counts everything after itself. Type 0 is a JSON header. Its extFields may contain numbers and booleans as well
-as strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
+`length` is the number of bytes after it. Type 0 is a JSON header. Its extFields may contain numbers and booleans as
+well as strings (the C++ and Node clients send them). Type 1 is RocketMQ's binary header:
 
     | code 2 | language 1 | version 2 | opaque 4 | flag 4 | remark: 4 + n | extFields: 4 + m |
-    extFields are m bytes of | key: 2 + n | value: 4 + n |, one behind the other
+    extFields are m bytes: a sequence of | key: 2 + n | value: 4 + n |
 
-Lengths are checked before a byte is kept, so a frame with false lengths costs nothing. A header is decoded into a typed
-structure, so JSON that would unfold into gigabytes is refused by its type. A client that sends a bad frame loses its
-connection. There is one exception: if the lengths of a frame are right and its header still identifies the request
-(code, opaque, flag), other faults of the header are answered with an error. The connection continues, because the next
-frame begins where this one ends.
+Lengths are checked before any byte of the frame is stored, so a frame with false lengths takes no memory. A header is
+decoded into a typed structure, which refuses JSON that would expand to gigabytes. A client that sends a bad frame loses
+its connection. There is one exception: if the lengths of a frame are valid and its header identifies the request (code,
+opaque, flag), other faults of the header are answered with an error. The connection stays open, because the position of
+the next frame is known.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LANGUAGE_NAMES = {int(language): language.name for language in Language}
 
 
 class BadFrame(RequestError):
-    """Bytes that are no RocketMQ command. The connection is closed."""
+    """Bytes that are not a RocketMQ command. The connection is closed."""
 
     code = "bad_frame"
 
@@ -68,19 +68,19 @@ class Command(msgspec.Struct):
 
     @property
     def is_response(self) -> bool:
-        """Return whether this answers a request that the broker sent."""
+        """True for the answer to a request from the broker."""
         return self.flag & _RESPONSE != 0
 
     @property
     def is_one_way(self) -> bool:
-        """Return whether the client expects no answer."""
+        """True if the client expects no answer."""
         return self.flag & _ONE_WAY != 0
 
 
 class BadHeader(BadFrame):
-    """A request whose header is bad but can be answered.
+    """A request with a bad header that still identifies the request, so that it can be answered.
 
-    `request` contains the fields that the answer needs. The connection stays open.
+    `request` has the fields that the answer needs. The connection stays open.
     """
 
     def __init__(self, text: str, request: Command, response_code: int) -> None:
@@ -89,67 +89,71 @@ class BadHeader(BadFrame):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One frame, cut out but not decoded."""
+    """One frame, not decoded yet."""
 
     serialisation: int
     header: bytes
     body: bytes
 
 
-# A function that cuts bytes into frames or runs. Returns them, the position where the incomplete frame at the end
-# begins, and the size of that frame in bytes (of its prefix, while its length is unknown).
+# A function that splits bytes into frames or runs, given the maximum size of a frame. Returns three values: frames or
+# runs, start position of the incomplete frame at the end, and its size in bytes (while unknown: size of its prefix).
 Cut = Callable[[bytes, int], tuple[list[Any], int, int]]
 
 
 def cut(data: bytes, frame_bytes_max: int) -> tuple[list[Frame], int, int]:
-    """Cut the frames out of these bytes. See `Cut`. Raises BadFrame."""
+    """Split bytes into frames. See `Cut`. Raises BadFrame."""
     frames: list[Frame] = []
-    at, size = 0, len(data)
+    position, size_bytes = 0, len(data)
     awaited_bytes = _PREFIX.size
     unpack = _PREFIX.unpack_from
-    while size - at >= 8:
-        length, word = unpack(data, at)
-        header_bytes = word & 0xFFFFFF
+    while size_bytes - position >= 8:
+        length, type_and_header_bytes = unpack(data, position)
+        header_bytes = type_and_header_bytes & 0xFFFFFF
         if not 4 <= length <= frame_bytes_max or header_bytes > length - 4:
-            raise refusal(length, header_bytes, frame_bytes_max)
-        end = at + 4 + length
-        if end > size:
-            awaited_bytes = end - at
+            raise length_error(length, header_bytes, frame_bytes_max)
+        end = position + 4 + length
+        if end > size_bytes:
+            awaited_bytes = end - position
             break
-        body_at = at + 8 + header_bytes
-        frames.append(Frame(word >> 24, data[at + 8 : body_at], data[body_at:end]))
-        at = end
-    return frames, at, awaited_bytes
+        body_position = position + 8 + header_bytes
+        frames.append(
+            Frame(type_and_header_bytes >> 24, data[position + 8 : body_position], data[body_position:end])
+        )
+        position = end
+    return frames, position, awaited_bytes
 
 
-def refusal(length: int, header_bytes: int, frame_bytes_max: int) -> BadFrame:
-    """Return the error for a frame with these lengths."""
+def length_error(length: int, header_bytes: int, frame_bytes_max: int) -> BadFrame:
+    """Create the error for a frame with invalid lengths."""
     if not 4 <= length <= frame_bytes_max:
         return BadFrame(f"a frame of {length} bytes; between 4 and {frame_bytes_max}")
     return BadFrame(f"a header of {header_bytes} bytes in a frame of {length}")
 
 
 class Splitter:
-    """Cuts a connection's bytes into frames and keeps the incomplete frame at the end."""
+    """Splits the received bytes of a connection into frames, and buffers the incomplete frame at the end."""
 
     def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX, cut: Cut = cut) -> None:
         self._held = bytearray()
         self.held_bytes = 0  # bytes of the incomplete frame at the end
-        self.awaited_bytes = 0  # size of that frame, or of its prefix while that is unknown; 0 without one
+        self.awaited_bytes = (
+            0  # full size of that frame (while unknown: of its prefix), 0 without an incomplete frame
+        )
         self._frame_bytes_max, self._cut = frame_bytes_max, cut
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the frames that `data` completes, or the objects that `cut` creates. Raises BadFrame."""
+        """Return the frames that `data` completes, or the other objects that `cut` creates. Raises BadFrame."""
         if self._held:
             self._held += data
             self.held_bytes = len(self._held)
             if self.held_bytes < self.awaited_bytes:
                 return []
             data = bytes(self._held)
-        frames, at, awaited_bytes = self._cut(data, self._frame_bytes_max)
-        self.held_bytes = len(data) - at
-        if self.held_bytes or self._held:  # both are usually empty, because a read mostly ends with a frame
-            self._held = bytearray(data[at:])
+        frames, end, awaited_bytes = self._cut(data, self._frame_bytes_max)
+        self.held_bytes = len(data) - end
+        if self.held_bytes or self._held:  # usually false: most reads end at the end of a frame
+            self._held = bytearray(data[end:])
         self.awaited_bytes = awaited_bytes if self.held_bytes else 0
         return frames
 
@@ -161,7 +165,7 @@ Int32 = Annotated[int, msgspec.Meta(ge=-(1 << 31), lt=1 << 31)]
 
 
 class _PlainHeader(msgspec.Struct):
-    """The usual header, decoded in one step: as Java clients write it, all extFields are text."""
+    """The header as Java clients write it, with text in all extFields. It is decoded in one step."""
 
     code: Int32
     opaque: Int32 = 0
@@ -196,7 +200,7 @@ _json_envelope = msgspec.json.Decoder(_Envelope)
 
 
 def decode(frame: Frame) -> Command:
-    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not even identify the request."""
+    """Decode the command in a frame. Raises BadHeader, or BadFrame if the header does not identify the request."""
     if len(frame.header) > HEADER_BYTES_MAX:
         raise header_too_large(frame)
     try:
@@ -209,33 +213,33 @@ def decode(frame: Frame) -> Command:
 
 
 def header_too_large(frame: Frame) -> BadFrame:
-    """Return the error for a header of more than HEADER_BYTES_MAX bytes, which is not decoded."""
+    """Create the error for a header of more than HEADER_BYTES_MAX bytes."""
     text = f"the header is over the maximum: {len(frame.header)} bytes, at most {HEADER_BYTES_MAX}"
     return bad_header(frame, text, ResponseCode.MESSAGE_ILLEGAL)
 
 
 def bad_header(frame: Frame, text: str, code: int = ResponseCode.INVALID_PARAMETER) -> BadFrame:
-    """Return the error for a wrong header: BadHeader if it can be answered, otherwise BadFrame."""
-    envelope = _envelope(frame)
+    """Create the error for an invalid header: BadHeader if the request can be answered, otherwise BadFrame."""
+    envelope = _read_envelope(frame)
     if envelope is None or envelope.flag & _RESPONSE:
         return BadFrame(text)
     request = Command(envelope.code, envelope.opaque, envelope.flag, serialisation=frame.serialisation)
     return BadHeader(text, request, code)
 
 
-def _envelope(frame: Frame) -> _Envelope | None:
-    """Return the fields that identify the request, or None if they cannot be read."""
+def _read_envelope(frame: Frame) -> _Envelope | None:
+    """Read the fields that identify a request. Returns None if they cannot be read."""
     try:
         if frame.serialisation == JSON:
-            found = _json_envelope.decode(frame.header)
+            envelope = _json_envelope.decode(frame.header)
         elif frame.serialisation == BINARY:
             code, _, _, opaque, flag = _FIXED.unpack_from(frame.header)
-            found = _Envelope(code, opaque, flag)
+            envelope = _Envelope(code, opaque, flag)
         else:
             return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, struct.error):
         return None
-    return found if all(map(_is_int32, (found.code, found.opaque, found.flag))) else None
+    return envelope if all(map(_is_int32, (envelope.code, envelope.opaque, envelope.flag))) else None
 
 
 def _is_int32(number: int) -> bool:
@@ -251,64 +255,69 @@ def _decode(frame: Frame) -> Command:
 
 
 def _decode_json(header: bytes) -> Command:
+    """Decode a JSON header: first with the fast decoder for Java's form, then with the general one."""
     try:
         plain = _plain_header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_any_json(header)  # the general decoder names the fault, if there is one
+        return _decode_general_json(
+            header
+        )  # other types of extFields, or a fault, which the general decoder names
     if len(plain.extFields) > EXT_FIELDS_MAX:
         raise BadFrame(f"{len(plain.extFields)} extFields; at most {EXT_FIELDS_MAX}")
-    language = _language(plain.language)
+    language = _language_code(plain.language)
     return Command(
         plain.code, plain.opaque, plain.flag, plain.extFields, b"", plain.remark, language, plain.version
     )
 
 
-def _decode_any_json(header: bytes) -> Command:
+def _decode_general_json(header: bytes) -> Command:
+    """Decode a JSON header whose extFields are not all text. Raises BadFrame."""
     try:
-        found = _json_header.decode(header)
+        header_fields = _json_header.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadFrame(f"the header is no command: {error}") from error
-    for number in (found.code, found.opaque, found.flag, found.version):
+    for number in (header_fields.code, header_fields.opaque, header_fields.flag, header_fields.version):
         if not _is_int32(number):
             raise BadFrame(f"{number} does not fit a header's field")
-    ext = found.extFields or {}
+    ext = header_fields.extFields or {}
     if len(ext) > EXT_FIELDS_MAX:
         raise BadFrame(f"{len(ext)} extFields; at most {EXT_FIELDS_MAX}")
     return Command(
-        code=found.code,
-        opaque=found.opaque,
-        flag=found.flag,
+        code=header_fields.code,
+        opaque=header_fields.opaque,
+        flag=header_fields.flag,
         ext={
             name: value if type(value) is str else text(value)
             for name, value in ext.items()
             if value is not None
         },
-        remark=found.remark,
-        language=_language(found.language),
-        version=found.version,
+        remark=header_fields.remark,
+        language=_language_code(header_fields.language),
+        version=header_fields.version,
     )
 
 
 def text(value: object) -> str:
-    """Format a value as in a header's field or a file of Java properties: booleans in lower case."""
+    """Format a value for a header field or a Java properties file: booleans in lower case."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _language(value: str | int | None) -> int:
+def _language_code(value: str | int | None) -> int:
     if isinstance(value, str):
         return _LANGUAGE_CODES.get(value, Language.OTHER)
     return Language.OTHER if value is None else value
 
 
 def _decode_binary(header: bytes) -> Command:
+    """Decode RocketMQ's binary header. Raises BadFrame."""
     try:
         code, language, version, opaque, flag = _FIXED.unpack_from(header)
-        remark, at = _long_text(header, _FIXED.size)
-        (ext_bytes,) = _INT.unpack_from(header, at)
-        at += 4
-        if ext_bytes < 0 or at + ext_bytes != len(header):
+        remark, position = _read_long_text(header, _FIXED.size)
+        (ext_bytes,) = _INT.unpack_from(header, position)
+        position += 4
+        if ext_bytes < 0 or position + ext_bytes != len(header):
             raise BadFrame(f"extFields of {ext_bytes} bytes in a header of {len(header)}")
-        ext = dict(_pairs(header, at))
+        ext = dict(_read_ext_fields(header, position))
     except (struct.error, UnicodeDecodeError) as error:
         raise BadFrame(f"the header is no command: {error}") from error
     return Command(
@@ -322,27 +331,30 @@ def _decode_binary(header: bytes) -> Command:
     )
 
 
-def _pairs(header: bytes, at: int) -> Iterator[tuple[str, str]]:
+def _read_ext_fields(header: bytes, position: int) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each extField, from this position to the end of the header."""
     count = 0
-    while at < len(header):
-        (size,) = _SHORT.unpack_from(header, at)
-        name, at = _cut(header, at + 2, size)
-        value, at = _long_text(header, at)
+    while position < len(header):
+        (key_bytes,) = _SHORT.unpack_from(header, position)
+        name, position = _read_text(header, position + 2, key_bytes)
+        value, position = _read_long_text(header, position)
         count += 1
         if count > EXT_FIELDS_MAX:
             raise BadFrame(f"more than {EXT_FIELDS_MAX} extFields")
         yield name, value
 
 
-def _long_text(header: bytes, at: int) -> tuple[str, int]:
-    (size,) = _INT.unpack_from(header, at)
-    return _cut(header, at + 4, size)
+def _read_long_text(header: bytes, position: int) -> tuple[str, int]:
+    """Read a text with a length of 4 bytes. Returns it and the position after it."""
+    (size_bytes,) = _INT.unpack_from(header, position)
+    return _read_text(header, position + 4, size_bytes)
 
 
-def _cut(header: bytes, at: int, size: int) -> tuple[str, int]:
-    if size < 0 or at + size > len(header):
-        raise BadFrame(f"a text of {size} bytes at byte {at} of a header of {len(header)}")
-    return header[at : at + size].decode("utf-8"), at + size
+def _read_text(header: bytes, position: int, size_bytes: int) -> tuple[str, int]:
+    """Read a text of this size. Returns it and the position after it. Raises BadFrame."""
+    if size_bytes < 0 or position + size_bytes > len(header):
+        raise BadFrame(f"a text of {size_bytes} bytes at byte {position} of a header of {len(header)}")
+    return header[position : position + size_bytes].decode("utf-8"), position + size_bytes
 
 
 # ---- encoding -----------------------------------------------------------------------------------------------
@@ -378,19 +390,22 @@ def encode(command: Command) -> bytes:
                 extFields=command.ext,
             )
         )
-    word = command.serialisation << 24 | len(header)
-    return b"".join([_PREFIX.pack(4 + len(header) + len(command.body), word), header, command.body])
+    type_and_header_bytes = command.serialisation << 24 | len(header)
+    return b"".join(
+        [_PREFIX.pack(4 + len(header) + len(command.body), type_and_header_bytes), header, command.body]
+    )
 
 
 def _encode_binary(command: Command) -> bytes:
+    """Encode RocketMQ's binary header. Raises ValueError if the code does not fit."""
     if not -(1 << 15) <= command.code < 1 << 15:
         raise ValueError(f"code {command.code} does not fit the binary header's 16 bits")
     remark = (command.remark or "").encode()
     ext = b"".join(
-        part
+        piece
         for name, value in command.ext.items()
-        for key, text in ((name.encode(), value.encode()),)
-        for part in (_SHORT.pack(len(key)), key, _INT.pack(len(text)), text)
+        for key, value_bytes in ((name.encode(), value.encode()),)
+        for piece in (_SHORT.pack(len(key)), key, _INT.pack(len(value_bytes)), value_bytes)
     )
     return b"".join(
         [

@@ -1,10 +1,10 @@
-"""The two implementations of the hot codec: a compiled one, if the build had a compiler, and Python's.
+"""Select the implementation of the hot codec: the compiled one if the build had a C compiler, otherwise Python's.
 
-    python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time; it
-                is the reference
-    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs; send_frames.pyx: their rows of
-                the log; plain_pulls.pyx: pulls that are answered at once; stored_messages.pyx: the messages in their
-                answers. Unusual requests are left to the reference.
+    python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time. It is the
+                reference
+    compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs. send_frames.pyx: their rows of
+                the log. plain_pulls.pyx: pulls that are answered at once. stored_messages.pyx: the messages in their
+                answers. The reference handles all unusual requests
 
 For the same input, both produce the same columns, bytes and errors. `--codec python` forces the reference.
 """
@@ -40,9 +40,9 @@ except ImportError:  # The build had no compiler.
 class SendRun(Protocol):
     """Consecutive plain sends in the bytes of one connection."""
 
-    destinations: list[tuple[str, int]]  # for each topic: its name, and the greatest queue id asked for
+    destinations: list[tuple[str, int]]  # the name of each topic, and the greatest queue id requested in it
     size_bytes: int  # of bodies and properties
-    needs_time: bool  # whether `plan` uses the time: for a delay, or for a send without a time of birth
+    needs_time: bool  # whether `plan` uses `now_ms`: for a delay, or for a send without born time
 
     def plan(
         self,
@@ -55,10 +55,10 @@ class SendRun(Protocol):
         """Complete the rows with the born host, the time and the delays. Raises InvalidDelay."""
 
     def frames(self) -> list[Frame]:
-        """Return the frames that the run was made of."""
+        """Return the frames of the run."""
 
     def requests(self) -> list[tuple[int, int]]:
-        """Return opaque and serialisation of each send that expects an answer."""
+        """Return opaque and serialisation of each send that is not one-way."""
 
     def __iter__(self) -> Iterator[SendRow]: ...
 
@@ -66,23 +66,23 @@ class SendRun(Protocol):
 
 
 class StoredFrame(Protocol):
-    """The rows of one frame of the log, opened to be written as stored messages."""
+    """An opened frame of the log, whose rows can be encoded as stored messages."""
 
     first_seq: int
-    end_seq: int  # behind the last row
+    end_seq: int  # the last row's sequence number, plus 1
 
     def put(
         self, out: bytearray, seqs: list[int] | EntryArray, at: int, store_host: Host, bytes_max: int
     ) -> int:
-        """Append the messages `seqs[at:]` that are in this frame and fit, and return the position behind the last.
+        """Append the messages `seqs[at:]` that are in this frame and fit. Returns the index of the first one left out.
 
-        `seqs` may also be entries of a queue, which contain the sequence numbers. Afterwards, `out` has at most
-        `bytes_max` bytes, or a single message. Raises OutOfRange for a row that is not visible.
+        `seqs` may also be queue entries, which contain the sequence numbers. Afterwards, `out` has at most `bytes_max`
+        bytes, or a single message. Raises OutOfRange for a row that is not visible.
         """
 
 
 class PlainPull(Protocol):
-    """A pull with nothing unusual in its header. See PullFields (handlers/pulls.py)."""
+    """A pull whose header has only the usual fields. See PullFields (handlers/pulls.py)."""
 
     consumer_group: str
     topic: str
@@ -95,43 +95,43 @@ class PlainPull(Protocol):
     sub_version: int
     expression_type: str | None
     max_msg_bytes: int | None
-    # The header without offsets, bounds and request number. All pulls with the same subject get the same decision.
+    # The header without offsets, limits and opaque. The same permission and filter apply to all pulls with one subject.
     subject: bytes
 
     def frame(self) -> Frame:
-        """Return the frame that contained the pull."""
+        """Return the original frame of the pull."""
 
     def begin_answer(self, next_offset: int, min_offset: int, max_offset: int) -> bytearray:
-        """Return the beginning of the answer's frame, up to the stored messages."""
+        """Encode the frame of an answer up to the stored messages, which the caller appends."""
 
     def end_answer(self, answer: bytearray) -> None:
-        """Complete an answer from `begin_answer` after the stored messages were appended."""
+        """Set the lengths of an answer from `begin_answer`, after the stored messages were appended."""
 
 
-class _NoPull:
-    """The pull type of a codec that creates no plain pulls: no frame is an instance of it."""
+class _NoPlainPull:
+    """The pull type of a codec without plain pulls. It has no instances."""
 
 
-def _no_run(*_: object) -> Any:
-    raise AssertionError("only the compiled codec makes runs")
+def _not_supported(*_: object) -> Any:
+    raise AssertionError("only the compiled codec creates runs")
 
 
 @dataclass(frozen=True)
 class Codec:
-    """One of the two implementations.
+    """The functions and types of one implementation.
 
-    `join`, `log_rows` and `encode_replies` work on the runs that `cut` creates, and `pull` is its type of plain pulls.
-    Python's implementation creates neither runs nor plain pulls.
+    `cut` splits received bytes into frames, runs of sends and plain pulls. `join`, `log_rows` and `encode_replies` work
+    on these runs, and `pull` is the type of these plain pulls. Python's implementation creates only frames.
     """
 
     name: str
     cut: Cut
     encode_each: Callable[..., list[bytes]]
     open_frame: Callable[[pa.Buffer, LogFrame], StoredFrame]
-    join: Callable[[list[Any]], pa.RecordBatch] = _no_run
-    log_rows: Callable[..., Any] = _no_run
-    encode_replies: Callable[..., bytes] = _no_run
-    pull: type[Any] = _NoPull
+    join: Callable[[list[Any]], pa.RecordBatch] = _not_supported
+    log_rows: Callable[..., Any] = _not_supported
+    encode_replies: Callable[..., bytes] = _not_supported
+    pull: type[Any] = _NoPlainPull
 
 
 PYTHON = Codec("python", frame.cut, records.encode_each, records.StoredFrame)

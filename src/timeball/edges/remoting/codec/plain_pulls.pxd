@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""A plain pull, as the compiled modules see it; see plain_pulls.pyx."""
+"""C declarations of plain_pulls.pyx."""
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
 
@@ -12,11 +12,11 @@ cdef enum:
 
 
 cdef class PlainPull:
-    cdef bytes data  # what it was cut out of
-    cdef Py_ssize_t header_at, body_at, end  # where it stands there
+    cdef bytes data  # the received bytes that contain the frame
+    cdef Py_ssize_t header_at, body_at, end  # positions in `data`
     cdef Text texts[TEXTS]
     cdef int64_t numbers[NUMBERS]
-    cdef uint32_t seen  # which of them its header has, a bit each
+    cdef uint32_t seen  # bit i: the header has number or text i, in the order of NAMES
     cdef int32_t opaque
 
 

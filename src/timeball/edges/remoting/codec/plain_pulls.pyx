@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Plain pulls, read and answered in C: the compiled twin of `decode`, `PullFields` and `encode` for the usual one.
+"""Decode and answer plain pulls in C: the compiled counterpart of `decode`, `PullFields` and `encode`.
 
-A pull is plain when its header is JSON as consumers write it, all its fields are texts, and it waits for an answer. All
-else is None here and goes the way of the reference, as a frame; so does a plain one that cannot be answered at once,
-with what it was refused for. Nothing is refused here.
+A pull is plain if its header is JSON as consumers usually write it, all its fields are texts, and it expects an answer.
+For anything else, `read_pull` returns None, and the reference handles the frame. The reference also handles a plain
+pull that cannot be answered at once or is refused. Nothing is refused here.
 """
 
 from cpython.bytearray cimport PyByteArray_AsString, PyByteArray_FromStringAndSize
@@ -22,8 +22,8 @@ from timeball.edges.remoting.codec.records import pull_fields
 cdef enum:
     HEADER_MAX = 4096
     FIELDS_MAX = 64
-    REQUIRED = 0b110000011  # the first two numbers, the first two texts
-    PARTS = 5
+    REQUIRED = 0b110000011  # bits of the first two numbers and the first two texts
+    PIECES = 5
 
 cdef int64_t INT32_MAX = (1 << 31) - 1, INT64_MAX = (1 << 63) - 1
 cdef int32_t PULL = RequestCode.PULL_MESSAGE, LITE_PULL = RequestCode.LITE_PULL_MESSAGE
@@ -39,25 +39,28 @@ cdef int _at
 for _at in range(NUMBERS + TEXTS):
     NAMES[_at] = Text(<bytes> _names[_at], len(_names[_at]))
 
-# The reference's own answer, cut where its numbers stand.
-cdef list _marks = [1111111111, 2222222222222222, 3333333333333333, 4444444444444444]
-cdef bytes _left = encode(
-    Command(0, _marks[0], int(CommandFlag.RESPONSE), pull_fields(_marks[1], _marks[2], _marks[3]), version=BROKER_VERSION)
+# The template of an answer: an answer of the reference, split at its four numbers.
+cdef list _placeholders = [1111111111, 2222222222222222, 3333333333333333, 4444444444444444]
+cdef bytes _rest = encode(
+    Command(
+        0, _placeholders[0], int(CommandFlag.RESPONSE),
+        pull_fields(_placeholders[1], _placeholders[2], _placeholders[3]), version=BROKER_VERSION,
+    )
 )[8:]
-cdef list _parts = []
-for _mark in _marks:
-    _part, _, _left = _left.partition(b"%d" % _mark)
-    _parts.append(_part)
-_parts.append(_left)
-cdef Text ANSWER[PARTS]
-for _at in range(PARTS):
-    ANSWER[_at] = Text(<bytes> _parts[_at], len(_parts[_at]))
-cdef Buffer HEADER  # of the answer that is being written
-HEADER.data, HEADER.size, HEADER.room = NULL, 0, 0
+cdef list _pieces = []
+for _placeholder in _placeholders:
+    _piece, _, _rest = _rest.partition(b"%d" % _placeholder)
+    _pieces.append(_piece)
+_pieces.append(_rest)
+cdef Text ANSWER[PIECES]
+for _at in range(PIECES):
+    ANSWER[_at] = Text(<bytes> _pieces[_at], len(_pieces[_at]))
+cdef Buffer HEADER  # of the answer that is being encoded
+HEADER.data, HEADER.size, HEADER.capacity = NULL, 0, 0
 
 
 cdef class PlainPull:
-    """What `PullFields` has of a pull, and the number of its request."""
+    """The fields of `PullFields`, and the opaque of the request. See implementation.PlainPull."""
 
     @property
     def queue_id(self):
@@ -105,29 +108,29 @@ cdef class PlainPull:
 
     @property
     def subject(self):
-        """Return all but offsets, bounds and the number of the request, as bytes."""
-        cdef int64_t[TEXTS + 4] parts = [self.seen, self.numbers[0], self.numbers[3], self.numbers[5], 0, 0, 0, 0]
-        cdef Py_ssize_t size = sizeof(parts)
+        """Encode all fields except offsets, limits and opaque, as the key of a cached permission."""
+        cdef int64_t[TEXTS + 4] head = [self.seen, self.numbers[0], self.numbers[3], self.numbers[5], 0, 0, 0, 0]
+        cdef Py_ssize_t size = sizeof(head)
         cdef int at
         for at in range(TEXTS):
-            parts[4 + at] = self.texts[at].size
+            head[4 + at] = self.texts[at].size
             size += self.texts[at].size
-        found = PyBytes_FromStringAndSize(NULL, size)
-        cdef char* to = PyBytes_AsString(found)
-        memcpy(to, <const char*> parts, sizeof(parts))
-        to += sizeof(parts)
+        key = PyBytes_FromStringAndSize(NULL, size)
+        cdef char* to = PyBytes_AsString(key)
+        memcpy(to, <const char*> head, sizeof(head))
+        to += sizeof(head)
         for at in range(TEXTS):
             if self.texts[at].size:
                 memcpy(to, self.texts[at].at, self.texts[at].size)
                 to += self.texts[at].size
-        return found
+        return key
 
     def frame(self):
-        """Return the frame that the pull was read in."""
+        """Return the original frame of the pull."""
         return Frame(FORM, self.data[self.header_at:self.body_at], self.data[self.body_at:self.end])
 
     def begin_answer(self, int64_t next_offset, int64_t min_offset, int64_t max_offset):
-        """Return the frame that answers the pull, up to the stored messages."""
+        """Encode the frame of an answer up to the stored messages, which the caller appends."""
         cdef Buffer* header = &HEADER
         cdef int64_t[4] numbers = [self.opaque, next_offset, min_offset, max_offset]
         cdef int at
@@ -143,14 +146,14 @@ cdef class PlainPull:
         return answer
 
     def end_answer(self, bytearray answer not None):
-        """Complete what `begin_answer` has begun, once the stored messages are there."""
+        """Set the length of an answer from `begin_answer`, after the stored messages were appended."""
         write32(PyByteArray_AsString(answer), <uint32_t> (len(answer) - 4))
 
 
 cdef PlainPull read_pull(bytes data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form):
-    """Return the plain pull whose header begins at `at` and whose body, of a frame up to `end`, at `body_at`.
+    """Read the plain pull in a frame. Returns None if the frame contains anything else.
 
-    None when the frame holds anything else.
+    Its header begins at `at`, its body at `body_at`, and it ends at `end`. `form` is its serialisation.
     """
     cdef const char* p = <const char*> data + at
     cdef const char* header_end = <const char*> data + body_at
@@ -200,7 +203,7 @@ cdef PlainPull read_header(const char* p, const char* end):
             return None
         if p >= end:
             return None
-    # The C++ client ends its header with a line feed.
+    # The C++ client writes a line feed after its header.
     if pull is None or p[0] != c"}" or not (p + 1 == end or (p + 2 == end and p[1] == c"\n")):
         return None
     pull.opaque = <int32_t> opaque
@@ -224,7 +227,7 @@ cdef PlainPull read_fields(const char** p, const char* end):
         if not read_plain(p, end, &value):
             return None
         if same(name, b"suspendTimeoutMillis", 20):
-            # Only who waits looks at it; but it must be a number.
+            # The value only matters for a pull that waits, which the reference handles. It must be a number anyway.
             if not read_number(value, -INT64_MAX, INT64_MAX, &suspend_ms):
                 return None
             continue

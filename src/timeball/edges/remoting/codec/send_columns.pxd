@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""The values of a run's sends, as the compiled modules see them; see send_columns.pyx."""
+"""C declarations of send_columns.pyx."""
 
 from libc.stdint cimport int64_t
 
@@ -12,5 +12,5 @@ cdef enum Column:  # in the order of SEND_NAMES
     TOPIC, BODY, TAG, KEYS, UNIQUE_KEY, PROPERTIES, QUEUE_ID, BORN_MS, BORN_HOST, FLAG, SYS_FLAG, TIMES, DUE_MS, LEVEL
 
 
-cdef Text text_of(SendRun run, Row* row, int which) noexcept
-cdef int64_t number_of(Row* row, int which) noexcept
+cdef Text text_of(SendRun run, Row* row, int column_id) noexcept
+cdef int64_t number_of(Row* row, int column_id) noexcept

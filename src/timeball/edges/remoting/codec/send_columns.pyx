@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Runs of sends as the columns of one batch, and the answers to them: see send_runs.pyx."""
+"""Convert runs of sends to the columns of a batch, and encode the answers to them. See send_runs.pyx."""
 
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 from libc.stdint cimport int32_t, int64_t, uint64_t
@@ -21,24 +21,24 @@ from timeball.edges.remoting.codec.sends import encode_reply
 cdef Py_ssize_t SMALL_ROWS = message.SMALL_ROWS
 
 def join(list runs):
-    """Return the columns that `batch_of` makes of the rows of these runs."""
+    """Convert runs to a batch: the same columns that `batch_of` creates from their rows."""
     cdef SendRun run
     cdef Py_ssize_t count = 0
     for run in runs:
         count += run.count
     names, columns = [], []
-    for which, name in enumerate(SEND_NAMES):
+    for column_id, name in enumerate(SEND_NAMES):
         kind = SEND_COLUMNS[name]
-        is_text = which <= PROPERTIES or which == BORN_HOST
-        column = _texts(runs, count, which, kind) if is_text else _numbers(runs, count, which, kind)
+        is_text = column_id <= PROPERTIES or column_id == BORN_HOST
+        column = _texts(runs, count, column_id, kind) if is_text else _numbers(runs, count, column_id, kind)
         if column is not None:
             names.append(name)
             columns.append(column)
     return pa.RecordBatch.from_arrays(columns, names=names)
 
 
-cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
-    """Return a column of texts; None when none has one."""
+cdef object _texts(list runs, Py_ssize_t count, int column_id, object kind):
+    """Build a column of texts. None if no row has a value."""
     cdef SendRun run
     cdef Py_ssize_t at, row = 0, nulls = 0, size = 0
     cdef Text first, text
@@ -47,7 +47,7 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     first.size = text.size = -1
     for run in runs:
         for at in range(run.count):
-            text = text_of(run, run.rows + at, which)
+            text = text_of(run, run.rows + at, column_id)
             if row == 0:
                 first = text
             elif not differs:
@@ -59,8 +59,8 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
             row += 1
     if nulls == count:
         return None
-    # Of what is made once for each small number of rows; the key of a lone send is not worth a place among that.
-    if not differs and 1 < count <= SMALL_ROWS and which != BODY:
+    # `repeated` caches such columns by their value and row count. The key of a single send is not worth a cache entry.
+    if not differs and 1 < count <= SMALL_ROWS and column_id != BODY:
         return repeated(first.at[:first.size].decode(), kind, count)
     ends, data = PyBytes_FromStringAndSize(NULL, 4 * (count + 1)), PyBytes_FromStringAndSize(NULL, size)
     valid = None if nulls == 0 else PyBytes_FromStringAndSize(NULL, (count + 7) // 8)
@@ -72,7 +72,7 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     row = size = end[0] = 0
     for run in runs:
         for at in range(run.count):
-            text = text_of(run, run.rows + at, which)
+            text = text_of(run, run.rows + at, column_id)
             if text.size > 0:
                 memcpy(out + size, text.at, text.size)
                 size += text.size
@@ -84,32 +84,32 @@ cdef object _texts(list runs, Py_ssize_t count, int which, object kind):
     return pa.Array.from_buffers(kind, count, buffers, nulls)
 
 
-cdef Text text_of(SendRun run, Row* row, int which) noexcept:
-    """Return where a text stands, with -1 bytes for one that is missing."""
-    cdef Text found
-    if which == BODY:
-        found.at, found.size = <const char*> run.data + row.body_at, row.body_bytes
-    elif which == TOPIC:
-        found = run.names[row.topic]
-    elif which == BORN_HOST:
-        found.at, found.size = <const char*> run.born_host, len(run.born_host)
-    elif which == TAG:
-        found.at, found.size = run.text.data + row.tag_at, row.tag_bytes
-    elif which == KEYS:
-        found.at, found.size = run.text.data + row.keys_at, row.keys_bytes
-    elif which == UNIQUE_KEY:
-        found.at, found.size = run.text.data + row.key_at, row.key_bytes
+cdef Text text_of(SendRun run, Row* row, int column_id) noexcept:
+    """Return a text of a row, with a size of -1 if the row has none."""
+    cdef Text result
+    if column_id == BODY:
+        result.at, result.size = <const char*> run.data + row.body_at, row.body_bytes
+    elif column_id == TOPIC:
+        result = run.names[row.topic]
+    elif column_id == BORN_HOST:
+        result.at, result.size = <const char*> run.born_host, len(run.born_host)
+    elif column_id == TAG:
+        result.at, result.size = run.text.data + row.tag_at, row.tag_bytes
+    elif column_id == KEYS:
+        result.at, result.size = run.text.data + row.keys_at, row.keys_bytes
+    elif column_id == UNIQUE_KEY:
+        result.at, result.size = run.text.data + row.key_at, row.key_bytes
     else:
-        found.at, found.size = run.text.data + row.text_at, row.text_bytes
-    return found
+        result.at, result.size = run.text.data + row.text_at, row.text_bytes
+    return result
 
 
-cdef object _numbers(list runs, Py_ssize_t count, int which, object kind):
-    """Return a column of numbers; None when none has one."""
+cdef object _numbers(list runs, Py_ssize_t count, int column_id, object kind):
+    """Build a column of numbers. None if no row has a value."""
     cdef SendRun run
     cdef Py_ssize_t at, row = 0, nulls = 0
     cdef int64_t first = 0, number
-    cdef bint differs = False, is_wide = which == BORN_MS or which == DUE_MS
+    cdef bint differs = False, is_wide = column_id == BORN_MS or column_id == DUE_MS
     values = PyBytes_FromStringAndSize(NULL, count * (8 if is_wide else 4))
     valid = PyBytes_FromStringAndSize(NULL, (count + 7) // 8)
     cdef char* out = PyBytes_AsString(values)
@@ -117,7 +117,7 @@ cdef object _numbers(list runs, Py_ssize_t count, int which, object kind):
     memset(bits, 0, (count + 7) // 8)
     for run in runs:
         for at in range(run.count):
-            number = number_of(run.rows + at, which)
+            number = number_of(run.rows + at, column_id)
             if row == 0:
                 first = number
             differs |= number != first
@@ -138,18 +138,18 @@ cdef object _numbers(list runs, Py_ssize_t count, int which, object kind):
     return pa.Array.from_buffers(kind, count, [pa.py_buffer(valid) if nulls else None, pa.py_buffer(values)], nulls)
 
 
-cdef int64_t number_of(Row* row, int which) noexcept:
-    if which == QUEUE_ID:
+cdef int64_t number_of(Row* row, int column_id) noexcept:
+    if column_id == QUEUE_ID:
         return row.queue_id
-    if which == BORN_MS:
+    if column_id == BORN_MS:
         return row.born_ms
-    if which == FLAG:
+    if column_id == FLAG:
         return row.flag
-    if which == SYS_FLAG:
+    if column_id == SYS_FLAG:
         return row.sys_flag
-    if which == TIMES:
+    if column_id == TIMES:
         return row.times
-    if which == DUE_MS:
+    if column_id == DUE_MS:
         return row.due_ms
     return row.level or NEVER
 
@@ -158,36 +158,37 @@ cdef int64_t number_of(Row* row, int which) noexcept:
 
 
 def _pieces(form, handle):
-    """Return what stands between the values of an answer, told from one that the reference has made."""
+    """Split an answer of the reference at its values. Returns the pieces between them, as a template of answers."""
     values = [b"%d" % (1_000_000_000 + at) for at in range(6)]
     queue_id, ids, offset, key, recall, opaque = values
-    left = encode_reply(
+    rest = encode_reply(
         int(opaque), form, int(queue_id), int(offset), ids.decode(), key.decode(), recall.decode() if handle else ""
     )
-    found = []
+    pieces = []
     for value in [queue_id, ids, offset, key, *([recall] if handle else []), *([opaque] if form == JSON else [])]:
-        before, _, left = left.partition(value)
-        found.append(before)
-    return [*found, left]
+        piece, _, rest = rest.partition(value)
+        pieces.append(piece)
+    return [*pieces, rest]
 
 
 cdef list _JSON = _pieces(JSON, False), _JSON_RECALL = _pieces(JSON, True)
 cdef list _BINARY = _pieces(BINARY, False), _BINARY_RECALL = _pieces(BINARY, True)
-# Of a binary answer: where the opaque stands, the length of the fields, and where these begin.
+# Positions in a binary answer: the opaque, the length of the extFields, and their start.
 cdef enum:
     OPAQUE_AT = 13, FIELDS_BYTES_AT = 25, FIELDS_AT = 29
 
 
 def encode_replies(SendRun run, bytes host, int64_t first_seq, Py_ssize_t at, list queue_ids, list offsets, handle):
-    """Return the answers to those requests of a run that wait for one, in order; see `encode_reply`.
+    """Encode the answers to the requests of a run that are not one-way, in order. See `encode_reply`.
 
-    `at`: where its rows begin in `queue_ids` and `offsets`, and behind `first_seq`. `handle` makes a recall handle.
+    `at` is the index of the run's first row in `queue_ids` and `offsets`. Its sequence number is `first_seq` plus `at`.
+    `handle` creates a recall handle.
     """
     cdef Buffer out
     cdef Row* row
     cdef bytes recall
     cdef int64_t queue_id
-    out.data, out.size, out.room = NULL, 0, 0
+    out.data, out.size, out.capacity = NULL, 0, 0
     try:
         for row in run.rows[:run.count]:
             if row.parts and not row.is_one_way:
@@ -216,7 +217,7 @@ cdef bytes _key(SendRun run, Row* row):
 
 
 cdef bint _has_plain_keys(SendRun run, Row* row) noexcept:
-    """Return whether JSON has the keys of a request as they are."""
+    """Return whether the unique keys of a request need no escapes in JSON."""
     cdef Py_ssize_t at
     cdef const char* key
     cdef Row* each
@@ -280,7 +281,7 @@ cdef int _put_binary(
 
 
 cdef int _put_ids(Buffer* out, Row* row, bytes host, uint64_t seq) except -1:
-    """Write the ids of a request's messages, with commas between."""
+    """Write the message ids of a request, separated by commas."""
     cdef int32_t at
     for at in range(row.parts):
         if at:

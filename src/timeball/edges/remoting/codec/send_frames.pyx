@@ -1,11 +1,12 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Runs of sends as rows of the log, with their places: the compiled twin of `small_batch.log_rows` and of `build_rows`.
+"""Encode runs of sends as rows of the log, in C: the compiled counterpart of `small_batch.log_rows` and `build_rows`.
 
-    runs -> place: a queue and an offset for each row -> the Arrow message of their frame
-                                                      -> entries for the queues' indexes
+    runs -> assign: a queue and an offset for each row -> the Arrow message of their frame
+                                                       -> entries for the queues' indexes
 
-Neither a row nor a column becomes an object, so a commit costs little beside its rows, few or many. A send for a delay
-level, or to a topic of dead letters, which are counted, is left to the way of rows and columns with all beside it.
+No Python object is created per row or column, so a commit has little overhead, with few rows or many. If one of the
+runs has a send with a delay level, or to a dead-letter topic (these messages are counted), the whole batch is left to
+the code for rows and columns.
 """
 
 from cpython.bytearray cimport PyByteArray_AsString
@@ -27,9 +28,9 @@ from timeball.model.message import DLQ_PREFIX, LOG_SCHEMA, STORED_OVERHEAD_BYTES
 
 cdef enum:
     COLUMNS = 21
-    ENTRY_BYTES = 20  # of a queue's index: queue_entry.ENTRY
-    WAITS = -1  # in place of a queue that is chosen
-    KIND = 64  # columns that no send names, beside those of send_columns
+    ENTRY_BYTES = 20  # of an entry in a queue's index: queue_entry.ENTRY
+    PENDING = -1  # slot of a scheduled message, which has no queue position yet
+    KIND = 64  # columns of the log in addition to those of send_columns
     QUEUE_ID, QUEUE_OFFSET, STORE_MS, STORE_HOST, NOTHING
 
 cdef int64_t TEXT_BYTES_MAX = (1 << 31) - 1
@@ -49,28 +50,28 @@ for _at in range(COLUMNS):
     WHICH[_at] = _columns.get(LOG_SCHEMA.names[_at], NOTHING)
 
 
-cdef struct Slot:  # a queue that gets rows
+cdef struct Slot:  # a queue that gets rows of this frame
     int topic
     int32_t queue_id
     int64_t next_offset, rows, size_bytes
 
 
-cdef struct Place:  # of a row
+cdef struct Position:  # queue and offset of a row
     int32_t slot, queue_id
     int64_t offset, tag
     int32_t size_bytes
 
 
 cdef class Topics:
-    """The topics of some runs, and what is given out of them."""
+    """The topics of some runs, and the queue positions that their rows have taken."""
 
     cdef dict known, numbers
     cdef object tag_number
     cdef list topics
-    cdef list slot_numbers  # of each topic: for each queue, its slot and one, as 32 bits; 0: it has none
-    cdef list turns  # of each topic: the queue for the next row that asks for none, and how many take turns
+    cdef list slot_numbers  # per topic: for each queue, its slot number plus 1, as 32 bits. 0: no slot
+    cdef list turns  # per topic: the queue of the next row without a queue id, number of queues, whether used
     cdef Slot* slots
-    cdef int count, room
+    cdef int count, capacity
 
     def __init__(self, dict known, tag_number):
         self.known, self.numbers, self.tag_number = known, {}, tag_number
@@ -80,7 +81,7 @@ cdef class Topics:
         free(self.slots)
 
     cdef int number(self, str name) except -1:
-        """Return the number of a topic."""
+        """Return the number of a topic within these runs, and register it at its first use."""
         found = self.numbers.get(name)
         if found is None:
             topic, found = self.known[name], len(self.topics)
@@ -91,24 +92,24 @@ cdef class Topics:
         return found
 
     cdef int32_t next_queue(self, int topic) except -1:
-        """Return the queue whose turn it is."""
+        """Choose the queue of a row without a queue id: the queues of a topic take turns."""
         cdef list turn = self.turns[topic]
         cdef int64_t queue_id = turn[0] % turn[1]
         turn[0], turn[2] = (queue_id + 1) % turn[1], True
         return <int32_t> queue_id
 
     cdef int slot(self, int topic, int32_t* queue_id) except -1:
-        """Return the slot of a queue; one that is no more gives its rows to another."""
+        """Return the slot number of a queue. A queue id beyond the topic's queues is replaced by one within."""
         cdef bytearray held = self.slot_numbers[topic]
         cdef int32_t* numbers = <int32_t*> PyByteArray_AsString(held)
         cdef Slot* slots
         queue_id[0] %= <int32_t> (len(held) // 4)
         if numbers[queue_id[0]] == 0:
-            if self.count == self.room:
-                slots = <Slot*> realloc(self.slots, (2 * self.room + 8) * sizeof(Slot))
+            if self.count == self.capacity:
+                slots = <Slot*> realloc(self.slots, (2 * self.capacity + 8) * sizeof(Slot))
                 if slots == NULL:
                     raise MemoryError
-                self.slots, self.room = slots, 2 * self.room + 8
+                self.slots, self.capacity = slots, 2 * self.capacity + 8
             next_offset = self.topics[topic].queues[queue_id[0]].next_offset
             self.slots[self.count] = Slot(topic, queue_id[0], next_offset, 0, 0)
             self.count += 1
@@ -117,13 +118,13 @@ cdef class Topics:
 
 
 cdef class Frame:
-    """Rows of some runs on their way into one frame."""
+    """Encodes the rows of some runs as one frame."""
 
     cdef list runs
     cdef Topics topics
-    cdef Place* places
-    cdef Py_ssize_t count, waiting
-    cdef int64_t waiting_bytes, now_ms
+    cdef Position* positions
+    cdef Py_ssize_t count, pending
+    cdef int64_t pending_bytes, now_ms
     cdef bytes host
 
     def __init__(self, list runs, Topics topics, int64_t now_ms, bytes host):
@@ -131,18 +132,18 @@ cdef class Frame:
         self.runs, self.topics, self.now_ms, self.host = runs, topics, now_ms, host
         for run in runs:
             self.count += run.count
-        self.places = <Place*> malloc((self.count or 1) * sizeof(Place))
-        if self.places == NULL:
+        self.positions = <Position*> malloc((self.count or 1) * sizeof(Position))
+        if self.positions == NULL:
             raise MemoryError
 
     def __dealloc__(self):
-        free(self.places)
+        free(self.positions)
 
-    cdef bint place(self, int64_t last_ms) except -1:
-        """Give each row its place; False when one of them goes another way."""
+    cdef bint assign_positions(self, int64_t last_ms) except -1:
+        """Assign queue and offset to each row. False if the code for rows and columns must handle the batch."""
         cdef SendRun run
         cdef Row* row
-        cdef Place* place = self.places
+        cdef Position* position = self.positions
         cdef Slot* slot
         cdef Text tag, last_tag
         cdef int topic, last_topic = -1
@@ -157,38 +158,38 @@ cdef class Frame:
                 topic = numbers[row.topic]
                 if row.level or (row.due_ms != NEVER and not 0 <= row.due_ms <= last_ms):
                     return False
-                place.size_bytes = <int32_t> (
+                position.size_bytes = <int32_t> (
                     OVERHEAD_BYTES + run.names[row.topic].size + row.body_bytes + row.text_bytes
                 )
-                place.queue_id, place.slot, place.offset = row.queue_id, WAITS, 0
-                # What waits gets its place when it comes due: it must not use up an offset of its topic.
+                position.queue_id, position.slot, position.offset = row.queue_id, PENDING, 0
+                # A scheduled message gets its offset when it is due. It must not take one now.
                 if row.due_ms != NEVER:
-                    self.waiting += 1
-                    self.waiting_bytes += place.size_bytes
-                    place += 1
+                    self.pending += 1
+                    self.pending_bytes += position.size_bytes
+                    position += 1
                     continue
                 if row.queue_id < 0:
-                    place.queue_id = self.topics.next_queue(topic)
-                place.slot = self.topics.slot(topic, &place.queue_id)
-                slot = self.topics.slots + place.slot
-                place.offset = slot.next_offset + slot.rows
+                    position.queue_id = self.topics.next_queue(topic)
+                position.slot = self.topics.slot(topic, &position.queue_id)
+                slot = self.topics.slots + position.slot
+                position.offset = slot.next_offset + slot.rows
                 slot.rows += 1
-                slot.size_bytes += place.size_bytes
+                slot.size_bytes += position.size_bytes
                 tag = text_of(run, row, TAG)
                 if tag.size <= 0:
-                    place.tag = 0
+                    position.tag = 0
                 else:
-                    # Neighbours mostly have one tag: to ask for its number costs as much as the rest of a row.
+                    # Most consecutive rows have the same tag. Looking up its number takes as long as the rest of a row.
                     if topic != last_topic or not same(tag, last_tag.at, last_tag.size):
-                        of_tag = self.topics.tag_number(self.topics.topics[topic])
-                        tag_number = of_tag(tag.at[:tag.size].decode())
+                        tag_numbers = self.topics.tag_number(self.topics.topics[topic])
+                        tag_number = tag_numbers(tag.at[:tag.size].decode())
                         last_tag, last_topic = tag, topic
-                    place.tag = tag_number
-                place += 1
+                    position.tag = tag_number
+                position += 1
         return True
 
     cdef bint measure(self) except -1:
-        """Measure the columns; False when a text column is too long."""
+        """Compute the sizes of the columns. False if a text column is too long."""
         cdef int at
         cdef Written* column
         for at in range(COLUMNS):
@@ -200,35 +201,35 @@ cdef class Frame:
                     return False
                 continue
             if WHICH[at] == QUEUE_OFFSET:
-                column.nulls = self.waiting
+                column.nulls = self.pending
             elif WHICH[at] == DUE_MS:
-                column.nulls = self.count - self.waiting
+                column.nulls = self.count - self.pending
             elif WHICH[at] == NOTHING:
                 column.nulls = self.count
             column.is_zeros = self.is_zeros(WHICH[at])
         return True
 
-    cdef inline Text text(self, SendRun run, Row* row, int which) noexcept:
+    cdef inline Text text(self, SendRun run, Row* row, int column_id) noexcept:
         cdef Text found
-        if which == STORE_HOST:
+        if column_id == STORE_HOST:
             found.at, found.size = <const char*> self.host, len(self.host)
             return found
-        return text_of(run, row, which)
+        return text_of(run, row, column_id)
 
-    cdef int measure_texts(self, Written* column, int which) except -1:
+    cdef int measure_texts(self, Written* column, int column_id) except -1:
         cdef SendRun run
         cdef Row* row
         cdef Text text
         for run in self.runs:
             for row in run.rows[:run.count]:
-                text = self.text(run, row, which)
+                text = self.text(run, row, column_id)
                 if text.size < 0:
                     column.nulls += 1
                 else:
                     column.size += text.size
         return 0
 
-    cdef int write_texts(self, Written* column, int which) except -1:
+    cdef int write_texts(self, Written* column, int column_id) except -1:
         cdef SendRun run
         cdef Row* row
         cdef Text text
@@ -237,7 +238,7 @@ cdef class Frame:
         cdef int32_t* ends = <int32_t*> column.values
         for run in self.runs:
             for row in run.rows[:run.count]:
-                text = self.text(run, row, which)
+                text = self.text(run, row, column_id)
                 if text.size > 0:
                     memcpy(column.data + end, text.at, text.size)
                     end += <int32_t> text.size
@@ -247,46 +248,46 @@ cdef class Frame:
                 ends[number] = end
         return 0
 
-    cdef inline int64_t number(self, Row* row, Place* place, int which) noexcept:
-        """Return a number of a row; NEVER for one that is missing."""
-        if which == KIND:
-            return SCHEDULED if place.slot == WAITS else MESSAGE
-        if which == QUEUE_ID:
-            return place.queue_id
-        if which == QUEUE_OFFSET:
-            return NEVER if place.slot == WAITS else place.offset
-        if which == STORE_MS:
+    cdef inline int64_t number(self, Row* row, Position* position, int column_id) noexcept:
+        """Return a number of a row, NEVER if it is missing."""
+        if column_id == KIND:
+            return SCHEDULED if position.slot == PENDING else MESSAGE
+        if column_id == QUEUE_ID:
+            return position.queue_id
+        if column_id == QUEUE_OFFSET:
+            return NEVER if position.slot == PENDING else position.offset
+        if column_id == STORE_MS:
             return self.now_ms
-        return NEVER if which == NOTHING else number_of(row, which)
+        return NEVER if column_id == NOTHING else number_of(row, column_id)
 
-    cdef bint is_zeros(self, int which) except -1:
-        """Return whether a number is 0 or missing in all rows."""
+    cdef bint is_zeros(self, int column_id) except -1:
+        """Return whether all numbers of a column are 0 or missing."""
         cdef SendRun run
         cdef Row* row
-        cdef Place* place = self.places
+        cdef Position* position = self.positions
         cdef int64_t value
-        if which == NOTHING:
+        if column_id == NOTHING:
             return True
         for run in self.runs:
             for row in run.rows[:run.count]:
-                value = self.number(row, place, which)
+                value = self.number(row, position, column_id)
                 if value != 0 and value != NEVER:
-                    return False  # mostly of the first row
-                place += 1
+                    return False  # in most columns already at the first row
+                position += 1
         return True
 
-    cdef int write_numbers(self, Written* column, int which) except -1:
+    cdef int write_numbers(self, Written* column, int column_id) except -1:
         cdef SendRun run
         cdef Row* row
-        cdef Place* place = self.places
+        cdef Position* position = self.positions
         cdef char* out = column.values
         cdef Py_ssize_t number = 0
         cdef int64_t value
         if column.is_zeros and column.nulls in (0, self.count):
-            return 0  # the message is all zero
+            return 0  # the message is filled with zeros already
         for run in self.runs:
             for row in run.rows[:run.count]:
-                value = self.number(row, place, which)
+                value = self.number(row, position, column_id)
                 if not column.nulls:
                     memcpy(out, &value, column.width)
                 elif value != NEVER:
@@ -294,11 +295,11 @@ cdef class Frame:
                     column.valid[number >> 3] |= 1 << (number & 7)
                 out += column.width
                 number += 1
-                place += 1
+                position += 1
         return 0
 
     cdef bytes message(self):
-        """Return the Arrow message, once it has been measured."""
+        """Encode the Arrow message. `measure` must have been called."""
         cdef int at
         cdef Written* column
         message = ENCODER.lay_out(self.count)
@@ -311,59 +312,59 @@ cdef class Frame:
         return message
 
     cdef list entries(self):
-        """Return of each queue that gets rows: topic, number, entries whose rows count from 0, bytes."""
+        """Encode the index entries. Returns per queue: topic, queue id, entries with row numbers, size in bytes."""
         cdef Py_ssize_t number
         cdef int at
-        cdef Place* place
+        cdef Position* position
         cdef Slot* slot
         cdef char* to
         cdef char** ends = <char**> malloc((self.topics.count or 1) * sizeof(char*))
         if ends == NULL:
             raise MemoryError
-        found = []
+        entries_by_queue = []
         try:
             for at in range(self.topics.count):
                 slot = self.topics.slots + at
                 held = bytearray(ENTRY_BYTES * slot.rows)
                 ends[at] = PyByteArray_AsString(held)
-                found.append((self.topics.topics[slot.topic], slot.queue_id, held, slot.size_bytes))
+                entries_by_queue.append((self.topics.topics[slot.topic], slot.queue_id, held, slot.size_bytes))
             for number in range(self.count):
-                place = self.places + number
-                if place.slot == WAITS:
+                position = self.positions + number
+                if position.slot == PENDING:
                     continue
-                to = ends[place.slot]
+                to = ends[position.slot]
                 write32(to + 4, <int32_t> number)
-                write32(to + 8, place.size_bytes)
-                write32(to + 12, <int32_t> (place.tag >> 32))
-                write32(to + 16, <int32_t> place.tag)
-                ends[place.slot] = to + ENTRY_BYTES
+                write32(to + 8, position.size_bytes)
+                write32(to + 12, <int32_t> (position.tag >> 32))
+                write32(to + 16, <int32_t> position.tag)
+                ends[position.slot] = to + ENTRY_BYTES
         finally:
             free(ends)
-        return found
+        return entries_by_queue
 
 
 def log_rows(
     list runs not None, dict topics not None, tag_number, int64_t now_ms, int64_t last_ms, str host not None
 ):
-    """Return the rows of these runs as an Arrow message of the log, with their places; None when one goes another way.
+    """Encode the rows of these runs as an Arrow message of the log. None if the code for rows and columns must do it.
 
-    `topics` are those of all names; `tag_number` returns what makes the index's number of a tag of one of them.
-    `last_ms`: the latest instant for which a send may wait. Beside the message: queue and offset of each row; what
-    `Frame.entries` returns; the next turn of each topic that has had one; the positions of the rows that wait, and
-    their bytes.
+    `topics` maps names to topics. `tag_number(topic)` returns a function from a tag to its number in the queue index.
+    `last_ms` is the latest due time that is allowed. Returns the message, queue id and offset of each row, the result
+    of `Frame.entries`, the next queue in turn of each topic that has used one, the row numbers of scheduled messages,
+    and the size of these rows in bytes.
     """
     cdef Frame frame = Frame(runs, Topics(topics, tag_number), now_ms, host.encode())
     cdef Py_ssize_t at
-    if not frame.place(last_ms) or not frame.measure():
+    if not frame.assign_positions(last_ms) or not frame.measure():
         return None
     message = frame.message()
-    queue_ids, offsets, waiting = [], [], []
+    queue_ids, offsets, pending = [], [], []
     for at in range(frame.count):
-        queue_ids.append(frame.places[at].queue_id)
-        if frame.places[at].slot == WAITS:
+        queue_ids.append(frame.positions[at].queue_id)
+        if frame.positions[at].slot == PENDING:
             offsets.append(None)
-            waiting.append(at)
+            pending.append(at)
         else:
-            offsets.append(frame.places[at].offset)
+            offsets.append(frame.positions[at].offset)
     turns = {topic: turn[0] for topic, turn in zip(frame.topics.topics, frame.topics.turns) if turn[2]}
-    return message, queue_ids, offsets, frame.entries(), turns, waiting, frame.waiting_bytes
+    return message, queue_ids, offsets, frame.entries(), turns, pending, frame.pending_bytes

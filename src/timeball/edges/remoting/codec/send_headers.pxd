@@ -1,23 +1,23 @@
 # cython: language_level=3
-"""A plain send while it is a row, and what reads it; see send_headers.pyx."""
+"""C declarations of send_headers.pyx."""
 
 from libc.stdint cimport int32_t, int64_t
 
 from timeball.edges.remoting.codec.c_text cimport Buffer, Text
 
 
-cdef int64_t NEVER  # no instant
+cdef int64_t NEVER  # no due time
 
 
 cdef struct Row:
-    # Offsets: of the frame's parts in the run's data, of the texts behind them in the run's own text.
+    # Positions: of frame, payload and body in the run's `data`, and of the texts in the run's `text`.
     int32_t frame_at, payload_at, payload_bytes, body_at, body_bytes, text_at, text_bytes
-    int32_t tag_at, tag_bytes, keys_at, keys_bytes, key_at, key_bytes  # -1 bytes: there is none
+    int32_t tag_at, tag_bytes, keys_at, keys_bytes, key_at, key_bytes  # -1 bytes: missing
     int32_t topic, opaque, queue_id, flag, sys_flag, times, level
     int64_t born_ms, due_ms
-    int32_t delays, delay_at, delay_bytes  # properties that name one, and where the last of them has its value
-    int delay  # of which name: its place in DELAYS
-    int32_t parts  # messages of its request: 1, of a batch their number; 0 of those that are not the first of it
+    int32_t delays, delay_at, delay_bytes  # number of delay properties, and the value of the last of them
+    int delay  # index of the last one's name in DELAYS
+    int32_t parts  # messages of the request: 1, or for a batch their number in its first row and 0 in the others
     bint is_binary, is_one_way, is_batch
 
 

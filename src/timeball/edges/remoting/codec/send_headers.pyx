@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""The header of a plain send and the properties in it, read in C; what sends.py and SendRows read, see send_runs.pyx.
+"""Read the header of a plain send and its properties in C: the counterpart of sends.py and SendRows. See send_runs.pyx.
 
 Each function returns False for a send that is not plain.
 """
@@ -20,7 +20,7 @@ cdef enum:
     NAMES_MAX = 16
     LEVEL_UNIT = -1
     INSTANT_UNIT = -2
-    RECORD_BYTES = 22  # of a batch's record: all but its body and its properties
+    RECORD_BYTES = 22  # of a record in a batch, without its body and properties
 
 cdef int32_t SEND = RequestCode.SEND_MESSAGE_V2, LONG_SEND = RequestCode.SEND_MESSAGE
 cdef int32_t BATCH = RequestCode.SEND_BATCH_MESSAGE
@@ -31,7 +31,7 @@ cdef int64_t DELAY_NUMBER_MAX = 10 ** 15
 cdef int64_t INT32_MAX = (1 << 31) - 1, INT64_MAX = (1 << 63) - 1
 NEVER = -INT64_MAX - 1
 
-# Texts of C, and the objects that hold their bytes.
+# Each C Text points into a Python object, which is kept so that its bytes stay valid.
 cdef list _delays = [name.encode() for name in sorted(delays.NAMES)]
 cdef dict _units_ms = {
     delays.LEVEL: LEVEL_UNIT, delays.TIMER_SECONDS: 1000, delays.TIMER_MS: 1, delays.TIMER_INSTANT: INSTANT_UNIT,
@@ -40,8 +40,8 @@ cdef list _long_names = [LONG_NAMES[name].encode() for name, _ in sorted(SHORT_N
 cdef bytes _priority = message.PRIORITY.encode(), _lite_topic = message.LITE_TOPIC.encode()
 cdef Text PRIORITY = Text(_priority, len(_priority)), LITE_TOPIC = Text(_lite_topic, len(_lite_topic))
 cdef Text DELAYS[NAMES_MAX]
-cdef int64_t UNITS_MS[NAMES_MAX]  # what a delay's number counts; 0: not planned here
-cdef Text FIELDS[NAMES_MAX]  # the long name of `a`, of `b` and so on
+cdef int64_t UNITS_MS[NAMES_MAX]  # unit of a delay's number in ms. 0: left to `delays.plan`
+cdef Text FIELDS[NAMES_MAX]  # long names, in the order of the short names `a`, `b`, …
 cdef int _at, DELAY_NAMES = len(_delays), FIELD_NAMES = len(_long_names)
 for _at in range(DELAY_NAMES):
     DELAYS[_at] = Text(<bytes> _delays[_at], len(_delays[_at]))
@@ -90,7 +90,7 @@ cdef bint read_json(Row* row, Buffer* text, Text header, Text* topic) except -1:
             return False
         if p >= end:
             return False
-    # The C++ client ends its header with a line feed.
+    # The C++ client writes a line feed after its header.
     return has_fields and p[0] == c"}" and (p + 1 == end or (p + 2 == end and p[1] == c"\n"))
 
 
@@ -167,7 +167,7 @@ cdef bint read_binary(Row* row, Buffer* text, Text header, Text* topic) except -
 
 
 cdef char letter_of(Text name, bint is_long) noexcept:
-    """Return the letter of a field; `z` for one that nothing is made of."""
+    """Return the short name of a field, `z` for a field that is not used."""
     cdef int at
     if not is_long:
         return name.at[0] if name.size == 1 and c"a" <= name.at[0] <= c"m" else c"z"
@@ -178,7 +178,7 @@ cdef char letter_of(Text name, bint is_long) noexcept:
 
 
 cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare, uint32_t* seen) noexcept:
-    """Set a field; False when it is there twice, or written in an unusual form. `is_bare`: without quotes, in JSON."""
+    """Set a field. False if it is repeated or has an unusual form. `is_bare`: a JSON value without quotes."""
     cdef int64_t number
     cdef bint is_false = same(value, b"false", 5), is_true = same(value, b"true", 4)
     if letter == c"z":
@@ -211,7 +211,7 @@ cdef bint set_field(Row* row, Text* topic, char letter, Text value, bint is_bare
 
 
 cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, Py_ssize_t end) except -1:
-    """Read the record of a batch that begins at `at`, and move on to the next; records.py draws the layout."""
+    """Read the record of a batch at `at`, and move `at` behind it. records.py shows the layout."""
     cdef const char* p = data + at[0]
     cdef int64_t total, body_bytes
     if end - at[0] < RECORD_BYTES:
@@ -233,7 +233,7 @@ cdef bint read_record(Row* row, Buffer* text, const char* data, Py_ssize_t* at, 
 
 
 cdef bint read_properties(Row* row, Buffer* text) except -1:
-    """Find the properties that are columns of their own, and whether there is a delay."""
+    """Find the properties that are stored in columns (tag, keys, unique key), and the delay properties."""
     cdef char* begin = text.data + text.size
     cdef const char* at = begin
     cdef const char* end = begin + row.text_bytes
@@ -270,20 +270,22 @@ cdef bint read_properties(Row* row, Buffer* text) except -1:
                         row.delays += 1
                         row.delay, row.delay_at, row.delay_bytes = delay, value_at, value_bytes
         at = stop + 1
-    if has_mark(begin, row.key_at, row.key_bytes, row.text_at) or has_mark(begin, row.tag_at, row.tag_bytes, row.text_at):
+    if has_separator(begin, row.key_at, row.key_bytes, row.text_at) or has_separator(
+        begin, row.tag_at, row.tag_bytes, row.text_at
+    ):
         return False
-    if has_mark(begin, row.keys_at, row.keys_bytes, row.text_at):
+    if has_separator(begin, row.keys_at, row.keys_bytes, row.text_at):
         return False
     return 0 < row.key_bytes <= KEY_MAX and row.tag_bytes <= TAG_MAX and row.keys_bytes <= KEYS_MAX
 
 
-cdef bint has_mark(const char* begin, int32_t at, int32_t size_bytes, int32_t begin_at) noexcept:
-    """Return whether a value has the character that ends a property's name: the rules of the broker refuse it."""
+cdef bint has_separator(const char* begin, int32_t at, int32_t size_bytes, int32_t begin_at) noexcept:
+    """Return whether a value contains \\x01, the separator of name and value, which the broker refuses."""
     return size_bytes > 0 and memchr(begin + (at - begin_at), 1, size_bytes) != NULL
 
 
 cdef bint names_delay(Text properties) noexcept:
-    """Return whether one of these properties has the name of a delay."""
+    """Return whether one of these properties is a delay property."""
     cdef const char* at = properties.at
     cdef const char* end = properties.at + properties.size
     cdef const char* stop
@@ -311,7 +313,7 @@ cdef bint is_utf8(Text text) except -1:
 
 
 cdef bint plan_plain(Row* row, Buffer* text, int64_t now_ms, int64_t delay_ms_max) noexcept:
-    """Plan a lone delay that is an ordinary number; False leaves it to `delays.plan`, which may refuse it."""
+    """Compute the delay of a row from its only delay property. False: left to `delays.plan`, which may refuse it."""
     cdef Text value = Text(text.data + row.delay_at, row.delay_bytes)
     cdef int64_t number, unit_ms = UNITS_MS[row.delay]
     if row.delays != 1 or not unit_ms or not read_number(value, 1, DELAY_NUMBER_MAX, &number):

@@ -1,5 +1,5 @@
 # cython: language_level=3
-"""A run of plain sends, as the compiled modules see it; see send_runs.pyx."""
+"""C declarations of send_runs.pyx."""
 
 from libc.stdint cimport int32_t
 
@@ -14,10 +14,10 @@ cdef enum:
 cdef class SendRun:
     cdef bytes data, born_host
     cdef Row* rows
-    cdef Py_ssize_t count, room
+    cdef Py_ssize_t count, capacity
     cdef Buffer text
-    cdef Text names[TOPICS_MAX]  # of the topics, while the run is cut out
-    cdef int32_t greatest[TOPICS_MAX]  # queue that is asked for of each
+    cdef Text names[TOPICS_MAX]  # of the topics
+    cdef int32_t greatest[TOPICS_MAX]  # greatest requested queue id of each topic
     cdef int topics
     cdef int32_t end
     cdef readonly list destinations

@@ -1,16 +1,16 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Runs of plain sends, cut out, read and answered in C: the compiled twin of what sends.py and SendRows do one by one.
+"""Split received bytes into runs of plain sends, in C: the compiled counterpart of sends.py and SendRows.
 
     bytes of a connection -> cut -> Frame | PlainPull | SendRun -> join -> columns of a batch
                                                                 -> answers, as bytes
 
-A send is plain when producers write it so and only its topic, its queue and its delay are left to decide about; a batch
-when each of its records is, and it names its queue: then its messages are rows of the run, with one answer. A plain
-pull (plain_pulls.pyx) stands in its place between the runs, and so does all else, as a Frame that goes the way of the
-reference. So nothing is refused here: each doubt
-(another spelling of JSON, an unusual number, a field that is there twice, a text near its limit) makes a frame not plain.
+A send is plain if its header has the usual form, and only its topic, its queue and its delay still have to be checked.
+A batch (SEND_BATCH_MESSAGE) is plain if each of its records is plain and it names a queue. Its messages are then rows
+of the run, with one answer. Between the runs, in the order of the bytes, are plain pulls (plain_pulls.pyx), and Frames
+for everything else, which the reference handles. So nothing is refused here: a frame with any doubt (another form of
+JSON, an unusual number, a repeated field, a text near its limit) is not plain.
 
-The columns and answers are those that the reference makes (tests/edges/remoting/codec/test_implementation.py).
+The columns and answers equal those of the reference (tests/edges/remoting/codec/test_implementation.py).
 """
 
 from libc.stdint cimport int32_t, int64_t, uint32_t
@@ -26,11 +26,11 @@ from timeball.edges.remoting.codec.send_headers cimport (
 from timeball.model.message import RETRY_PREFIX, decode_properties
 from timeball.edges.remoting.codec import delays
 from timeball.edges.remoting.codec.codes import MessageFlag
-from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Frame, refusal
+from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Frame, length_error
 
 cdef enum:
-    ROWS_MAX = 1024  # of a run; a batch may take it beyond, by as many as its body has room for
-    BODY_BYTES_MAX = 65535  # a larger one counts by itself while it is under way (connection.py)
+    ROWS_MAX = 1024  # of a run. A batch at its end may exceed it by the number of its messages
+    BODY_BYTES_MAX = 65535  # a larger body is not part of a run: it is counted while it is pending (connection.py)
 
 cdef int32_t TRANSACTION_BITS = MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT
 cdef Py_ssize_t HEADER_MAX = HEADER_BYTES_MAX
@@ -39,7 +39,7 @@ cdef Text RETRY = Text(_retry, len(_retry))
 
 
 cdef class SendRun:
-    """Plain sends that stand side by side in the bytes of one connection. Iterates as the rows of SEND_NAMES."""
+    """Consecutive plain sends of one connection. Iterates over their SendRows. See implementation.SendRun."""
 
     def __dealloc__(self):
         free(self.rows)
@@ -49,16 +49,16 @@ cdef class SendRun:
         return self.count
 
     cdef Row* next_row(self) except NULL:
-        if self.count == self.room:
-            room = 4 * self.room or 4
-            rows = <Row*> realloc(self.rows, room * sizeof(Row))
+        if self.count == self.capacity:
+            capacity = 4 * self.capacity or 4
+            rows = <Row*> realloc(self.rows, capacity * sizeof(Row))
             if rows == NULL:
                 raise MemoryError
-            self.rows, self.room = rows, room
+            self.rows, self.capacity = rows, capacity
         return self.rows + self.count
 
     cdef bint add(self, const char* data, Py_ssize_t at, Py_ssize_t body_at, Py_ssize_t end, int form) except -1:
-        """Add the frame from `at` to `end` of `data`, if it is a plain send or a batch of them."""
+        """Add the frame from `at` to `end` in `data`. False if it is not a plain send or a plain batch."""
         cdef Row* row
         cdef Text topic, header
         header.at, header.size = data + at + 8, body_at - at - 8
@@ -95,12 +95,12 @@ cdef class SendRun:
         return True
 
     cdef bint add_batch(self, const char* data, Py_ssize_t at, Py_ssize_t end, Text topic) except -1:
-        """Add the records of a batch, whose header is in the next row; none of them when one is not plain."""
+        """Add the records of a batch, whose header is in the next row. If one is not plain, none is added."""
         cdef Row head = self.rows[self.count]
         cdef Row* row
         cdef Py_ssize_t first = self.count, text_bytes = self.text.size, size_bytes = self.size_bytes
         cdef Text properties = Text(self.text.data + text_bytes, head.text_bytes)
-        # The properties of the whole must be a text. No more is made of them, but a delay in them is refused.
+        # The properties of the batch itself are not used, but the reference refuses a delay in them, or invalid text.
         if head.queue_id < 0 or not is_ascii(properties) or names_delay(properties):
             return False
         while at < end:
@@ -132,23 +132,23 @@ cdef class SendRun:
         row.topic = at
         self.greatest[at] = max(self.greatest[at], row.queue_id)
 
-    # -- when it has been cut out ------------------------------------------------------------------------------------
+    # -- after splitting ---------------------------------------------------------------------------------------------
 
     cdef int close(self, bytes data, Py_ssize_t end) except -1:
-        """Keep what the run needs of the bytes that it was cut out of, up to `end`."""
+        """Complete the run, which ends at `end` in `data`, and keep the bytes that it needs."""
         cdef int32_t begin = self.rows[0].frame_at
         cdef Py_ssize_t at
         self.destinations = [
             (self.names[at].at[:self.names[at].size].decode(), self.greatest[at]) for at in range(self.topics)
         ]
-        # The names too: the bytes that they stand in need not stay. The text has its last place only then.
+        # Copy the topic names into the text, so that they do not depend on `data`. The text does not move after that.
         for at in range(self.topics):
             put(&self.text, self.names[at].at, self.names[at].size)
         cdef const char* name = self.text.data + self.text.size
         for at in range(self.topics - 1, -1, -1):
             name -= self.names[at].size
             self.names[at].at = name
-        # A few sends must not hold a read of megabytes until they are durable.
+        # A few sends must not keep a read of megabytes in memory until they are durable.
         if 2 * (end - begin) < len(data):
             data = data[begin:end]
             for at in range(self.count):
@@ -160,48 +160,48 @@ cdef class SendRun:
         return 0
 
     def plan(self, bytes born_host, int64_t now_ms, int64_t delay_ms_max, str timing_zone, frozenset user_names):
-        """Complete the rows by what the edge knows, and by their delays; raises InvalidDelay."""
+        """Complete the rows with born host, time and delays. Raises InvalidDelay."""
         cdef Row* row
         self.born_host = born_host
         for row in self.rows[:self.count]:
             if row.born_ms == 0:
                 row.born_ms = now_ms
             if row.delays and not plan_plain(row, &self.text, now_ms, delay_ms_max):
-                found = decode_properties(self.value(row, row.text_at, row.text_bytes))
-                row.level, due_ms = delays.plan(found, now_ms, delay_ms_max, timing_zone, user_names)
+                properties = decode_properties(self.value(row, row.text_at, row.text_bytes))
+                row.level, due_ms = delays.plan(properties, now_ms, delay_ms_max, timing_zone, user_names)
                 row.due_ms = NEVER if due_ms is None else due_ms
 
     cdef object value(self, Row* row, int32_t at, int32_t size):
-        """Return a text of the properties, None for one that is not there."""
+        """Return a text from the properties, or None if it is missing."""
         return None if size < 0 else self.text.data[at:at + size].decode()
 
     def __iter__(self):
-        found = []
+        result = []
         cdef Row* row
         host = self.born_host.decode()
         for row in self.rows[:self.count]:
-            found.append((
+            result.append((
                 self.destinations[row.topic][0], self.data[row.body_at:row.body_at + row.body_bytes],
                 self.value(row, row.tag_at, row.tag_bytes), self.value(row, row.keys_at, row.keys_bytes),
                 self.value(row, row.key_at, row.key_bytes), self.value(row, row.text_at, row.text_bytes),
                 row.queue_id, row.born_ms, host, row.flag, row.sys_flag, row.times,
                 None if row.due_ms == NEVER else row.due_ms, row.level or None,
             ))
-        return iter(found)
+        return iter(result)
 
     def frames(self):
-        """Return the frames that the run was made of."""
-        found = []
+        """Return the frames of the run."""
+        result = []
         cdef Row* row
         for row in self.rows[:self.count]:
             if row.parts:
                 body = self.data[row.payload_at:row.payload_at + row.payload_bytes]
                 form = BINARY if row.is_binary else JSON
-                found.append(Frame(form, self.data[row.frame_at + 8:row.payload_at], body))
-        return found
+                result.append(Frame(form, self.data[row.frame_at + 8:row.payload_at], body))
+        return result
 
     def requests(self):
-        """Return number and serialisation of each request that waits for an answer."""
+        """Return opaque and serialisation of each request that is not one-way."""
         cdef Row* row
         return [
             (row.opaque, BINARY if row.is_binary else JSON)
@@ -214,39 +214,39 @@ cdef class SendRun:
 
 
 def cut(bytes data, Py_ssize_t frame_bytes_max):
-    """Cut frames, plain pulls and runs out of these bytes.
+    """Split bytes into frames, plain pulls and runs, in their order. See frame.Cut. Raises BadFrame.
 
-    Returns them, where the half frame at the end begins, and its size as far as it is known; raises BadFrame.
+    Returns them, the start position of the incomplete frame at the end, and its size as far as it is known.
     """
     cdef const char* begin = data
     cdef Py_ssize_t at = 0, size = len(data), awaited_bytes = 8, body_at, end
     cdef int32_t length
-    cdef uint32_t word, header_bytes
+    cdef uint32_t type_and_header_bytes, header_bytes
     cdef SendRun run = SendRun()
-    cdef list found = []
+    cdef list result = []
     while size - at >= 8:
-        length, word = <int32_t> read32(begin + at), read32(begin + at + 4)
-        header_bytes = word & 0xFFFFFF
+        length, type_and_header_bytes = <int32_t> read32(begin + at), read32(begin + at + 4)
+        header_bytes = type_and_header_bytes & 0xFFFFFF
         if not 4 <= length <= frame_bytes_max or <int64_t> header_bytes > length - 4:
-            raise refusal(length, header_bytes, frame_bytes_max)
+            raise length_error(length, header_bytes, frame_bytes_max)
         end = at + 4 + length
         if end > size:
             awaited_bytes = end - at
             break
         body_at = at + 8 + header_bytes
-        if not run.add(begin, at, body_at, end, word >> 24):
+        if not run.add(begin, at, body_at, end, type_and_header_bytes >> 24):
             if run.count:
                 run.close(data, at)
-                found.append(run)
+                result.append(run)
                 run = SendRun()
-            pull = read_pull(data, at + 8, body_at, end, word >> 24)
-            found.append(pull or Frame(word >> 24, data[at + 8:body_at], data[body_at:end]))
+            pull = read_pull(data, at + 8, body_at, end, type_and_header_bytes >> 24)
+            result.append(pull or Frame(type_and_header_bytes >> 24, data[at + 8:body_at], data[body_at:end]))
         elif run.count >= ROWS_MAX or run.topics == TOPICS_MAX:
             run.close(data, end)
-            found.append(run)
+            result.append(run)
             run = SendRun()
         at = end
     if run.count:
         run.close(data, at)
-        found.append(run)
-    return found, at, awaited_bytes
+        result.append(run)
+    return result, at, awaited_bytes

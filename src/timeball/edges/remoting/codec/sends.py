@@ -1,15 +1,15 @@
-"""Read the header of a send straight into its fields and write its answer: the hottest code of this edge.
+"""Decode the header of a send and encode its answer. This is the hottest Python code of the edge.
 
 Current producers name the fields with a letter (SEND_MESSAGE_V2, SEND_BATCH_MESSAGE). The C++ client and old clients
-use words (SEND_MESSAGE). A JSON header is decoded into a typed structure in one call, which also turns text into
-numbers. A binary header would be slower, because it takes a Python step per field. But its fields have a fixed order.
-The fields before `g` (the time of birth) are the same for all messages of a producer to a queue. So are those behind
-`i` (the properties). These two parts are cached:
+use long names (SEND_MESSAGE). A JSON header is decoded into a typed structure in one call, which also converts texts to
+numbers. Decoding a binary header field by field in Python would be slower. But its fields have a fixed order, and most
+of them are the same for all messages of a producer to a queue: those before `g` (the born time) and those after `i`
+(the properties). These two parts are cached, by their bytes:
 
     | a group | b topic | c … | d … | e queue | f sys flag | g born | h flag | i properties | j … n |
       \\------------- looked up whole in a cache -----------/                                \\--cached--/
 
-A part enters the cache after it was read field by field. It is found again only for exactly the same bytes.
+A part is decoded field by field once. It is reused only for exactly the same bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class SendFields(msgspec.Struct, rename=SHORT_NAMES, gc=False):
     batch: bool | None = None
 
 
-# The same fields, named in words. Not a subclass: msgspec renames only the fields that a class itself declares.
+# The same fields with the long names. Not a subclass, since msgspec renames only fields that a class declares itself.
 LongFields = msgspec.defstruct(
     "LongFields",
     [
@@ -108,7 +108,7 @@ SEND_CODES = frozenset(
 )
 _LONG = int(RequestCode.SEND_MESSAGE)
 _decode = msgspec.json.Decoder(SendHeader, strict=False).decode
-# The attributes are the same, only the names on the wire differ. So the result is used as a SendHeader.
+# A _LongHeader has the attributes of a SendHeader, and only the names on the wire differ. So it is used as one.
 _decode_long = cast(Callable[[bytes], SendHeader], msgspec.json.Decoder(_LongHeader, strict=False).decode)
 
 _FIXED = struct.Struct(">hBhii")
@@ -116,19 +116,19 @@ _CODE = struct.Struct(">h")
 _INT = struct.Struct(">i")
 _SHORT = struct.Struct(">h")
 _LENGTHS = struct.Struct(">ii")  # of the remark and of the extFields
-_EXT_AT = _FIXED.size + 8  # behind an empty remark and the length of the extFields
-_BORN = b"\x00\x01g\x00\x00\x00\x0d"  # `g`, 13 digits: the time of birth in ms, until the year 2286
+_EXT_AT = _FIXED.size + 8  # position of the extFields, after an empty remark and their length
+_BORN = b"\x00\x01g\x00\x00\x00\x0d"  # field `g` with 13 digits: the born time in ms, until the year 2286
 _BORN_BYTES = 13
 _FLAG = b"\x00\x01h"
 _PROPERTIES = b"\x00\x01i"
 CACHED_MAX = 4_096
-CACHED_BYTES_MAX = 512  # of one entry: with headers of 64 KiB the cache could take hundreds of megabytes
-_heads: dict[bytes, SendFields] = {}
-_tails: dict[bytes, SendFields] = {}
+CACHED_BYTES_MAX = 512  # of one entry. With headers of 64 KiB, the cache could take hundreds of megabytes
+_first_parts: dict[bytes, SendFields] = {}
+_last_parts: dict[bytes, SendFields] = {}
 
 
 def read_send(frame: Frame) -> SendHeader | None:
-    """Return the header of a send, or None for another request. Raises BadFrame and BadHeader."""
+    """Decode the header of a send. Returns None for other requests. Raises BadFrame and BadHeader."""
     header = frame.header
     if len(header) > HEADER_BYTES_MAX:
         raise header_too_large(frame)
@@ -148,7 +148,7 @@ def read_send(frame: Frame) -> SendHeader | None:
 
 
 def _json_code(header: bytes) -> int | None:
-    """Return the request code if it is the first field, as with every client seen so far, otherwise None."""
+    """Read the request code if it is the first field, as in all known clients. Otherwise returns None."""
     if header[:8] != b'{"code":':
         return None
     end = header.find(b",", 8, 16)
@@ -157,83 +157,87 @@ def _json_code(header: bytes) -> int | None:
 
 
 def from_command(command: Command) -> SendHeader | None:
-    """Return the header of a send from a decoded command, or None for another request. Raises BadHeader."""
+    """Convert a decoded command to the header of a send. Returns None for other requests. Raises BadHeader."""
     if command.code not in SEND_CODES or command.is_response:
         return None
-    kind = LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields
+    fields_type = LongFields if command.code == RequestCode.SEND_MESSAGE else SendFields
     try:
-        fields = cast(SendFields, msgspec.convert(command.ext, kind, strict=False))
+        fields = cast(SendFields, msgspec.convert(command.ext, fields_type, strict=False))
     except msgspec.ValidationError as error:
         raise BadHeader(f"the header of a send: {error}", command, ResponseCode.INVALID_PARAMETER) from error
     return SendHeader(command.code, fields, command.opaque, command.flag, command.version)
 
 
 def _read_cached(header: bytes) -> SendHeader | None:
-    """Read a binary header with the help of the cache, or return None if it does not have the usual form."""
+    """Decode a binary header with the caches. Returns None if it does not have the usual form."""
     if len(header) < _EXT_AT:
         return None
     code, _, version, opaque, flag = _FIXED.unpack_from(header)
-    born_at = header.find(_BORN, _EXT_AT)
-    if code == _LONG or born_at < 0:
+    born_position = header.find(_BORN, _EXT_AT)
+    if code == _LONG or born_position < 0:
         return None
     try:
         remark_bytes, ext_bytes = _LENGTHS.unpack_from(header, _FIXED.size)
         if remark_bytes != 0 or ext_bytes != len(header) - _EXT_AT:
             return None
-        head = _cached(_heads, header[_EXT_AT:born_at])
-        at = born_at + len(_BORN) + _BORN_BYTES
-        born_ms = int(header[at - _BORN_BYTES : at])
-        digits, at = _value(header, at, _FLAG)
-        message_flag = int(digits)
-        properties, at = _value(header, at, _PROPERTIES)
-        tail = _cached(_tails, header[at:])
-        if head is None or tail is None or not -(1 << 31) <= message_flag < 1 << 31:
+        first_part = _decode_part_cached(_first_parts, header[_EXT_AT:born_position])
+        position = born_position + len(_BORN) + _BORN_BYTES
+        born_ms = int(header[position - _BORN_BYTES : position])
+        flag_digits, position = _read_value(header, position, _FLAG)
+        message_flag = int(flag_digits)
+        properties, position = _read_value(header, position, _PROPERTIES)
+        last_part = _decode_part_cached(_last_parts, header[position:])
+        if first_part is None or last_part is None or not -(1 << 31) <= message_flag < 1 << 31:
             return None
         fields = SendFields(
-            head.topic, head.group, head.default_topic, head.default_queues, head.queue_id, head.sys_flag,
-            born_ms, message_flag, properties.decode(), tail.reconsume_times, tail.unit_mode,
-            tail.max_reconsume_times, tail.batch,
+            first_part.topic, first_part.group, first_part.default_topic, first_part.default_queues,
+            first_part.queue_id, first_part.sys_flag, born_ms, message_flag, properties.decode(),
+            last_part.reconsume_times, last_part.unit_mode, last_part.max_reconsume_times, last_part.batch,
         )  # fmt: skip
     except (ValueError, struct.error):
         return None  # `decode` reads every field and names the fault
     return SendHeader(code, fields, opaque, flag, version)
 
 
-def _value(header: bytes, at: int, name: bytes) -> tuple[bytes, int]:
-    """Return the value of the field `name` that must begin at `at`, and the position of the next field."""
-    if header[at : at + len(name)] != name:
+def _read_value(header: bytes, position: int, name: bytes) -> tuple[bytes, int]:
+    """Read the field that must begin at `position`. Returns its value and the position of the next field.
+
+    `name` is the encoded name of the field. Raises ValueError if another field is there.
+    """
+    if header[position : position + len(name)] != name:
         raise ValueError("not the usual order")
-    (size,) = _INT.unpack_from(header, at + len(name))
-    begin = at + len(name) + 4
-    if size < 0 or begin + size > len(header):
-        raise ValueError("a length that lies")
-    return header[begin : begin + size], begin + size
+    (value_bytes,) = _INT.unpack_from(header, position + len(name))
+    start = position + len(name) + 4
+    if value_bytes < 0 or start + value_bytes > len(header):
+        raise ValueError("a length beyond the header")
+    return header[start : start + value_bytes], start + value_bytes
 
 
-def _cached(cache: dict[bytes, SendFields], data: bytes) -> SendFields | None:
-    found = cache.get(data)
-    if found is None:
-        found = _read_pairs(data)
-        if found is not None and len(data) <= CACHED_BYTES_MAX:
+def _decode_part_cached(cache: dict[bytes, SendFields], data: bytes) -> SendFields | None:
+    """Look up or decode the fields of a part. Returns None if it cannot be decoded."""
+    fields = cache.get(data)
+    if fields is None:
+        fields = _decode_part(data)
+        if fields is not None and len(data) <= CACHED_BYTES_MAX:
             if len(cache) >= CACHED_MAX:
-                cache.clear()  # it can be computed again, and hostile headers must not fill the memory
-            cache[data] = found
-    return found
+                cache.clear()  # the entries can be decoded again, and hostile headers must not fill the memory
+            cache[data] = fields
+    return fields
 
 
-def _read_pairs(data: bytes) -> SendFields | None:
-    """Read a run of whole key-value pairs. A run without a topic gets an empty one."""
+def _decode_part(data: bytes) -> SendFields | None:
+    """Decode complete name-value pairs. Without a topic among them, the topic is empty."""
     pairs: dict[str, str] = {"b": ""}
-    at = 0
-    while at < len(data):
-        (size,) = _SHORT.unpack_from(data, at)
-        name = data[at + 2 : at + 2 + size].decode()
-        (value_size,) = _INT.unpack_from(data, at + 2 + size)
-        begin = at + 6 + size
-        at = begin + value_size
-        if size < 0 or value_size < 0 or at > len(data):
+    position = 0
+    while position < len(data):
+        (name_bytes,) = _SHORT.unpack_from(data, position)
+        name = data[position + 2 : position + 2 + name_bytes].decode()
+        (value_bytes,) = _INT.unpack_from(data, position + 2 + name_bytes)
+        value_position = position + 6 + name_bytes
+        position = value_position + value_bytes
+        if name_bytes < 0 or value_bytes < 0 or position > len(data):
             return None  # the bytes of _BORN were found inside a value
-        pairs[name] = data[begin:at].decode()
+        pairs[name] = data[value_position:position].decode()
     try:
         return msgspec.convert(pairs, SendFields, strict=False)
     except msgspec.ValidationError:
@@ -243,10 +247,10 @@ def _read_pairs(data: bytes) -> SendFields | None:
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-# Answers are formatted from a pattern: at 500,000 per second, a dictionary per answer is too slow. The fields are those
-# of RocketMQ's SendMessageResponseHeader. `extFields` is never absent, because Java reads TRACE_ON and MSG_REGION
-# without a check for null, in answers to sends and to recalls. A client traces only sends whose answer contains these
-# two.
+# Answers are formatted from a template: at 500,000 per second, a dictionary per answer is too slow. The fields are
+# those of RocketMQ's SendMessageResponseHeader. `extFields` is never absent, because Java clients read TRACE_ON and
+# MSG_REGION without a null check, in answers to sends and to recalls. Clients trace only sends whose answer has these
+# two fields.
 TRACED = {"TRACE_ON": "true", "MSG_REGION": "DefaultRegion"}
 _TRACED_JSON = msgspec.json.encode(TRACED).decode().strip("{}")
 
@@ -258,7 +262,7 @@ _RESPONSE = int(CommandFlag.RESPONSE)
 
 
 def host_digits(host: Host) -> str:
-    """Return the part of a message id that names the broker. The sequence number follows it as 16 digits."""
+    """Encode the first part of an offsetMsgId, which names the broker. 16 digits of the sequence number follow it."""
     return (host.address + struct.pack(">i", host.port)).hex().upper()
 
 
@@ -271,10 +275,10 @@ def encode_reply(
     unique_key: str,
     recall_handle: str = "",
 ) -> bytes:
-    """Encode one answer as a frame. `msg_ids` is the offsetMsgId, or several joined with commas for a batch."""
+    """Encode the answer to a send as a frame. `msg_ids` is an offsetMsgId, or several with commas for a batch."""
     if serialisation != JSON:
         return _encode_binary(opaque, queue_id, queue_offset, msg_ids, unique_key, recall_handle)
-    # Clients choose their keys, so a key with special characters goes through the JSON encoder.
+    # Clients choose the keys, so a key with special characters is escaped by the JSON encoder.
     key = f'"{unique_key}"' if unique_key.isalnum() else msgspec.json.encode(unique_key).decode()
     recall = f',"recallHandle":{msgspec.json.encode(recall_handle).decode()}' if recall_handle else ""
     header = (
@@ -289,19 +293,28 @@ def encode_reply(
 def _encode_binary(
     opaque: int, queue_id: int, queue_offset: int, msg_ids: str, unique_key: str, recall_handle: str
 ) -> bytes:
+    """Encode the answer to a send with a binary header."""
     queue, offset, ids, key = b"%d" % queue_id, b"%d" % queue_offset, msg_ids.encode(), unique_key.encode()
-    size = _INT.pack  # packed inline instead of by `_pair`: four calls take 0.4 us per answer
+    pack_length = _INT.pack  # not by `_pair`: four calls would take 0.4 us per answer
     ext = b"".join(
         (
-            _TRACED_BINARY, _QUEUE_ID, size(len(queue)), queue, _MSG_ID, size(len(ids)), ids,
-            _QUEUE_OFFSET, size(len(offset)), offset, _TRANSACTION_ID, size(len(key)), key,
+            _TRACED_BINARY, _QUEUE_ID, pack_length(len(queue)), queue, _MSG_ID, pack_length(len(ids)), ids,
+            _QUEUE_OFFSET, pack_length(len(offset)), offset, _TRANSACTION_ID, pack_length(len(key)), key,
             _pair(_RECALL_HANDLE, recall_handle.encode()) if recall_handle else b"",
         )
     )  # fmt: skip
     header_bytes = _BINARY.size - _PREFIX.size + len(ext)
-    word = _BINARY_TYPE | header_bytes
+    type_and_header_bytes = _BINARY_TYPE | header_bytes
     fixed = _BINARY.pack(
-        4 + header_bytes, word, 0, Language.JAVA, BROKER_VERSION, opaque, _RESPONSE, 0, len(ext)
+        4 + header_bytes,
+        type_and_header_bytes,
+        0,
+        Language.JAVA,
+        BROKER_VERSION,
+        opaque,
+        _RESPONSE,
+        0,
+        len(ext),
     )
     return fixed + ext
 
@@ -310,10 +323,16 @@ def _pair(name: bytes, value: bytes) -> bytes:
     return name + _INT.pack(len(value)) + value
 
 
-def _sized(name: bytes) -> bytes:
+def _with_length(name: bytes) -> bytes:
     return struct.pack(">h", len(name)) + name
 
 
-_QUEUE_ID, _MSG_ID, _QUEUE_OFFSET = _sized(b"queueId"), _sized(b"msgId"), _sized(b"queueOffset")
-_TRANSACTION_ID, _RECALL_HANDLE = _sized(b"transactionId"), _sized(b"recallHandle")
-_TRACED_BINARY = b"".join(_pair(_sized(name.encode()), value.encode()) for name, value in TRACED.items())
+_QUEUE_ID, _MSG_ID, _QUEUE_OFFSET = (
+    _with_length(b"queueId"),
+    _with_length(b"msgId"),
+    _with_length(b"queueOffset"),
+)
+_TRANSACTION_ID, _RECALL_HANDLE = _with_length(b"transactionId"), _with_length(b"recallHandle")
+_TRACED_BINARY = b"".join(
+    _pair(_with_length(name.encode()), value.encode()) for name, value in TRACED.items()
+)

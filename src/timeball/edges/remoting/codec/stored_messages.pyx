@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Rows as stored messages, in C: the compiled twin of `encode_each` and `StoredFrame`; records.py draws the layout.
+"""Encode rows as stored messages, in C: the compiled counterpart of `encode_each` and `StoredFrame` in records.py.
 
-Reads the buffers of Arrow columns where they are: those of a frame in the mapped segment, without an object of Arrow's.
-Rows that are out of order (a host without a port that fits, properties of more than 65,535 bytes) are left to the
-reference, whose error is the right one.
+The buffers of Arrow columns are read in place: those of a frame in the mapped segment, without creating Arrow objects.
+Invalid rows (a port that does not fit, properties of more than 65,535 bytes) are left to the reference, which raises
+the error. records.py shows the layout of a message.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -24,22 +24,22 @@ from timeball.edges.remoting.codec import records
 from timeball.edges.remoting.codec.codes import MessageFlag
 
 cdef enum:
-    ENTRY_BYTES = 20  # of a queue's index, which begins with the number of its row: queue_entry.ENTRY
-    FIXED_BYTES = 83  # of version 1: all but the addresses, the body, the topic and the properties
+    ENTRY_BYTES = 20  # of an entry in a queue's index, which begins with the sequence number: queue_entry.ENTRY
+    FIXED_BYTES = 83  # of a message of version 1 with IPv4 hosts, without body, topic and properties
     ROWS_MIN = 4
     PROPERTIES_MAX = 65535
     TOPIC_MAX = 32767
-    HOSTS_MAX = 4096  # that have been parsed: clients' addresses
+    HOSTS_MAX = 4096  # cached born hosts
     COLUMNS = 17
-    NAMED = 3  # properties that may stand in a column only
+    NAMED = 3  # properties that may be stored only in a column
 
 cdef int32_t BORN_V6 = MessageFlag.BORN_HOST_V6, STORE_V6 = MessageFlag.STORE_HOST_V6
-cdef int32_t ENDED = MessageFlag.TRANSACTION_ROLLBACK, COMMITTED = MessageFlag.TRANSACTION_COMMIT
+cdef int32_t TRANSACTION_BITS = MessageFlag.TRANSACTION_ROLLBACK, COMMITTED = MessageFlag.TRANSACTION_COMMIT
 cdef uint32_t MAGIC_V1 = records.MAGIC_V1, MAGIC_V2 = records.MAGIC_V2
 cdef Py_ssize_t TOPIC_V1_MAX = records.TOPIC_BYTES_V1_MAX
 
 
-# With the byte that ends the name.
+# Each with the separator of name and value.
 cdef list _properties = [b"UNIQ_KEY\x01", b"TAGS\x01", b"KEYS\x01"]
 cdef Text PROPERTIES[NAMED]
 cdef int _name
@@ -52,7 +52,7 @@ cdef bytes _real = records.REAL_TOPIC.encode()
 cdef Text TIMER_PREFIX = Text(_timer, len(_timer)), TIMER_DONE = Text(_done, len(_done))
 cdef Text REAL_TOPIC = Text(_real, len(_real))
 cdef bytes _region = b"\x02" + records.REGION
-cdef Text REGION = Text(_region, len(_region))  # with what ends the property before it
+cdef Text REGION = Text(_region, len(_region))  # including the separator before it
 cdef Py_ssize_t PROPERTIES_JAVA_MAX = records.PROPERTIES_JAVA_MAX
 
 
@@ -61,14 +61,15 @@ cdef struct Columns:  # in the order of NAMES
     Column flag, sys_flag, times, source, due_ms, accepted_ms
 
 
-cdef dict HOSTS = {None: _host(records.NO_HOST)}  # as bytes; to parse one costs as much as ten messages
+# Born hosts as bytes. Cached, since parsing a host takes as long as encoding ten messages.
+cdef dict HOSTS = {None: _host(records.NO_HOST)}
 cdef list NAMES = [
     "topic", "queue_id", "queue_offset", "body", "properties", "tag", "keys", "unique_key", "born_ms", "born_host",
     "store_ms", "flag", "sys_flag", "reconsume_times", "source_seq", "due_ms", "accepted_ms",
 ]
-cdef dict PLACES = {name: READ_SCHEMA.get_field_index(name) for name in READ_SCHEMA.names}
+cdef dict COLUMN_INDICES = {name: READ_SCHEMA.get_field_index(name) for name in READ_SCHEMA.names}
 
-# Of each of NAMES: its number in a frame's message, its first buffer and its width.
+# For each of NAMES: the index of the column in a frame's message, its first buffer, and its width in bytes.
 cdef int FIELDS[COLUMNS]
 cdef int FIRST_BUFFERS[COLUMNS]
 cdef int WIDTHS[COLUMNS]
@@ -84,11 +85,11 @@ cdef uintptr_t address(buffer) except? 0:
     return 0 if buffer is None else buffer.address
 
 
-cdef int columns_of(rows, Columns* found) except -1:
-    """Find the columns of READ_SCHEMA rows, whose memory must outlive them."""
-    cdef Column* column = <Column*> found
+cdef int columns_of(rows, Columns* columns) except -1:
+    """Find the columns of READ_SCHEMA rows. The rows must live as long as the columns are used."""
+    cdef Column* column = <Column*> columns
     for name in NAMES:
-        array = rows.column(<int> PLACES[name])
+        array = rows.column(<int> COLUMN_INDICES[name])
         buffers = array.buffers()
         column.valid = <const uint8_t*> address(buffers[0]) if array.null_count else NULL
         column.values = <const char*> address(buffers[1])
@@ -98,10 +99,10 @@ cdef int columns_of(rows, Columns* found) except -1:
     return 0
 
 
-cdef bint columns_in(const char* payload, Py_ssize_t size, Py_ssize_t rows, Columns* found) noexcept:
-    """Find the columns of a frame in its bytes; False when these are unusual."""
+cdef bint columns_in(const char* payload, Py_ssize_t size, Py_ssize_t rows, Columns* columns) noexcept:
+    """Find the columns in the bytes of a frame. False if they have an unusual layout."""
     cdef Message message
-    cdef Column* column = <Column*> found
+    cdef Column* column = <Column*> columns
     cdef int at
     if not read_message(payload, size, FIELDS_ALL, BUFFERS_ALL, &message) or message.rows != rows:
         return False
@@ -116,35 +117,35 @@ cdef inline bint is_visible(Columns* of, Py_ssize_t row) noexcept:
 
 
 def encode_each(rows, *, store_host, born_host=records.NO_HOST):
-    """Return a stored message for each of these READ_SCHEMA rows; see records.encode_each."""
+    """Encode each of these READ_SCHEMA rows as a stored message. See records.encode_each."""
     cdef Columns columns
     cdef Record record
     cdef Py_ssize_t row
-    # To look at the columns costs as much as a few rows do in Python.
+    # For a few rows, Python is faster: finding the columns takes as long as encoding these rows.
     if rows.num_rows < ROWS_MIN or not rows.schema.equals(READ_SCHEMA) or any(
-        rows.column(<int> PLACES[name]).null_count for name in ("seq", "topic", "queue_id")
+        rows.column(<int> COLUMN_INDICES[name]).null_count for name in ("seq", "topic", "queue_id")
     ):
         return records.encode_each(rows, store_host=store_host, born_host=born_host)
     columns_of(rows, &columns)
     seqs = rows.column(0)
     cdef const int64_t* seq = <const int64_t*> address(seqs.buffers()[1]) + <Py_ssize_t> seqs.offset
     cdef Hosts hosts = Hosts(store_host, born_host)
-    cdef list found = []
+    cdef list messages = []
     for row in range(rows.num_rows):
         if not hosts.measure(&columns, row, &record):
             return records.encode_each(rows, store_host=store_host, born_host=born_host)
         data = PyBytes_FromStringAndSize(NULL, record.total)
         hosts.write(&columns, row, seq[row], &record, PyBytes_AsString(data))
-        found.append(data)
-    return found
+        messages.append(data)
+    return messages
 
 
 cdef class StoredFrame:
-    """The rows of one frame, read where they are mapped; see records.StoredFrame."""
+    """An opened frame of the log, read in place. See implementation.StoredFrame."""
 
     cdef Columns columns
     cdef object segment, frame
-    cdef object kept  # what holds the memory of the columns
+    cdef object kept  # the object that owns the memory of the columns
     cdef readonly int64_t first_seq
     cdef readonly int64_t end_seq
 
@@ -157,7 +158,7 @@ cdef class StoredFrame:
             columns_of(self.kept, &self.columns)
 
     def put(self, bytearray out, seqs, Py_ssize_t at, store_host, Py_ssize_t bytes_max):
-        """Append stored messages of `seqs[at:]` while they are of this frame and `out` stays within `bytes_max`."""
+        """Append the messages `seqs[at:]` that are in this frame and fit. See implementation.StoredFrame."""
         cdef Py_buffer entries
         if type(seqs) is list:
             return self.put_rows(out, seqs, NULL, len(<list> seqs), at, store_host, bytes_max)
@@ -173,9 +174,9 @@ cdef class StoredFrame:
         self, bytearray out, seqs, const char* entries, Py_ssize_t count, Py_ssize_t at, store_host,
         Py_ssize_t bytes_max
     ):
-        """`put` for `count` numbers: in these entries, or else in the list `seqs`."""
+        """Implement `put` for `count` sequence numbers in `entries` or, if that is NULL, in the list `seqs`."""
         cdef Record record
-        cdef Py_ssize_t row, size = len(out), room = size
+        cdef Py_ssize_t row, size = len(out), capacity = size
         cdef int64_t seq
         cdef Hosts hosts = hosts_for(store_host)
         while at < count:
@@ -188,10 +189,10 @@ cdef class StoredFrame:
                 return records.StoredFrame(self.segment, self.frame).put(out, seqs, at, store_host, bytes_max)
             if size + record.total > bytes_max and size:
                 break
-            if size + record.total > room:
-                # For all that are left, if they are like this one: they mostly are.
-                room = size + max(record.total, min((count - at) * record.total, bytes_max - size))
-                PyByteArray_Resize(out, room)
+            if size + record.total > capacity:
+                # Enough for all remaining messages if they have the same size, as in most cases.
+                capacity = size + max(record.total, min((count - at) * record.total, bytes_max - size))
+                PyByteArray_Resize(out, capacity)
             hosts.write(&self.columns, row, seq, &record, PyByteArray_AsString(out) + size)
             size += record.total
             at += 1
@@ -206,36 +207,36 @@ cdef struct Record:
     Py_ssize_t total
     bint is_v1
     int32_t sys_flag
-    Text region  # what follows the properties
+    Text region  # the region property, appended to the properties
 
 
 cdef class Hosts:
-    """The hosts of some records as bytes, and the properties of the one that is being written."""
+    """Encodes messages with one store host, and caches born hosts. Holds the properties of the current message."""
 
     cdef bytes store, born
     cdef object otherwise
     cdef dict known
     cdef Text name  # of `born`
-    cdef Text properties  # where they stand in the row, or in `added`
+    cdef Text properties  # in the row, or in `added`
     cdef Buffer added
 
     def __cinit__(self, store_host, born_host):
         self.store, self.otherwise = _host(store_host), born_host
         self.known = HOSTS if born_host == records.NO_HOST else {None: _host(born_host)}
         self.name.size = -1
-        self.added.data, self.added.size, self.added.room = NULL, 0, 0
+        self.added.data, self.added.size, self.added.capacity = NULL, 0, 0
 
     def __dealloc__(self):
         free(self.added.data)
 
     cdef int find_born(self, Columns* of, Py_ssize_t row) except -1:
-        """Set `born` to the host of a row."""
+        """Set `born` to the born host of a row."""
         cdef Text host = text(&of.born_host, row)
         name = None
         if is_missing(&of.born_host, row):
             self.name.size = -1
         elif self.name.size == host.size and same(host, self.name.at, self.name.size):
-            return 0  # neighbours mostly came by one connection
+            return 0  # consecutive rows are mostly from one connection
         else:
             self.name, name = host, host.at[:host.size]
         self.born = self.known.get(name)
@@ -247,11 +248,11 @@ cdef class Hosts:
         return 0
 
     cdef Text add(self, int name, Text value) except *:
-        """Add a property that stands in a column only; return it."""
+        """Append a property that is stored only in a column, and return its text."""
         cdef Buffer* added = &self.added
         cdef Text own = self.properties
         cdef Py_ssize_t begin
-        if own.at != added.data or added.data == NULL:  # the first that is added to this row
+        if own.at != added.data or added.data == NULL:  # the first property that is added to this row
             added.size = 0
             if own.size:
                 put(added, own.at, own.size)
@@ -265,7 +266,7 @@ cdef class Hosts:
         return Text(added.data + begin, added.size - begin)
 
     cdef int add_timer(self, Columns* of, Py_ssize_t row, Text topic) except -1:
-        """Add what RocketMQ's timers add to a message that they have delivered."""
+        """Append the properties that RocketMQ's timer adds to a message when it delivers it."""
         cdef Buffer* added = &self.added
         cdef Text own = self.properties
         if own.at != added.data or added.data == NULL:
@@ -288,39 +289,39 @@ cdef class Hosts:
         self.properties = Text(added.data, added.size if added.size <= PROPERTIES_JAVA_MAX else own.size)
         return 0
 
-    cdef bint measure(self, Columns* of, Py_ssize_t row, Record* found) except -1:
-        """Measure a stored message; False when it does not fit the layout."""
+    cdef bint measure(self, Columns* of, Py_ssize_t row, Record* record) except -1:
+        """Compute the size of a stored message and prepare its properties. False if it does not fit into the layout."""
         cdef Text topic = text(&of.topic, row)
         cdef Text[NAMED] values = [text(&of.unique_key, row), text(&of.tag, row), text(&of.keys, row)]
-        cdef int at, wanted = 0
+        cdef int at, missing = 0
         self.find_born(of, row)
         self.properties = text(&of.properties, row)
         for at in range(NAMED):
-            wanted |= (values[at].size > 0) << at
-        wanted &= ~names_in(self.properties, wanted)
+            missing |= (values[at].size > 0) << at
+        missing &= ~names_in(self.properties, missing)
         for at in range(NAMED):
-            if wanted >> at & 1:
-                # A value may hold what reads as a property: it counts as one then, as for the reference.
-                wanted &= ~names_in(self.add(at, values[at]), wanted)
-        if not (is_missing(&of.due_ms, row) or is_missing(&of.accepted_ms, row)) and is_timers(self.properties):
+            if missing >> at & 1:
+                # A value may contain text that looks like a property. As in the reference, that property counts as set.
+                missing &= ~names_in(self.add(at, values[at]), missing)
+        if not (is_missing(&of.due_ms, row) or is_missing(&of.accepted_ms, row)) and has_timer(self.properties):
             self.add_timer(of, row, topic)
         if self.properties.size > PROPERTIES_MAX or topic.size > TOPIC_MAX or not self.born or not self.store:
             return False
-        found.region = region_behind(self.properties)
-        found.is_v1 = topic.size <= TOPIC_V1_MAX
-        found.sys_flag = number32(&of.sys_flag, row) & ~(BORN_V6 | STORE_V6)
-        found.sys_flag |= (BORN_V6 if len(self.born) > 8 else 0) | (STORE_V6 if len(self.store) > 8 else 0)
-        found.total = (
+        record.region = region_to_append(self.properties)
+        record.is_v1 = topic.size <= TOPIC_V1_MAX
+        record.sys_flag = number32(&of.sys_flag, row) & ~(BORN_V6 | STORE_V6)
+        record.sys_flag |= (BORN_V6 if len(self.born) > 8 else 0) | (STORE_V6 if len(self.store) > 8 else 0)
+        record.total = (
             FIXED_BYTES + len(self.born) - 4 + len(self.store) - 4 + text(&of.body, row).size + topic.size
-            + self.properties.size + found.region.size + (not found.is_v1)
+            + self.properties.size + record.region.size + (not record.is_v1)
         )
         return True
 
     cdef int write(self, Columns* of, Py_ssize_t row, int64_t seq, Record* record, char* begin) except -1:
-        """Write the stored message that `measure` was asked about last."""
+        """Write the message of the last call of `measure`."""
         cdef Text topic = text(&of.topic, row), body = text(&of.body, row)
         cdef char* at = begin
-        cdef bint is_committed = record.sys_flag & ENDED == COMMITTED
+        cdef bint is_committed = record.sys_flag & TRANSACTION_BITS == COMMITTED
         cdef Py_ssize_t properties_size = self.properties.size + record.region.size
         at = _put32(at, record.total)
         at = _put32(at, MAGIC_V1 if record.is_v1 else MAGIC_V2)
@@ -350,26 +351,26 @@ cdef class Hosts:
         return 0
 
 
-cdef Hosts _pulled  # of the last pull: mostly the next one comes over the same address
+cdef Hosts _pulled  # of the last pull. The next one mostly has the same store host
 cdef object _pulled_host = None
 
 
 cdef Hosts hosts_for(store_host):
-    """Return the hosts of messages that are pulled over an address, with no record in hand."""
+    """Return an encoder for pulls with this store host, without state of the last message."""
     global _pulled, _pulled_host
     if store_host is not _pulled_host:
         _pulled, _pulled_host = Hosts(store_host, records.NO_HOST), store_host
-    # What it points to is in the last pull's frame, which may be gone.
+    # The cached name points into the frame of the last pull, whose memory may have been freed.
     _pulled.name.size = -1
     return _pulled
 
 
 cdef bytes _host(host):
-    """Return a host as it stands in a record; empty when its port does not fit."""
+    """Encode a host as in a record. Empty if its port does not fit."""
     return host.address + host.port.to_bytes(4, "big", signed=True) if -(1 << 31) <= host.port < 1 << 31 else b""
 
 
-# CRC-32 as zlib has it, 16 bytes a step: a call of zlib's and an object to call it with take as long as a message.
+# zlib's CRC-32, 16 bytes per step. Calling zlib, with a Python object for the bytes, would take as long as a message.
 cdef enum:
     STEP = 16
 cdef uint32_t CRCS[STEP][256]
@@ -392,7 +393,7 @@ cdef uint32_t checksum(Text of) noexcept:
     cdef uint32_t crc = ~<uint32_t> 0
     while end - at >= STEP:
         crc ^= at[0] | <uint32_t> at[1] << 8 | <uint32_t> at[2] << 16 | <uint32_t> at[3] << 24
-        # What does not wait for the last step's crc comes first.
+        # The terms that do not depend on the previous crc come first, so that the CPU can compute them earlier.
         crc = (
             (CRCS[11][at[4]] ^ CRCS[10][at[5]] ^ CRCS[9][at[6]] ^ CRCS[8][at[7]])
             ^ (CRCS[7][at[8]] ^ CRCS[6][at[9]] ^ CRCS[5][at[10]] ^ CRCS[4][at[11]])
@@ -406,16 +407,16 @@ cdef uint32_t checksum(Text of) noexcept:
     return ~crc
 
 
-cdef inline Text region_behind(Text properties) noexcept:
-    """Return what names the region behind these properties; see records.py. Empty when it does not fit."""
+cdef inline Text region_to_append(Text properties) noexcept:
+    """Return the region property to append to these properties, empty if it does not fit. See records.REGION."""
     cdef bint is_ended = properties.size == 0 or properties.at[properties.size - 1] == 2
     if properties.size + REGION.size - is_ended > PROPERTIES_JAVA_MAX:
         return Text(NULL, 0)
     return Text(REGION.at + is_ended, REGION.size - is_ended)
 
 
-cdef bint is_timers(Text properties) noexcept:
-    """Return whether a message that has waited was sent with one of RocketMQ's timers; see records.py."""
+cdef bint has_timer(Text properties) noexcept:
+    """Return whether a released message was sent with one of RocketMQ's timer properties. See records.py."""
     cdef const char* at = properties.at
     cdef const char* end = at + properties.size
     cdef bint found = False
@@ -435,13 +436,13 @@ cdef inline bint begins(const char* at, const char* end, Text name) noexcept:
 
 
 cdef int names_in(Text properties, int wanted) noexcept:
-    """Return which of these names, a bit for each of NAMED, properties have."""
+    """Return which of the wanted names are among the properties, as bits in the order of PROPERTIES."""
     cdef const char* at = properties.at
     cdef const char* end = at + properties.size
     cdef int name, found = 0
     while found != wanted:
         for name in range(NAMED):
-            # Mostly the first letter tells: a call of memcmp costs as much as all of them.
+            # Compare the first letter first: one call of memcmp takes as long as all these comparisons.
             if at < end and at[0] == PROPERTIES[name].at[0] and end - at >= PROPERTIES[name].size:
                 if memcmp(at, PROPERTIES[name].at, PROPERTIES[name].size) == 0:
                     found |= wanted & 1 << name

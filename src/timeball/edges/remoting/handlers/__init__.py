@@ -1,1 +1,1 @@
-"""Handlers of RocketMQ's requests: each reads the fields, calls the broker and returns the answer."""
+"""Handlers of RocketMQ's requests. Each decodes the fields of a request, calls the broker and creates the answer."""

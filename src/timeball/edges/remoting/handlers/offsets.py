@@ -1,9 +1,9 @@
-"""Offsets: the progress of a group, and the first, last and time-based offsets of queues.
+"""Offsets: the committed offsets of a group, and the minimum, maximum and time-based offsets of queues.
 
-If a group has no offset yet, the answer is QUERY_NOT_FOUND, and its client decides where to begin by its
-`ConsumeFromWhere`. RocketMQ answers 0 while the queue's first message is in memory. A new group then gets the history
-of a young topic, even if it asked for the end. Here, a new group begins at 0 only in a queue that had no message when
-the group subscribed. So it misses no message sent since then.
+If a group has no offset in a queue yet, the answer is QUERY_NOT_FOUND, and its client begins where its setting
+`ConsumeFromWhere` says. RocketMQ answers 0 while the queue's first message is in memory: a new group then gets the
+history of a young topic, even if it is set to begin at the end. Here, a new group gets 0 only for a queue that had no
+message when the group subscribed. So it misses no message sent since then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Queue(msgspec.Struct, rename="camel"):
 
 class _Query(_Queue, rename="camel", kw_only=True):
     consumer_group: str
-    set_zero_if_not_found: bool | None = None  # the client's wish; None if it states none
+    set_zero_if_not_found: bool | None = None  # None: the client leaves the decision to the broker
 
 
 class _Update(_Queue, rename="camel", kw_only=True):
@@ -57,6 +57,7 @@ class Offsets:
         }
 
     def _queue(self, fields: _Queue) -> Queue:
+        """Find the queue of a request. Raises Refused if it does not exist."""
         topic = self._broker.tables.topics.find_topic(fields.topic)
         if topic is None:
             raise Refused(
@@ -70,35 +71,42 @@ class Offsets:
         return topic.queues[fields.queue_id]
 
     def _query(self, call: Call) -> Reply:
+        """Serve QUERY_CONSUMER_OFFSET: the committed offset, or 0 if the group must begin there. Raises Refused."""
         fields = call.fields(_Query)
         offsets = self._broker.offsets(fields.consumer_group, fields.topic, call.caller)
-        stored = offsets.get(fields.queue_id)
-        if stored is None:
-            if not self._begins_at_zero(fields):
+        offset = offsets.get(fields.queue_id)
+        if offset is None:
+            if not self._must_begin_at_zero(fields):
                 raise Refused(ResponseCode.QUERY_NOT_FOUND, "Not found, maybe this group consumer boot first")
-            stored = 0
-        return call.answer(ext={"offset": str(stored)})
+            offset = 0
+        return call.answer(ext={"offset": str(offset)})
 
-    def _begins_at_zero(self, fields: _Query) -> bool:
-        """Return whether a group without an offset has to begin with the queue's very first message."""
-        topic, wish = self._broker.tables.topics.find_topic(fields.topic), fields.set_zero_if_not_found
-        if topic is None or not 0 <= fields.queue_id < len(topic.queues) or wish is False:
+    def _must_begin_at_zero(self, fields: _Query) -> bool:
+        """Return whether a group without an offset must begin with the first message of the queue."""
+        topic, client_choice = (
+            self._broker.tables.topics.find_topic(fields.topic),
+            fields.set_zero_if_not_found,
+        )
+        if topic is None or not 0 <= fields.queue_id < len(topic.queues) or client_choice is False:
             return False
         if topic.queues[fields.queue_id].index.min_offset:
             return False
-        if wish or fields.topic.startswith(RETRY_PREFIX):  # a retry topic has only the group's own messages
+        if client_choice or fields.topic.startswith(
+            RETRY_PREFIX
+        ):  # a retry topic has only the group's own messages
             return True
         group = self._context.sessions.group(fields.consumer_group)
-        filled = None if group is None else group.filled.get(fields.topic)
-        return filled is not None and fields.queue_id not in filled
+        nonempty = None if group is None else group.nonempty_queues.get(fields.topic)
+        return nonempty is not None and fields.queue_id not in nonempty
 
     def _update(self, call: Call) -> Reply:
+        """Serve UPDATE_CONSUMER_OFFSET: commit an offset of an existing group."""
         fields = call.fields(_Update)
-        # As in RocketMQ: otherwise a misspelled name would leave offsets behind that look like a group.
+        # As in RocketMQ: otherwise a misspelled name would store offsets of a group that does not exist.
         if not self._broker.is_group(fields.consumer_group):
             raise GroupNotFound(
                 f"consumer group {fields.consumer_group[: limits.GROUP_BYTES_MAX]!r} does not exist: its first "
-                "heartbeat, pull or POP makes it, and so does mqadmin updateSubGroup"
+                "heartbeat, pull or POP creates it, and so does mqadmin updateSubGroup"
             )
         queue = self._queue(fields)
         self._broker.tables.offsets.commit(
@@ -116,6 +124,7 @@ class Offsets:
         return call.answer(ext={"offset": str(self._queue(call.fields(_Queue)).index.min_offset)})
 
     async def _search(self, call: Call) -> Reply:
+        """Serve SEARCH_OFFSET_BY_TIMESTAMP: the first offset from a time on, or with UPPER the last until then."""
         fields = call.fields(_Search)
         index = self._queue(fields).index
         upper = fields.boundary_type.upper() == "UPPER"
@@ -131,5 +140,7 @@ class Offsets:
 
     async def _earliest(self, call: Call) -> Reply:
         index = self._queue(call.fields(_Queue)).index
-        found = await in_thread(self._broker.threads.reader, pull.earliest_ms, self._broker.log.reader, index)
-        return call.answer(ext={"timestamp": str(found)})
+        earliest_ms = await in_thread(
+            self._broker.threads.reader, pull.earliest_ms, self._broker.log.reader, index
+        )
+        return call.answer(ext={"timestamp": str(earliest_ms)})

@@ -1,4 +1,4 @@
-"""Pulls: messages of one queue from an offset on, now or as soon as there are any.
+"""Serve PULL_MESSAGE: messages of one queue from an offset on, with long polling.
 
     offset            answer                       the client then
     below the first   PULL_OFFSET_MOVED            continues at the offset in the answer
@@ -6,15 +6,15 @@
     at the end        waits as long as it may, then PULL_NOT_FOUND
     beyond the end    PULL_OFFSET_MOVED            continues at the end
 
-A pull from memory is answered within the same turn of the event loop. A pull becomes a task only if it reads from the
-disk, filters row by row or waits.
+A pull from memory is answered within the same iteration of the event loop. A pull becomes a task only if it reads from
+the disk, filters row by row or waits.
 
-A consumer repeats the same request a thousand times a second. So for a plain pull the compiled codec extracts the
-subject, and the decision about a subject is kept until a topic, a group or a membership changes. All other pulls are
-handled by the reference, `Pulls._pull`.
+A consumer repeats the same request a thousand times a second. So the compiled codec recognises plain pulls
+(`PlainPull`), and `Pulls` caches the permission and the queue of each (`_Grant`) until a topic, a group or a membership
+changes. `Pulls.answer_plain` answers plain pulls from memory, and `Pulls._pull` all others.
 
-A waiting pull is woken by the commit that makes a message visible. This holds for released messages as for sends, so
-there is no further delay between a due time and the consumer.
+A pull that waits is woken by the commit that makes a message visible, of sends and of released messages alike. So no
+polling interval is added between a due time and the consumer.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import msgspec
 
 from timeball.broker.consuming import pull
 from timeball.broker.filters import EVERYTHING, TAG, Filter
-from timeball.broker.filters.compiler import FiltersKept
+from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Queue, Topic
 from timeball.edges.remoting.calls import (
     Call,
     Handlers,
     RemotingContext,
     Reply,
-    compiled,
-    illegal_queue,
+    compile_subscription,
+    illegal_queue_error,
     store_host,
 )
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.implementation import PYTHON, Codec, PlainPull
 from timeball.edges.remoting.codec.records import pull_fields
 from timeball.edges.remoting.connection import CALLS_MAX, Connection
-from timeball.edges.remoting.stored_frames import Messages, StoredFrames
+from timeball.edges.remoting.stored_frames import EncodedMessages, StoredFrames
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import BROADCASTING
 from timeball.io.threads import in_thread
@@ -54,7 +54,7 @@ from timeball.model.message import RETRY_PREFIX
 
 ROWS_MAX = 1_024
 BYTES_MAX = 4 * 1024 * 1024  # of one answer. A single message may be larger
-GRANTS_MAX = 4_096  # subjects of pulls that consumers repeat: one per queue and group
+GRANTS_MAX = 4_096  # cached grants, usually one per queue and group
 # Plain numbers: arithmetic with an IntFlag creates an object per result.
 _SUBSCRIPTION, _SUSPEND, _COMMIT_OFFSET = map(
     int, (PullFlag.SUBSCRIPTION, PullFlag.SUSPEND, PullFlag.COMMIT_OFFSET)
@@ -62,7 +62,7 @@ _SUBSCRIPTION, _SUSPEND, _COMMIT_OFFSET = map(
 
 
 class PullFields(msgspec.Struct, rename="camel"):
-    """The header of a pull."""
+    """The header of PULL_MESSAGE."""
 
     consumer_group: str
     topic: str
@@ -82,12 +82,12 @@ Fields = PullFields | PlainPull
 
 
 class _Grant(NamedTuple):
-    """The decision about plain pulls of one subject: they may read this queue, and every message in it matches."""
+    """Permits plain pulls with one subject: they may read this queue, and their filter matches every message."""
 
     topic: str
     group: str
-    entries: QueueIndex
-    commits: bool
+    queue_index: QueueIndex
+    commits_offset: bool
 
 
 class Pulls:
@@ -104,76 +104,79 @@ class Pulls:
         self._stored = StoredFrames(
             codec, reader=context.broker.log.reader, reader_thread=context.broker.threads.reader
         )
-        self._filters = FiltersKept()
+        self._filters = FilterCache()
         self._grants: dict[bytes, _Grant] = {}
-        self._granted_at = -1  # the versions of all that the grants depend on, added up
-        self.answered = {"plain": 0, "other": 0}  # pulls since the start, by the implementation that answered
+        # Sum of the versions of topics, groups and sessions for which the grants are valid.
+        self._grants_version = -1
+        # Pulls since the start: answered by `answer_plain`, and by `_pull`.
+        self.answered_counts = {"plain": 0, "other": 0}
         self.handlers: Handlers = {
             RequestCode.PULL_MESSAGE: self._pull,
             RequestCode.LITE_PULL_MESSAGE: self._pull,
         }
 
     def _pull(self, call: Call) -> Reply | Awaitable[Reply]:
-        self.answered["other"] += 1
+        """Serve PULL_MESSAGE: answer from memory at once, or as a task from the disk or after waiting."""
+        self.answered_counts["other"] += 1
         fields = call.fields(PullFields)
         topic, queue = self._queue(fields, call.caller)
-        wanted = self._filter(fields, topic)
+        message_filter = self._filter(fields, topic)
         self._commit(fields)
-        moved = _moved(call, queue, fields.queue_offset)
-        if moved is not None:
-            return moved
+        moved_answer = _answer_moved(call, queue, fields.queue_offset)
+        if moved_answer is not None:
+            return moved_answer
         if fields.queue_offset >= queue.index.max_offset:
-            return self._wait(call, fields, topic, queue, wanted)
-        if wanted.matches_all:
+            return self._wait_for_messages(call, fields, topic, queue, message_filter)
+        if message_filter.matches_all:
             host = store_host(self._context, call.connection)
-            messages = self._stored.get_now(_next_rows(fields, queue.index), host, _bytes(fields))
+            messages = self._stored.get_from_memory(_next_seqs(fields, queue.index), host, _bytes_max(fields))
             if messages is not None:
-                return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
-        return self._look(call, fields, queue, wanted)
+                return self._answer_with(call, fields, queue, fields.queue_offset + messages[0], messages)
+        return self._read_and_answer(call, fields, queue, message_filter)
 
-    def answer(self, connection: Connection, pull: PlainPull) -> bool:
-        """Answer a plain pull from memory, or return False if the reference is to handle it.
+    def answer_plain(self, connection: Connection, pull: PlainPull) -> bool:
+        """Answer a plain pull from memory. Returns False, without any effect, if `_pull` must handle it.
 
-        That is the case if the pull waits, filters row by row, needs the disk or is refused. It has no effect then.
+        This is the case if the pull waits, filters row by row, needs the disk or is refused.
         """
         try:
             grant = self._grant(connection, pull)
             if grant is None:
                 return False
-            topic, group, index, commits = grant
+            topic, group, index, commits_offset = grant
             offset = pull.queue_offset
             if not index.min_offset <= offset < index.max_offset:
                 return False
             if connection.calls >= CALLS_MAX or connection.flow.is_full:
                 return False
-            low, high = index.min_offset, index.max_offset
-            entries = index.read(offset, _rows(pull), is_kept=False)
-            asked, host = len(entries), store_host(self._context, connection)
-            answer = pull.begin_answer(offset + asked, low, high)
+            min_offset, max_offset = index.min_offset, index.max_offset
+            entries = index.read(offset, _rows_max(pull), is_kept=False)
+            entry_count, host = len(entries), store_host(self._context, connection)
+            answer = pull.begin_answer(offset + entry_count, min_offset, max_offset)
             head_bytes = len(answer)
-            count = self._stored.put_now(answer, entries, host, head_bytes + _bytes(pull))
+            count = self._stored.append_from_memory(answer, entries, host, head_bytes + _bytes_max(pull))
             if not count:
                 return False
-        except TimeballError:  # the reference is refused too, and sends the error
+        except TimeballError:  # `_pull` gets the same error and sends it
             return False
-        if count < asked:  # the other messages have no room
-            answer = pull.begin_answer(offset + count, low, high) + answer[head_bytes:]
+        if count < entry_count:  # the others do not fit: correct the next offset in the header
+            answer = pull.begin_answer(offset + count, min_offset, max_offset) + answer[head_bytes:]
         pull.end_answer(answer)
-        if commits:
+        if commits_offset:
             self._commit(pull)
         self._rates.got(topic, group, count, len(answer) - head_bytes)
         connection.write(answer)
-        self.answered["plain"] += 1
+        self.answered_counts["plain"] += 1
         return True
 
     def _grant(self, connection: Connection, pull: PlainPull) -> _Grant | None:
-        """Return the permission of a plain pull; None if it filters row by row. Raises as `_queue` and `_filter` do."""
+        """Find or create the grant of a plain pull. None if it filters row by row. Raises as `_queue` and `_filter`."""
         if connection.caller is not ANONYMOUS:
-            return None  # a grant is valid for all anonymous clients
+            return None  # grants are cached for anonymous clients only
         version = self._topics.version + self._groups.version + self._sessions.version
-        if version != self._granted_at or len(self._grants) >= GRANTS_MAX:
+        if version != self._grants_version or len(self._grants) >= GRANTS_MAX:
             self._grants.clear()
-            self._granted_at = version
+            self._grants_version = version
         subject = pull.subject
         grant = self._grants.get(subject)
         if grant is None:
@@ -185,30 +188,32 @@ class Pulls:
         return grant
 
     def _queue(self, fields: Fields, caller: Caller) -> tuple[Topic, Queue]:
+        """Find the queue of a pull and check that the caller may read it. Raises Refused and the policy's errors."""
         members = self._sessions.group(fields.consumer_group)
-        broadcasting = members is not None and members.how.message_model == BROADCASTING
+        broadcasting = members is not None and members.membership.message_model == BROADCASTING
         self._broker.policy.joined(fields.consumer_group, caller, broadcasting=broadcasting)
         topic = self._broker.policy.readable(fields.topic, caller)
         if not 0 <= fields.queue_id < topic.read_queues:
-            raise illegal_queue(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
+            raise illegal_queue_error(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
         return topic, topic.queues[fields.queue_id]
 
     def _filter(self, fields: Fields, topic: Topic) -> Filter:
-        """Return the filter in the request, or else the one from the heartbeats of the group's members."""
+        """Compile the filter in the request, or else the subscription from the heartbeats of the group's members."""
         if topic.name.startswith(RETRY_PREFIX):
             return EVERYTHING
         if fields.sys_flag & _SUBSCRIPTION:
-            text, kind = fields.subscription or "*", fields.expression_type or TAG
+            expression, expression_type = fields.subscription or "*", fields.expression_type or TAG
         else:
-            known = self._sessions.subscription(fields.consumer_group, topic.name)
-            if known is None:
+            subscription = self._sessions.subscription(fields.consumer_group, topic.name)
+            if subscription is None:
                 raise Refused(ResponseCode.SUBSCRIPTION_NOT_EXIST, "the consumer's subscription not exist")
-            if known.version < fields.sub_version and known.expression != "*":
+            if subscription.version < fields.sub_version and subscription.expression != "*":
                 raise Refused(ResponseCode.SUBSCRIPTION_NOT_LATEST, "the consumer's subscription not latest")
-            text, kind = known.expression, known.expression_type
-        return compiled(self._filters, text, kind, topic)
+            expression, expression_type = subscription.expression, subscription.expression_type
+        return compile_subscription(self._filters, expression, expression_type, topic)
 
     def _commit(self, fields: Fields) -> None:
+        """Commit the offset in the header of a pull, if it has one."""
         if fields.sys_flag & _COMMIT_OFFSET and fields.commit_offset > 0:
             queue = self._topics.get(fields.topic).queues[fields.queue_id]
             try:
@@ -219,86 +224,96 @@ class Pulls:
                     {fields.queue_id: queue.index.max_offset},
                 )
             except OutOfRange:
-                # The messages matter more than the commit. If the client's offset is wrong, the answer to the pull
-                # shows it.
+                # The messages are more important than the commit. If the client's offset is wrong, it learns this
+                # from the answer to the pull.
                 pass
 
-    async def _look(self, call: Call, fields: PullFields, queue: Queue, wanted: Filter) -> Reply:
-        host = store_host(self._context, call.connection)
-        if wanted.matches_all:
-            messages = await self._stored.get(_next_rows(fields, queue.index), host, _bytes(fields))
-            return self._found(call, fields, queue, fields.queue_offset + messages[0], messages)
-        chosen = pull.candidates(queue.index, fields.queue_offset, _rows(fields), wanted, bytes_max=BYTES_MAX)
-        chosen = await in_thread(
-            self._broker.threads.reader, pull.decide, chosen, self._broker.log.reader, wanted
-        )
-        messages = await self._stored.get(chosen.seqs.tolist(), host, _bytes(fields))
-        count = messages[0]
-        next_offset = chosen.next_offset if count == len(chosen.seqs) else int(chosen.offsets[count])
-        return self._found(call, fields, queue, next_offset, messages)
-
-    async def _wait(
-        self, call: Call, fields: PullFields, topic: Topic, queue: Queue, wanted: Filter
+    async def _read_and_answer(
+        self, call: Call, fields: PullFields, queue: Queue, message_filter: Filter
     ) -> Reply:
+        """Read messages from the disk, filter them row by row if necessary, and answer the pull."""
+        host = store_host(self._context, call.connection)
+        if message_filter.matches_all:
+            messages = await self._stored.get(_next_seqs(fields, queue.index), host, _bytes_max(fields))
+            return self._answer_with(call, fields, queue, fields.queue_offset + messages[0], messages)
+        candidates = pull.candidates(
+            queue.index, fields.queue_offset, _rows_max(fields), message_filter, bytes_max=BYTES_MAX
+        )
+        candidates = await in_thread(
+            self._broker.threads.reader, pull.decide, candidates, self._broker.log.reader, message_filter
+        )
+        messages = await self._stored.get(candidates.seqs.tolist(), host, _bytes_max(fields))
+        count = messages[0]
+        next_offset = (
+            candidates.next_offset if count == len(candidates.seqs) else int(candidates.offsets[count])
+        )
+        return self._answer_with(call, fields, queue, next_offset, messages)
+
+    async def _wait_for_messages(
+        self, call: Call, fields: PullFields, topic: Topic, queue: Queue, message_filter: Filter
+    ) -> Reply:
+        """Wait until a message matches or the suspend time is over, and answer the pull."""
         loop = asyncio.get_running_loop()
         wait_ms = fields.suspend_timeout_millis if fields.sys_flag & _SUSPEND else 0
-        deadline = loop.time() + min(max(0, wait_ms), limits.PULL_WAIT_MS_MAX) / 1000
+        deadline_s = loop.time() + min(max(0, wait_ms), limits.PULL_WAIT_MS_MAX) / 1000
         while True:
-            # Also before the first wait: rows may have arrived between the look at the queue and the start of this
-            # task.
+            # Also before the first wait: rows may have arrived between `_pull`'s check and the start of this task.
             while fields.queue_offset < queue.index.max_offset:
-                answer = await self._look(call, fields, queue, wanted)
+                answer = await self._read_and_answer(call, fields, queue, message_filter)
                 assert answer is not None
                 if answer.code == ResponseCode.SUCCESS:
                     return answer
-                # No message of that range matches this consumer's filter: it continues to wait behind the range.
+                # No message of this range matches the filter: continue to wait at the end of the range.
                 fields.queue_offset = int(answer.ext["nextBeginOffset"])
-            left_s = deadline - loop.time()
-            if left_s <= 0 or not call.connection.is_open:
-                return _empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
-            with call.connection.waits():
-                await self._broker.waiters.wait(topic.name, left_s, fields.queue_id)
-            self._broker.policy.readable(
-                topic.name, call.caller
-            )  # it may have been deleted, or closed, meanwhile
+            remaining_s = deadline_s - loop.time()
+            if remaining_s <= 0 or not call.connection.is_open:
+                return _answer_empty(call, queue, fields.queue_offset, ResponseCode.PULL_NOT_FOUND)
+            with call.connection.cancelled_on_close():
+                await self._broker.waiters.wait(topic.name, remaining_s, fields.queue_id)
+            # The topic may have been deleted, or made unreadable, meanwhile.
+            self._broker.policy.readable(topic.name, call.caller)
 
-    def _found(
-        self, call: Call, fields: PullFields, queue: Queue, next_offset: int, messages: Messages
+    def _answer_with(
+        self, call: Call, fields: PullFields, queue: Queue, next_offset: int, messages: EncodedMessages
     ) -> Reply:
+        """Create the answer with these messages, or PULL_RETRY_IMMEDIATELY if there are none."""
         count, body = messages
         if not count:
-            return _empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
+            return _answer_empty(call, queue, next_offset, ResponseCode.PULL_RETRY_IMMEDIATELY)
         self._rates.got(fields.topic, fields.consumer_group, count, len(body))
-        return call.answer(ext=_ext(queue, next_offset), body=body)
+        return call.answer(ext=_offset_fields(queue, next_offset), body=body)
 
 
-def _rows(fields: Fields) -> int:
-    asked = fields.max_msg_nums
-    # Not min and max: each call of them costs as much as this whole function.
-    return ROWS_MAX if asked > ROWS_MAX else asked if asked > 0 else 1
+def _rows_max(fields: Fields) -> int:
+    requested = fields.max_msg_nums
+    # Not min() and max(): one call of them takes as long as this whole function.
+    return ROWS_MAX if requested > ROWS_MAX else requested if requested > 0 else 1
 
 
-def _bytes(fields: Fields) -> int:
-    asked = fields.max_msg_bytes
-    return asked if asked and asked < BYTES_MAX else BYTES_MAX
+def _bytes_max(fields: Fields) -> int:
+    requested_bytes = fields.max_msg_bytes
+    return requested_bytes if requested_bytes and requested_bytes < BYTES_MAX else BYTES_MAX
 
 
-def _next_rows(fields: Fields, index: QueueIndex) -> list[int]:
-    """Return the sequence numbers of the next rows of the queue. The writer of the answer finds out how many fit."""
-    entries = index.read(fields.queue_offset, _rows(fields), is_kept=False)
+def _next_seqs(fields: Fields, index: QueueIndex) -> list[int]:
+    """Return the sequence numbers of the next rows of the queue. Fewer may fit into the answer."""
+    entries = index.read(fields.queue_offset, _rows_max(fields), is_kept=False)
     return entries["seq"].tolist()  # type: ignore[no-any-return]
 
 
-def _moved(call: Call, queue: Queue, offset: int) -> Reply:
-    low, high = queue.index.min_offset, queue.index.max_offset
-    if low <= offset <= high:
+def _answer_moved(call: Call, queue: Queue, offset: int) -> Reply:
+    """Create the answer to a pull at an offset outside the queue, or None if the offset is within."""
+    min_offset, max_offset = queue.index.min_offset, queue.index.max_offset
+    if min_offset <= offset <= max_offset:
         return None
-    return _empty(call, queue, low if offset < low else high, ResponseCode.PULL_OFFSET_MOVED)
+    return _answer_empty(
+        call, queue, min_offset if offset < min_offset else max_offset, ResponseCode.PULL_OFFSET_MOVED
+    )
 
 
-def _empty(call: Call, queue: Queue, next_offset: int, code: int) -> Reply:
-    return call.answer(code, ResponseCode(code).name, ext=_ext(queue, next_offset))
+def _answer_empty(call: Call, queue: Queue, next_offset: int, code: int) -> Reply:
+    return call.answer(code, ResponseCode(code).name, ext=_offset_fields(queue, next_offset))
 
 
-def _ext(queue: Queue, next_offset: int) -> dict[str, str]:
+def _offset_fields(queue: Queue, next_offset: int) -> dict[str, str]:
     return pull_fields(next_offset, queue.index.min_offset, queue.index.max_offset)

@@ -1,8 +1,8 @@
-"""Failed messages: a consumer hands one back (request 36), or its client sends it to a %RETRY% topic itself.
+"""Retries of failed messages: a consumer returns one (CONSUMER_SEND_MSG_BACK), or sends it to a %RETRY% topic itself.
 
-broker/consuming/retry.py decides where the message goes. This module reads it again from the log and sends it on. The
-client identifies it by the number that it got as the message's physical offset. Nothing else that the client states
-about the message is trusted.
+broker/consuming/retry.py decides where the message goes. This module reads it again from the log and sends a copy. The
+client identifies the message by its sequence number, which it got as the physical offset. Nothing else that the client
+states about the message is trusted.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from timeball.model.message import SEND_COLUMNS, Kind, decode_properties, encode
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
-# This many of the largest messages fit into one request. A larger turn would be refused as a whole, together with the
-# messages of other clients in it.
-RETURNS_PER_TURN = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
+# So many messages of the largest size fit into one request. A larger batch would be refused as a whole, including the
+# messages of other clients.
+RETURNS_PER_BATCH = limits.REQUEST_BYTES_MAX // (limits.BODY_BYTES_MAX + 64 * 1024)
+# The columns from which the destination is decided.
 _DECIDING = ["kind", "topic", "properties", "reconsume_times"]
-# Copied from the row that comes back.
-KEPT = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
+# The columns that the copy has unchanged.
+COPIED = ("body", "tag", "keys", "unique_key", "born_ms", "born_host", "flag", "sys_flag")
 
 
 class _SendBack(msgspec.Struct):
@@ -48,63 +49,68 @@ class _SendBack(msgspec.Struct):
 
 
 class _Returned(NamedTuple):
-    """One message that has come back, with the trusted part of its request."""
+    """A returned message: its request, and the settings of its group."""
 
     call: Call
-    asked: _SendBack
-    queues: int
-    times_max: int
+    fields: _SendBack
+    retry_queues: int
+    times_max: int  # attempts before the message becomes a dead letter
     store_host: Host
 
 
 class Retries:
-    """Serves CONSUMER_SEND_MSG_BACK. `is_orderly`: whether a group's queues are locked, as for orderly consumers."""
+    """Serves CONSUMER_SEND_MSG_BACK. `is_orderly(group)`: whether members hold queue locks, as orderly consumers do."""
 
     def __init__(
         self, context: RemotingContext, is_orderly: Callable[[str], bool] = lambda group: False
     ) -> None:
         self._context, self._is_orderly = context, is_orderly
-        self._turns: AsyncBatcher[_Returned, None] = AsyncBatcher(self._send_on, RETURNS_PER_TURN)
-        self.handlers: Handlers = {RequestCode.CONSUMER_SEND_MSG_BACK: self.hand_back}
+        self._batcher: AsyncBatcher[_Returned, None] = AsyncBatcher(self._send_copies, RETURNS_PER_BATCH)
+        self.handlers: Handlers = {RequestCode.CONSUMER_SEND_MSG_BACK: self.send_back}
 
-    async def hand_back(self, call: Call) -> Reply:
+    async def send_back(self, call: Call) -> Reply:
         """Serve CONSUMER_SEND_MSG_BACK: deliver the message at `offset` again, later, or as a dead letter."""
-        asked = call.fields(_SendBack)
-        queues, most = self._group(asked.group, call.command.version, asked.maxReconsumeTimes)
-        if queues <= 0:
-            # In RocketMQ, a group without retry queues wants no retries: no copy is kept, and the consumer goes on.
+        fields = call.fields(_SendBack)
+        retry_queues, attempts_max = self._group(fields.group, call.command.version, fields.maxReconsumeTimes)
+        if retry_queues <= 0:
+            # As in RocketMQ: a group without retry queues has no retries. No copy is sent, and the request succeeds.
             return call.answer()
         host = store_host(self._context, call.connection)
-        await self._turns.put(_Returned(call, asked, queues, most, host))
+        await self._batcher.put(_Returned(call, fields, retry_queues, attempts_max, host))
         return call.answer()
 
-    async def _send_on(self, returned: list[_Returned]) -> list[TimeballError | None]:
+    async def _send_copies(self, returned: list[_Returned]) -> list[TimeballError | None]:
         """Read the messages again, decide about each, and send them as one batch."""
         outcomes: list[TimeballError | None] = [None] * len(returned)
-        rows = await self._read([each.asked.offset for each in returned])
-        thens = []
-        for at, (row, each) in enumerate(zip(rows.select(_DECIDING).to_pylist(), returned, strict=True)):
+        rows = await self._read([each.fields.offset for each in returned])
+        destinations = []
+        for index, (row, each) in enumerate(zip(rows.select(_DECIDING).to_pylist(), returned, strict=True)):
             if row["kind"] not in VISIBLE:
-                outcomes[at] = _not_found(each.asked.offset)
+                outcomes[index] = _not_found(each.fields.offset)
                 continue
-            then = _next(row, each)
+            destination = _decide_destination(row, each)
             try:
-                # The number may belong to any row. A client must not read a row without permission by handing it back.
+                # The sequence number may be of any row: returning it must not copy a row that the client may not read.
                 self._context.broker.policy.allow(each.call.caller, Verb.RECEIVE, topic=row["topic"])
-                self._context.broker.policy.returning(then.topic, 1 if then.is_dead_letter else each.queues)
+                self._context.broker.policy.returning(
+                    destination.topic, 1 if destination.is_dead_letter else each.retry_queues
+                )
             except TimeballError as error:
-                outcomes[at] = error
+                outcomes[index] = error
             else:
-                thens.append(then)
-        if thens:
-            good = rows.filter(pa.array([outcome is None for outcome in outcomes]))
-            await self._context.broker.send_again(_copies(good, thens))
-            self._count(good, [each for each, o in zip(returned, outcomes, strict=True) if o is None])
+                destinations.append(destination)
+        if destinations:
+            accepted_rows = rows.filter(pa.array([outcome is None for outcome in outcomes]))
+            await self._context.broker.send_again(_build_copies(accepted_rows, destinations))
+            self._count(
+                accepted_rows,
+                [each for each, outcome in zip(returned, outcomes, strict=True) if outcome is None],
+            )
         return outcomes
 
     def _count(self, rows: pa.RecordBatch, returned: list[_Returned]) -> None:
         for topic, each in zip(rows.column("topic").to_pylist(), returned, strict=True):
-            key = of_group(topic, each.asked.group)
+            key = of_group(topic, each.fields.group)
             self._context.broker.rates.add(Stat.SNDBCK_PUT_NUMS, key, 1)
 
     def redirect(
@@ -115,33 +121,35 @@ class Retries:
         max_reconsume_times: int | None,
         version: int,
     ) -> retry.Next:
-        """Return the real destination of a client's message to `topic`, a %RETRY%…. Raises GroupNotFound, Forbidden.
+        """Decide the destination of a message sent to a %RETRY% topic. Raises GroupNotFound, Forbidden.
 
-        The numbers come from the send's header. A number missing there may be in the properties.
+        The two counts are from the header of the send. If a count is missing there, it is read from the properties.
         """
         group = retry.group_of(topic)
         if max_reconsume_times is None:
-            max_reconsume_times = _number(properties, "MAX_RECONSUME_TIMES")
-        queues, most = self._group(group, version, max_reconsume_times)
-        then = retry.resend(
+            max_reconsume_times = _int_property(properties, "MAX_RECONSUME_TIMES")
+        retry_queues, attempts_max = self._group(group, version, max_reconsume_times)
+        destination = retry.resend(
             group,
             properties=properties,
-            delay_level=_number(properties, delays.LEVEL) or 0,
-            reconsume_times=reconsume_times or _number(properties, "RECONSUME_TIME") or 0,
-            times_max=most,
+            delay_level=_int_property(properties, delays.LEVEL) or 0,
+            reconsume_times=reconsume_times or _int_property(properties, "RECONSUME_TIME") or 0,
+            times_max=attempts_max,
             in_order=self._is_orderly(group),
         )
-        self._context.broker.policy.returning(then.topic, 1 if then.is_dead_letter else queues)
-        return then
+        self._context.broker.policy.returning(
+            destination.topic, 1 if destination.is_dead_letter else retry_queues
+        )
+        return destination
 
-    def _group(self, name: str, version: int, of_client: int | None) -> tuple[int, int]:
+    def _group(self, name: str, version: int, client_times_max: int | None) -> tuple[int, int]:
         """Return a group's number of retry queues, and its maximum number of attempts. Raises GroupNotFound."""
         config = self._context.broker.tables.groups.get(name)
-        given = of_client if version >= HAS_TIMES_MAX_VERSION else None
-        return config.retry_queue_nums, times_max(config.retry_max_times, given)
+        requested_times_max = client_times_max if version >= HAS_TIMES_MAX_VERSION else None
+        return config.retry_queue_nums, times_max(config.retry_max_times, requested_times_max)
 
     async def _read(self, seqs: list[int]) -> pa.RecordBatch:
-        """Read the rows with these numbers, one for each. Raises Refused if one of them is missing."""
+        """Read the rows with these sequence numbers. Raises Refused if one of them is missing."""
         outside = [
             seq
             for seq in seqs
@@ -150,9 +158,9 @@ class Retries:
         if outside:
             raise _not_found(outside[0])
         try:
-            wanted = np.array(seqs, dtype=np.int64)
+            wanted_seqs = np.array(seqs, dtype=np.int64)
             return await in_thread(
-                self._context.broker.threads.reader, self._context.broker.log.reader.read_rows, wanted
+                self._context.broker.threads.reader, self._context.broker.log.reader.read_rows, wanted_seqs
             )
         except OutOfRange as error:  # a reserved number, or a segment that retention has deleted since
             raise _not_found(seqs[0]) from error
@@ -162,34 +170,35 @@ def _not_found(seq: int) -> Refused:
     return Refused(ResponseCode.SYSTEM_ERROR, f"look message by offset failed, {seq}")
 
 
-def _next(row: dict[str, Any], returned: _Returned) -> retry.Next:
-    asked = returned.asked
+def _decide_destination(row: dict[str, Any], returned: _Returned) -> retry.Next:
+    """Decide where a returned message goes next: its retry topic with a delay level, or the dead-letter topic."""
+    fields = returned.fields
     return retry.hand_back(
-        asked.group,
+        fields.group,
         topic=row["topic"],
         properties=decode_properties(row["properties"] or ""),
         reconsume_times=row["reconsume_times"] or 0,
-        message_id=offset_msg_id(returned.store_host, asked.offset),
-        delay_level=asked.delayLevel,
+        message_id=offset_msg_id(returned.store_host, fields.offset),
+        delay_level=fields.delayLevel,
         times_max=returned.times_max,
     )
 
 
-def _copies(rows: pa.RecordBatch, thens: list[retry.Next]) -> pa.RecordBatch:
-    """Return the batch for the broker: the rows, with the changes from `thens`."""
+def _build_copies(rows: pa.RecordBatch, destinations: list[retry.Next]) -> pa.RecordBatch:
+    """Build the batch of copies for the broker: the rows, with topic and retry fields from `destinations`."""
     changed = {
-        "topic": [then.topic for then in thens],
-        "properties": [encode_properties(then.properties) for then in thens],
-        "reconsume_times": [then.reconsume_times for then in thens],
-        "delay_level": [then.delay_level or None for then in thens],
+        "topic": [destination.topic for destination in destinations],
+        "properties": [encode_properties(destination.properties) for destination in destinations],
+        "reconsume_times": [destination.reconsume_times for destination in destinations],
+        "delay_level": [destination.delay_level or None for destination in destinations],
     }
-    columns = {name: rows.column(name) for name in KEPT}
+    columns = {name: rows.column(name) for name in COPIED}
     columns |= {name: pa.array(values, SEND_COLUMNS[name]) for name, values in changed.items()}
     return pa.RecordBatch.from_pydict(columns)
 
 
-def _number(properties: dict[str, str], name: str) -> int | None:
-    """Return a numeric property, or None if it is missing or no number."""
+def _int_property(properties: dict[str, str], name: str) -> int | None:
+    """Read a numeric property. Returns None if it is missing or not a number."""
     try:
         return int(properties[name])
     except (KeyError, ValueError):

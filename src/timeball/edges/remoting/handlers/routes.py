@@ -1,8 +1,8 @@
-"""The requests of a name server: the route of a topic, and the list of brokers.
+"""Serve the requests to a name server: the route of a topic, and the lists of brokers and topics.
 
 There is one broker, so every route contains it. A topic that does not exist yet has no route. A producer then asks for
-RocketMQ's template topic TBW102 and sends with its route, and the first message creates the topic. The names of the
-cluster and of the broker count as topics too, because administration tools ask for their routes.
+the route of RocketMQ's template topic TBW102 and sends to it, and the first message creates the topic. The names of the
+cluster and of the broker are topics too, because administration tools ask for their routes.
 """
 
 from __future__ import annotations
@@ -39,37 +39,39 @@ class Routes:
         }
 
     def _route(self, call: Call) -> Reply:
+        """Serve GET_ROUTEINFO_BY_TOPIC. Raises Refused if the topic has no route."""
         topic = call.fields(_Topic).topic
         route: dict[str, object] = {
-            "queueDatas": [self._queues(topic)],
-            "brokerDatas": [self._broker(call.connection)],
+            "queueDatas": [self._queue_data(topic)],
+            "brokerDatas": [self._broker_data(call.connection)],
             "filterServerTable": {},
         }
-        known = self._context.broker.tables.topics.find_topic(topic)
-        if known is not None and known.config.order:
-            route["orderTopicConf"] = order_conf(known, self._context.broker_name)
+        existing_topic = self._context.broker.tables.topics.find_topic(topic)
+        if existing_topic is not None and existing_topic.config.order:
+            route["orderTopicConf"] = order_conf(existing_topic, self._context.broker_name)
         return call.answer_json(route)
 
-    def _queues(self, topic: str) -> dict[str, object]:
+    def _queue_data(self, topic: str) -> dict[str, object]:
+        """Create RocketMQ's QueueData of a topic. Raises Refused if the topic has no route."""
         context, settings = self._context, self._context.broker.settings
         read = write = settings.queues_per_topic
         perm, sys_flag = READ | WRITE, 0
-        known, standing = (
+        existing_topic, system_topic_queues = (
             context.broker.tables.topics.find_topic(topic),
             context.broker.policy.system_topic_queues(topic),
         )
-        if known is not None:
-            read, write, perm = known.read_queues, known.write_queues, known.perm
-            sys_flag = known.config.sys_flag
+        if existing_topic is not None:
+            read, write, perm = existing_topic.read_queues, existing_topic.write_queues, existing_topic.perm
+            sys_flag = existing_topic.config.sys_flag
         elif topic.startswith(RETRY_PREFIX):
-            # A consumer asks before its first heartbeat creates the topic. After a refusal it would ask again only in
-            # 20 to 30 s.
+            # A consumer asks before its first heartbeat has created the topic. After a refusal it would ask again only
+            # after 20 to 30 s.
             check_topic(topic)
             read = write = 1
         elif topic == AUTO_CREATE_TOPIC and context.broker.policy.has_template:
             perm |= INHERIT  # tells a producer that it may create a topic from the template
-        elif standing is not None:
-            read = write = standing
+        elif system_topic_queues is not None:
+            read = write = system_topic_queues
         else:
             check_topic(topic)
             raise Refused(
@@ -84,7 +86,7 @@ class Routes:
             "topicSynFlag": 0,
         }
 
-    def _broker(self, connection: Connection) -> dict[str, object]:
+    def _broker_data(self, connection: Connection) -> dict[str, object]:
         context = self._context
         return {
             "cluster": context.cluster_name,
@@ -94,7 +96,7 @@ class Routes:
 
     def _cluster(self, call: Call) -> Reply:
         context = self._context
-        broker = self._broker(call.connection)
+        broker = self._broker_data(call.connection)
         return call.answer_json(
             {
                 "brokerAddrTable": {context.broker_name: broker},

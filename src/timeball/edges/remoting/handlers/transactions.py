@@ -1,8 +1,8 @@
-"""Transactions: handle END_TRANSACTION (37) from producers and send them CHECK_TRANSACTION_STATE (39).
+"""Transactions: serve END_TRANSACTION (37) from producers, and send them CHECK_TRANSACTION_STATE (39).
 
-Half messages arrive as sends (sends.py). A client ends a transaction by the number that it got as the message's
-physical offset, nearly always with a one-way request. broker/transacting/transaction_checks.py decides when a producer
-is asked about a transaction that was not ended. Then the half message is pushed to a producer of the group, which
+Half messages arrive as sends (sends.py). A client ends a transaction with the sequence number that it got as the
+message's physical offset, nearly always in a one-way request. broker/transacting/transaction_checks.py decides when to
+check a transaction that was not ended. This module then pushes the half message to a producer of the group, which
 answers with another END_TRANSACTION.
 """
 
@@ -42,25 +42,25 @@ class _End(msgspec.Struct):
     commitOrRollback: int  # noqa: N815
 
 
-def prepared(properties: str, group: str | None) -> str:
-    """Return a half message's properties with everything that a later check needs. Raises InvalidMessage."""
-    found = decode_properties(properties)
-    owner = found.get(GROUP) or group or ""
-    if len(owner) > limits.GROUP_BYTES_MAX:
-        # Each open half message keeps this name in memory, and there may be many.
+def add_half_properties(properties: str, group: str | None) -> str:
+    """Add the properties of a half message that a later check and consumers need. Raises InvalidMessage."""
+    parsed = decode_properties(properties)
+    producer_group = parsed.get(GROUP) or group or ""
+    if len(producer_group) > limits.GROUP_BYTES_MAX:
+        # The name is kept in memory for each open half message, and there may be many.
         raise InvalidMessage(
-            f"the producer group has {len(owner)} characters; at most {limits.GROUP_BYTES_MAX}"
+            f"the producer group has {len(producer_group)} characters; at most {limits.GROUP_BYTES_MAX}"
         )
-    marks = {PREPARED: "true", GROUP: owner}
-    if found.get(UNIQUE_KEY):
-        marks[TRANSACTION_ID] = found[UNIQUE_KEY]  # consumers read it
-    if marks.items() <= found.items():
+    added = {PREPARED: "true", GROUP: producer_group}
+    if parsed.get(UNIQUE_KEY):
+        added[TRANSACTION_ID] = parsed[UNIQUE_KEY]  # consumers read it
+    if added.items() <= parsed.items():
         return properties
-    return encode_properties({**found, **marks})
+    return encode_properties({**parsed, **added})
 
 
 class Transactions:
-    """Serves END_TRANSACTION, and asks producers for broker/transacting/transaction_checks.py."""
+    """Serves END_TRANSACTION, and sends the checks of broker/transacting/transaction_checks.py to producers."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
@@ -70,32 +70,33 @@ class Transactions:
         self.handlers: Handlers = {RequestCode.END_TRANSACTION: self.end}
 
     async def end(self, call: Call) -> Reply:
-        """Serve END_TRANSACTION: commit or roll back the half message at `commitLogOffset`, or leave it open."""
-        asked = call.fields(_End)
-        commit = asked.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
-        if not commit and asked.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
-            return call.answer()  # the state is unknown: the producer is asked again later
-        half = self._core.find_half(asked.commitLogOffset)
+        """Serve END_TRANSACTION: commit or roll back the half message at `commitLogOffset`."""
+        fields = call.fields(_End)
+        commit = fields.commitOrRollback == MessageFlag.TRANSACTION_COMMIT
+        if not commit and fields.commitOrRollback != MessageFlag.TRANSACTION_ROLLBACK:
+            return call.answer()  # the producer does not know the state: it is checked again later
+        half = self._core.find_half(fields.commitLogOffset)
         if half is not None:
             self._context.broker.policy.allow(call.caller, Verb.SEND, topic=half.topic)
         outcome = await self._core.end(
-            asked.commitLogOffset, asked.producerGroup, commit=commit, delay=self._delay
+            fields.commitLogOffset, fields.producerGroup, commit=commit, delay=self._delay
         )
         if outcome is Outcome.NOT_FOUND:
             raise Refused(
                 ResponseCode.SYSTEM_ERROR,
-                f"Find prepared transaction message failed: {asked.commitLogOffset} of group "
-                f"{asked.producerGroup[: limits.GROUP_BYTES_MAX]}",
+                f"Find prepared transaction message failed: {fields.commitLogOffset} of group "
+                f"{fields.producerGroup[: limits.GROUP_BYTES_MAX]}",
             )
-        other = Outcome.ROLLED_BACK if commit else Outcome.COMMITTED
-        if outcome is other:
+        opposite_outcome = Outcome.ROLLED_BACK if commit else Outcome.COMMITTED
+        if outcome is opposite_outcome:
             raise Refused(
                 ResponseCode.ILLEGAL_OPERATION,
-                f"the transaction at {asked.commitLogOffset} was {outcome.value} before",
+                f"the transaction at {fields.commitLogOffset} was {outcome.value} before",
             )
         return call.answer()
 
     def _delay(self, properties: dict[str, str]) -> dict[str, int]:
+        """Compute the delay of a committed message, as the columns `delay_level` or `due_ms`. Empty: no delay."""
         settings = self._context.broker.settings
         level, due_ms = delays.plan(
             properties,
@@ -108,15 +109,15 @@ class Transactions:
             return {"delay_level": level}
         return {} if due_ms is None else {"due_ms": due_ms}
 
-    # -- asking ----------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------
 
     def has_producer(self, half: Half) -> bool:
-        """Return whether a producer of the half's group is connected."""
-        return bool(self._producers(half))
+        """Return whether a producer of the half message's group is connected."""
+        return bool(self._permitted_producers(half))
 
     def ask(self, half: Half, row: pa.RecordBatch) -> int:
-        """Push the half message to one of its producers, and return the number of bytes pushed."""
-        producers = self._producers(half)
+        """Push the half message to a random producer of its group. Returns the size in bytes, 0 without a producer."""
+        producers = self._permitted_producers(half)
         if not producers:
             return 0
         connection = choice(producers)
@@ -132,27 +133,32 @@ class Transactions:
                 "transactionId": key,
                 "bname": self._context.broker_name,
             },
-            body=encode_stored(_asked(row, half), store_host=host, born_host=host),
+            body=encode_stored(_row_for_check(row, half), store_host=host, born_host=host),
         )
         connection.push(command)
         return len(command.body)
 
-    def _producers(self, half: Half) -> list[Connection]:
-        """Return the producers that may see the half message: any client can claim to be a producer of a group."""
+    def _permitted_producers(self, half: Half) -> list[Connection]:
+        """Return the connected producers of the group that may send to the topic.
+
+        Permission is checked because any client can claim to be a producer of a group.
+        """
         return [
-            one.connection
-            for one in self._context.sessions.producers(half.group)
-            if one.connection.is_open
-            and self._context.broker.policy.allows(one.connection.caller, Verb.SEND, topic=half.topic)
+            member.connection
+            for member in self._context.sessions.producers(half.group)
+            if member.connection.is_open
+            and self._context.broker.policy.allows(member.connection.caller, Verb.SEND, topic=half.topic)
         ]
 
 
-def _asked(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
-    """Return the half message as a producer gets it in a check."""
+def _row_for_check(row: pa.RecordBatch, half: Half) -> pa.RecordBatch:
+    """Add the properties that a producer expects in a check to the row of a half message."""
     properties = decode_properties(row.column("properties")[0].as_py() or "")
     properties[CHECK_TIMES] = str(half.checks + 1)
     if half.unique_key is not None:
         properties.setdefault(UNIQUE_KEY, half.unique_key)
         properties[TRANSACTION_ID] = half.unique_key
-    at = READ_SCHEMA.get_field_index("properties")
-    return row.set_column(at, READ_SCHEMA.field(at), pa.array([encode_properties(properties)]))
+    column_index = READ_SCHEMA.get_field_index("properties")
+    return row.set_column(
+        column_index, READ_SCHEMA.field(column_index), pa.array([encode_properties(properties)])
+    )

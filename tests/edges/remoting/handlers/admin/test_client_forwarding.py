@@ -1,4 +1,4 @@
-"""Questions that a consumer answers through the broker."""
+"""Requests of tools that are forwarded to a consumer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INFO = RequestCode.GET_CONSUMER_RUNNING_INFO
 BEAT = {"clientID": "c1", "consumerDataSet": [{"groupName": "g"}]}
 
 
-def test_a_consumer_tells_how_it_runs(node: RunningNode, wire: Wire) -> None:
+def test_running_info_is_forwarded_from_the_consumer(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node) as consumer:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
         consumer.next_pushed()  # that its group has changed
@@ -29,7 +29,7 @@ def test_a_consumer_tells_how_it_runs(node: RunningNode, wire: Wire) -> None:
         assert (answer.code, answer.ext) == (ResponseCode.SUCCESS, {"jstack": "all well"})
 
 
-def test_what_a_consumer_refuses_is_refused(node: RunningNode, wire: Wire) -> None:
+def test_an_error_of_the_consumer_is_forwarded(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node) as consumer:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
         consumer.next_pushed()
@@ -38,7 +38,7 @@ def test_what_a_consumer_refuses_is_refused(node: RunningNode, wire: Wire) -> No
         assert wire.answer_to(asked).code == ResponseCode.SYSTEM_ERROR
 
 
-def test_a_consumer_that_goes_instead_of_answering(node: RunningNode, wire: Wire) -> None:
+def test_a_consumer_that_disconnects_gives_an_error(node: RunningNode, wire: Wire) -> None:
     with Wire.to(node) as consumer:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
         consumer.next_pushed()
@@ -47,7 +47,7 @@ def test_a_consumer_that_goes_instead_of_answering(node: RunningNode, wire: Wire
     assert wire.answer_to(asked).code == ResponseCode.SERVICE_NOT_AVAILABLE
 
 
-def test_a_consumer_that_is_not_there(wire: Wire) -> None:
+def test_an_unknown_consumer_gives_an_error(wire: Wire) -> None:
     wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
     for fields in ({"consumerGroup": "g", "clientId": "x"}, {"consumerGroup": "x", "clientId": "c1"}):
         answer = wire.ask(INFO, **fields)
@@ -56,20 +56,22 @@ def test_a_consumer_that_is_not_there(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("said", [{"x" * 40_000: ""}, {}])
-def test_what_does_not_fit_the_tools_header_is_refused(node: RunningNode, said: dict[str, str]) -> None:
+def test_an_answer_that_does_not_fit_the_tools_header_is_refused(
+    node: RunningNode, said: dict[str, str]
+) -> None:
     with Wire.to(node) as consumer, Wire.to(node, BINARY) as tool:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
         consumer.next_pushed()
         asked = tool.send(INFO, consumerGroup="g", clientId="c1")
         consumer.reply(consumer.next_pushed(), code=0 if said else 1 << 20, **said)
         answer = tool.answer_to(asked)
-        assert (answer.code, "cannot be passed on" in str(answer.remark)) == (ResponseCode.SYSTEM_ERROR, True)
+        assert (answer.code, "cannot be forwarded" in str(answer.remark)) == (ResponseCode.SYSTEM_ERROR, True)
 
 
 # ---- a message for one consumer -------------------------------------------------------------------------------
 
 
-def test_a_message_is_handed_to_one_consumer(node: RunningNode, wire: Wire) -> None:
+def test_a_message_is_forwarded_to_one_consumer(node: RunningNode, wire: Wire) -> None:
     message_id = sent(wire, b"look at this").ext["msgId"]
     with Wire.to(node) as consumer:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
@@ -88,7 +90,7 @@ def test_a_message_is_handed_to_one_consumer(node: RunningNode, wire: Wire) -> N
         assert (answer.code, answer.body) == (ResponseCode.SUCCESS, told)
 
 
-def test_what_cannot_be_handed_over(wire: Wire) -> None:
+def test_an_unknown_message_or_consumer_is_refused(wire: Wire) -> None:
     message_id = sent(wire).ext["msgId"]
     wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
     good = {"consumerGroup": "g", "clientId": "c1", "msgId": message_id}
@@ -104,7 +106,7 @@ def test_what_cannot_be_handed_over(wire: Wire) -> None:
 # ---- where consumers stand ------------------------------------------------------------------------------------
 
 
-def test_consumers_say_where_they_stand(node: RunningNode, wire: Wire) -> None:
+def test_offsets_are_collected_from_the_members(node: RunningNode, wire: Wire) -> None:
     queue = b'{"brokerName":"timeball","queueId":%d,"topic":"orders"}'
     table = b"{" + queue % 0 + b":7," + queue % 1 + b":12}"
     with Wire.to(node) as first, Wire.to(node) as second:
@@ -128,10 +130,10 @@ def test_consumers_say_where_they_stand(node: RunningNode, wire: Wire) -> None:
         assert not first.pushed
 
 
-def test_a_consumer_that_does_not_answer_is_left_out(
+def test_a_member_that_does_not_answer_is_left_out(
     node: RunningNode, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relays, "STATUS_S", 0.01)
+    monkeypatch.setattr(relays, "STATUS_TIMEOUT_S", 0.01)
     with Wire.to(node) as consumer:
         consumer.ask_ok(RequestCode.HEART_BEAT, BEAT)
         answer = wire.ask_ok(STATUS, topic="orders", group="g")

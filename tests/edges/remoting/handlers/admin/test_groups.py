@@ -1,4 +1,4 @@
-"""Consumer groups as a tool configures, lists and deletes them, and who is connected."""
+"""Consumer groups as a tool configures, lists and deletes them, and connected clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ JAVA_BODY = {
 }  # fmt: skip
 
 
-def test_a_group_is_as_it_was_configured(node: RunningNode, wire: Wire) -> None:
+def test_a_created_group_has_its_configuration(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
     group = node.node.broker.tables.groups.get("g")
     assert group == SubscriptionGroup(
@@ -43,14 +43,14 @@ def test_a_group_is_as_it_was_configured(node: RunningNode, wire: Wire) -> None:
     assert listed["dataVersion"]["counter"] == 1
 
 
-def test_what_is_null_or_absent_is_the_default(node: RunningNode, wire: Wire) -> None:
+def test_null_or_absent_settings_have_defaults(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(
         UPDATE, {"groupName": "g", "attributes": None, "retryMaxTimes": None, "groupRetryPolicy": None}
     )
     assert node.node.broker.tables.groups.get("g") == SubscriptionGroup("g")
 
 
-def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
+def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
     kept = rows_of(node.node.broker, "group/")
     assert [group["retryMaxTimes"] for group in kept.values()] == [3]
@@ -68,7 +68,7 @@ def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
         {"groupName": "g", "attributes": {str(i): "" for i in range(1_000)}},
     ],
 )
-def test_a_configuration_that_makes_no_sense_is_refused(node: RunningNode, wire: Wire, body: Any) -> None:
+def test_an_invalid_configuration_is_refused(node: RunningNode, wire: Wire, body: Any) -> None:
     assert wire.ask(UPDATE, body).code == ResponseCode.INVALID_PARAMETER
     assert node.node.broker.tables.groups.all() == []
 
@@ -78,7 +78,7 @@ def test_an_unknown_group_has_no_configuration(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize(("clean", "left"), [(True, {}), (False, {0: 0})])
-def test_a_deleted_group_is_gone_with_its_offsets_if_so_wished(
+def test_deleting_a_group_deletes_its_offsets_on_request(
     node: RunningNode, wire: Wire, clean: bool, left: dict[int, int]
 ) -> None:
     wire.ask_ok(UPDATE, JAVA_BODY)
@@ -95,22 +95,24 @@ UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST
 CLONE = RequestCode.CLONE_GROUP_OFFSET
 
 
-def test_many_groups_at_once(node: RunningNode, wire: Wire) -> None:
+def test_several_groups_are_configured_by_one_request(node: RunningNode, wire: Wire) -> None:
     groups = [JAVA_BODY, {"groupName": "h", "attributes": None, "retryMaxTimes": "7"}]
     wire.ask_ok(UPDATE_LIST, {"groupConfigList": groups})
-    found = node.node.broker.tables.groups
-    assert [found.get(name).retry_max_times for name in "gh"] == [3, 7]
+    result = node.node.broker.tables.groups
+    assert [result.get(name).retry_max_times for name in "gh"] == [3, 7]
     assert len(rows_of(node.node.broker, "group/")) == 2, "saved before the answer"
 
 
 @pytest.mark.parametrize("wrong", [{"groupName": "h", "retryMaxTimes": "x"}, {"retryMaxTimes": 1}])
-def test_none_of_many_is_made_when_one_is_wrong(node: RunningNode, wire: Wire, wrong: dict[str, Any]) -> None:
+def test_no_group_is_created_if_one_of_several_is_invalid(
+    node: RunningNode, wire: Wire, wrong: dict[str, Any]
+) -> None:
     answer = wire.ask(UPDATE_LIST, {"groupConfigList": [JAVA_BODY, wrong]})
     assert answer.code == ResponseCode.INVALID_PARAMETER
     assert node.node.broker.tables.groups.find_group("g") is None
 
 
-def test_a_group_gets_the_offsets_of_another(node: RunningNode, wire: Wire) -> None:
+def test_cloned_offsets_are_those_of_the_source_group(node: RunningNode, wire: Wire) -> None:
     broker = node.broker
     for topic in ("a", "b"):
         assert sent(wire, topic=topic).code == 0
@@ -123,7 +125,7 @@ def test_a_group_gets_the_offsets_of_another(node: RunningNode, wire: Wire) -> N
     assert wire.ask(CLONE, srcGroup="old", destGroup="a b").code == ResponseCode.INVALID_PARAMETER
 
 
-def test_a_group_at_work_gives_what_it_subscribes_to(node: RunningNode, wire: Wire) -> None:
+def test_clones_of_a_connected_group_cover_its_subscriptions_only(node: RunningNode, wire: Wire) -> None:
     for topic in ("now", "before"):
         assert sent(wire, topic=topic).code == 0
         node.run(node.broker.commit_offsets("old", topic, {0: 1}))
@@ -156,17 +158,17 @@ def client(wire: Wire) -> Wire:
     return wire
 
 
-def connections(found: Any) -> list[Any]:
-    return [{k: v for k, v in one.items() if k != "clientAddr"} for one in found["connectionSet"]]
+def connections(result: Any) -> list[Any]:
+    return [{k: v for k, v in one.items() if k != "clientAddr"} for one in result["connectionSet"]]
 
 
-def test_the_members_of_a_consumer_group_and_what_they_want(client: Wire) -> None:
-    found = json_body(client.ask_ok(RequestCode.GET_CONSUMER_CONNECTION_LIST, consumerGroup="g"))
-    assert connections(found) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
-    assert found["connectionSet"][0]["clientAddr"].startswith("127.0.0.1:")
-    assert (found["consumeType"], found["messageModel"]) == ("CONSUME_PASSIVELY", "CLUSTERING")
-    assert found["consumeFromWhere"] == "CONSUME_FROM_LAST_OFFSET"
-    wanted = found["subscriptionTable"]["orders"]
+def test_consumer_connections_list_members_and_subscriptions(client: Wire) -> None:
+    result = json_body(client.ask_ok(RequestCode.GET_CONSUMER_CONNECTION_LIST, consumerGroup="g"))
+    assert connections(result) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
+    assert result["connectionSet"][0]["clientAddr"].startswith("127.0.0.1:")
+    assert (result["consumeType"], result["messageModel"]) == ("CONSUME_PASSIVELY", "CLUSTERING")
+    assert result["consumeFromWhere"] == "CONSUME_FROM_LAST_OFFSET"
+    wanted = result["subscriptionTable"]["orders"]
     assert (wanted["subString"], wanted["tagsSet"], wanted["subVersion"]) == ("A || B", ["A", "B"], 7)
 
 
@@ -177,38 +179,38 @@ def test_a_group_without_members_is_not_online(wire: Wire) -> None:
     )  # fmt: skip
 
 
-def test_the_members_of_a_producer_group(client: Wire) -> None:
-    found = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
-    assert connections(found) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
+def test_producer_connections_list_the_members(client: Wire) -> None:
+    result = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
+    assert connections(result) == [{"clientId": "c1", "language": "JAVA", "version": 409}]
     answer = client.ask(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="nobody")
     assert answer.code == ResponseCode.SYSTEM_ERROR
 
 
-def test_all_producers(node: RunningNode, client: Wire) -> None:
+def test_all_producers_are_listed_by_group(node: RunningNode, client: Wire) -> None:
     data = json_body(client.ask_ok(RequestCode.GET_ALL_PRODUCER_INFO))["data"]
     (one,) = data["p"]
     assert (one["clientId"], one["language"]) == ("c1", "JAVA")
     assert 0 <= node.node.broker.clock.now_ms() - one["lastUpdateTimestamp"] < 60_000
 
 
-def test_a_language_nobody_knows_is_another(node: RunningNode, client: Wire) -> None:
+def test_an_unknown_language_is_other(node: RunningNode, client: Wire) -> None:
     (member,) = node.node.edges.remoting.context.sessions.producers("p")
     member.language = 99
-    found = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
-    assert found["connectionSet"][0]["language"] == "OTHER"
+    result = json_body(client.ask_ok(RequestCode.GET_PRODUCER_CONNECTION_LIST, producerGroup="p"))
+    assert result["connectionSet"][0]["language"] == "OTHER"
 
 
-def test_who_reads_a_topic_is_who_subscribes_now_or_has_read_before(node: RunningNode, client: Wire) -> None:
+def test_groups_of_a_topic_are_those_with_subscription_or_offsets(node: RunningNode, client: Wire) -> None:
     node.node.broker.tables.offsets.commit("before", "orders", {0: 0}, {0: 0})
-    found = json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="orders"))
-    assert found == {"groupList": ["before", "g"]}
+    result = json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="orders"))
+    assert result == {"groupList": ["before", "g"]}
     assert json_body(client.ask_ok(RequestCode.QUERY_TOPIC_CONSUME_BY_WHO, topic="x")) == {"groupList": []}
     topics = json_body(client.ask_ok(RequestCode.QUERY_TOPICS_BY_CONSUMER, group="before"))
     assert topics == {"topicList": ["orders"]}
 
 
-def test_a_groups_subscription_to_a_topic(client: Wire) -> None:
+def test_the_subscription_of_a_group_to_a_topic_is_returned(client: Wire) -> None:
     ask = RequestCode.QUERY_SUBSCRIPTION_BY_CONSUMER
-    found = json_body(client.ask_ok(ask, group="g", topic="orders"))
-    assert found["subscriptionData"]["subString"] == "A || B"
+    result = json_body(client.ask_ok(ask, group="g", topic="orders"))
+    assert result["subscriptionData"]["subString"] == "A || B"
     assert json_body(client.ask_ok(ask, group="g", topic="x"))["subscriptionData"] is None

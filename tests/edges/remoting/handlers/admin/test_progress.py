@@ -1,4 +1,4 @@
-"""How far queues and groups have come, in the tables that RocketMQ's tools read, and resets: who is told."""
+"""The progress of queues and groups in RocketMQ's tables, resets of offsets, and notifications about them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ STATS, CONSUMED = RequestCode.GET_TOPIC_STATS_INFO, RequestCode.GET_CONSUME_STAT
 
 
 def entries(body: bytes) -> dict[tuple[str, int], dict[str, Any]]:
-    """(topic, queue) -> figures; the keys are objects, which no JSON reader takes."""
-    found = {}
+    """Decode a table with object keys to a dict: (topic, queue) -> values. No JSON library accepts such keys."""
+    result = {}
     for key, value in re.findall(rb"(\{[^{}]*\}):(\{[^{}]*\})", body):
         queue = msgspec.json.decode(key)
         assert queue["brokerName"] == "timeball"
-        found[queue["topic"], queue["queueId"]] = msgspec.json.decode(value)
-    return found
+        result[queue["topic"], queue["queueId"]] = msgspec.json.decode(value)
+    return result
 
 
 async def send(world: World, topic: str, queue: int, rows: int) -> None:
@@ -37,8 +37,8 @@ async def send(world: World, topic: str, queue: int, rows: int) -> None:
 
 
 @on_node()
-async def test_a_topics_queues_with_the_time_of_their_last_message(world: World) -> None:
-    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+async def test_topic_stats_have_offsets_and_last_store_times(world: World) -> None:
+    pair, progress = await Pair.create(), Progress(context_of(world.broker)).handlers
     await send(world, "orders", 0, 2)
     world.clock.advance(5_000)
     await send(world, "orders", 0, 1)
@@ -54,8 +54,8 @@ async def test_a_topics_queues_with_the_time_of_their_last_message(world: World)
 
 
 @on_node()
-async def test_a_groups_progress_in_all_that_it_reads(world: World) -> None:
-    pair, context = await Pair.made(), context_of(world.broker)
+async def test_consume_stats_cover_all_topics_of_a_group(world: World) -> None:
+    pair, context = await Pair.create(), context_of(world.broker)
     progress = Progress(context).handlers
     await send(world, "orders", 0, 3)
     sent_ms = world.broker.clock.now_ms()
@@ -78,8 +78,8 @@ async def test_a_groups_progress_in_all_that_it_reads(world: World) -> None:
 
 
 @on_node()
-async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
-    pair, context = await Pair.made(), context_of(world.broker)
+async def test_broker_consume_stats_cover_all_groups_with_their_lag(world: World) -> None:
+    pair, context = await Pair.create(), context_of(world.broker)
     progress = Progress(context).handlers
     await send(world, "orders", 0, 3)
     for group, offset in (("g", 2), ("h", 0)):
@@ -94,7 +94,7 @@ async def test_all_groups_and_how_far_they_are_behind(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> None:
+async def test_a_message_deleted_by_retention_has_time_zero(world: World) -> None:
     await send(world, "orders", 0, 3)
     index = world.broker.tables.topics.get("orders").queues[0].index
     index.hide(world.broker.log.reader.next_seq)
@@ -103,8 +103,8 @@ async def test_a_message_that_retention_has_taken_has_no_time(world: World) -> N
 
 
 @on_node()
-async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
-    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+async def test_time_spans_state_the_delay_of_a_group(world: World) -> None:
+    pair, progress = await Pair.create(), Progress(context_of(world.broker)).handlers
     stored = []
     for _ in range(3):
         await send(world, "orders", 0, 1)
@@ -113,9 +113,9 @@ async def test_how_far_a_group_is_behind_in_time(world: World) -> None:
 
     async def spans() -> list[dict[str, Any]]:
         answer = await pair.ask(progress, RequestCode.QUERY_CONSUME_TIME_SPAN, topic="orders", group="g")
-        found: list[dict[str, Any]] = msgspec.json.decode(answer.body)["consumeTimeSpanSet"]
-        assert [span.pop("messageQueue")["queueId"] for span in found] == [0, 1]
-        return found
+        result: list[dict[str, Any]] = msgspec.json.decode(answer.body)["consumeTimeSpanSet"]
+        assert [span.pop("messageQueue")["queueId"] for span in result] == [0, 1]
+        return result
 
     first, empty = await spans()
     now_ms = world.broker.clock.now_ms()
@@ -135,7 +135,7 @@ RESET, TOLD = RequestCode.INVOKE_BROKER_TO_RESET_OFFSET, RequestCode.RESET_CONSU
 
 
 class Rig:
-    """A topic with ten messages in queue 0, one a second; a group that has read five; a member of it."""
+    """A topic with ten messages in queue 0, one per second, a group that has read five, and a member of it."""
 
     def __init__(self, world: World, pair: Pair) -> None:
         self.world, self.pair = world, pair
@@ -143,8 +143,8 @@ class Rig:
         self.handlers = Progress(self.context).handlers
 
     @classmethod
-    async def made(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> Rig:
-        rig = cls(world, await Pair.made())
+    async def create(cls, world: World, *, language: int = Language.JAVA, members: bool = True) -> Rig:
+        rig = cls(world, await Pair.create())
         rig.began_ms = world.clock.wall
         for _ in range(10):
             await world.broker.send(batch(1, queue_id=pa.array([0], pa.int32())))
@@ -167,10 +167,10 @@ class Rig:
     ("second", "force", "offset"), [(2, False, 2), (8, False, 5), (8, True, 8), (99, True, 10), (-9, True, 0)]
 )
 @on_node()
-async def test_a_group_goes_to_an_instant_and_only_back_unless_forced(
+async def test_a_reset_to_a_time_only_moves_back_unless_forced(
     world: World, second: int, force: bool, offset: int
 ) -> None:
-    rig = await Rig.made(world)
+    rig = await Rig.create(world)
     answer = await rig.reset(timestamp=rig.began_ms + second * 1_000, isForce=str(force).lower())
     assert answer.code == 0
     assert b'{"brokerName":"timeball","queueId":0,"topic":"orders"}:%d' % offset in answer.body
@@ -182,16 +182,16 @@ async def test_a_group_goes_to_an_instant_and_only_back_unless_forced(
 
 
 @on_node()
-async def test_minus_one_is_the_end(world: World) -> None:
-    rig = await Rig.made(world)
+async def test_a_reset_to_minus_one_moves_to_the_end(world: World) -> None:
+    rig = await Rig.create(world)
     assert (await rig.reset(timestamp=-1, isForce="true")).code == 0
     assert rig.offsets == {0: 10, 1: 0}
     rig.pair.close()
 
 
 @on_node()
-async def test_the_cpp_client_is_told_in_json(world: World) -> None:
-    rig = await Rig.made(world, language=Language.CPP)
+async def test_a_cpp_member_is_notified_in_plain_json(world: World) -> None:
+    rig = await Rig.create(world, language=Language.CPP)
     await rig.reset(timestamp=rig.began_ms, isForce="true")
     assert msgspec.json.decode((await rig.pair.read()).body)["offsetTable"] == [
         {"brokerName": "timeball", "queueId": queue, "topic": "orders", "offset": 0} for queue in (0, 1)
@@ -213,10 +213,10 @@ async def test_the_cpp_client_is_told_in_json(world: World) -> None:
     ],
 )
 @on_node()
-async def test_one_queue_is_reset_and_no_other(
+async def test_a_reset_of_one_queue_leaves_the_others(
     world: World, said: dict[str, object], offsets: dict[int, int], members: bool
 ) -> None:
-    rig = await Rig.made(world, members=members)
+    rig = await Rig.create(world, members=members)
     await send(world, "orders", 1, 2)
     await world.broker.commit_offsets("g", "orders", {1: 1})
     answer = await rig.reset(**said)
@@ -249,10 +249,10 @@ async def test_one_queue_is_reset_and_no_other(
     ],
 )
 @on_node()
-async def test_a_reset_that_names_nothing_there_is(
+async def test_an_invalid_reset_is_refused_without_effect(
     world: World, said: dict[str, object], code: int, remark: str
 ) -> None:
-    rig = await Rig.made(world)
+    rig = await Rig.create(world)
     answer = await rig.reset(**said)
     assert (answer.code, str(answer.remark)[: len(remark)]) == (code, remark)
     assert rig.offsets == {0: 5}
@@ -260,8 +260,8 @@ async def test_a_reset_that_names_nothing_there_is(
 
 
 @on_node()
-async def test_a_group_without_members_is_reset(world: World) -> None:
-    rig = await Rig.made(world, members=False)
+async def test_a_group_without_members_can_be_reset(world: World) -> None:
+    rig = await Rig.create(world, members=False)
     answer = await rig.reset(timestamp=rig.began_ms + 2_000, isForce="true")
     assert (answer.code, rig.offsets) == (0, {0: 2, 1: 0})
     assert b'"queueId":0,"topic":"orders"}:2' in answer.body
@@ -269,8 +269,8 @@ async def test_a_group_without_members_is_reset(world: World) -> None:
 
 
 @on_node()
-async def test_the_progress_of_the_topics_that_a_tool_lists(world: World) -> None:
-    pair, progress = await Pair.made(), Progress(context_of(world.broker)).handlers
+async def test_consume_stats_cover_only_the_listed_topics(world: World) -> None:
+    pair, progress = await Pair.create(), Progress(context_of(world.broker)).handlers
     for topic in ("orders", "other", "third"):
         await send(world, topic, 0, 1)
         await world.broker.commit_offsets("g", topic, {0: 1})

@@ -1,4 +1,4 @@
-"""Figures and settings under RocketMQ's names: every way in and out is counted."""
+"""Metrics and settings under RocketMQ's names: all kinds of sends and deliveries are counted."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ READ_BY_CLUSTER_LIST = [
 async def info(pair: Pair, runtime: Runtime) -> dict[str, str]:
     answer = await pair.ask(runtime.handlers, RequestCode.GET_BROKER_RUNTIME_INFO)
     assert answer.code == 0, answer.remark
-    found: dict[str, str] = msgspec.json.decode(answer.body)["table"]
-    return found
+    result: dict[str, str] = msgspec.json.decode(answer.body)["table"]
+    return result
 
 
 @on_node()
-async def test_the_figures_tools_count_on_are_there_as_text(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_runtime_info_has_all_names_that_tools_read_as_text(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     began_ms = world.clock.wall
     await world.broker.send(batch(3))
     await world.broker.send(batch(2, delay_ms=[10_000, 10_000]))
     world.clock.advance(90_061_000)
-    found = await info(pair, runtime)
-    assert set(READ_BY_CLUSTER_LIST) <= found.keys()
-    assert all(isinstance(value, str) for value in found.values())
-    assert found["putMessageTimesTotal"] == found["msgPutTotalTodayNow"] == "6"  # with the topic's row
-    assert found["timerCongestNum"] == "2"
-    assert found["runtime"] == "[ 1 days, 1 hours, 1 minutes, 1 seconds ]"
-    assert found["earliestMessageTimeStamp"] == str(began_ms)
+    result = await info(pair, runtime)
+    assert set(READ_BY_CLUSTER_LIST) <= result.keys()
+    assert all(isinstance(value, str) for value in result.values())
+    assert result["putMessageTimesTotal"] == result["msgPutTotalTodayNow"] == "6"  # with the topic's row
+    assert result["timerCongestNum"] == "2"
+    assert result["runtime"] == "[ 1 days, 1 hours, 1 minutes, 1 seconds ]"
+    assert result["earliestMessageTimeStamp"] == str(began_ms)
     pair.close()
 
 
 @on_node()
-async def test_rates_are_over_ten_seconds_a_minute_and_ten(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_rates_cover_ten_seconds_one_minute_and_ten_minutes(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     for second in range(700):
         if second >= 680:
             await world.broker.send(batch(6))
@@ -68,8 +68,8 @@ async def test_rates_are_over_ten_seconds_a_minute_and_ten(world: World) -> None
 
 
 @on_node()
-async def test_a_rate_without_a_second_is_nothing(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_a_rate_without_a_recent_sample_is_zero(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     await world.broker.send(batch(6))
     assert (await info(pair, runtime))["putTps"] == "0.0 0.0 0.0"
     world.clock.advance(limits.DAY_MS)
@@ -78,26 +78,26 @@ async def test_a_rate_without_a_second_is_nothing(world: World) -> None:
 
 
 @on_node()
-async def test_days_are_counted_from_their_mornings(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_counts_of_yesterday_and_today_begin_at_midnight(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     await world.broker.send(batch(4))
     for count in (1, 2):
         world.clock.advance(limits.DAY_MS)
         runtime.sample()
         await world.broker.send(batch(count))
         runtime.sample()
-    found = await info(pair, runtime)
+    result = await info(pair, runtime)
     mornings = ["msgPutTotalYesterdayMorning", "msgPutTotalTodayMorning", "msgPutTotalTodayNow"]
-    assert [found[name] for name in mornings] == ["5", "6", "8"]  # with the topic's row
+    assert [result[name] for name in mornings] == ["5", "6", "8"]  # with the topic's row
     pair.close()
 
 
 @on_node()
-async def test_every_level_has_its_offset_and_its_end(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_every_delay_level_has_its_offsets(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     await world.broker.send(batch(2, delay_level=pa.array([3, 3], pa.int32())))
-    found = await info(pair, runtime)
-    levels = {name: value for name, value in found.items() if name.startswith("scheduleMessageOffset_")}
+    result = await info(pair, runtime)
+    levels = {name: value for name, value in result.items() if name.startswith("scheduleMessageOffset_")}
     assert len(levels) == 18
     assert levels["scheduleMessageOffset_3"] == "0,2"
     assert levels["scheduleMessageOffset_18"] == "0,0"
@@ -110,8 +110,8 @@ async def test_every_level_has_its_offset_and_its_end(world: World) -> None:
 
 
 @on_node(queues_per_topic=5)
-async def test_settings_can_be_read_and_not_written(world: World) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_settings_can_be_read_but_not_written(world: World) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     answer = await pair.ask(runtime.handlers, RequestCode.GET_BROKER_CONFIG)
     lines = dict(line.split("=", 1) for line in answer.body.decode().splitlines())
     assert lines["defaultTopicQueueNums"] == lines["timeball.queues_per_topic"] == "5"
@@ -127,8 +127,8 @@ async def test_settings_can_be_read_and_not_written(world: World) -> None:
 
 @pytest.mark.parametrize("name", READ_BY_CLUSTER_LIST)
 @on_node()
-async def test_an_empty_broker_has_figures_too(world: World, name: str) -> None:
-    pair, runtime = await Pair.made(), Runtime(context_of(world.broker))
+async def test_an_empty_broker_has_runtime_info(world: World, name: str) -> None:
+    pair, runtime = await Pair.create(), Runtime(context_of(world.broker))
     assert name in await info(pair, runtime)
     pair.close()
 
@@ -141,15 +141,17 @@ BEAT = {
 
 
 def total(wire: Wire, name: str, key: str) -> int:
-    """The day's sum; 0 for what is not counted."""
+    """Return the sum of the day, 0 for an unknown statistic."""
     answer = wire.ask(VIEW, statsName=name, statsKey=key)
     if answer.code == ResponseCode.SYSTEM_ERROR:
         assert answer.remark == f"The stats <{name}> <{key}> not exist"
         return 0
-    found = json_body(answer)
-    assert found.keys() == {"statsMinute", "statsHour", "statsDay"}
-    assert found["statsMinute"] == found["statsHour"] | {"tps": found["statsMinute"]["tps"]}, "all is of now"
-    return int(found["statsDay"]["sum"])
+    result = json_body(answer)
+    assert result.keys() == {"statsMinute", "statsHour", "statsDay"}
+    assert result["statsMinute"] == result["statsHour"] | {"tps": result["statsMinute"]["tps"]}, (
+        "all is of now"
+    )
+    return int(result["statsDay"]["sum"])
 
 
 def pull(wire: Wire, offset: int = 0, queue_id: int = 0) -> Any:
@@ -159,7 +161,7 @@ def pull(wire: Wire, offset: int = 0, queue_id: int = 0) -> Any:
     )  # fmt: skip
 
 
-def test_what_is_sent_and_pulled(wire: Wire) -> None:
+def test_sends_and_pulls_are_counted(wire: Wire) -> None:
     assert total(wire, "TOPIC_PUT_NUMS", "orders") == total(wire, "GROUP_GET_NUMS", "orders@g") == 0
     for _ in range(3):
         assert sent(wire, b"x" * 1_000).code == 0
@@ -172,7 +174,7 @@ def test_what_is_sent_and_pulled(wire: Wire) -> None:
     assert total(wire, "GROUP_GET_NUMS", "orders@g") == 3, "nothing was got"
 
 
-def test_what_waits_is_counted_where_it_waits_and_again_when_it_comes(wire: Wire) -> None:
+def test_a_scheduled_message_is_counted_when_sent_and_when_released(wire: Wire) -> None:
     sent(wire, properties={"TIMER_DELAY_MS": "50"})
     assert total(wire, "TOPIC_PUT_NUMS", "rmq_sys_wheel_timer") == 1
     sent(wire, properties={"DELAY": "18"})
@@ -181,7 +183,7 @@ def test_what_waits_is_counted_where_it_waits_and_again_when_it_comes(wire: Wire
     assert total(wire, "BROKER_PUT_NUMS", "DefaultCluster") == 3
 
 
-def test_what_is_popped_and_acknowledged(wire: Wire) -> None:
+def test_pops_and_acknowledgements_are_counted(wire: Wire) -> None:
     sent(wire)
     popped = wire.ask_ok(
         RequestCode.POP_MESSAGE, consumerGroup="g", topic="orders", queueId=-1, maxMsgNums=8, invisibleTime=60_000,
@@ -196,14 +198,14 @@ def test_what_is_popped_and_acknowledged(wire: Wire) -> None:
     assert total(wire, "GROUP_ACK_NUMS", "orders@g") == 1
 
 
-def test_what_is_handed_back(wire: Wire) -> None:
+def test_returned_messages_are_counted(wire: Wire) -> None:
     wire.ask_ok(RequestCode.HEART_BEAT, BEAT)
     number = int(sent(wire).ext["msgId"][-16:], 16)
     wire.ask_ok(RequestCode.CONSUMER_SEND_MSG_BACK, offset=number, group="g", delayLevel=3)
     assert total(wire, "SNDBCK_PUT_NUMS", "orders@g") == 1
 
 
-def test_flight_s_messages_count_too(node: RunningNode, wire: Wire) -> None:
+def test_messages_sent_over_flight_are_counted(node: RunningNode, wire: Wire) -> None:
     sent(wire)
     node.run(node.broker.read_queue("orders", 0, 0, 8))
     assert total(wire, "BROKER_GET_NUMS", "DefaultCluster") == 1
@@ -216,13 +218,13 @@ def test_other_tools_see_the_same_rates(wire: Wire) -> None:
     topic = wire.ask_ok(RequestCode.GET_TOPIC_STATS_INFO, topic="orders").body
     group = wire.ask_ok(RequestCode.GET_CONSUME_STATS, consumerGroup="g", topic="orders").body
     for name, body in ((b"topicPutTps", topic), (b"consumeTps", group)):
-        found = re.search(rb'"%s":([0-9.]+)' % name, body)
-        assert found is not None and float(found[1]) > 0, body
+        result = re.search(rb'"%s":([0-9.]+)' % name, body)
+        assert result is not None and float(result[1]) > 0, body
     table = json_body(wire.ask_ok(RequestCode.GET_BROKER_RUNTIME_INFO))["table"]
     assert table["msgGetTotalTodayNow"] == "1"
 
 
 @pytest.mark.parametrize("name", ["TOPIC_PUT_NUMS", "BROKER_PUT_NUMS", "NO_SUCH_STATS", ""])
-def test_what_is_not_counted_is_not_there(wire: Wire, name: str) -> None:
+def test_an_uncounted_statistic_has_no_value(wire: Wire, name: str) -> None:
     sent(wire)
     assert total(wire, name, "nobody") == 0

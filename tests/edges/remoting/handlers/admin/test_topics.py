@@ -1,4 +1,4 @@
-"""Topics as the stock tool creates, changes, lists and deletes them; ordered ones in the name server's words too."""
+"""Topics as RocketMQ's tool creates, changes, lists and deletes them, and the table of ordered topics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG
 
 
 def created(topic: str = "orders", **changes: Any) -> dict[str, Any]:
-    """The header of `updateTopic`, as 5.3 sends it."""
+    """Build the header of `updateTopic`, as version 5.3 sends it."""
     return {
         "topic": topic, "defaultTopic": "TBW102", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
         "topicFilterType": "SINGLE_TAG", "topicSysFlag": 0, "order": False, "attributes": "", "force": False,
@@ -32,7 +32,7 @@ def created(topic: str = "orders", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_topic_is_as_it_was_configured(wire: Wire) -> None:
+def test_a_created_topic_has_its_configuration(wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created(order=True, attributes="+message.type=DELAY", topicSysFlag=1))
     assert json_body(wire.ask_ok(ONE, topic="orders")) == {
         "topicName": "orders", "readQueueNums": 4, "writeQueueNums": 3, "perm": 6,
@@ -46,17 +46,17 @@ def test_a_topic_is_as_it_was_configured(wire: Wire) -> None:
     assert listed["dataVersion"]["counter"] >= 1
 
 
-def test_a_change_leaves_attributes_it_does_not_name(wire: Wire) -> None:
+def test_a_change_keeps_attributes_that_it_does_not_name(wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created(attributes="+message.type=DELAY"))
     wire.ask_ok(UPDATE, **created(perm=4, readQueueNums=8))
-    found = json_body(wire.ask_ok(ONE, topic="orders"))
-    assert (found["perm"], found["readQueueNums"]) == (4, 8)
-    assert found["attributes"] == {"message.type": "DELAY"}
+    result = json_body(wire.ask_ok(ONE, topic="orders"))
+    assert (result["perm"], result["readQueueNums"]) == (4, 8)
+    assert result["attributes"] == {"message.type": "DELAY"}
     wire.ask_ok(UPDATE, **created(attributes="-message.type"))
     assert json_body(wire.ask_ok(ONE, topic="orders"))["attributes"] == {}
 
 
-def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
+def test_a_change_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created(perm=4))
     kept = rows_of(node.node.broker, "topic/")
     assert kept["orders"]["config"]["perm"] == 4
@@ -79,7 +79,7 @@ def test_it_is_saved_before_the_answer(node: RunningNode, wire: Wire) -> None:
         {"attributes": "+nothing=1"},
     ],
 )
-def test_what_cannot_be_is_refused_and_nothing_is_made(wire: Wire, wrong: dict[str, Any]) -> None:
+def test_an_invalid_configuration_is_refused_without_a_topic(wire: Wire, wrong: dict[str, Any]) -> None:
     answer = wire.ask(UPDATE, **created(**wrong))
     assert answer.code == ResponseCode.INVALID_PARAMETER
     assert answer.remark
@@ -91,8 +91,8 @@ def test_an_unknown_topic_has_no_configuration(wire: Wire) -> None:
 
 
 @on_node()
-async def test_a_deleted_topic_is_gone_with_its_messages_and_its_readers_offsets(world: World) -> None:
-    pair, admin = await Pair.made(), TopicAdmin(context_of(world.broker)).handlers
+async def test_deleting_a_topic_deletes_its_messages_and_offsets(world: World) -> None:
+    pair, admin = await Pair.create(), TopicAdmin(context_of(world.broker)).handlers
     await world.broker.send(batch(3, queue_id=pa.array([0, 0, 0], pa.int32())))
     await world.broker.commit_offsets("g", "orders", {0: 2})
     assert (await pair.ask(admin, DELETE, topic="orders")).code == 0
@@ -107,7 +107,7 @@ async def test_a_deleted_topic_is_gone_with_its_messages_and_its_readers_offsets
 
 @on_node()
 async def test_a_scheduled_message_outlives_its_topic(world: World) -> None:
-    pair, admin = await Pair.made(), TopicAdmin(context_of(world.broker)).handlers
+    pair, admin = await Pair.create(), TopicAdmin(context_of(world.broker)).handlers
     await world.broker.send(batch(1, delay_ms=[5_000]))
     assert (await pair.ask(admin, DELETE, topic="orders")).code == 0
     await world.advance(6_000)
@@ -115,7 +115,7 @@ async def test_a_scheduled_message_outlives_its_topic(world: World) -> None:
     pair.close()
 
 
-def test_the_longest_retry_topic_can_be_managed_as_any_other(node: RunningNode, wire: Wire) -> None:
+def test_a_retry_topic_with_the_longest_name_can_be_managed(node: RunningNode, wire: Wire) -> None:
     name = f"%RETRY%{'g' * limits.GROUP_BYTES_MAX}_{'t' * limits.TOPIC_BYTES_MAX}"
     node.run(node.broker.create_topic(name, 1))
     assert json_body(wire.ask_ok(ONE, topic=name))["topicName"] == name
@@ -124,13 +124,13 @@ def test_the_longest_retry_topic_can_be_managed_as_any_other(node: RunningNode, 
     assert wire.ask(DELETE, topic=name + "x").code == ResponseCode.INVALID_PARAMETER
 
 
-def test_deleting_nothing_is_fine_and_deleting_ours_is_not(wire: Wire) -> None:
+def test_deleting_an_unknown_topic_succeeds_and_a_system_topic_is_refused(wire: Wire) -> None:
     wire.ask_ok(DELETE, topic="nothing")
     wire.ask_ok(RequestCode.DELETE_TOPIC_IN_NAMESRV, topic="nothing")
     assert wire.ask(DELETE, topic=SCHEDULE_TOPIC).code == ResponseCode.INVALID_PARAMETER
 
 
-def test_system_topics_are_listed_with_the_names_that_are_no_topics(wire: Wire) -> None:
+def test_system_topics_are_listed_with_the_cluster_and_broker_names(wire: Wire) -> None:
     for code in (
         RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS, RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER,
     ):  # fmt: skip
@@ -143,7 +143,7 @@ def test_system_topics_are_listed_with_the_names_that_are_no_topics(wire: Wire) 
 UPDATE_LIST = RequestCode.UPDATE_AND_CREATE_TOPIC_LIST
 
 
-def test_many_topics_at_once(node: RunningNode, wire: Wire) -> None:
+def test_several_topics_are_created_by_one_request(node: RunningNode, wire: Wire) -> None:
     wire.ask_ok(UPDATE, **created("b", attributes="+queue.type=SimpleCQ"))
     wanted = [
         {"topicName": "a", "readQueueNums": 2, "writeQueueNums": 1, "perm": 4, "order": True},
@@ -170,14 +170,14 @@ def test_many_topics_at_once(node: RunningNode, wire: Wire) -> None:
         {"topicName": "x", "readQueueNums": 9_999}, {"topicName": "x", "attributes": {"unknown": "1"}},
     ],
 )  # fmt: skip
-def test_none_of_many_is_made_when_one_is_wrong(wire: Wire, wrong: dict[str, Any]) -> None:
+def test_no_topic_is_created_if_one_of_several_is_invalid(wire: Wire, wrong: dict[str, Any]) -> None:
     wanted = [{"topicName": "good"}, wrong]
     assert wire.ask(UPDATE_LIST, {"topicConfigList": wanted}).code == ResponseCode.INVALID_PARAMETER
     assert wire.ask(ONE, topic="good").code == ResponseCode.TOPIC_NOT_EXIST
 
 
 @pytest.mark.parametrize("code", [RequestCode.CLEAN_UNUSED_TOPIC, RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE])
-def test_there_is_nothing_to_clean(wire: Wire, code: int) -> None:
+def test_clean_up_requests_succeed_without_effect(wire: Wire, code: int) -> None:
     wire.ask_ok(UPDATE, **created())
     wire.ask_ok(code)
     wire.ask_ok(ONE, topic="orders")
@@ -205,7 +205,7 @@ def test_a_topic_becomes_an_ordered_one_and_a_plain_one_again(node: RunningNode,
     assert not node.node.broker.tables.topics.get("orders").config.order
 
 
-def test_what_is_not_there_is_not_found_and_need_not_be_deleted(wire: Wire) -> None:
+def test_an_unknown_key_is_not_found_and_its_deletion_succeeds(wire: Wire) -> None:
     answer = wire.ask(GET, **ORDERS)
     assert (answer.code, answer.remark) == (
         ResponseCode.QUERY_NOT_FOUND, "No config item, Namespace: ORDER_TOPIC_CONFIG Key: orders",
@@ -218,5 +218,5 @@ def test_what_is_not_there_is_not_found_and_need_not_be_deleted(wire: Wire) -> N
 
 
 @pytest.mark.parametrize("code", [PUT, DELETE_VALUE])
-def test_other_namespaces_are_not_kept(wire: Wire, code: int) -> None:
+def test_other_namespaces_are_refused(wire: Wire, code: int) -> None:
     assert wire.ask(code, namespace="MINE", key="a", value="b").code == ResponseCode.NO_PERMISSION

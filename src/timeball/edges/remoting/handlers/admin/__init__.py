@@ -2,9 +2,9 @@
 
     topics               create, change, list, delete; the name server's table of ordered topics
     groups               consumer groups: configure, list, delete; their members, and connected clients
-    progress             the progress of queues and groups; offsets reset to a time
-    client_forwarding    questions that a consumer answers
-    runtime              figures and settings
+    progress             the progress of queues and groups; resets of offsets
+    client_forwarding    requests that a tool sends to a consumer
+    runtime              metrics and settings
 
-No message passes through these modules.
+Producers and ordinary consumers do not use these requests.
 """

@@ -1,6 +1,7 @@
-"""Forward tools' questions to a consumer, and return its answers.
+"""Forward requests of administration tools to a consumer, and its answer to the tool.
 
-The consumer is found by its group and client id. It has `ANSWER_S` to answer. A tool waits about as long.
+A request names the consumer by group and client id. The consumer has `ANSWER_TIMEOUT_S` to answer. Tools wait about as
+long.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from timeball.edges.remoting.calls import (
     Handlers,
     RemotingContext,
     Reply,
-    by_object,
-    entries_by_object,
+    decode_object_keys,
+    encode_with_object_keys,
 )
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, encode
@@ -26,29 +27,29 @@ from timeball.edges.remoting.handlers.queries import stored_message
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.errors import Unavailable
 
-ANSWER_S = 10.0  # RocketMQ's, for a question to one consumer
-STATUS_S = 5.0  # RocketMQ's, for the offsets of a group's members
+ANSWER_TIMEOUT_S = 10.0  # RocketMQ's, for a request to one consumer
+STATUS_TIMEOUT_S = 5.0  # RocketMQ's, for the offsets of a group's members
 
 
-class _Consumer(msgspec.Struct, rename="camel"):
+class _ConsumerFields(msgspec.Struct, rename="camel"):
     consumer_group: str
     client_id: str
 
 
-class _Direct(msgspec.Struct, rename="camel"):
+class _ConsumeFields(msgspec.Struct, rename="camel"):
     consumer_group: str
     client_id: str
     msg_id: str
 
 
-class _Status(msgspec.Struct, rename="camel"):
+class _StatusFields(msgspec.Struct, rename="camel"):
     topic: str
     group: str
     client_addr: str = ""  # a client id, in spite of its name
 
 
 class ClientForwarding:
-    """Forwards tools' requests to consumers."""
+    """Serves the requests that are forwarded to consumers."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
@@ -59,66 +60,76 @@ class ClientForwarding:
         }
 
     async def _running_info(self, call: Call) -> Reply:
-        return await self._relay(call, call.fields(_Consumer))
+        return await self._forward(call, call.fields(_ConsumerFields))
 
     async def _consume_directly(self, call: Call) -> Reply:
-        """Hand one message to one consumer's listener. The result changes no offset."""
-        asked = call.fields(_Direct)
-        _, seq = parse_offset_msg_id(asked.msg_id)
-        consumer = _Consumer(asked.consumer_group, asked.client_id)
-        self._find(consumer)  # before the message is read for it
+        """Have a consumer process one message. This changes no offset."""
+        fields = call.fields(_ConsumeFields)
+        _, seq = parse_offset_msg_id(fields.msg_id)
+        consumer = _ConsumerFields(fields.consumer_group, fields.client_id)
+        self._find_connection(consumer)  # fails early, before the message is read
         body = await stored_message(self._context, call, seq)
-        return await self._relay(call, consumer, body, brokerName=self._context.broker_name)
+        return await self._forward(call, consumer, body, brokerName=self._context.broker_name)
 
     async def _consumer_status(self, call: Call) -> Reply:
         """Ask the members of a group, or one of them, for their offsets in a topic."""
-        asked = call.fields(_Status)
-        group = self._context.sessions.group(asked.group)
+        fields = call.fields(_StatusFields)
+        group = self._context.sessions.group(fields.group)
         if group is None:
             raise Refused(
-                ResponseCode.SYSTEM_ERROR, f"No Any Consumer online in the consumer group: [{asked.group}]"
+                ResponseCode.SYSTEM_ERROR, f"No Any Consumer online in the consumer group: [{fields.group}]"
             )
-        members = [member for member in group.members if asked.client_addr in ("", member.client_id)]
-        answers = await asyncio.gather(*(_status(member, asked) for member in members))
-        # A member that does not answer, or refuses, is left out, as in RocketMQ.
-        told = {m.client_id: table for m, table in zip(members, answers, strict=True) if table is not None}
-        return call.answer_json({"consumerTable": told, "messageQueueTable": {}})
+        members = [member for member in group.members if fields.client_addr in ("", member.client_id)]
+        answers = await asyncio.gather(*(_read_offsets(member, fields) for member in members))
+        # As in RocketMQ, the result does not contain members that do not answer or refuse.
+        offsets_by_client = {
+            member.client_id: table
+            for member, table in zip(members, answers, strict=True)
+            if table is not None
+        }
+        return call.answer_json({"consumerTable": offsets_by_client, "messageQueueTable": {}})
 
-    async def _relay(self, call: Call, asked: _Consumer, body: bytes = b"", **more: str) -> Reply:
-        connection = self._find(asked)
-        # All fields are forwarded unchanged: whether a stack trace is wanted is between the tool and the consumer.
-        command = Command(call.command.code, ext={**call.command.ext, **more}, body=body)
-        said = await connection.request(command, ANSWER_S)
-        answer = call.answer(said.code, said.remark, ext=said.ext, body=said.body)
+    async def _forward(
+        self, call: Call, consumer: _ConsumerFields, body: bytes = b"", **extra_fields: str
+    ) -> Reply:
+        """Forward the tool's request to a consumer, and convert its answer. Raises Refused, Unavailable."""
+        connection = self._find_connection(consumer)
+        # All fields are forwarded unchanged. Some are only for the consumer, for example whether to send a stack trace.
+        command = Command(call.command.code, ext={**call.command.ext, **extra_fields}, body=body)
+        consumer_answer = await connection.request(command, ANSWER_TIMEOUT_S)
+        answer = call.answer(
+            consumer_answer.code, consumer_answer.remark, ext=consumer_answer.ext, body=consumer_answer.body
+        )
         try:
             encode(answer)
         except (ValueError, struct.error) as error:
-            # The consumer answered in JSON and the tool asked in the binary form, whose numbers and names are shorter.
+            # The consumer answered in JSON, but the tool uses the binary header, which limits numbers and names more.
             raise Refused(
                 ResponseCode.SYSTEM_ERROR,
-                f"what <{asked.client_id}> has answered cannot be passed on: {error}",
+                f"the answer of <{consumer.client_id}> cannot be forwarded: {error}",
             ) from error
         return answer
 
-    def _find(self, asked: _Consumer) -> Connection:
-        group = self._context.sessions.group(asked.consumer_group)
+    def _find_connection(self, consumer: _ConsumerFields) -> Connection:
+        """Find the connection of a consumer. Raises Refused if it is not connected."""
+        group = self._context.sessions.group(consumer.consumer_group)
         for member in group.members if group is not None else ():
-            if member.client_id == asked.client_id and member.connection.is_open:
+            if member.client_id == consumer.client_id and member.connection.is_open:
                 return member.connection
         raise Refused(
             ResponseCode.SYSTEM_ERROR,
-            f"The Consumer <{asked.consumer_group}> <{asked.client_id}> not online",
+            f"The Consumer <{consumer.consumer_group}> <{consumer.client_id}> not online",
         )
 
 
-async def _status(member: Member, asked: _Status) -> msgspec.Raw | None:
-    """Return a consumer's own offsets by queue, or None if it does not answer or refuses."""
-    ext = {"topic": asked.topic, "group": asked.group}
+async def _read_offsets(member: Member, fields: _StatusFields) -> msgspec.Raw | None:
+    """Ask a consumer for its own offsets by queue. Returns None if it does not answer or refuses."""
+    ext = {"topic": fields.topic, "group": fields.group}
     command = Command(RequestCode.GET_CONSUMER_STATUS_FROM_CLIENT, ext=ext)
     try:
-        said = await member.connection.request(command, STATUS_S)
+        answer = await member.connection.request(command, STATUS_TIMEOUT_S)
     except Unavailable:
         return None
-    if said.code != ResponseCode.SUCCESS:
+    if answer.code != ResponseCode.SUCCESS:
         return None
-    return by_object(entries_by_object(said.body, "messageQueueTable"))
+    return encode_with_object_keys(decode_object_keys(answer.body, "messageQueueTable"))

@@ -1,7 +1,7 @@
-"""Administration of consumer groups: configure, list and delete them; their members, and connected clients.
+"""Administration of consumer groups: configure, list and delete groups, list their members and all connected clients.
 
-A tool's change is saved before the answer. A group that is deleted while it has members is created again by their next
-heartbeat, with the defaults, as in RocketMQ.
+A change is saved before the answer. A group that is deleted while it has members is created again with default settings
+by their next heartbeat, as in RocketMQ.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import msgspec
 
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, by_name, data_version
+from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, data_version, encode_by_name
 from timeball.edges.remoting.codec.codes import Language, RequestCode, ResponseCode
 from timeball.edges.remoting.connection import Member
 from timeball.edges.shared.error_codes import Refused
@@ -69,13 +69,13 @@ class GroupAdmin:
         self.handlers: Handlers = {
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP: self._update,
             RequestCode.UPDATE_AND_CREATE_SUBSCRIPTIONGROUP_LIST: self._update_list,
-            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._all,
-            RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG: self._one,
+            RequestCode.GET_ALL_SUBSCRIPTIONGROUP_CONFIG: self._list,
+            RequestCode.GET_SUBSCRIPTIONGROUP_CONFIG: self._get,
             RequestCode.DELETE_SUBSCRIPTIONGROUP: self._delete,
             RequestCode.CLONE_GROUP_OFFSET: self._clone_offsets,
             RequestCode.GET_CONSUMER_CONNECTION_LIST: self._consumers,
             RequestCode.GET_PRODUCER_CONNECTION_LIST: self._producers,
-            RequestCode.GET_ALL_PRODUCER_INFO: self._all_producers,
+            RequestCode.GET_ALL_PRODUCER_INFO: self._list_producers,
             RequestCode.QUERY_TOPIC_CONSUME_BY_WHO: self._groups_of_topic,
             RequestCode.QUERY_TOPICS_BY_CONSUMER: self._topics_of_group,
             RequestCode.QUERY_SUBSCRIPTION_BY_CONSUMER: self._subscription,
@@ -87,23 +87,25 @@ class GroupAdmin:
     async def _update_list(self, call: Call) -> Reply:
         return await self._update_all(call, call.body(_Configs).group_config_list)
 
-    async def _update_all(self, call: Call, said: list[dict[str, msgspec.Raw]]) -> Reply:
-        """Configure all groups, none if one cannot be decoded, or only those before the first that is refused."""
+    async def _update_all(self, call: Call, configs: list[dict[str, msgspec.Raw]]) -> Reply:
+        """Configure groups. If one cannot be decoded, none changes. If one is refused, only those before it change."""
         try:
-            await self._broker.administration.configure_groups([_group(one) for one in said], call.caller)
+            await self._broker.administration.configure_groups(
+                [_decode_config(config) for config in configs], call.caller
+            )
         except (msgspec.ValidationError, InvalidMessage) as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, f"the group's configuration: {error}") from error
         return call.answer()
 
-    async def _all(self, call: Call) -> Reply:
-        # Read the version first: after a change meanwhile, the tool then asks again.
+    async def _list(self, call: Call) -> Reply:
+        # The version is read first, so that a tool sees an outdated version if the table changes meanwhile.
         version = data_version(self._groups.version, 0)
-        table = await by_name(self._groups.all(), lambda group: (group.group_name, group))
+        table = await encode_by_name(self._groups.all(), lambda group: (group.group_name, group))
         return call.answer_json(
             {"dataVersion": version, "forbiddenTable": {}, "subscriptionGroupTable": table}
         )
 
-    def _one(self, call: Call) -> Reply:
+    def _get(self, call: Call) -> Reply:
         name = call.fields(_Named).group
         group = self._groups.find_group(name)
         if group is None:
@@ -111,30 +113,31 @@ class GroupAdmin:
         return call.answer_json(group)
 
     async def _delete(self, call: Call) -> Reply:
-        said = call.fields(_Delete)
+        fields = call.fields(_Delete)
         await self._broker.administration.delete_group(
-            said.group_name, call.caller, with_offsets=said.clean_offset
+            fields.group_name, call.caller, with_offsets=fields.clean_offset
         )
         return call.answer()
 
     async def _clone_offsets(self, call: Call) -> Reply:
-        """Copy a group's offsets to another group, for one topic or for all topics that it reads."""
-        said = call.fields(_Clone)
+        """Copy the offsets of a group to another group, for one topic or for all topics of the group."""
+        fields = call.fields(_Clone)
         offsets, topics = self._broker.tables.offsets, self._broker.tables.topics
-        group = self._sessions.group(said.src_group)
-        for topic in [said.topic] if said.topic else offsets.topics_of(said.src_group):
+        group = self._sessions.group(fields.src_group)
+        for topic in [fields.topic] if fields.topic else offsets.topics_of(fields.src_group):
             if topics.find_topic(topic) is None:
                 continue
-            if group is not None and not said.offline and topic not in group.subscriptions:
-                continue  # as in RocketMQ: its members no longer subscribe to the topic
+            if group is not None and not fields.offline and topic not in group.subscriptions:
+                continue  # as in RocketMQ: the members do not subscribe to this topic any more
             await self._broker.commit_offsets(
-                said.dest_group, topic, offsets.get(said.src_group, topic), call.caller
+                fields.dest_group, topic, offsets.get(fields.src_group, topic), call.caller
             )
         return call.answer()
 
-    # -- who is connected ----------------------------------------------------------------------------------------
+    # -- connected clients ---------------------------------------------------------------------------------------
 
     def _consumers(self, call: Call) -> Reply:
+        """Serve GET_CONSUMER_CONNECTION_LIST: the members of a group and its subscriptions."""
         name = call.fields(_ConsumerGroup).consumer_group
         group = self._sessions.group(name)
         if group is None:
@@ -142,21 +145,26 @@ class GroupAdmin:
         return call.answer_json(
             {
                 "connectionSet": _connections(group.members),
-                "consumeFromWhere": group.how.consume_from_where,
-                "consumeType": group.how.consume_type,
-                "messageModel": group.how.message_model,
-                "subscriptionTable": {topic: _words(one) for topic, one in group.subscriptions.items()},
+                "consumeFromWhere": group.membership.consume_from_where,
+                "consumeType": group.membership.consume_type,
+                "messageModel": group.membership.message_model,
+                "subscriptionTable": {
+                    topic: _subscription_data(subscription)
+                    for topic, subscription in group.subscriptions.items()
+                },
             }
         )
 
     def _producers(self, call: Call) -> Reply:
+        """Serve GET_PRODUCER_CONNECTION_LIST: the members of a producer group."""
         name = call.fields(_ProducerGroup).producer_group
         members = self._sessions.producers(name)
         if not members:
             raise Refused(ResponseCode.SYSTEM_ERROR, f"the producer group[{name}] not exist")
         return call.answer_json({"connectionSet": _connections(members)})
 
-    def _all_producers(self, call: Call) -> Reply:
+    def _list_producers(self, call: Call) -> Reply:
+        """Serve GET_ALL_PRODUCER_INFO: all producers, by group."""
         now_ms, wall_ms = self._context.monotonic_ms(), self._broker.clock.now_ms()
         return call.answer_json(
             {
@@ -177,30 +185,35 @@ class GroupAdmin:
         )
 
     def _groups_of_topic(self, call: Call) -> Reply:
+        """Serve QUERY_TOPIC_CONSUME_BY_WHO: the groups that subscribe to a topic or have offsets in it."""
         topic = call.fields(_Topic).topic
-        stored = self._broker.tables.offsets.groups_of(topic)
-        return call.answer_json({"groupList": sorted({*stored, *self._sessions.groups_on(topic)})})
+        groups_with_offsets = self._broker.tables.offsets.groups_of(topic)
+        return call.answer_json(
+            {"groupList": sorted({*groups_with_offsets, *self._sessions.groups_on(topic)})}
+        )
 
     def _topics_of_group(self, call: Call) -> Reply:
         group = call.fields(_Group).group
         return call.answer_json({"topicList": sorted(self._broker.tables.offsets.topics_of(group))})
 
     def _subscription(self, call: Call) -> Reply:
-        asked = call.fields(_GroupAndTopic)
-        found = self._sessions.subscription(asked.group, asked.topic)
+        """Serve QUERY_SUBSCRIPTION_BY_CONSUMER: a group's subscription to a topic, or null."""
+        fields = call.fields(_GroupAndTopic)
+        subscription = self._sessions.subscription(fields.group, fields.topic)
         return call.answer_json(
             {
-                "group": asked.group,
-                "topic": asked.topic,
-                "subscriptionData": None if found is None else _words(found),
+                "group": fields.group,
+                "topic": fields.topic,
+                "subscriptionData": None if subscription is None else _subscription_data(subscription),
             }
         )
 
 
-def _group(said: dict[str, msgspec.Raw]) -> SubscriptionGroup:
-    # Java leaves out fields that are null, other tools write them. Both mean the default.
-    wanted = msgspec.json.encode({name: raw for name, raw in said.items() if bytes(raw) != b"null"})
-    return msgspec.json.decode(wanted, type=SubscriptionGroup, strict=False)
+def _decode_config(config: dict[str, msgspec.Raw]) -> SubscriptionGroup:
+    """Decode RocketMQ's SubscriptionGroupConfig. Raises msgspec.ValidationError."""
+    # Java leaves out null fields, and other tools write them as null. Both mean the default value.
+    encoded = msgspec.json.encode({name: raw for name, raw in config.items() if bytes(raw) != b"null"})
+    return msgspec.json.decode(encoded, type=SubscriptionGroup, strict=False)
 
 
 def _connections(members: Iterable[Member]) -> list[dict[str, object]]:
@@ -219,14 +232,18 @@ def _language(member: Member) -> str:
     return Language(member.language).name if member.language in set(Language) else Language.OTHER.name
 
 
-def _words(one: Subscription) -> dict[str, object]:
-    """Return RocketMQ's SubscriptionData."""
-    tags = [] if one.expression_type != "TAG" or one.expression == "*" else one.expression.split("||")
+def _subscription_data(subscription: Subscription) -> dict[str, object]:
+    """Convert a subscription to RocketMQ's SubscriptionData."""
+    tags = (
+        []
+        if subscription.expression_type != "TAG" or subscription.expression == "*"
+        else subscription.expression.split("||")
+    )
     return {
-        "topic": one.topic,
-        "subString": one.expression,
-        "subVersion": one.version,
-        "expressionType": one.expression_type,
+        "topic": subscription.topic,
+        "subString": subscription.expression,
+        "subVersion": subscription.version,
+        "expressionType": subscription.expression_type,
         "tagsSet": [tag.strip() for tag in tags if tag.strip()],
         "codeSet": [],
         "classFilterMode": False,

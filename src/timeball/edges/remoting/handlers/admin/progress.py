@@ -1,13 +1,13 @@
-"""The progress of queues and groups, for tools: offsets, times of last messages, unread messages, and resets.
+"""Administration of offsets: the progress of queues and groups, and resets of a group's offsets.
 
-The tables have queues as keys, as fastjson writes them (calls.py). Times are read from the messages themselves, in the
-reader thread. The time of a message that retention has deleted meanwhile is 0.
+The tables in the answers have queues as keys, as fastjson writes them (calls.py). Times are read from the messages
+themselves, in the reader thread. The time of a message that retention has deleted meanwhile is 0.
 
 A reset (`mqadmin resetOffsetByTime` and the consoles) sets a group's offsets to those of a given time, in all queues or
-in one, or sets one queue to an offset (`resetOffsetByQueueId`). The offsets are stored here whether or not the group
-has members, as in RocketMQ 5. Members are notified (request 220). Each drops the messages it has pulled, continues at
-the new offsets and stores its own offsets from then on. Without `isForce`, a time moves a group only backward, never
-forward over unread messages.
+in one queue, or sets one queue to an offset (`resetOffsetByQueueId`). As in RocketMQ 5, the broker commits the offsets
+whether or not the group has members. Members are notified (request 220). Each discards the messages that it has pulled
+and continues at the new offsets. Without `isForce`, a reset to a time moves a group only backward, never forward over
+unread messages.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from timeball.edges.remoting.calls import (
     RemotingContext,
     Reply,
     address,
-    by_object,
-    illegal_queue,
+    encode_with_object_keys,
+    illegal_queue_error,
 )
 from timeball.edges.remoting.codec.codes import Language, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, text
@@ -39,7 +39,7 @@ from timeball.log.reader import LogReader
 from timeball.model.access import Caller
 from timeball.model.errors import GroupNotFound, OutOfRange
 
-Wanted = list[tuple[QueueIndex, int]]  # the messages to read the store time of: queue and offset
+QueuePositions = list[tuple[QueueIndex, int]]  # queue and offset of messages
 
 
 class _Topic(msgspec.Struct):
@@ -49,7 +49,7 @@ class _Topic(msgspec.Struct):
 class _Stats(msgspec.Struct, rename="camel"):
     consumer_group: str
     topic: str | None = None
-    topic_list: str = ""  # from 5.x tools, separated by semicolons, preferred to `topic`
+    topic_list: str = ""  # of 5.x tools: separated by semicolons. It overrides `topic`
 
 
 class _Span(msgspec.Struct):
@@ -62,12 +62,12 @@ class _Reset(msgspec.Struct, rename="camel"):
     group: str
     timestamp: int = 0
     is_force: bool = False
-    queue_id: int = -1  # from 5.x tools: only this queue
-    offset: int | None = None  # of that queue. None or -1: the one at `timestamp`
+    queue_id: int = -1  # of 5.x tools: only this queue
+    offset: int | None = None  # for that queue. None or -1: the offset at `timestamp`
 
 
 class Progress:
-    """Serves the requests about progress, and those that reset offsets."""
+    """Serves the requests that read or reset the progress of groups."""
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._broker = context, context.broker
@@ -80,76 +80,82 @@ class Progress:
         }
 
     async def _topic_stats(self, call: Call) -> Reply:
+        """Serve GET_TOPIC_STATS_INFO: offsets and last store time of each queue of a topic."""
         topic = self._topic(call.fields(_Topic).topic)
-        ranges = [(q.index.min_offset, q.index.max_offset) for q in topic.queues]
+        ranges = [(queue.index.min_offset, queue.index.max_offset) for queue in topic.queues]
         times = await self._store_times(
             [(queue.index, high - 1) for queue, (_, high) in zip(topic.queues, ranges, strict=True)]
         )
         return call.answer_json(
             {
-                "offsetTable": by_object(
+                "offsetTable": encode_with_object_keys(
                     (
-                        self._queue(topic.name, queue),
+                        self._message_queue(topic.name, queue),
                         {"lastUpdateTimestamp": last_ms, "maxOffset": high, "minOffset": low},
                     )
                     for queue, ((low, high), last_ms) in enumerate(zip(ranges, times, strict=True))
                 ),
-                "topicPutTps": self._per_second(Stat.TOPIC_PUT_NUMS, topic.name),
+                "topicPutTps": self._rate_per_second(Stat.TOPIC_PUT_NUMS, topic.name),
             }
         )
 
     async def _consume_stats(self, call: Call) -> Reply:
-        asked = call.fields(_Stats)
+        """Serve GET_CONSUME_STATS: the progress of a group in the named topics, or in all of its topics."""
+        fields = call.fields(_Stats)
         entries: list[tuple[Any, Any]] = []
         tps = 0.0
-        names = [name for name in asked.topic_list.split(";") if name]
-        for name in names or ([asked.topic] if asked.topic else self._topics_of(asked.consumer_group)):
+        names = [name for name in fields.topic_list.split(";") if name]
+        for name in names or ([fields.topic] if fields.topic else self._topics_of(fields.consumer_group)):
             topic = self._broker.tables.topics.find_topic(name)
             if topic is not None:
-                entries += await self._progress(asked.consumer_group, topic, call.caller)
-                tps += self._per_second(Stat.GROUP_GET_NUMS, of_group(name, asked.consumer_group))
-        return call.answer_json({"consumeTps": tps, "offsetTable": by_object(entries)})
+                entries += await self._progress_entries(fields.consumer_group, topic, call.caller)
+                tps += self._rate_per_second(Stat.GROUP_GET_NUMS, of_group(name, fields.consumer_group))
+        return call.answer_json({"consumeTps": tps, "offsetTable": encode_with_object_keys(entries)})
 
     async def _all_consume_stats(self, call: Call) -> Reply:
-        """Serve GET_BROKER_CONSUME_STATS: the progress of every group, by topic."""
-        found: list[msgspec.Raw] = []
-        behind = 0
+        """Serve GET_BROKER_CONSUME_STATS: the progress of every group in each of its topics."""
+        stats_list: list[msgspec.Raw] = []
+        total_lag = 0
         for group in self._broker.tables.groups.all():
             stats = []
             for name in self._topics_of(group.group_name):
                 topic = self._broker.tables.topics.find_topic(name)
-                entries = [] if topic is None else await self._progress(group.group_name, topic, call.caller)
-                behind += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
-                tps = self._per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
-                stats.append({"consumeTps": tps, "offsetTable": by_object(entries)})
+                entries = (
+                    []
+                    if topic is None
+                    else await self._progress_entries(group.group_name, topic, call.caller)
+                )
+                total_lag += sum(value["brokerOffset"] - value["consumerOffset"] for _, value in entries)
+                tps = self._rate_per_second(Stat.GROUP_GET_NUMS, of_group(name, group.group_name))
+                stats.append({"consumeTps": tps, "offsetTable": encode_with_object_keys(entries)})
             if stats:
-                # Encoded one by one, because to encode all groups at the end would block the event loop.
-                found.append(msgspec.Raw(msgspec.json.encode({group.group_name: stats})))
+                # Each group is encoded here. Encoding all groups at the end would block the event loop.
+                stats_list.append(msgspec.Raw(msgspec.json.encode({group.group_name: stats})))
         return call.answer_json(
             {
                 "brokerAddr": address(self._context, call.connection),
-                "consumeStatsList": found,
-                "totalDiff": behind,
+                "consumeStatsList": stats_list,
+                "totalDiff": total_lag,
                 "totalInflightDiff": 0,
             }
         )
 
     async def _time_spans(self, call: Call) -> Reply:
-        """Return for each queue when its first, its last, and the group's last read message were stored."""
-        asked = call.fields(_Span)
-        topic = self._topic(asked.topic)
-        stored = self._broker.offsets(asked.group, topic.name, call.caller)
+        """Serve QUERY_CONSUME_TIME_SPAN: store times of each queue's first, last and last consumed message."""
+        fields = call.fields(_Span)
+        topic = self._topic(fields.topic)
+        offsets = self._broker.offsets(fields.group, topic.name, call.caller)
         now_ms = self._broker.clock.now_ms()
         spans = []
-        for at, queue in enumerate(topic.queues[: topic.write_queues]):
-            index, offset = queue.index, stored.get(at, 0)
-            ends = [(index, index.min_offset), (index, index.max_offset - 1)]
+        for queue_id, queue in enumerate(topic.queues[: topic.write_queues]):
+            index, offset = queue.index, offsets.get(queue_id, 0)
+            first_and_last = [(index, index.min_offset), (index, index.max_offset - 1)]
             first_ms, last_ms, read_ms, next_ms = await self._store_times(
-                [*ends, (index, offset - 1), (index, offset)]
+                [*first_and_last, (index, offset - 1), (index, offset)]
             )
             spans.append(
                 {
-                    "messageQueue": self._queue(topic.name, at),
+                    "messageQueue": self._message_queue(topic.name, queue_id),
                     "minTimeStamp": first_ms,
                     "maxTimeStamp": last_ms,
                     "consumeTimeStamp": read_ms or first_ms,
@@ -161,60 +167,72 @@ class Progress:
     # -- resetting -----------------------------------------------------------------------------------------------
 
     async def _reset(self, call: Call) -> Reply:
-        said = call.fields(_Reset)
-        topic = self._topic(said.topic)
-        group = self._context.sessions.group(said.group)
-        if group is None and not self._broker.is_group(said.group):
-            raise GroupNotFound(f"Group {said.group} does not exist")
-        offsets = await self._offsets_at(topic, said, call.caller)
-        await self._broker.commit_offsets(said.group, said.topic, offsets, call.caller)
+        """Serve INVOKE_BROKER_TO_RESET_OFFSET: set a group's offsets and notify its members."""
+        fields = call.fields(_Reset)
+        topic = self._topic(fields.topic)
+        group = self._context.sessions.group(fields.group)
+        if group is None and not self._broker.is_group(fields.group):
+            raise GroupNotFound(f"Group {fields.group} does not exist")
+        offsets = await self._offsets_at(topic, fields, call.caller)
+        await self._broker.commit_offsets(fields.group, fields.topic, offsets, call.caller)
         if group is not None:
-            self._tell(group, said, offsets)
-        return call.answer(body=self._table(said.topic, offsets))
+            self._notify_members(group, fields, offsets)
+        return call.answer(body=self._encode_table(fields.topic, offsets))
 
-    async def _offsets_at(self, topic: Topic, said: _Reset, caller: Caller) -> dict[int, int]:
-        """Return the offsets that a reset sets, by queue."""
-        stored = self._broker.offsets(said.group, said.topic, caller)
-        if said.queue_id >= topic.read_queues:
-            raise illegal_queue(ResponseCode.INVALID_PARAMETER, said.queue_id, topic)
-        if said.queue_id >= 0 and said.offset is not None and said.offset != -1:
-            index = topic.queues[said.queue_id].index
-            if not index.min_offset <= said.offset <= index.max_offset:
+    async def _offsets_at(self, topic: Topic, fields: _Reset, caller: Caller) -> dict[int, int]:
+        """Compute the offsets that a reset sets, by queue. Raises Refused if the queue or the offset does not exist."""
+        committed = self._broker.offsets(fields.group, fields.topic, caller)
+        if fields.queue_id >= topic.read_queues:
+            raise illegal_queue_error(ResponseCode.INVALID_PARAMETER, fields.queue_id, topic)
+        if fields.queue_id >= 0 and fields.offset is not None and fields.offset != -1:
+            index = topic.queues[fields.queue_id].index
+            if not index.min_offset <= fields.offset <= index.max_offset:
                 raise Refused(
-                    ResponseCode.SYSTEM_ERROR,  # RocketMQ's code and sentence
-                    f"Target offset {said.offset} not in consume queue range [{index.min_offset}-{index.max_offset}]",
+                    ResponseCode.SYSTEM_ERROR,  # RocketMQ's code and text
+                    f"Target offset {fields.offset} not in consume queue range [{index.min_offset}-{index.max_offset}]",
                 )
-            return {said.queue_id: said.offset}
-        found = await self._broker.offsets_at(said.topic, said.timestamp, caller)  # RocketMQ's -1: to the end
+            return {fields.queue_id: fields.offset}
+        offsets_at_time = await self._broker.offsets_at(
+            fields.topic, fields.timestamp, caller
+        )  # a timestamp of -1 means the end
         return {
-            at: found[at] if said.is_force else min(found[at], stored.get(at, found[at]))
-            for at in ([said.queue_id] if said.queue_id >= 0 else range(topic.read_queues))
+            queue_id: offsets_at_time[queue_id]
+            if fields.is_force
+            else min(offsets_at_time[queue_id], committed.get(queue_id, offsets_at_time[queue_id]))
+            for queue_id in ([fields.queue_id] if fields.queue_id >= 0 else range(topic.read_queues))
         }
 
-    def _tell(self, group: Group[Member], said: _Reset, offsets: dict[int, int]) -> None:
+    def _notify_members(self, group: Group[Member], fields: _Reset, offsets: dict[int, int]) -> None:
+        """Send the new offsets to each member of a group (request 220)."""
         for member in group.members:
-            # The C++ client can only parse plain JSON, so RocketMQ sends it a different form.
+            # The C++ client cannot parse objects as keys, so RocketMQ sends it a list of queues.
             is_cpp = member.language == Language.CPP
-            body = self._list(said.topic, offsets) if is_cpp else self._table(said.topic, offsets)
+            body = (
+                self._encode_list(fields.topic, offsets)
+                if is_cpp
+                else self._encode_table(fields.topic, offsets)
+            )
             member.connection.push(
                 Command(
                     RequestCode.RESET_CONSUMER_CLIENT_OFFSET,
                     ext={
-                        "topic": said.topic,
-                        "group": said.group,
-                        "timestamp": str(said.timestamp),
-                        "isForce": text(said.is_force),
+                        "topic": fields.topic,
+                        "group": fields.group,
+                        "timestamp": str(fields.timestamp),
+                        "isForce": text(fields.is_force),
                     },
                     body=body,
                 )
             )
 
-    def _table(self, topic: str, offsets: dict[int, int]) -> bytes:
-        table = by_object((self._queue(topic, queue), offset) for queue, offset in offsets.items())
+    def _encode_table(self, topic: str, offsets: dict[int, int]) -> bytes:
+        table = encode_with_object_keys(
+            (self._message_queue(topic, queue), offset) for queue, offset in offsets.items()
+        )
         return msgspec.json.encode({"offsetTable": table})
 
-    def _list(self, topic: str, offsets: dict[int, int]) -> bytes:
-        table = [self._queue(topic, queue) | {"offset": offset} for queue, offset in offsets.items()]
+    def _encode_list(self, topic: str, offsets: dict[int, int]) -> bytes:
+        table = [self._message_queue(topic, queue) | {"offset": offset} for queue, offset in offsets.items()]
         return msgspec.json.encode({"offsetTable": table})
 
     # -- shared --------------------------------------------------------------------------------------------------
@@ -225,53 +243,56 @@ class Progress:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"topic[{name}] not exist")
         return topic
 
-    def _per_second(self, stat: str, key: str) -> float:
+    def _rate_per_second(self, stat: str, key: str) -> float:
         rates = self._broker.rates
-        found = rates.rate(stat, key, rates.minute, self._context.monotonic_ms())
-        return 0.0 if found is None else found.per_second
+        rate = rates.rate(stat, key, rates.minute, self._context.monotonic_ms())
+        return 0.0 if rate is None else rate.per_second
 
     def _topics_of(self, group: str) -> list[str]:
-        """Return the topics that the group reads now, or has read before."""
-        reads = self._context.sessions.group(group)
-        now = list(reads.subscriptions) if reads is not None else []
-        return sorted({*now, *self._broker.tables.offsets.topics_of(group)})
+        """Return the topics to which the group subscribes, and those in which it has offsets."""
+        group_members = self._context.sessions.group(group)
+        subscribed = list(group_members.subscriptions) if group_members is not None else []
+        return sorted({*subscribed, *self._broker.tables.offsets.topics_of(group)})
 
-    async def _progress(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
-        stored = self._broker.offsets(group, topic.name, caller)
+    async def _progress_entries(self, group: str, topic: Topic, caller: Caller) -> list[tuple[Any, Any]]:
+        """Create the entries of RocketMQ's ConsumeStats for one group and topic: queue and offsets."""
+        committed = self._broker.offsets(group, topic.name, caller)
         queues = topic.queues[: topic.read_queues]
-        # A group without an offset is behind by all messages of the queue.
-        offsets = [stored.get(at, queue.index.min_offset) for at, queue in enumerate(queues)]
-        ends = [queue.index.max_offset for queue in queues]
+        # Without an offset, all messages of the queue count as unread.
+        offsets = [committed.get(queue_id, queue.index.min_offset) for queue_id, queue in enumerate(queues)]
+        max_offsets = [queue.index.max_offset for queue in queues]
         times = await self._store_times(
             [(queue.index, offset - 1) for queue, offset in zip(queues, offsets, strict=True)]
         )
         return [
             (
-                self._queue(topic.name, at),
+                self._message_queue(topic.name, queue_id),
                 {
-                    "brokerOffset": end,
+                    "brokerOffset": max_offset,
                     "consumerOffset": offset,
                     "pullOffset": offset,
                     "lastTimestamp": last_ms,
                 },
             )
-            for at, (end, offset, last_ms) in enumerate(zip(ends, offsets, times, strict=True))
+            for queue_id, (max_offset, offset, last_ms) in enumerate(
+                zip(max_offsets, offsets, times, strict=True)
+            )
         ]
 
-    async def _store_times(self, wanted: Wanted) -> list[int]:
-        return await in_thread(self._broker.threads.reader, store_times, self._broker.log.reader, wanted)
+    async def _store_times(self, positions: QueuePositions) -> list[int]:
+        return await in_thread(self._broker.threads.reader, store_times, self._broker.log.reader, positions)
 
-    def _queue(self, topic: str, queue: int) -> dict[str, Any]:
+    def _message_queue(self, topic: str, queue: int) -> dict[str, Any]:
         return {"brokerName": self._context.broker_name, "queueId": queue, "topic": topic}
 
 
-def store_times(reader: LogReader, wanted: Wanted) -> list[int]:
-    """Return when each of these messages was stored, 0 for a missing message (reader thread)."""
-    found = []
-    for index, offset in wanted:
+def store_times(reader: LogReader, positions: QueuePositions) -> list[int]:
+    """Read the store times of messages in ms, 0 for a message that does not exist (reader thread)."""
+    times_ms = []
+    for index, offset in positions:
         try:
             seqs = index.read(offset, 1)["seq"].astype(np.int64)
-            found.append(int(reader.read_rows(seqs).column("store_ms")[0].as_py()) if len(seqs) else 0)
+            times_ms.append(int(reader.read_rows(seqs).column("store_ms")[0].as_py()) if len(seqs) else 0)
         except OutOfRange:  # an empty queue, or retention has deleted the message just now
-            found.append(0)
-    return found
+            times_ms.append(0)
+    return times_ms

@@ -1,11 +1,11 @@
-"""Administration of topics: create, change, list, delete.
+"""Administration of topics: create, change, list and delete them, and the name server's table of ordered topics.
 
-broker/admin/administration.py defines the effect of a change. A tool's change is saved before the answer.
+broker/admin/administration.py implements the changes. A change is saved before the answer.
 
-Of the name server's key-value table, one namespace is still used: ordered topics. In RocketMQ a topic is declared as
-ordered twice, in the broker and in this table. The route of an ordered topic contains the number of queues of each
-broker, so that queues keep their places while a broker is away. Here only the topic's own configuration counts: a write
-to the table changes it, and a read is computed from it.
+The name server's key-value table has one namespace that tools still use: ordered topics. In RocketMQ, a topic is marked
+as ordered in two places, in the broker and in this table. The route of an ordered topic contains the number of queues
+of each broker, so that clients do not redistribute queues while a broker is down. Here only the topic's configuration
+is stored: a write to the table changes it, and a read is computed from it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from timeball.edges.remoting.calls import (
     RemotingContext,
     Reply,
     address,
-    by_name,
     data_version,
+    encode_by_name,
 )
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.shared.error_codes import Refused
@@ -33,7 +33,7 @@ from timeball.model.errors import RequestError
 ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
 
-class _Create(msgspec.Struct, rename="camel"):
+class _CreateFields(msgspec.Struct, rename="camel"):
     topic: str
     read_queue_nums: int
     write_queue_nums: int
@@ -43,7 +43,7 @@ class _Create(msgspec.Struct, rename="camel"):
     order: bool = False
     attributes: str = ""
 
-    def read(self) -> TopicChange:
+    def to_change(self) -> TopicChange:
         """Convert to the broker's TopicChange."""
         config = TopicConfig(
             self.read_queue_nums, self.write_queue_nums, self.perm, self.order, self.topic_sys_flag
@@ -55,7 +55,7 @@ class _Config(msgspec.Struct, rename="camel"):
     """RocketMQ's TopicConfig, as `mqadmin updateTopicList` reads it from a file."""
 
     topic_name: str
-    read_queue_nums: int = 16  # RocketMQ's own defaults
+    read_queue_nums: int = 16  # RocketMQ's defaults
     write_queue_nums: int = 16
     perm: int = READ | WRITE
     topic_filter_type: FilterType = "SINGLE_TAG"
@@ -63,8 +63,8 @@ class _Config(msgspec.Struct, rename="camel"):
     order: bool = False
     attributes: dict[str, str] | None = None
 
-    def read(self) -> TopicChange:
-        """Convert to the broker's TopicChange. Attributes without a sign are to be added."""
+    def to_change(self) -> TopicChange:
+        """Convert to the broker's TopicChange. An attribute without a sign is added."""
         config = TopicConfig(
             self.read_queue_nums, self.write_queue_nums, self.perm, self.order, self.topic_sys_flag
         )
@@ -83,7 +83,7 @@ class _Topic(msgspec.Struct):
     topic: str
 
 
-class _Key(msgspec.Struct):
+class _KeyFields(msgspec.Struct):
     namespace: str = ""
     key: str = ""
 
@@ -101,12 +101,12 @@ class TopicAdmin:
         self.handlers: Handlers = {
             RequestCode.UPDATE_AND_CREATE_TOPIC: self._update,
             RequestCode.UPDATE_AND_CREATE_TOPIC_LIST: self._update_list,
-            RequestCode.GET_ALL_TOPIC_CONFIG: self._all,
-            RequestCode.GET_TOPIC_CONFIG: self._one,
+            RequestCode.GET_ALL_TOPIC_CONFIG: self._list,
+            RequestCode.GET_TOPIC_CONFIG: self._get,
             RequestCode.DELETE_TOPIC_IN_BROKER: self._delete,
-            RequestCode.DELETE_TOPIC_IN_NAMESRV: self._nothing_to_do,
-            RequestCode.CLEAN_UNUSED_TOPIC: self._nothing_to_do,
-            RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: self._nothing_to_do,
+            RequestCode.DELETE_TOPIC_IN_NAMESRV: self._succeed,
+            RequestCode.CLEAN_UNUSED_TOPIC: self._succeed,
+            RequestCode.CLEAN_EXPIRED_CONSUMEQUEUE: self._succeed,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_NS: self._system_topics,
             RequestCode.GET_SYSTEM_TOPIC_LIST_FROM_BROKER: self._system_topics,
             RequestCode.PUT_KV_CONFIG: self._put_value,
@@ -116,33 +116,36 @@ class TopicAdmin:
         }
 
     async def _update(self, call: Call) -> Reply:
-        return await self._configure([call.fields(_Create).read()], call)
+        return await self._configure([call.fields(_CreateFields).to_change()], call)
 
     async def _update_list(self, call: Call) -> Reply:
-        return await self._configure([one.read() for one in call.body(_Configs).topic_config_list], call)
+        return await self._configure(
+            [config.to_change() for config in call.body(_Configs).topic_config_list], call
+        )
 
-    async def _configure(self, wanted: list[TopicChange], call: Call) -> Reply:
+    async def _configure(self, changes: list[TopicChange], call: Call) -> Reply:
+        """Create or change topics. Raises Refused."""
         try:
-            await self._administration.configure_topics(wanted, call.caller)
+            await self._administration.configure_topics(changes, call.caller)
         except RequestError as error:
             raise Refused(ResponseCode.INVALID_PARAMETER, str(error)) from error
         return call.answer()
 
-    async def _all(self, call: Call) -> Reply:
-        # Read the version first: after a change meanwhile, the tool then asks again.
+    async def _list(self, call: Call) -> Reply:
+        # The version is read first, so that a tool sees an outdated version if the table changes meanwhile.
         version = data_version(self._topics.version, 0)
-        table = await by_name(self._topics.all(), lambda topic: (topic.name, _words(topic)))
+        table = await encode_by_name(self._topics.all(), lambda topic: (topic.name, _topic_config(topic)))
         return call.answer_json({"dataVersion": version, "topicConfigTable": table})
 
-    def _one(self, call: Call) -> Reply:
-        return call.answer_json(_words(self._known(call.fields(_Topic).topic)))
+    def _get(self, call: Call) -> Reply:
+        return call.answer_json(_topic_config(self._find_topic(call.fields(_Topic).topic)))
 
     async def _delete(self, call: Call) -> Reply:
         await self._administration.delete_topic(call.fields(_Topic).topic, call.caller)
         return call.answer()
 
-    def _nothing_to_do(self, call: Call) -> Reply:
-        """Answer with success: Timeball has no name server or index from which a topic must be removed separately."""
+    def _succeed(self, call: Call) -> Reply:
+        """Answer SUCCESS and do nothing: Timeball has no separate name server or index that must be cleaned up."""
         return call.answer()
 
     def _system_topics(self, call: Call) -> Reply:
@@ -153,26 +156,28 @@ class TopicAdmin:
             }
         )
 
-    # -- the name server's table of keys and values ------------------------------------------------------------
+    # -- the name server's key-value table ---------------------------------------------------------------------
 
     def _get_value(self, call: Call) -> Reply:
-        asked = call.fields(_Key)
-        topic = self._topics.find_topic(asked.key) if asked.namespace == ORDER_NAMESPACE else None
+        """Serve GET_KV_CONFIG: the queues of an ordered topic. Raises Refused for other keys."""
+        fields = call.fields(_KeyFields)
+        topic = self._topics.find_topic(fields.key) if fields.namespace == ORDER_NAMESPACE else None
         value = topic and order_conf(topic, self._context.broker_name)
         if not value:
             raise Refused(
                 ResponseCode.QUERY_NOT_FOUND,
-                f"No config item, Namespace: {asked.namespace} Key: {asked.key}",
+                f"No config item, Namespace: {fields.namespace} Key: {fields.key}",
             )
         return call.answer(ext={"value": value})
 
     async def _list_values(self, call: Call) -> Reply:
+        """Serve GET_KVLIST_BY_NAMESPACE: all ordered topics."""
         namespace = call.fields(_Namespace).namespace
         table = dict[str, str]()
         if namespace == ORDER_NAMESPACE:
             async for topics in shares(self._topics.all()):
-                found = {topic.name: order_conf(topic, self._context.broker_name) for topic in topics}
-                table |= {name: value for name, value in found.items() if value}
+                values = {topic.name: order_conf(topic, self._context.broker_name) for topic in topics}
+                table |= {name: value for name, value in values.items() if value}
         if not table:
             raise Refused(ResponseCode.QUERY_NOT_FOUND, f"No config item, Namespace: {namespace}")
         return call.answer_json({"table": table})
@@ -182,28 +187,29 @@ class TopicAdmin:
         return call.answer()
 
     async def _delete_value(self, call: Call) -> Reply:
-        """Clear the order of a topic, even if it does not exist: tools send this for every topic that they delete."""
+        """Mark a topic as not ordered. It need not exist, because tools send this for every topic that they delete."""
         await self._set_order(call, order=False)
         return call.answer()
 
     async def _set_order(self, call: Call, *, order: bool) -> None:
-        said = call.fields(_Key)
-        if said.namespace != ORDER_NAMESPACE:
+        """Mark the topic of a key-value request as ordered or not. Raises Refused for other namespaces."""
+        fields = call.fields(_KeyFields)
+        if fields.namespace != ORDER_NAMESPACE:
             raise Refused(
                 ResponseCode.NO_PERMISSION,
-                f"namespace {said.namespace[:80]!r}: Timeball keeps {ORDER_NAMESPACE} and nothing else",
+                f"namespace {fields.namespace[:80]!r}: Timeball stores only {ORDER_NAMESPACE}",
             )
-        await self._administration.set_order(said.key, call.caller, order=order)
+        await self._administration.set_order(fields.key, call.caller, order=order)
 
-    def _known(self, name: str) -> Topic:
+    def _find_topic(self, name: str) -> Topic:
         topic = self._topics.find_topic(name)
         if topic is None:
             raise Refused(ResponseCode.TOPIC_NOT_EXIST, f"No topic in this broker. topic: {name}")
         return topic
 
 
-def _words(topic: Topic) -> dict[str, object]:
-    """Return RocketMQ's TopicConfig."""
+def _topic_config(topic: Topic) -> dict[str, object]:
+    """Convert a topic to RocketMQ's TopicConfig."""
     return {
         "topicName": topic.name,
         "readQueueNums": topic.read_queues,
