@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +67,8 @@ from timeball.model.message import (
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.file_cache import FileCache
 
-_TOPIC = LOG_SCHEMA.get_field_index("topic")
+_TOPIC_OF = itemgetter(LOG_SCHEMA.get_field_index("topic"))  # of a row
+_QUEUE_OF = itemgetter(0)  # of a leased position
 
 DEAD = encode_properties({CANCEL_REASON: "dead letter"})
 
@@ -151,9 +153,7 @@ class LogLeases:
             rows if is_few else read_batch(rows), group=request.group, topic=request.topic, main=main,
             now_ms=now_ms, due_ms=due_ms, host=self._settings.host,
         )  # fmt: skip
-        topics = (
-            [row[_TOPIC] for row in scheduled_rows] if is_few else scheduled_rows.column("topic").to_pylist()
-        )
+        topics = map(_TOPIC_OF, scheduled_rows) if is_few else scheduled_rows.column("topic").to_pylist()
         # Before a topic is made, which would be refused as well.
         self._log.writer.check_admission()
         for topic in set(topics):
@@ -161,7 +161,7 @@ class LogLeases:
             if main.retry is None or topic != main.retry_name:
                 self._tables.topics.ensure(topic, 1)
         # Read right before the append, without an await between: the receipts contain these numbers.
-        first_seq, queues = self._log.writer.next_seq, list({queue: None for queue, _, _ in selection.leased})
+        first_seq, queues = self._log.writer.next_seq, list(dict.fromkeys(map(_QUEUE_OF, selection.leased)))
 
         def on_durable() -> None:
             del self._under_way[first_seq]
