@@ -15,6 +15,8 @@ import pytest
 from tests.docs_pages import PAGES, page
 from tests.test_tidy import Source, sources
 
+pytestmark = pytest.mark.xdist_group("source")  # with test_tidy.py, which reads the package once
+
 QUESTIONS_MAX = 0.002  # share of docstrings outside modules that begin with What, Who, …
 PRONOUNS_MAX = 0.5  # indefinite pronouns in 1,000 words of docstrings
 SEE_THE_MODULE_MAX = 0  # docstrings that say nothing themselves

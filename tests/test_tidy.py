@@ -12,7 +12,7 @@ import subprocess
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -20,6 +20,9 @@ import pytest
 from timeball.broker.service import Broker
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# With test_prose.py in one process, which then reads and tokenizes the package once.
+pytestmark = pytest.mark.xdist_group("source")
 
 MAX_FILE_LINES = 800  # one subject may need them; a file of two subjects is cut before
 MAX_DESIGN_LINES = (
@@ -296,7 +299,9 @@ def tracked_files() -> list[str]:
 # ---- the tests --------------------------------------------------------------------------------------------
 
 
+@cache
 def sources() -> list[Source]:
+    """Read the package once for each process: to parse and tokenize it takes seconds."""
     package = ROOT / "src/timeball"
     files = sorted(p for p in package.rglob("*.py") if "_generated" not in p.parts)
     return [Source(PurePosixPath(p.relative_to(package)), p.read_text("utf-8")) for p in files]

@@ -81,17 +81,16 @@ async def local_files(
 def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
     """Count the attempts of each message before its lease, from the scheduled message of the lease (reader thread).
 
-    The first row of a scheduled message counts the lease as an attempt. A later row does not, if the change of the due
-    time was no attempt. If retention has removed the first row, the last row is assumed to count the lease.
+    The first row's count includes the lease. The count of a MOVED row may not include it, so the first row is read if
+    the log still has it. If retention has removed it, the MOVED row is assumed to include the lease.
     """
     times = times_of(rows)
     was_moved = rows.column("kind").to_numpy() == Kind.MOVED
     if was_moved.any():
-        number = rows.column("source_seq").fill_null(0).to_numpy()
-        known = np.flatnonzero(was_moved & (number >= reader.first_seq))
-        # `number` is the scheduled message's first row.
-        times[known] = times_of(reader.read_rows(number[known]))
-    # Without the lease that the scheduled message stands for.
+        first_seqs = rows.column("source_seq").fill_null(0).to_numpy()
+        in_log = np.flatnonzero(was_moved & (first_seqs >= reader.first_seq))
+        times[in_log] = times_of(reader.read_rows(first_seqs[in_log]))
+    # Minus the lease itself.
     return np.maximum(times - 1, 0)
 
 

@@ -43,9 +43,9 @@ class SqlFilter:
 def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_mask: bool = False) -> Filter:
     """Compile the text of a subscription. Raises InvalidFilter, and no other error.
 
-    text               tags separated by `||`, or an SQL expression. With the type TAG, None, "" and `*` mean all
-    messages expression_type    "TAG" (also None and "") or "SQL92" bit_mask           True if the topic's filter type
-    is MULTI_TAG
+    text               tags separated by `||`, or an SQL expression. As tags, None, "" and `*` mean all messages.
+    expression_type    "TAG" (also None and "") or "SQL92"
+    bit_mask           True if the topic's filter type is MULTI_TAG
     """
     # First, because a client's text may be of any size.
     _check_text(text or "")

@@ -66,9 +66,9 @@ class SubscriptionGroup(msgspec.Struct, frozen=True, rename="camel"):
 
 
 def times_max(of_group: int, of_client: int | None) -> int:
-    """Compute how often a message may be tried again.
+    """Choose how often a message may be delivered again: the client's value, or the group's if the client has none.
 
-    The client's value wins over the group's. -1 means the default.
+    A negative value means the default.
     """
     configured = of_group if of_client is None else of_client
     return configured if configured >= 0 else TIMES_MAX

@@ -131,7 +131,7 @@ class Connection:
         self.tls: TlsChannel | None = None
 
     def queue(self, message: Message) -> None:
-        """Append a message to the unsent bytes."""
+        """Append a message to the unsent bytes, with TLS to the bytes that `write` takes from the channel."""
         for chunk in encode(message):
             if chunk and self.tls is not None:
                 self.tls.send(chunk)

@@ -126,7 +126,7 @@ class StoredFrames:
         return frame
 
     async def _open(self, unopened: _UnopenedFrame) -> OpenedFrames:
-        """Have a frame and those behind it opened in the reader thread. Concurrent pulls share one opening."""
+        """Open a frame and the following ones in the reader thread. Pulls that need the same frame share one opening."""
         frame_key = unopened.segment.ordinal, unopened.position
         opening = self._opening.get(frame_key)
         if opening is None:

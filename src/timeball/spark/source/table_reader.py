@@ -145,7 +145,7 @@ def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
     Raises SetupError for a version number with several groups.
     """
     if options.ledger_uri is not None and PLACEHOLDER not in options.ledger_uri:
-        return [(Group("", options.endpoint), _version_of(options, options.ledger_uri, options.version))]
+        return [(Group("", options.endpoint), _open_version(options, options.ledger_uri, options.version))]
     statuses = group_statuses(options.endpoint)
     if len(statuses) > 1 and options.version is not None:
         raise SetupError(f"option version: each of the {len(statuses)} groups has its own; name one: group")
@@ -162,11 +162,11 @@ def _table_of(options: ReadOptions, group: Group, status: Status, groups: int) -
             uri = default_table_uri("ledger", uri, status)
         elif version is None and options.timestamp is None:
             version = status.table.version
-    return _version_of(options, uri, version)
+    return _open_version(options, uri, version)
 
 
-def _version_of(options: ReadOptions, uri: str, version: int | None) -> DeltaTable:
-    """Open a version of a table: `version`, or the one of the option `timestamp`, or the newest."""
+def _open_version(options: ReadOptions, uri: str, version: int | None) -> DeltaTable:
+    """Open the version at the option `timestamp` if it is set, else `version`, or the newest for None."""
     table = open_table(uri, version)
     if options.timestamp is None:
         return table

@@ -65,6 +65,7 @@ class Receipts:
         }
 
     async def _ack(self, call: Call, request: AckMessageRequest) -> AckMessageResponse:
+        """Acknowledge the entries. The answer has a status for each, in their order."""
         group, topic = group_name(request.group), topic_name(request.topic)
         entries_max = limits.CANCELS_PER_REQUEST_MAX
         if not 1 <= len(request.entries) <= entries_max:
@@ -81,7 +82,7 @@ class Receipts:
         async with self._renewals.settling(receipts):
             is_acknowledged = await self._consuming.acknowledge(receipts)
             if not all(is_acknowledged):
-                # A receipt that an earlier call has acknowledged is acknowledged, too.
+                # A repeated acknowledgement is OK: an earlier call has ended this lease.
                 is_acknowledged = [
                     now or earlier
                     for now, earlier in zip(is_acknowledged, self._consuming.was_ended(receipts), strict=True)
