@@ -294,11 +294,18 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_counted(world: Wor
 
 
 @on_node()
-async def test_a_window_has_a_bound(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forecast_of_no_or_too_many_buckets_is_refused(world: World) -> None:
     now_ms = world.clock.wall
+    # A window that begins within a second touches one bucket more.
     for to_ms in (now_ms - HOUR_MS, now_ms + 10_002 * SECOND_MS):
         with pytest.raises(OutOfRange, match="1 to 10000"):
             await world.broker.forecast.counted("second", now_ms, to_ms)
+
+
+@on_node()
+async def test_a_forecast_of_too_many_pairs_of_topic_and_bucket_is_refused(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(forecasts, "PAIRS_MAX", 3)
     await world.send("a", [i * SECOND_MS for i in range(20, 30)])
     with pytest.raises(OverLimit, match="longer buckets"):

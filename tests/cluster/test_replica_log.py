@@ -66,13 +66,14 @@ def test_a_log_is_read_again_as_it_was_written() -> None:
 
 
 def test_a_log_that_is_shipped_is_equal_byte_for_byte() -> None:
-    files, other = CrashFiles(), CrashFiles()
-    log, written = full(files)
-    follower = opened(other)
-    copied(log, follower)
-    assert follower.log() == log.log()
+    leader_files, follower_files = CrashFiles(), CrashFiles()
+    leader, written = full(leader_files)
+    follower = opened(follower_files)
+    copied(leader, follower)
+    assert follower.log() == leader.log()
     for ordinal in written.headers:
-        assert other.content(segment_name(ordinal)) == files.content(segment_name(ordinal))
+        name = segment_name(ordinal)
+        assert follower_files.content(name) == leader_files.content(name)
 
 
 def test_pieces_are_short_of_one_segment_and_end_where_they_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +272,7 @@ def test_a_cut_to_the_beginning_leaves_nothing_and_the_disk_is_the_same_replica(
 # ---- who a disk is --------------------------------------------------------------------------------------------
 
 
-def test_a_log_that_was_wiped_is_another_replica() -> None:
+def test_a_node_whose_log_was_wiped_is_a_new_replica_without_promises() -> None:
     files = CrashFiles()
     log, written = full(files)
     for ordinal in written.headers:

@@ -187,17 +187,18 @@ def three_segments() -> tuple[CrashFiles, list[bytes]]:
     return files.crash(), expected
 
 
-def test_a_sealed_segment_must_reach_the_next() -> None:
+def test_a_sealed_segment_with_a_damaged_or_missing_last_frame_is_refused() -> None:
     files, _ = three_segments()
-    position = reopened(files).segments.all[0].frame_positions[-1]
-    for damage in (position + 300, position):
+    last_frame = reopened(files).segments.all[0].frame_positions[-1]
+    in_header, in_body = last_frame, last_frame + 300
+    for position in (in_body, in_header):
         damaged = files.crash()
-        flip(damaged, segment_name(1), damage)
+        flip(damaged, segment_name(1), position)
         with pytest.raises(Corrupt, match=r"0000000001\.log.*restore this file from a copy"):
             reopened(damaged)
     blank = files.crash()
-    length = files.size(segment_name(1)) - position
-    overwrite(blank, segment_name(1), position, bytes(length))
+    length = files.size(segment_name(1)) - last_frame
+    overwrite(blank, segment_name(1), last_frame, bytes(length))
     with pytest.raises(Corrupt, match=r"ends at seq .* begins with"):
         reopened(blank)
 

@@ -191,13 +191,15 @@ def test_rows_durable_in_another_order_are_refused(stage: Stage) -> None:
         stage.rewrites.rewritten(seqs[1:])
 
 
-def test_unreadable_row_is_reported_as_a_failure(stage: Stage) -> None:
+def test_a_rewrite_of_a_row_beyond_the_log_is_reported(stage: Stage) -> None:
+    missing_seq = 9_999
+
     async def add() -> None:
-        stage.rewrites.add(stage.backlog, opened([9_999], np.array([9_999])))
+        stage.rewrites.add(stage.backlog, opened([stage.now_ms], np.array([missing_seq])))
         while stage.rewrites.is_loading:
             stage.reader_thread.step()
             await asyncio.sleep(0)
 
     stage.run(add())
     assert [type(error) for error in stage.failures] == [OutOfRange]
-    stage.failures.clear()
+    stage.failures.clear()  # the fixture refuses failures at the end

@@ -52,7 +52,7 @@ def test_rows_come_from_each_offset_on_in_order_and_as_many_as_asked(data: st.Da
 
 
 @pytest.mark.parametrize("rows", [0, -5])
-def test_a_pull_of_zero_rows_finds_none(rows: int) -> None:
+def test_a_pull_of_no_rows_or_fewer_finds_none(rows: int) -> None:
     assert len(find_seqs(topic_with([3]), {0: 0}, rows)) == 0
 
 

@@ -118,7 +118,7 @@ async def test_a_cancel_of_a_delivered_message_reports_when_it_was_released(
     world: World, place: Callable
 ) -> None:
     key = await place(world)
-    await world.advance(FAR_MS)
+    await world.advance(FAR_MS)  # the clock jumps, so the release is at the new time
     released = await world.broker.cancel(ids=[key])
     assert [(v.verdict, v.at_ms) for v in released] == [("released", world.clock.wall)]
     await world.advance(HOUR_MS)

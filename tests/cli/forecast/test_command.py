@@ -86,7 +86,7 @@ def test_no_broker() -> None:
     )
 
 
-def test_settings_of_spark_say_nothing_where_this_process_counts() -> None:
+def test_conf_without_master_is_refused() -> None:
     refused = run_here("forecast", "--endpoint", NOWHERE, "--conf", "spark.ui.enabled=true")
     assert refused.returncode == 2 and "have no effect without --master" in refused.stderr
 

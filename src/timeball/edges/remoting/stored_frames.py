@@ -126,7 +126,7 @@ class StoredFrames:
         return frame
 
     async def _open(self, unopened: _UnopenedFrame) -> OpenedFrames:
-        """Open a frame and the following ones in the reader thread. Pulls that need the same frame share one opening."""
+        """Open a frame and the following ones in the reader thread. Pulls that need the same frame share this."""
         frame_key = unopened.segment.ordinal, unopened.position
         opening = self._opening.get(frame_key)
         if opening is None:
