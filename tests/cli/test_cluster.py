@@ -135,7 +135,7 @@ def test_a_cluster_is_created_and_changed_by_commands(cluster: Cluster) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["status"], 4, "which cluster?"),
+        (["status"], 4, "name the cluster"),
         (["status", "--cluster", "x"], 4, "--etcd"),
         (["status", "--cluster", "x", "--etcd", "http://127.0.0.1:1"], 3, "etcd"),
         (["force", "a", "--cluster", "x"], 4, "--etcd"),
