@@ -144,5 +144,5 @@ def test_many_large_or_listed_messages_are_released_as_columns() -> None:
 
 def test_an_early_release_is_refused_as_values_and_as_columns() -> None:
     for by_rows in (True, False):
-        with pytest.raises(AssertionError, match="never be kept before its instant"):
+        with pytest.raises(AssertionError, match="never be released before its due time"):
             run(released(scheduled_of([PLAIN | {"due_ms": NOW_MS + 1}]), by_rows=by_rows))

@@ -375,12 +375,17 @@ def bridge_container(found: dict[str, dict[str, Any]], name: str) -> dict[str, A
 def test_a_bridge_is_told_its_topics_and_where_both_sides_are(values: list[str]) -> None:
     found = rendered(*values)
     asked = parsed(bridge_container(found, "orders-eu")["args"], {})
-    assert {name: asked[name] for name in ("name", "own", "out", "dead", "start", "bootstrap")} == {
-        "name": "orders.eu", "own": "orders.delayed", "out": "orders", "dead": "orders.refused", "start": "latest",
-        "bootstrap": "kafka-0:9092,kafka-1:9092",
+    assert {name: asked[name] for name in ("name", "in_topic", "out_topic", "dead_topic", "start", "bootstrap")} == {
+        "name": "orders.eu", "in_topic": "orders.delayed", "out_topic": "orders", "dead_topic": "orders.refused",
+        "start": "latest", "bootstrap": "kafka-0:9092,kafka-1:9092",
     }  # fmt: skip
     small = parsed(bridge_container(found, "mail")["args"], {})
-    assert (small["out"], small["dead"], small["start"], small["config"]) == (None, None, "earliest", None)
+    assert (small["out_topic"], small["dead_topic"], small["start"], small["config"]) == (
+        None,
+        None,
+        "earliest",
+        None,
+    )
     nodes = ",".join(f"there-timeball-{number}.there-timeball-pods.default.svc:7400" for number in range(3))
     alone = "grpc://there-timeball.default.svc:7400"
     assert asked["endpoint"] == (f"grpc+tls://{nodes}" if values is FULL_BRIDGES else alone)

@@ -71,7 +71,7 @@ def test_a_rewritten_scheduled_message_keeps_its_number_and_accept_time() -> Non
 
 def test_releasing_before_the_due_time_fails_an_assertion() -> None:
     released(scheduled_rows([1, 1]), now_ms=1)
-    with pytest.raises(AssertionError, match="before its instant"):
+    with pytest.raises(AssertionError, match="before its due time"):
         released(scheduled_rows([1, 1]), now_ms=0)
 
 

@@ -559,7 +559,7 @@ async def test_a_schedule_that_forgets_a_hold_is_caught(
     """The control: without the hold a pause changes nothing."""
     keys = await world.campaign("spring", "a", [SECOND_MS])
     monkeypatch.setattr(world.broker.scheduling.outcomes.holds, "add", lambda *_: None)
-    monkeypatch.setattr(world.broker.scheduling.scheduler.loaded, "drop", lambda _: None)
+    monkeypatch.setattr(world.broker.scheduling.scheduler.loaded, "remove_held", lambda _: None)
     await world.broker.change_campaign("spring", "pause")
     await world.advance(MINUTE_MS)
     assert await delivered(world) == keys

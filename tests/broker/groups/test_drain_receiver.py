@@ -31,7 +31,7 @@ async def test_a_repeated_transfer_is_adopted_once(
     await one.broker.adoption.adopt(transfer(2), ANONYMOUS)
     await one.broker.adoption.adopt(transfer(1, since_ms=6), ANONYMOUS)
     assert one.broker.tables.drains.adopted("g2") == AdoptedFacts(since_ms=6, transfer=1, rows=9)
-    with pytest.raises(OutOfRange, match="older drain"):
+    with pytest.raises(OutOfRange, match="newer drain"):
         await one.broker.adoption.adopt(transfer(3), ANONYMOUS)
     assert {"orders"} <= one.broker.topics().keys(), "made by its first message"
 

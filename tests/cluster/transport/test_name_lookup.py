@@ -45,7 +45,7 @@ class Names:
 @pytest.mark.parametrize("address", [("127.0.0.1", 7410), ("::1", 7410)])
 def test_an_address_needs_no_look_up(address: tuple[str, int]) -> None:
     found = NameLookup(lambda: pytest.fail("nothing was asked")).resolve(address)
-    assert found is not None and found.address[:2] == address and found.kind == socket.SOCK_STREAM
+    assert found is not None and found.address[:2] == address and found.socket_type == socket.SOCK_STREAM
 
 
 def test_a_name_is_looked_up_anew_for_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_the_bytes_of_unread_answers_are_limited(node: RunningNode, wire: flight
 
     node.run(take())
     try:
-        with pytest.raises(flight.FlightServerError, match="wait to be taken") as caught:
+        with pytest.raises(flight.FlightServerError, match="wait to be read") as caught:
             get(wire, **ticket)
         assert caught.value.extra_info == b"over_limit"
     finally:

@@ -53,7 +53,7 @@ def test_an_invalid_time_is_refused_with_the_valid_form(body: bytes, expected_te
 
 
 def test_at_and_after_together_are_refused() -> None:
-    with pytest.raises(InvalidDelay, match="at=2000000000000 and after=5s name two instants"):
+    with pytest.raises(InvalidDelay, match="at=2000000000000 and after=5s name two due times"):
         codec.due_and_delay_ms(2_000_000_000_000, "5s")
     assert codec.due_and_delay_ms(UNSET, "5s") == (None, 5_000)
     assert codec.due_and_delay_ms("2030-01-31T09:00:00Z", UNSET) == (1_896_080_400_000, None)

@@ -65,5 +65,5 @@ def test_an_error_of_a_handler_becomes_an_answer(
 
 
 def test_two_handlers_for_one_code_are_refused() -> None:
-    with pytest.raises(AssertionError, match="two rooms"):
+    with pytest.raises(AssertionError, match="two handlers"):
         Dispatch([{1: lambda call: None}, {1: lambda call: None}])

@@ -271,7 +271,7 @@ def test_half_messages_are_ended_by_and_shown_to_those_who_may_send_them(
     result = node.broker.transactions.find_half(seq)
     assert result is not None
     assert len(remoting.context.sessions.producers("payers")) == 2
-    [producer] = Transactions(remoting.context)._producers(result)
+    [producer] = Transactions(remoting.context)._permitted_producers(result)
     assert producer.caller.name == "shop"
     ends = {"producerGroup": "payers", "commitLogOffset": seq, "commitOrRollback": 12}
     assert other.ask(RequestCode.END_TRANSACTION, **ends).code == DENIED

@@ -63,7 +63,7 @@ def test_a_repeated_column_is_refused() -> None:
     rows = pa.RecordBatch.from_arrays(
         [pa.array(["t"]), pa.array([b"x"]), pa.array(["u"])], names=["topic", "body", "topic"]
     )
-    with pytest.raises(InvalidMessage, match="'topic' is there 2 times"):
+    with pytest.raises(InvalidMessage, match="'topic' appears 2 times"):
         adopt(rows)
 
 
