@@ -97,7 +97,7 @@ def unknown_options(words: list[str]) -> set[str]:
     return {word for word in words if word.startswith("--")} - known
 
 
-@pytest.mark.parametrize(("name", "count"), [(ARCHIVE, 7), (BULK, 9)])
+@pytest.mark.parametrize(("name", "count"), [(ARCHIVE, 5), (BULK, 9)])
 def test_the_commands_that_are_shown_have_these_options(name: str, count: int) -> None:
     lines = command_lines(name)
     assert len(lines) == count and all(words[0] == "timeball" for words in lines)
@@ -193,7 +193,7 @@ def test_the_questions_are_answered(story: RunningNode) -> None:
     questions = blocks(SQL, "sql") + re.findall(
         r'^timeball sql [^"\n]*"(select .*?)"', blocks(SQL, "sh")[0], re.MULTILINE
     )
-    assert len(questions) == 10
+    assert len(questions) == 8
     with SqlSession(story.endpoint) as session:
         for text in questions:
             rows = session.run(text).rows.read_all()
@@ -320,7 +320,7 @@ def test_the_examples_of_the_data_source_run(
     node.run(node.broker.compact())
     send_due_now(node.endpoint, 10)
     before = len(attached_seqs(broker))
-    assert run_examples(SOURCE, node.endpoint, **{'"/shared': f'"{tmp_path}'}) == 6
+    assert run_examples(SOURCE, node.endpoint, **{'"/shared': f'"{tmp_path}'}) == 4
     assert spark.read.parquet(str(tmp_path / "orders")).count() == 10
     assert len(attached_seqs(broker)) == before + 1
     assert re.search(r"\| *orders\| *30\|", capsys.readouterr().out)
