@@ -181,3 +181,20 @@ def test_random_bytes_do_not_disturb_other_clients(node: RunningNode, client: Cl
     assert seen, "the harness saw no answer"
     assert not [status for status in seen if status >= 500]
     assert client.ask("POST", SEND, {"body": "well", "after": "1h"}).status == 201
+
+
+def test_an_address_that_does_not_read_its_answers_is_refused_before_it_leases_messages(
+    node: RunningNode, client: Client
+) -> None:
+    client.send("unread", {"body": "x"})
+    assert node.node.edges is not None
+    sent = node.node.edges.http.limits.sent
+    sent.add("127.0.0.1", requests.SENT_BYTES_MAX)
+    try:
+        refused = client.receive("unread", "readers")
+        assert (refused.status, refused.value["code"]) == (429, "over_limit")
+        assert "not read yet" in refused.value["detail"]
+    finally:
+        sent.remove("127.0.0.1", requests.SENT_BYTES_MAX)
+    received = client.receive("unread", "readers").value["messages"]
+    assert [(message["body"], message["attempt"]) for message in received] == [("x", 1)]

@@ -205,6 +205,8 @@ class Endpoint:
         self._request_limits.calls.take(call.peer)
         try:
             self._pages.check(scope["method"], scope["path"], headers)
+            # Before the handler: a refused receive must not have leased messages.
+            self._request_limits.sent.check(call.peer)
             answer = await self._dispatch(scope["method"], call)
         except ClientDisconnected:
             return
@@ -217,17 +219,15 @@ class Endpoint:
         if isinstance(answer, Stream):
             await self._send_stream(answer, call, send, is_head=scope["method"] == "HEAD")
             return
-        # With 0 bytes, this only raises OverLimit if the address has too many unread bytes already.
-        with self._request_limits.sent.held(call.peer, 0):
-            self._request_limits.sent.add(call.peer, answer.size_bytes)
-            try:
-                async with asyncio.timeout(ANSWER_S):
-                    await respond(answer, send, is_head=scope["method"] == "HEAD")
-            except TimeoutError:
-                logger.info("answer not taken peer=%s", call.peer)
-                raise
-            finally:
-                self._request_limits.sent.remove(call.peer, answer.size_bytes)
+        self._request_limits.sent.add(call.peer, answer.size_bytes)
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await respond(answer, send, is_head=scope["method"] == "HEAD")
+        except TimeoutError:
+            logger.info("answer not taken peer=%s", call.peer)
+            raise
+        finally:
+            self._request_limits.sent.remove(call.peer, answer.size_bytes)
 
     async def _send_stream(self, stream: Stream, call: Call, send: Send, *, is_head: bool) -> None:
         """Send the chunks of a stream until it ends, or until the client disconnects or does not read."""
