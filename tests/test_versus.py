@@ -141,3 +141,17 @@ def test_a_body_names_the_message_and_its_due_time() -> None:
 
 def test_the_order_of_the_brokers_is_swapped_in_each_round() -> None:
     assert [in_turn("ab", number) for number in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+def test_a_run_of_deliveries_alone_has_a_table_a_page_and_a_document() -> None:
+    found = Figures(
+        {"CPU": "A CPU"}, "2026-11-29", 1, False, 0, False, (0.2, 1.9), "Not measured: the network."
+    )
+    ours = ConsumerPeer("Timeball, HTTP", "Timeball 0.1.0, sync", True)
+    for name in ("Timeball, HTTP", "Timeball, Flight"):
+        found.at_consumer.add(
+            ConsumerPeer(name, ours.settings, True), Row("burst", "s", "lower"), Sample(math.nan)
+        )
+    assert found.table() == []
+    assert page(found).count("- Timeball 0.1.0, sync") == 1
+    assert "NaN" not in json.dumps(found.as_dict())

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(figures.as_dict()))
     else:
-        tables = [*([figures.table()] if figures.rows else []), figures.at_consumer.table()]
-        print("\n\n".join("\n".join(table) for table in tables))
+        tables = [figures.table(), figures.at_consumer.table()]
+        print("\n\n".join("\n".join(table) for table in tables if table))
     if options.page:
         Path(options.page).write_text(page(figures), "utf-8")
         say(f"written: {options.page}")

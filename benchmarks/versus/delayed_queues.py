@@ -400,7 +400,8 @@ class FlightQueue(DelayedQueue):
 
     def acknowledge(self, tokens: Sequence[Any]) -> None:
         """See DelayedQueue."""
-        self._ball.ack(tokens)
+        if self._ball.ack(tokens) != len(tokens):
+            raise RuntimeError("Timeball: an acknowledged message was not leased")
 
     def close(self) -> None:
         """See DelayedQueue."""

@@ -65,7 +65,7 @@ def consume(client: str, address: str, count: int, bound_s: float, pipe: Connect
     while len(noted) < count and time.monotonic() < give_up:
         received = queue.receive(RECEIVE_ROWS, 1.0)
         if received:
-            seen_ms = time.time_ns() // 1_000_000
+            seen_ms = now_ms()
             noted += [(body, seen_ms) for body, _ in received]
             queue.acknowledge([token for _, token in received])
     # One more look: a message that comes twice is to be seen.
@@ -117,7 +117,7 @@ def burst(client: str, peer: Peer, bench: Bench) -> Sample:
     probe = SEND_ROWS
     due_ms = now_ms() + int(BURST_AHEAD_S * 1000)
     queue.send([(due_ms, body_of(n, due_ms)) for n in range(probe)])
-    # As long as sending all will take, twice: what is sent behind the instant is no burst.
+    # Twice the time to send all of them: messages that are sent after the due time are no burst.
     needed_s = 2 * (time.monotonic() - begin_s) * count / probe
     if needed_s > BURST_AHEAD_S - 5:
         return Sample(float("nan"))

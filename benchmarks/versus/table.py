@@ -36,6 +36,7 @@ Here lateness is the time at which a consumer holds the message, minus its due t
 and acknowledges it. Producer and consumer are processes of their own, written on sockets (over Flight: the Python
 client), and share the machine with the broker. Each broker runs alone, and the order changes in each round. A broker
 that is not durable acknowledges a message before the disk has it. beanstalkd delays by whole seconds."""
+OURS = "Timeball"
 SMALL = "**A small run: the figures mean nothing.**"
 
 
@@ -50,7 +51,7 @@ class ConsumerPeer:
 
 @dataclass
 class ConsumerFigures:
-    """The samples of deliveries to a consumer. Ratios compare with the column `base`."""
+    """The samples of deliveries to a consumer. A value of NaN means that the broker could not do the work."""
 
     peers: list[ConsumerPeer] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
@@ -70,6 +71,8 @@ class ConsumerFigures:
 
     def table(self) -> list[str]:
         """Return the Markdown table: a line for each work and broker."""
+        if not self.rows:
+            return []
         head = [
             "at the consumer", "broker", "durable", "", "lateness p50 / p99 ms", "CPU us/msg", "failed",
         ]  # fmt: skip
@@ -95,7 +98,11 @@ class ConsumerFigures:
                 {
                     **asdict(row),
                     "samples": {
-                        peer.name: [asdict(sample) for sample in self.samples.get((row.name, peer.name), [])]
+                        # JSON has no NaN.
+                        peer.name: [
+                            asdict(sample) | {"value": None if isnan(sample.value) else sample.value}
+                            for sample in self.samples.get((row.name, peer.name), [])
+                        ]
                         for peer in self.peers
                     },
                 }
@@ -176,6 +183,8 @@ class Figures:
 
     def table(self) -> list[str]:
         """Return the Markdown table."""
+        if not self.rows:
+            return []
         *others, ours = names = list(self.peers)
         head = ["", *names, *(f"{ours} / {other}" for other in others)]
         head += [f"p50 / p99 ms, {name}" for name in names] + [f"CPU us/msg, {name}" for name in names]
@@ -197,9 +206,9 @@ class Figures:
 def page(figures: Figures) -> str:
     """Return docs/versus.md."""
     before, after = figures.load_averages
-    *others, ours = figures.peers
+    others = [name for name in figures.peers if name != OURS] or ["other brokers"]
     parts = [
-        f"# {ours} beside {', '.join(others)}",
+        f"# {OURS} beside {', '.join(others)}",
         HOW.format(
             rounds=f"{figures.rounds} round" + "s" * (figures.rounds > 1), waiting=f"{figures.waiting:,}"
         ),
@@ -214,8 +223,8 @@ def page(figures: Figures) -> str:
     failures = figures.failures()
     parts.append("Requests that failed: " + ("; ".join(failures) if failures else "none") + ".")
     settings = [setting for settings in figures.peers.values() for setting in settings]
-    settings += [peer.settings for peer in figures.at_consumer.peers if peer.settings not in settings]
-    parts.append("\n".join(f"- {setting}" for setting in settings))
+    settings += [peer.settings for peer in figures.at_consumer.peers]
+    parts.append("\n".join(f"- {setting}" for setting in dict.fromkeys(settings)))
     machine = "; ".join(f"{name}: {value}" for name, value in figures.machine.items())
     parts.append(f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.")
     parts.append(figures.not_measured)
