@@ -61,17 +61,9 @@ class Maintenance:
         according to this snapshot.
         """
         self._broker = broker
-        self._files, self._clock, self._log, self._tables = (
-            broker.files,
-            broker.clock,
-            broker.log,
-            broker.tables,
-        )
-        self._scheduling, self._pending_table, self._threads = (
-            broker.scheduling,
-            broker.pending_table,
-            broker.threads,
-        )
+        self._files, self._clock, self._threads = broker.files, broker.clock, broker.threads
+        self._log, self._tables = broker.log, broker.tables
+        self._scheduling, self._pending_table = broker.scheduling, broker.pending_table
         self._settings = broker.settings
         self._retention = Retention(settings=broker.settings, clock=broker.clock, tables=broker.tables)
         # A checkpoint on disk covers the rows below this number. -1: none was saved yet.
@@ -384,7 +376,7 @@ class Maintenance:
             await self._remove_files()
 
     async def _remove_segments(self) -> bool:
-        """Remove the segments that are old and needed by nobody. False if the snapshot for it cannot be written now."""
+        """Remove old segments that no reader needs. False if the snapshot before it cannot be written now."""
         oldest = self._log.reader.segments.all[0]
         is_old = oldest.newest_append_ms <= self._clock.now_ms() - self._settings.retention_ms
         if (

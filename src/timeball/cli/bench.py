@@ -89,7 +89,7 @@ def _print(report: Any, limits: str, as_json: bool) -> None:
 def _limits(module: Any) -> str:
     """Read the paragraph "Not measured" from the docstring of a benchmark's module, as one line.
 
-    It is printed below the figures, so that nobody reads too much into them.
+    It is printed below the figures and states their limits.
     """
     _, _, limits = (module.__doc__ or "").partition("Not measured: ")
     return " ".join(limits.split("\n\n")[0].split())

@@ -44,7 +44,7 @@ BROKER_TOPIC_PREFIXES = ("SCHEDULE_TOPIC_", "RMQ_SYS_", "rmq_sys_", "TRANS_CHECK
 ASK = "this broker asks for an access key and its secret (docs/security.md)"
 _WRONG = "there is no account with this access key and this secret"
 # Compared when the account is unknown, so that the check takes as long as for a known account.
-_DUMMY_SECRET = b"nobody's secret: a stranger's name shall take as long as a known one"
+_DUMMY_SECRET = b"compared for unknown names, so that they take as long as known ones"
 
 _SIGNED = re.compile(
     r"Credential=(?P<key>[^,/\s]*)(?:/[^,]*)?, *SignedHeaders=x-mq-date-time, *Signature=(?P<hex>[0-9A-Fa-f]{40})"

@@ -27,7 +27,7 @@ class PushFigures:
 
     def __init__(self, clock: Clock) -> None:
         self.outcomes: dict[Outcome, int] = {}
-        self.durations = Durations(clock)  # of all requests, whatever their outcome
+        self.durations = Durations(clock)  # of all requests, successful and failed
         self.late_acks = 0  # messages acknowledged after their lease had ended, so they are delivered again
         self.in_flight = 0  # requests under way
         self.failures = 0  # failed requests since the last success

@@ -83,7 +83,7 @@ HINTS = {
     ";": "a filter is one expression, without a semicolon",
     "*": "there is no arithmetic; a subscription to all is a tag expression",
 }
-# (tokens, description). An error says what was expected: the first description whose tokens are all possible.
+# (tokens, description). An error names the first description whose tokens are all possible here.
 EXPECTED = [
     ({"$END"}, "AND, OR or the end"),
     ({"NAME"}, "a property, a constant or a parenthesis"),

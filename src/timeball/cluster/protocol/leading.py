@@ -74,7 +74,7 @@ def handle_appended(state: Replica, event: Appended) -> Step:
 
 
 def handle_ack(state: Replica, node: str, ack: Ack) -> Step:
-    """Record an acknowledgement, commit what it completes, and ship the frames that the replica still lacks."""
+    """Record an acknowledgement, commit the entries that it completes, and ship the frames that the replica lacks."""
     lead = _lead(state)
     peer = lead.peers.get(node)
     if peer is None:

@@ -56,7 +56,7 @@ class ServedBroker(NamedTuple):
 
 
 async def perform(served: ServedBroker, verb: str, request: codec.ActionRequest, caller: Caller) -> Any:
-    """Perform an action for a caller. The result is what the JSON of the answer encodes."""
+    """Perform an action for a caller. The result is encoded as the JSON of the answer."""
     broker = served.broker
     match request:
         case wire.Acknowledge():  # first, because most requests are acknowledgements

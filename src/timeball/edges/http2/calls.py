@@ -29,7 +29,7 @@ class Method(NamedTuple):
 
 @dataclass(slots=True)
 class Call:
-    """What a handler knows about a call: its headers, the client, and the client's deadline."""
+    """The facts of a call for its handler: the headers, the client, and the client's deadline."""
 
     headers: Mapping[str, str]  # by lower-case name
     peer: str = ""  # the client's address without its port
