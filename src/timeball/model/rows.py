@@ -1,11 +1,34 @@
-"""Rows of the log as tuples, built by name: a value for each column of LOG_SCHEMA, in its order."""
+"""Rows as tuples, built by name: sends with a value for each of SEND_NAMES, rows of the log for each of LOG_SCHEMA."""
 
 from __future__ import annotations
 
-from timeball.model.message import Kind, LogRow
+from timeball.model.message import Kind, LogRow, SendRow
 
 _MESSAGE, _SCHEDULED = int(Kind.MESSAGE), int(Kind.SCHEDULED)
 _RELEASE, _CANCEL = int(Kind.RELEASE), int(Kind.CANCEL)
+
+
+def send_row(
+    *,
+    topic: str,
+    body: bytes,
+    tag: str | None,
+    keys: str | None,
+    unique_key: str | None,
+    properties: str | None,
+    queue_id: int | None = None,
+    born_ms: int | None = None,
+    born_host: str | None = None,
+    flag: int | None = None,
+    sys_flag: int | None = None,
+    reconsume_times: int | None = None,
+    due_ms: int | None = None,
+) -> SendRow:
+    """Build the row of a message that a client sends. Admission fills in the values that are None."""
+    return (
+        topic, body, tag, keys, unique_key, properties, queue_id, born_ms, born_host, flag, sys_flag, reconsume_times,
+        due_ms, None,
+    )  # fmt: skip
 
 
 def cancel_row(

@@ -30,6 +30,7 @@ from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow
+from timeball.model.rows import send_row
 from timeball.model.rules import (
     TIMES,
     check_key,
@@ -326,9 +327,9 @@ def _decoded_send(
         for identity in ids_and_times
     ]
     send_rows: list[SendRow] = [
-        (
-            topic, body, tag, keys, identity.message_id, properties, None, None, None, None, None, None,
-            identity.due_ms, None,
+        send_row(
+            topic=topic, body=body, tag=tag, keys=keys, unique_key=identity.message_id, properties=properties,
+            due_ms=identity.due_ms,
         )
         for (body, tag, keys, properties), identity in zip(rows, ids_and_times, strict=True)
     ]  # fmt: skip

@@ -45,6 +45,7 @@ from timeball.edges.grpc.codec.messages_out import (
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
 from timeball.model.message import PRIORITY, SendRow
+from timeball.model.rows import send_row
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
 USER_PROPERTIES_BYTES_MAX = 16 * 1024  # RocketMQ's maxUserPropertySize, which includes tag and keys
@@ -155,10 +156,10 @@ def encode_row(
     born_host = system.born_host
     if not 0 < len(born_host) <= BORN_HOST_CHARACTERS_MAX:
         born_host = peer
-    return (
-        topic, body, tag or None, keys or None, message_id, properties_text, queue_id, _read_born_ms(system, now_ms),
-        born_host, 0,
-        sys_flag, 0, due_ms, None,
+    return send_row(
+        topic=topic, body=body, tag=tag or None, keys=keys or None, unique_key=message_id, properties=properties_text,
+        queue_id=queue_id, born_ms=_read_born_ms(system, now_ms), born_host=born_host, flag=0, sys_flag=sys_flag,
+        reconsume_times=0, due_ms=due_ms,
     )  # fmt: skip
 
 
