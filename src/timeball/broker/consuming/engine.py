@@ -31,6 +31,7 @@ from timeball.broker.consuming import restart, retry
 from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
 from timeball.broker.consuming.log_leases import Change, LogLeases
 from timeball.broker.consuming.memory_leases import MemoryLeases
+from timeball.broker.consuming.redelivery import Redelivery
 from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import (
     NO_ROWS,
@@ -106,18 +107,12 @@ class Consuming:
         count = OpenCount()
         saved_queues = restart.pop_leases(tables.in_flight, tables.topics.find_topic, count, clock.now_ms())
         self.leases = Leases(tables.offsets, waiters, count, saved_queues)
+        redelivery = Redelivery(
+            appender, waiters, self.leases, settings=settings, clock=clock, log=log, tables=tables,
+            lease_counts=lease_counts, reader_thread=threads.reader, on_failure=on_failure,
+        )  # fmt: skip
         self._memory = MemoryLeases(
-            appender,
-            waiters,
-            self.leases,
-            settings=settings,
-            clock=clock,
-            log=log,
-            tables=tables,
-            lease_counts=lease_counts,
-            reader_thread=threads.reader,
-            rates=rates,
-            on_failure=on_failure,
+            waiters, self.leases, redelivery, clock=clock, log=log, tables=tables, rates=rates
         )
         self._log_leases = LogLeases(
             appender,

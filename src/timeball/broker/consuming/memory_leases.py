@@ -11,10 +11,8 @@ made between two awaits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import Executor
+from collections.abc import Iterable
 
-from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import restart
 from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
@@ -22,13 +20,11 @@ from timeball.broker.consuming.redelivery import Redelivery
 from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import PositionReceipt
 from timeball.broker.consuming.selection import Selection
-from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.rates import Rates, Stat, of_group
 from timeball.broker.registry.tables import Tables
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import CommitLog
 from timeball.model import limits
-from timeball.model.config import Settings
 
 ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
 
@@ -38,33 +34,18 @@ class MemoryLeases:
 
     def __init__(
         self,
-        appender: Appender,
         waiters: Waiters,
         leases: Leases,
+        redelivery: Redelivery,
         *,
-        settings: Settings,
         clock: SchedulerClock,
         log: CommitLog,
         tables: Tables,
-        lease_counts: LeaseCounts,
-        reader_thread: Executor,
         rates: Rates,
-        on_failure: Callable[[BaseException], None],
     ) -> None:
         self._waiters, self._leases = waiters, leases
         self._clock, self._log, self._tables, self._rates = clock, log, tables, rates
-        self.redelivery = Redelivery(
-            appender,
-            waiters,
-            leases,
-            settings=settings,
-            clock=clock,
-            log=log,
-            tables=tables,
-            lease_counts=lease_counts,
-            reader_thread=reader_thread,
-            on_failure=on_failure,
-        )
+        self.redelivery = redelivery
         # Receipts with an earlier time are from before the last restart (`_ack_ahead`).
         self._started_ms = clock.now_ms()
         # The last receipts that were acknowledged, oldest first: a client that lost the answer sends them again.
