@@ -22,13 +22,6 @@ RESERVE = 64
 # The part of the reserve for library calls that open files. Such a call lasts longer than one open, so connections may
 # take descriptors of this part meanwhile.
 RESERVE_OF_LIBRARIES = 16
-# Descriptors to lend for one open, for the first try, the second and so on. The first is small, because a descriptor
-# that a connection takes meanwhile is lost for the reserve.
-RESERVE_STEPS = (
-    4,
-    16,
-    RESERVE,
-)
 
 _lock = threading.Lock()  # guards the limit, `_loans` and `_base_limit`
 _loans: list[int] = []  # the sizes of all current loans

@@ -174,8 +174,11 @@ def _typed_errors(action: str) -> Iterator[None]:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open a descriptor. Borrows from the reserve if connections have taken all other descriptors."""
-    for borrowed in (0, *descriptors.RESERVE_STEPS):
+    """Open a descriptor. Borrows from the reserve if connections have taken all other descriptors.
+
+    Each try lends one more. All smaller ones are in use, so a connection takes at most one meanwhile.
+    """
+    for borrowed in range(descriptors.RESERVE + 1):
         try:
             with descriptors.lent(borrowed) if borrowed else nullcontext():
                 return os.open(path, flags, 0o640)
