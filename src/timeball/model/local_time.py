@@ -39,7 +39,7 @@ VERSION: str = tzdata.__version__
 
 _SECOND_US = 1_000_000
 DAY_US = 86_400 * _SECOND_US
-_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time
+_LOCAL_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time
 _EPOCH_DAY = date(1970, 1, 1).toordinal()
 # The Gregorian calendar repeats every 400 years. These are whole weeks, so rules such as "last Sunday of March" repeat
 # as well.
@@ -133,7 +133,7 @@ def fixed_offset(offset_s: int) -> Zone:
 
 def local_us(shown: datetime) -> int:
     """Convert a local time to microseconds, counted as if it were UTC. Its tzinfo is ignored."""
-    return (shown.replace(tzinfo=None) - _EPOCH) // timedelta(microseconds=1)
+    return (shown.replace(tzinfo=None) - _LOCAL_EPOCH) // timedelta(microseconds=1)
 
 
 # ---- the tables of tzdata -----------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _build_zone(name: str, data: _TzifData) -> Zone:
     summer = -_seconds(*rule.groups()[4:8]) if rule[6] is not None else standard + 3_600
     summer_begin, summer_end = _YearlyChange.read(rule[9]), _YearlyChange.read(rule[10])
     last = changes[-1] if changes else 0
-    first_year = (_EPOCH + timedelta(seconds=last)).year
+    first_year = (_LOCAL_EPOCH + timedelta(seconds=last)).year
     # Two years more than a cycle, so that the last 400 years consist of changes by the rule.
     for year in range(first_year, first_year + _CYCLE_YEARS + 2):
         switches = [

@@ -116,17 +116,17 @@ class Values:
     def longs(self, name: str) -> tuple[Int64Array, TruthArray]:
         """The property as integers, and a state for each message: TRUE, NULL (no property) or ERROR (no integer)."""
         if name not in self._longs:
-            self._longs[name] = _numbers(self._texts[name], as_long, np.dtype(np.int64))
+            self._longs[name] = _to_numbers(self._texts[name], as_long, np.dtype(np.int64))
         return self._longs[name]
 
     def doubles(self, name: str) -> tuple[Float64Array, TruthArray]:
         """The property as doubles, and a state for each message: TRUE, NULL (no property) or ERROR (no number)."""
         if name not in self._doubles:
-            self._doubles[name] = _numbers(self._texts[name], as_double, np.dtype(np.float64))
+            self._doubles[name] = _to_numbers(self._texts[name], as_double, np.dtype(np.float64))
         return self._doubles[name]
 
 
-def _numbers(
+def _to_numbers(
     column: pa.Array, convert: Callable[[str], float | None], kind: np.dtype[Any]
 ) -> tuple[npt.NDArray[Any], TruthArray]:
     """Convert a column of texts to numbers and states. Each distinct text is converted once."""

@@ -19,7 +19,7 @@ from timeball.spark.views.consumer_model import FloatArray
 from timeball.spark.views.due_histogram import UNIT_S, Load, Unit, merge
 
 KINDS = (".png", ".svg", ".pdf")
-TOPICS_SHOWN = 5
+TOPICS_DRAWN = 5
 BARS_MAX = 1_500
 CORNERS_MAX = 50_000
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#F0E442", "#999999")
@@ -112,9 +112,9 @@ def _unit(answer: Answer) -> Unit:
 
 
 def _largest_topics(load: Load) -> dict[str, Load]:
-    """Split a load by topic: the TOPICS_SHOWN largest topics, and one entry for all others."""
+    """Split a load by topic: the TOPICS_DRAWN largest topics, and one entry for all others."""
     topics = load.by_topic()
-    shown = dict(list(topics.items())[:TOPICS_SHOWN])
+    shown = dict(list(topics.items())[:TOPICS_DRAWN])
     if len(topics) > len(shown):
         shown[f"{len(topics) - len(shown)} others"] = load.only(set(topics) - set(shown))
     return shown

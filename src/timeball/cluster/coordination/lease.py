@@ -17,7 +17,7 @@ from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 
 RENEWALS_PER_TTL = 4  # two renewals may fail before a holder stops
-RETRY_S = 0.05  # pause after no answer; short, because the coordinator has already retried until its deadline
+RENEWAL_RETRY_S = 0.05  # pause after no answer; short, because the coordinator has already retried until its deadline
 OPERATOR_RETRY_S = 1.0  # pause after an error that only an operator can correct
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class HeldLease:
             if not self._last_failure:
                 logger.warning("lease not renewed reason=%s", error)
             self._last_failure = str(error)
-            return OPERATOR_RETRY_S if isinstance(error, SetupError) else RETRY_S
+            return OPERATOR_RETRY_S if isinstance(error, SetupError) else RENEWAL_RETRY_S
         if self._last_failure:
             logger.info("lease renewed again")
         self._last_failure = ""

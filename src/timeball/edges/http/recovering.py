@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1_024
 HEAD_BYTES_MAX = 32 * 1024  # of a request
-HEAD_S = 5.0  # for a request and its answer
+REQUEST_S = 5.0  # for a request and its answer
 CONNECTIONS_MAX = 1_000  # further ones are closed without an answer
 LIVE = b"/health/live"
 
@@ -81,7 +81,7 @@ class RecoveryResponder:
         self._open += 1
         try:
             if self._open <= CONNECTIONS_MAX:
-                async with asyncio.timeout(HEAD_S):
+                async with asyncio.timeout(REQUEST_S):
                     head = await reader.readuntil(b"\r\n\r\n")
                     writer.write(encode_answer(head))
                     await writer.drain()

@@ -51,7 +51,7 @@ _PLAIN = {
     "large_string": pa.large_string(),
 }
 # By bit width and sign.
-_INTEGERS = {
+_INTEGER_TYPES = {
     (8, True): pa.int8(),
     (16, True): pa.int16(),
     (32, True): pa.int32(),
@@ -114,7 +114,7 @@ def _type(header: memoryview, column: int, name: str) -> pa.DataType:
                 _int32(header, parameters, fb.INT_BITS),
                 fb.field(header, parameters, fb.INT_IS_SIGNED),
             )
-            if integer_type := _INTEGERS.get(
+            if integer_type := _INTEGER_TYPES.get(
                 (bits, signed_offset is not None and bool(header[signed_offset]))
             ):
                 return integer_type

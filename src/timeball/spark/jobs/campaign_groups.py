@@ -19,7 +19,7 @@ from timeball.spark.jobs.campaign import Campaign, Cancelled, Paused, Progress, 
 T = TypeVar("T")
 
 # A campaign has the first of these states that any of its parts has. So it is finished when all its parts are.
-STATES = ("planned", "cancelled", "paused", "running", "finished")
+STATE_PRECEDENCE = ("planned", "cancelled", "paused", "running", "finished")
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def add_progress(parts: list[Progress]) -> Progress:
     last_ms = [part.last_due_ms for part in parts if part.last_due_ms is not None]
     return Progress(
         campaign=parts[0].campaign,
-        state=min((part.state for part in parts), key=STATES.index),
+        state=min((part.state for part in parts), key=STATE_PRECEDENCE.index),
         rows=rows,
         released=sum(part.released for part in parts),
         cancelled=sum(part.cancelled for part in parts),
