@@ -20,7 +20,7 @@ from timeball.broker.accepting.appender import Accepted, Appender
 from timeball.broker.accepting.gate import Gate
 from timeball.broker.accepting.ingress import Ingress
 from timeball.broker.accepting.keyed_sends import KeyedSends
-from timeball.broker.accepting.small_batch import Sends
+from timeball.broker.accepting.small_batch import ParsedSends
 from timeball.broker.accepting.sourced_sends import SourcedSends
 from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.accepting.waiters import Waiters
@@ -252,7 +252,7 @@ class Broker:
         await self.appender.send_again(batch)
 
     def prepare_nowait(
-        self, sends: Sends, caller: Caller = ANONYMOUS
+        self, sends: ParsedSends, caller: Caller = ANONYMOUS
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Append half messages. They are hidden until `transactions.end` commits them.
 

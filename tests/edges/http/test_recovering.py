@@ -114,7 +114,7 @@ def test_a_recovery_that_fails_frees_the_port(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_silent_client_is_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recovering, "HEAD_S", 0.05)
+    monkeypatch.setattr(recovering, "REQUEST_S", 0.05)
     held = Held(monkeypatch, tmp_path / "data")
     try:
         with socket.create_connection(("127.0.0.1", held.port), timeout=BOUND_S) as silent:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.small_batch import Sends, as_batch
+from timeball.broker.accepting.small_batch import ParsedSends, as_batch
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.message import (
@@ -37,7 +37,7 @@ from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.levels import LevelTable, disguised_properties
 
 
-def as_columns(sends: Sends) -> pa.RecordBatch:
+def as_columns(sends: ParsedSends) -> pa.RecordBatch:
     """Convert sends to a batch of SEND_COLUMNS. Raises the errors of `batch_of`."""
     batch = as_batch(sends)
     return batch_of(batch) if isinstance(batch, list) else batch

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.accepting import admission, durations, small_batch
-from timeball.broker.accepting.small_batch import SendRuns, Sends
+from timeball.broker.accepting.small_batch import ParsedSends, SendRuns
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.meta import Change
@@ -181,7 +181,7 @@ class Appender:
         self._topics, self._scheduling = topics, scheduling
         self._rates = rates
 
-    def send(self, sends: Sends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
+    def send(self, sends: ParsedSends, caller: Caller = ANONYMOUS) -> tuple[Accepted, asyncio.Future[int]]:
         """Accept a batch as a whole or not at all. The future is done when its rows are durable.
 
         The order of the calls is the order in the log. Raises the errors of admission and policy.

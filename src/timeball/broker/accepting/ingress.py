@@ -30,7 +30,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Accepted
-from timeball.broker.accepting.small_batch import Sends
+from timeball.broker.accepting.small_batch import ParsedSends
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 # The result of `begin`, which `answer` receives, and a future that is done when the batch is durable.
 BegunBatch = tuple[Any, "asyncio.Future[Any]"]
-Accept = Callable[[Sends, Caller], tuple[Accepted, "asyncio.Future[int]"]]
+Accept = Callable[[ParsedSends, Caller], tuple[Accepted, "asyncio.Future[int]"]]
 
 
 class _Batch(Generic[T]):
@@ -263,7 +263,7 @@ class Piece(msgspec.Struct, gc=False):
     first_row: int  # position of its first row in the shared batch; set when the batch begins
     caller: Any
 
-    def join(self, pieces: Sequence[Piece]) -> Sends:
+    def join(self, pieces: Sequence[Piece]) -> ParsedSends:
         """Concatenate the rows of these pieces. `self` is the first of them."""
         return self.rows if len(pieces) == 1 else [row for piece in pieces for row in piece.rows]
 
@@ -301,7 +301,7 @@ class Ingress:
         return self.accept(joined(pieces), pieces[0].caller or ANONYMOUS)
 
 
-def joined(pieces: list[Piece]) -> Sends:
+def joined(pieces: list[Piece]) -> ParsedSends:
     """Concatenate the rows of pieces, and set the `first_row` of each piece, by which its edge finds its rows."""
     first_row, first = 0, pieces[0]
     for piece in pieces:

@@ -124,10 +124,10 @@ class SendRuns(Protocol):
         """Encode the rows, like the function `log_rows`. None if a send is not plain, or is due after `last_ms`."""
 
 
-Sends: TypeAlias = SendBatch | SendRuns
+ParsedSends: TypeAlias = SendBatch | SendRuns
 
 
-def as_batch(sends: Sends) -> SendBatch:
+def as_batch(sends: ParsedSends) -> SendBatch:
     """Convert sends to rows or columns."""
     return sends if isinstance(sends, list | pa.RecordBatch) else sends.batch()
 

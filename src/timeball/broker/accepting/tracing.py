@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
-from timeball.broker.accepting.small_batch import Sends, as_batch
+from timeball.broker.accepting.small_batch import ParsedSends, as_batch
 from timeball.model.message import SendBatch
 
 P = ParamSpec("P")
@@ -45,13 +45,13 @@ class Tracing(Protocol):
 
 
 def traced(
-    accept: Callable[Concatenate[Sends, P], Accepting[R]], traces: Tracing | None
-) -> Callable[Concatenate[Sends, P], Accepting[R]]:
+    accept: Callable[Concatenate[ParsedSends, P], Accepting[R]], traces: Tracing | None
+) -> Callable[Concatenate[ParsedSends, P], Accepting[R]]:
     """Wrap `accept` so that it traces the messages. Without tracing, return it unchanged."""
     if traces is None:
         return accept
 
-    def accept_traced(sends: Sends, /, *args: P.args, **kwargs: P.kwargs) -> Accepting[R]:
+    def accept_traced(sends: ParsedSends, /, *args: P.args, **kwargs: P.kwargs) -> Accepting[R]:
         return traces.send(as_batch(sends), lambda rows: accept(rows, *args, **kwargs))
 
     return accept_traced

@@ -12,7 +12,7 @@ from typing import Any
 
 from timeball.broker.accepting.ingress import Piece
 from timeball.broker.accepting.small_batch import ROWS_MAX as FEW_ROWS_MAX
-from timeball.broker.accepting.small_batch import Sends, SmallBatch
+from timeball.broker.accepting.small_batch import ParsedSends, SmallBatch
 from timeball.broker.registry.queue_offsets import QueueOffsets, tag_number
 from timeball.broker.registry.topic import Topic
 from timeball.edges.remoting.codec import delays
@@ -67,7 +67,7 @@ class RunTicket(Piece, gc=False):
         run: SendRun = self.rows
         return run.requests()
 
-    def join(self, pieces: Sequence[Piece]) -> Sends:
+    def join(self, pieces: Sequence[Piece]) -> ParsedSends:
         """Join pieces of a batch: as runs if all of them are runs, else as rows. See Piece."""
         runs = [piece.rows for piece in pieces]
         if all(type(piece) is RunTicket for piece in pieces):
