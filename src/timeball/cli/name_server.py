@@ -26,8 +26,8 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
     log_lines.configure(settings.log_level, settings.log_format)
-    with event_loop.runner() as runner:
-        runner.run(_run(settings, as_json))
+    with event_loop.runner() as loop_runner:
+        loop_runner.run(_run(settings, as_json))
 
 
 async def _run(settings: Settings, as_json: bool) -> None:

@@ -33,8 +33,8 @@ def run_replica(settings: Settings, as_json: bool) -> None:
     use_system_pool()
     collect_cycles_rarely()
     raise_open_files_limit()
-    with event_loop.runner() as runner:
-        runner.run(_run(settings, as_json))
+    with event_loop.runner() as loop_runner:
+        loop_runner.run(_run(settings, as_json))
 
 
 async def _run(settings: Settings, as_json: bool) -> None:

@@ -50,8 +50,8 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
 
         run_replica(settings, as_json)
         return
-    with event_loop.runner() as runner:
-        runner.run(run_broker(settings, as_json))
+    with event_loop.runner() as loop_runner:
+        loop_runner.run(run_broker(settings, as_json))
 
 
 async def run_broker(settings: Settings, as_json: bool, start_client: StartClient | None = None) -> None:

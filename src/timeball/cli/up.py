@@ -86,8 +86,8 @@ def up(
         command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
         return _start_pipeline(settings, command, _make_reporter(as_json), no_spark=no_spark)
 
-    with event_loop.runner() as runner:
-        runner.run(run_broker(settings, as_json, start_pipeline))
+    with event_loop.runner() as loop_runner:
+        loop_runner.run(run_broker(settings, as_json, start_pipeline))
 
 
 def _start_pipeline(
