@@ -181,13 +181,13 @@ def _checked_by_tzdata(at: datetime, instant_us: int, zone: str) -> int:
     they agree, Python's instant is returned, also for the second pass of a repeated local time (`fold=1`). For a local
     time in a gap, the end of the gap is returned. Otherwise the rules differ: raises InvalidDelay.
     """
-    ours, local_us = local_time.load_zone(zone), local_time.local_us(at)
-    if instant_us + ours.offset_us(instant_us) == local_us or not 0 <= instant_us < _LAST_INSTANT_US:
+    ours, shown_us = local_time.load_zone(zone), local_time.local_us(at)
+    if instant_us + ours.offset_us(instant_us) == shown_us or not 0 <= instant_us < _LAST_INSTANT_US:
         return instant_us
     round_trip = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
     # In a gap of Python's rules the round trip gives another local time.
-    if not ours.is_shown(local_us) and round_trip.replace(tzinfo=None) != at.replace(tzinfo=None):
-        return ours.instant_us(local_us)
+    if not ours.is_shown(shown_us) and round_trip.replace(tzinfo=None) != at.replace(tzinfo=None):
+        return ours.instant_us(shown_us)
     raise InvalidDelay(
         f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {local_time.VERSION}; write the "
         "offset from UTC, or set PYTHONTZPATH= so that Python reads the installed tzdata"

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from timeball.model.message import Int64Array
+from timeball.schedule.due_index import FAR_MS
 
 # Recent moves that are kept as Python objects before they are merged into the columns.
 RECENT_MAX = 16_384
-FAR_MS = 1 << 62
 
 _NONE = np.empty(0, np.int64)
 # number, due_ms, version, until_ms. Sorted by number, each number once.

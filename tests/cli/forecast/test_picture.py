@@ -37,7 +37,7 @@ def test_a_load_and_below_it_what_consumers_have_not_taken(tmp_path: Path) -> No
 def test_more_bars_than_a_picture_holds_are_drawn_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     found = answered(by="second")
     assert picture._unit(found) == "second"
-    monkeypatch.setattr(picture, "BARS_MAX", 5)
+    monkeypatch.setattr(picture, "BARS_DRAWN_MAX", 5)
     assert picture._unit(found) == "minute"
 
 

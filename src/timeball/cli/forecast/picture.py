@@ -20,7 +20,7 @@ from timeball.spark.views.due_histogram import UNIT_S, Load, Unit, merge
 
 KINDS = (".png", ".svg", ".pdf")
 TOPICS_DRAWN = 5
-BARS_MAX = 1_500
+BARS_DRAWN_MAX = 1_500
 CORNERS_MAX = 50_000
 COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#F0E442", "#999999")
 EXTRA, BACKLOG = "#E69F00", "#222222"
@@ -105,10 +105,10 @@ def _draw_released(released: Load, unit: Unit, axes: Any) -> int:
 
 
 def _unit(answer: Answer) -> Unit:
-    """Choose the unit of the bars: the document's, or a coarser one if that gives more than BARS_MAX bars."""
+    """Choose the unit of the bars: the document's, or a coarser one if that gives more than BARS_DRAWN_MAX bars."""
     total = merge([answer.load, *([] if answer.extra is None else [answer.extra])])
     unit = Unit(answer.document.load.by)
-    return unit if len(answer.document.load.curve) <= BARS_MAX else total.curve(bars_max=BARS_MAX).unit
+    return unit if len(answer.document.load.curve) <= BARS_DRAWN_MAX else total.curve(bars_max=BARS_DRAWN_MAX).unit
 
 
 def _largest_topics(load: Load) -> dict[str, Load]:

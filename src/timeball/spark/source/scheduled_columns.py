@@ -60,14 +60,14 @@ def check_columns(schema: StructType) -> None:
     names = schema.fieldNames()
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise InvalidMessage(f"column {', '.join(repeated)}: there twice; drop or rename one of them")
-    for field in schema.fields:
-        types = _SPARK_TYPES.get(field.name)
+    for column in schema.fields:
+        types = _SPARK_TYPES.get(column.name)
         if types is None:
-            raise InvalidMessage(f"column {field.name}: unknown; there are {', '.join(_SPARK_TYPES)}")
-        if field.dataType.simpleString() not in types:
-            hint = "; a timestamp without time zone names no instant" if field.name == "due" else ""
+            raise InvalidMessage(f"column {column.name}: unknown; there are {', '.join(_SPARK_TYPES)}")
+        if column.dataType.simpleString() not in types:
+            hint = "; a timestamp without time zone names no instant" if column.name == "due" else ""
             raise InvalidMessage(
-                f"column {field.name}: {field.dataType.simpleString()}, wanted {' or '.join(types)}{hint}"
+                f"column {column.name}: {column.dataType.simpleString()}, wanted {' or '.join(types)}{hint}"
             )
     for name in ("topic", "body"):
         if name not in names:
