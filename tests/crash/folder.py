@@ -186,7 +186,7 @@ def known(world: World) -> Look:
     broker = world.broker
     adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
-    epochs = {job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != rewrite.JOB_ID}
+    epochs = {job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != rewrite.REWRITE_JOB_ID}
     return {
         "topics": [(t.name, t.config, t.filter_type, t.perm) for t in world.broker.tables.topics.all()],
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},

@@ -57,7 +57,7 @@ def cancel(
         raise RequestError("give either message ids or --key")
     with connect(endpoint) as client:
         verdicts = client.cancel(key=key) if key is not None else client.cancel(ids=ids or [])
-    report(verdicts, success_verdicts={"cancelled", "already_cancelled"}, as_json=as_json)
+    report_ends(verdicts, success_verdicts={"cancelled", "already_cancelled"}, as_json=as_json)
 
 
 def reschedule(
@@ -92,10 +92,10 @@ def reschedule(
             verdicts = client.reschedule(key=key, after=delay, at=due["due_ms"])
         else:
             verdicts = client.reschedule(ids=ids or [], after=delay, at=due["due_ms"])
-    report(verdicts, success_verdicts={"rescheduled"}, as_json=as_json)
+    report_ends(verdicts, success_verdicts={"rescheduled"}, as_json=as_json)
 
 
-def report(verdicts: Iterable[Verdict], *, success_verdicts: set[str], as_json: bool) -> None:
+def report_ends(verdicts: Iterable[Verdict], *, success_verdicts: set[str], as_json: bool) -> None:
     """Print each verdict, as a sentence or as JSON, and exit with code 1 when one is not in `success_verdicts`."""
     failed = False
     for verdict in verdicts:

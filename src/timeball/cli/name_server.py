@@ -27,10 +27,10 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
     log_lines.configure(settings.log_level, settings.log_format)
     with event_loop.runner() as loop_runner:
-        loop_runner.run(_run(settings, as_json))
+        loop_runner.run(_run_name_server(settings, as_json))
 
 
-async def _run(settings: Settings, as_json: bool) -> None:
+async def _run_name_server(settings: Settings, as_json: bool) -> None:
     from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.io.clock import SystemClock
     from timeball.node.name_service import NameService

@@ -34,10 +34,10 @@ def run_replica(settings: Settings, as_json: bool) -> None:
     collect_cycles_rarely()
     raise_open_files_limit()
     with event_loop.runner() as loop_runner:
-        loop_runner.run(_run(settings, as_json))
+        loop_runner.run(_run_replica(settings, as_json))
 
 
-async def _run(settings: Settings, as_json: bool) -> None:
+async def _run_replica(settings: Settings, as_json: bool) -> None:
     from timeball import __version__
     from timeball.monitoring.systemd import Systemd
     from timeball.node.replicated_node import ReplicatedNode

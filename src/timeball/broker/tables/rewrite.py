@@ -29,14 +29,14 @@ from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry, Ranges, within
 from timeball.table.data_file import DataFile, DataFiles
 
-JOB_ID = "broker-rewrite"
+REWRITE_JOB_ID = "broker-rewrite"
 FILES_MIN = 12
 # A file may have at most this many times the rows of the smallest file that it is merged with.
 SIZE_RATIO = 8
 # Rows of one rewrite. All of them are in memory.
 ROWS_MAX = 2_000_000
 # Bounds of a run: the campaign files that are read together for a resume.
-RUN_ROWS_MAX, RUN_BYTES_MAX = 500_000, 64 * 1024 * 1024
+REWRITE_ROWS_MAX, REWRITE_BYTES_MAX = 500_000, 64 * 1024 * 1024
 NEAR_MS = 24 * limits.HOUR_MS
 HOUR_NAME_LENGTH = len("2026-11-21T13")
 
@@ -89,7 +89,7 @@ def rewrite(
     rows = _without_settled(rows, settled_seq)
     return Attachment(
         job="rewrite",
-        job_id=JOB_ID,
+        job_id=REWRITE_JOB_ID,
         epoch=epoch,
         files=write_files(files, rows, now_ms),
         removes=[entry.path for entry in entries],
@@ -105,7 +105,7 @@ def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
     rows = size_bytes = 0
     for entry in sorted(entries, key=lambda entry: entry.min_due_ms):
         rows, size_bytes = rows + entry.rows, size_bytes + entry.size_bytes
-        if not grouped or rows > RUN_ROWS_MAX or size_bytes > RUN_BYTES_MAX:
+        if not grouped or rows > REWRITE_ROWS_MAX or size_bytes > REWRITE_BYTES_MAX:
             grouped.append([])
             rows, size_bytes = entry.rows, entry.size_bytes
         grouped[-1].append(entry)

@@ -480,7 +480,7 @@ class TableChanges:
         """Attach the rewritten files of a resumed campaign, and end its hold. Returns the number of its messages."""
         entries = [entry for run_files in written_files.values() for entry in run_files]
         attachment = Attachment(
-            job="rewrite", job_id=rewrite.JOB_ID, epoch=self._log.reader.next_seq,
+            job="rewrite", job_id=rewrite.REWRITE_JOB_ID, epoch=self._log.reader.next_seq,
             files=entries, removes=removes, ranges=facts.ranges,
         )  # fmt: skip
         await self._make_durable(entries)

@@ -102,8 +102,8 @@ class Direct(NamedTuple):
 
 
 Unary = Callable[[Call, Any], Awaitable[Any]]
-Stream = Callable[[Call, Any], AsyncIterator[Any]]
-Handlers = dict[str, Unary | Stream | Direct]  # by the name of the call in the service definition
+Streaming = Callable[[Call, Any], AsyncIterator[Any]]
+Handlers = dict[str, Unary | Streaming | Direct]  # by the name of the call in the service definition
 
 
 def topic_name(resource: Resource) -> str:

@@ -20,7 +20,7 @@ from timeball.spark.endpoint import Endpoint, Lease
 from timeball.spark.groups import query_name
 from timeball.spark.source.spark_api import start_query
 
-NAME = "dispatch"
+JOB_NAME = "dispatch"
 LEASE_MS = 10_000
 RENEW_EVERY_S = 3.0
 TRIGGER = "50 milliseconds"
@@ -38,7 +38,7 @@ def start(
     stream_options = {**(options or {}), "endpoint": endpoint}
     due = spark.readStream.format(FORMAT).options(**stream_options).load()
     writer = due.writeStream.format(FORMAT).options(**stream_options)
-    return start_query(writer, query_name(NAME, endpoint), checkpoint, None if once else TRIGGER)
+    return start_query(writer, query_name(JOB_NAME, endpoint), checkpoint, None if once else TRIGGER)
 
 
 def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
@@ -48,7 +48,7 @@ def lease(endpoint: str, needed: Callable[[], bool]) -> Lease:
     """
     return Lease(
         endpoint,
-        NAME,
+        JOB_NAME,
         Endpoint.lease_dispatcher,
         needed,
         lease_ms=LEASE_MS,
