@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from timeball.spark.dispatch.due_stream import NAME as FORMAT
+from timeball.spark.dispatch.due_stream import NAME
 from timeball.spark.endpoint import Endpoint, Lease
 from timeball.spark.groups import query_name
 from timeball.spark.source.spark_api import start_query
@@ -36,8 +36,8 @@ def start(
 ) -> StreamingQuery:
     """Start the query. With `once` it ends after the messages that were due at its start."""
     stream_options = {**(options or {}), "endpoint": endpoint}
-    due = spark.readStream.format(FORMAT).options(**stream_options).load()
-    writer = due.writeStream.format(FORMAT).options(**stream_options)
+    due = spark.readStream.format(NAME).options(**stream_options).load()
+    writer = due.writeStream.format(NAME).options(**stream_options)
     return start_query(writer, query_name(JOB_NAME, endpoint), checkpoint, None if once else TRIGGER)
 
 
