@@ -17,10 +17,10 @@ from timeball.model.errors import SetupError
 from timeball.model.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
-from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.hour_log.backlog import HourLog
 from timeball.schedule.level_cascade import backlog as cascade
 from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
+from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler

@@ -56,10 +56,10 @@ from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
-from timeball.schedule.delay_levels.levels import LevelTable
 from timeball.schedule.durations import Durations
 from timeball.schedule.external_delivery import ExternalDelivery
 from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling

@@ -17,7 +17,7 @@ from timeball.model import limits
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import SCHEDULE_TOPIC, Kind, build_rows, int64
 from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
-from timeball.schedule.delay_levels.levels import LevelTable
+from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
 

@@ -34,7 +34,7 @@ from timeball.model.message import (
     repeated,
 )
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels.levels import LevelTable, disguised_properties
+from timeball.schedule.levels import LevelTable, disguised_properties
 
 
 def as_columns(sends: ParsedSends) -> pa.RecordBatch:

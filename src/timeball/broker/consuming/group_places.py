@@ -27,7 +27,7 @@ from timeball.model.message import (
     Kind,
     decode_properties,
 )
-from timeball.schedule.delay_levels.levels import REAL_TOPIC
+from timeball.schedule.levels import REAL_TOPIC
 
 WAITING, LEASED, DONE, DEAD = "waiting", "leased", "done", "dead"
 

@@ -61,8 +61,8 @@ from timeball.model.errors import (
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
 from timeball.model.wire import Drained
 from timeball.schedule.columns import with_column
-from timeball.schedule.delay_levels.levels import restored
 from timeball.schedule.hour_log.pending import as_scheduled as scheduled_of_table
+from timeball.schedule.levels import restored
 from timeball.schedule.locations import as_scheduled
 from timeball.schedule.scheduler import Scheduling
 

@@ -37,7 +37,7 @@ from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
-from timeball.schedule.delay_levels.levels import restored
+from timeball.schedule.levels import restored
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.key_index import TableKeys
 

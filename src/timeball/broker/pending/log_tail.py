@@ -24,7 +24,7 @@ from timeball.model.errors import OutOfRange
 from timeball.model.message import Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
 from timeball.schedule.columns import Columns
-from timeball.schedule.delay_levels.levels import restored
+from timeball.schedule.levels import restored
 from timeball.schedule.locations import KINDS, moved_versions
 from timeball.table.data_file import search
 

@@ -36,8 +36,8 @@ from timeball.model.errors import OutOfRange
 from timeball.model.key_hash import UInt64Array, hash_text
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
 from timeball.model.rules import check_key
-from timeball.schedule.delay_levels.levels import REAL_TOPIC
 from timeball.schedule.hour_log.pending import as_scheduled as table_rows
+from timeball.schedule.levels import REAL_TOPIC
 from timeball.schedule.locations import KINDS, as_scheduled
 from timeball.schedule.moved import Moved
 from timeball.table.file_keys import FileSet

@@ -22,9 +22,9 @@ from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array, int64
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
-from timeball.schedule.delay_levels.levels import LevelTable, restored
 from timeball.schedule.delay_levels.queue import LevelQueue, ShiftOf
 from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.levels import LevelTable, restored
 from timeball.schedule.locations import KINDS, Waiting, as_scheduled
 from timeball.schedule.outcomes import Outcomes, Settled
 

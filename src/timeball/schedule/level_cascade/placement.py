@@ -32,7 +32,7 @@ import numpy as np
 
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import Int64Array
-from timeball.schedule.delay_levels.levels import LevelTable
+from timeball.schedule.levels import LevelTable
 
 ROCKETMQ = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
 NAMES = tuple(f"{ROCKETMQ} 3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h".split())

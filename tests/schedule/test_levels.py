@@ -19,7 +19,7 @@ from timeball.model.message import (
     encode_properties,
     with_seq,
 )
-from timeball.schedule.delay_levels.levels import OVERRULED, LevelTable, disguised_properties, restored
+from timeball.schedule.levels import OVERRULED, LevelTable, disguised_properties, restored
 
 
 def test_default_table_equals_rocketmqs() -> None:
