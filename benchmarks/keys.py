@@ -26,7 +26,7 @@ from benchmarks.harness import TOPIC, Server, messages, now_ms, releases, servin
 from benchmarks.report import Report
 from timeball import Timeball
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.source import scheduled_columns
+from timeball.spark.source import scheduled_writer
 from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment, FileEntry
 
@@ -88,11 +88,11 @@ def _fill(report: Report, server: Server, rows: int, task_rows: int) -> None:
                     "due_ms": pa.array(due),
                 }
             )
-            shaped = scheduled_columns.with_unique_keys(
-                scheduled_columns.to_table_columns(table, status.now_ms)
+            shaped = scheduled_writer.with_unique_keys(
+                scheduled_writer.to_table_columns(table, status.now_ms)
             )
             first_seq = broker.reserve(count)
-            files += store.put_rows(scheduled_columns.numbered(shaped, first_seq), status.now_ms)
+            files += store.put_rows(scheduled_writer.numbered(shaped, first_seq), status.now_ms)
             ranges.append((first_seq, count))
             if first + count == rows or sum(n for _, n in ranges) >= ATTACH_ROWS:
                 at = time.perf_counter()

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import bulk, ledger
-from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.bulk import Columns
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.run.session import build_session
 from timeball.spark.table_store import sibling

@@ -16,9 +16,9 @@ from collections.abc import Callable
 
 from benchmarks.harness import TOPIC, messages, serving
 from benchmarks.report import Report
-from timeball.edges.remoting.codec.check_points import CheckPoint
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
+from timeball.edges.remoting.codec.records import CheckPoint
 
 QUEUES, CONSUMERS, ROWS = 8, 8, 32
 PRELOADED, PRELOADED_SMALL = 400_000, 100_000

@@ -19,10 +19,9 @@ from timeball import Timeball
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.grpc.dispatch import SERVICE_NAME
-from timeball.edges.remoting.codec.check_points import CheckPoint
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode, encode
-from timeball.edges.remoting.codec.records import BatchRecord, encode_batch
+from timeball.edges.remoting.codec.records import BatchRecord, CheckPoint, encode_batch
 from timeball.model.message import encode_properties
 
 BOUND_S = 60.0

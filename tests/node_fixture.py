@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import pytest
 from tests.bounds import BOUND_S
 
+from timeball.broker import transacting
 from timeball.broker.service import Broker
-from timeball.broker.transacting import transaction_checks
-from timeball.edges.grpc.handlers import renewals
+from timeball.edges.grpc.handlers import receipts
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
 from timeball.node.node import Node
@@ -57,9 +57,7 @@ def _look_at(descriptor: int) -> None:
 # for. CrashFiles and tests/io/test_files.py see to it that nothing is answered before its sync.
 UNSYNCED = Shortened((os, "fdatasync", _look_at), (os, "fsync", _look_at))
 # A clock that stands is looked at once a second of real time: often, so that a test need not wait for it.
-LOOKS = Shortened(
-    (ticker, "CLOCK_LOOK_MS", 10), (transaction_checks, "LOOK_S", 0.01), (renewals, "LOOK_S", 0.01)
-)
+LOOKS = Shortened((ticker, "CLOCK_LOOK_MS", 10), (transacting, "LOOK_S", 0.01), (receipts, "LOOK_S", 0.01))
 
 
 class RunningNode:

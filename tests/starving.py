@@ -7,7 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from timeball.io.descriptors import RESERVE
+from timeball.io.files import RESERVE
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from tests.cli.processes import timeball
 from tests.interop.stock_clients import command
 from tests.rounds import only_in_a_siege
 
-from timeball.cli.event_loop import runner
+from timeball.cli.serve import runner
 
 # Those that start Spark or wait for seconds of a schedule take longer than a fast test may.
 SLOW = {

@@ -17,18 +17,17 @@ from tests.node_fixture import running_node
 import timeball.client.calls as client_calls
 import timeball.client.exchange as client_exchange
 from timeball import __version__
-from timeball.cli import exit_codes, main
+from timeball.cli import main, output
 from timeball.edges.flight import codec
-from timeball.edges.shared.arrow_columns import SEND_SCHEMA
-from timeball.log import checkpoint, frame_index, queue_entry, queue_file
+from timeball.edges.shared.arrow_ipc import SEND_SCHEMA
+from timeball.log import checkpoint, queue_index, recovery
 from timeball.log import format as fmt
 from timeball.model import config, errors, wire
 from timeball.model.key_hash import KeyRun
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind
-from timeball.schedule.level_cascade import queue
-from timeball.schedule.level_cascade.backlog import CascadeState
-from timeball.schedule.timer_wheel import ring, timer_log
-from timeball.schedule.timer_wheel.backlog import WheelState
+from timeball.schedule import level_cascade, timer_wheel
+from timeball.schedule.level_cascade import CascadeState
+from timeball.schedule.timer_wheel import WheelState
 from timeball.table import identities
 from timeball.table.attachment import Attachment, FileEntry
 
@@ -76,7 +75,7 @@ def test_every_command() -> None:
 
 def test_every_exit_code() -> None:
     told = first_cells(section(page("docs/operations.md"), "Exit codes"))
-    assert not absent([str(int(code)) for code in exit_codes.ExitCode], told)
+    assert not absent([str(int(code)) for code in output.ExitCode], told)
 
 
 def error_classes() -> dict[str, str]:
@@ -191,11 +190,15 @@ FORMAT_FIELDS: list[tuple[str, str, Iterable[str]]] = [
     ("commit-log", "Rows", [*LOG_SCHEMA.names, *(kind.name for kind in Kind)]),
     ("pending-table", "Rows", TABLE_SCHEMA.names),
     ("pending-table", "Attach", Attachment.__struct_fields__),
-    ("queue-index", "Queue index", queue_entry.ENTRY.names or ()),
+    ("queue-index", "Queue index", fmt.ENTRY.names or ()),
     ("checkpoint", "Checkpoint", checkpoint.Facts.__struct_fields__),
-    ("timer-wheel", "The ring", ring.RECORD.names or ()),
-    ("timer-wheel", "Links and entries", (*(timer_log.LINK.names or ()), *(timer_log.ENTRY.names or ()))),
-    ("timer-wheel", "Entries of a cascade", queue.RECORD.names or ()),
+    ("timer-wheel", "The ring", timer_wheel.RECORD.names or ()),
+    (
+        "timer-wheel",
+        "Links and entries",
+        (*(timer_wheel.LINK.names or ()), *(timer_wheel.ENTRY.names or ())),
+    ),
+    ("timer-wheel", "Entries of a cascade", level_cascade.RECORD.names or ()),
     ("timer-wheel", "State", (*WheelState.__struct_fields__, *CascadeState.__struct_fields__)),
 ]
 
@@ -215,14 +218,13 @@ def test_every_field_of_a_file_entry() -> None:
 
 DRAWN = [
     ("commit-log", fmt),
-    ("queue-index", queue_file),
+    ("queue-index", queue_index),
     ("checkpoint", checkpoint),
     ("key-run", inspect.getmodule(KeyRun)),
     ("pending-table", identities),
-    ("frame-index", frame_index),
-    ("timer-wheel", ring),
-    ("timer-wheel", timer_log),
-    ("timer-wheel", queue),
+    ("frame-index", recovery),
+    ("timer-wheel", timer_wheel),
+    ("timer-wheel", level_cascade),
 ]
 
 

@@ -14,13 +14,13 @@ from tests.cli.in_process import run_here
 from tests.docs_pages import page
 from tests.node_fixture import running_node
 
-from timeball.log import checkpoint, queue_file
+from timeball.log import checkpoint, queue_index
 from timeball.log import format as fmt
 from timeball.model import errors
 from timeball.model.key_hash import KeyRun, hash_string
 from timeball.model.message import LOG_SCHEMA, Kind
+from timeball.schedule import timer_wheel
 from timeball.schedule.mapped_log import checksums_of
-from timeball.schedule.timer_wheel import timer_log
 
 ENDPOINT = "grpc://127.0.0.1:7400"  # as the examples have it
 
@@ -123,13 +123,13 @@ def test_the_checkpoint_that_is_shown_is_whole() -> None:
 
 
 def test_the_queue_index_that_is_shown_is_whole() -> None:
-    (part,) = queue_file.QueueFile("a.cq", bytes_of(page("docs/formats/queue-index.md"))).parts()
+    (part,) = queue_index.QueueFile("a.cq", bytes_of(page("docs/formats/queue-index.md"))).parts()
     assert (part.topic, part.queue_id, part.first_offset) == ("orders", 2, 40)
     assert part.entries["seq"].tolist() == [100, 113, 2**40]
 
 
 def test_the_entries_of_the_wheel_that_are_shown_are_two() -> None:
-    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), timer_log.ENTRIES.checked)
+    shown = np.frombuffer(bytes_of(page("docs/formats/timer-wheel.md")), timer_wheel.ENTRIES.checked)
     entries = np.ascontiguousarray(shown["record"])
     assert shown["crc32c"].tolist() == checksums_of(entries).tolist()
     assert entries["seq"].tolist() == entries["row_seq"].tolist() == [7, 8]

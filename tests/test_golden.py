@@ -28,8 +28,8 @@ from tests.crash_files import CrashFiles
 
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
-from timeball.log import frame_index
-from timeball.log import queue_file as queue_format
+from timeball.log import queue_index as queue_format
+from timeball.log import recovery
 from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.model.errors import Corrupt
 from timeball.model.key_hash import KeyRun, hash_keys
@@ -278,7 +278,7 @@ def frames() -> bytes:
     segment = Segment(1, 100, pa.py_buffer(data))
     for frame in found:
         segment.add(frame)
-    return frame_index.encode(segment)
+    return recovery.encode(segment)
 
 
 def key_run() -> bytes:
@@ -435,8 +435,8 @@ def test_the_frame_index_says_what_it_said() -> None:
     files = CrashFiles()
     files.make_dir(FOLDER)
     segment = Segment(1, 100, pa.py_buffer(golden("commit-log-1.log")))
-    files.replace(frame_index.index_name(segment), golden("frame-index-1.frames"))
-    assert frame_index.load(files, segment, 116)
+    files.replace(recovery.index_name(segment), golden("frame-index-1.frames"))
+    assert recovery.load(files, segment, 116)
     assert (segment.next_seq, segment.end, segment.newest_append_ms) == (116, 5888, DUE_MS + 1)
     assert segment.frame_positions.tolist() == [64, 1920, 3584]
     assert segment.frame_seqs.tolist() == [100, 102, 113]

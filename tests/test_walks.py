@@ -25,7 +25,7 @@ from timeball.schedule import scheduler
 # changes, of which the changes are reached; that of a message that comes due (20 files) is. That of a receive was 25
 # and 90, and was reached while a library carried HTTP/2: six files do now (decisions 0041 and 0050), with 30 changes
 # among them. Its lease is made as values, by a file more, which costs half of what columns do.
-# Compiled, a send does not pass by codec/sends.py, broker/accepting/small_batch.py and message.py.
+# Compiled, a send does not pass by codec/sends.py, broker/accepting/admission.py and message.py.
 # Three or four changes of each are the timing of a commit and of its sync (clock.py).
 SEND_MAX = (20, 48) if COMPILED is not None else (24, 54)
 RECEIVE_MAX = (34, 124) if COMPILED is not None else (35, 128)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from examples.cluster.machines import CLUSTER, NAMES, LocalCluster, local_cluster
 
-from timeball.cli.exit_codes import ExitCode, explain
+from timeball.cli.output import ExitCode, explain
 
 LOOK_S = 0.5
 EPILOG = """\

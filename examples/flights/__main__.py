@@ -26,8 +26,7 @@ from pathlib import Path
 
 from examples.flights.show import Work, run_demo
 
-from timeball.cli.exit_codes import ExitCode, explain
-from timeball.cli.output import print_json
+from timeball.cli.output import ExitCode, explain, print_json
 from timeball.model.config import STRATEGIES
 
 SECONDS_MIN, SECONDS_MAX = 5, 3_600

@@ -49,7 +49,7 @@ class Broker:
         self._follow(self._process.stderr, self._note_line)
 
     def pipeline_state(self) -> str:
-        """The last thing said about the pipeline (see cli/supervisor.py, cli/up.py); '' before the first."""
+        """The last thing said about the pipeline (see cli/serve.py, cli/up.py); '' before the first."""
         with self._changed:
             states = [event["state"] for event in self._events if event["event"] == "pipeline"]
         return states[-1] if states else ""

@@ -20,8 +20,7 @@ from timeball.cli.audit import balance
 from timeball.cli.spark import open_session
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, bulk
-from timeball.spark.jobs.bulk import BulkReport
-from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.bulk import BulkReport, Columns
 from timeball.spark.jobs.campaign import Campaign
 from timeball.spark.views.duckdb_session import SqlSession
 from timeball.spark.views.forecast import report

@@ -20,8 +20,8 @@ from tests.bounds import BOUND_S
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.rounds import rounds
 
-from timeball.edges.flight import protobuf
-from timeball.edges.flight.calls import framed
+from timeball.edges.flight import codec
+from timeball.edges.flight.exchange import framed
 from timeball.edges.flight.server import SERVICE
 from timeball.edges.grpc.dispatch import SERVICE_NAME
 from timeball.edges.shared import arrow_ipc
@@ -105,7 +105,7 @@ def _connections(place: str, first_bytes: bytes) -> Attack:
 
 def _schema(*columns: tuple[str, pa.DataType]) -> bytes:
     descriptor = pa.flight.FlightDescriptor.for_path(b"send").serialize()
-    head = protobuf.encode_data(arrow_ipc.schema_header(pa.schema(columns)))
+    head = codec.encode_data(arrow_ipc.schema_header(pa.schema(columns)))
     return framed(bytes([0x0A, len(descriptor)]) + descriptor, *head)
 
 

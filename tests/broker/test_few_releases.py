@@ -18,7 +18,7 @@ from timeball.io.clock import ManualClock
 from timeball.log.row_encoder import NumberedRows
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Kind, encode_properties, int64
-from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
+from timeball.schedule.level_cascade import NAME as TIMING_LIST
 
 NOW_MS = 1_700_000_000_000
 INT32, INT64 = st.integers(-(2**31), 2**31 - 1), st.integers(-(2**63), 2**63 - 1)

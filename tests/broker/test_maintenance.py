@@ -12,7 +12,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, World
 
 from timeball.broker import maintenance
-from timeball.broker.tables.rewrite import FILES_MIN
+from timeball.broker.tables.compact import FILES_MIN
 from timeball.log import checkpoint
 from timeball.model.config import MIB
 from timeball.model.errors import Corrupt, DiskFailed, OverLimit

@@ -13,7 +13,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 
 from timeball.broker.pending import forecast as forecasts
-from timeball.broker.pending import log_tail, table_walk
+from timeball.broker.pending import listing, snapshot
 from timeball.broker.pending.forecast import UNITS
 from timeball.broker.pending.pages import Page, Waiting, Wanted
 from timeball.model.access import ANONYMOUS
@@ -113,7 +113,7 @@ async def test_a_thousand_of_one_instant_are_paged_through(
     world: World, monkeypatch: pytest.MonkeyPatch, is_compacted: bool
 ) -> None:
     monkeypatch.setattr(layout, "ROW_GROUP_ROWS", 64)
-    monkeypatch.setattr(table_walk, "GROUPS_MAX", 2)
+    monkeypatch.setattr(listing, "GROUPS_MAX", 2)
     await world.send("a", [HOUR_MS] * 1_000)
     await world.send("b", [HOUR_MS + 1] * 300)
     if is_compacted:
@@ -126,7 +126,7 @@ async def test_a_thousand_of_one_instant_are_paged_through(
 async def test_a_log_with_more_than_may_be_held_is_read_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.broker.listing._tail = log_tail.LogTail(world.broker.log.reader, world.broker.listing._codes, 50)
+    world.broker.listing._tail = snapshot.LogTail(world.broker.log.reader, world.broker.listing._codes, 50)
     await world.send("a", [HOUR_MS + (i * 37) % 211 for i in range(300)])
     assert told(await every(world, rows=20)) == expected(world)
 

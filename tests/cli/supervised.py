@@ -17,7 +17,7 @@ from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
 from tests.ports import free_ports
 
-from timeball.cli.supervisor import PORTS, PORTS_APART
+from timeball.cli.serve import PORTS, PORTS_APART
 
 T = TypeVar("T")
 CLUSTER = "c"

@@ -6,7 +6,7 @@ import asyncio
 
 import uvloop
 
-from timeball.cli import event_loop
+from timeball.cli import serve
 
 
 async def _own() -> asyncio.AbstractEventLoop:
@@ -14,7 +14,7 @@ async def _own() -> asyncio.AbstractEventLoop:
 
 
 def test_the_loop_is_uvloops_and_ends_with_the_runner() -> None:
-    with event_loop.runner() as runner:
+    with serve.runner() as runner:
         loop = runner.run(_own())
         assert isinstance(loop, uvloop.Loop) and not loop.is_closed()
     assert loop.is_closed()

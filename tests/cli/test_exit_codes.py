@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from timeball.cli.exit_codes import ExitCode, explain
+from timeball.cli.output import ExitCode, explain
 from timeball.model import errors
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from timeball.cli.exit_codes import ExitCode, explain
 from timeball.cli.options import SPARK, is_third_party, not_installed
+from timeball.cli.output import ExitCode, explain
 
 
 def test_the_extra_is_named_as_pip_wants_it() -> None:

@@ -10,7 +10,7 @@ from tests.cli.in_process import run_here
 from tests.cluster.written_log import opened
 from tests.ports import free_ports
 
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli.output import ExitCode
 from timeball.io.files import RealFiles
 from timeball.node.data_folder import write_format
 

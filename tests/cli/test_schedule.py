@@ -11,7 +11,7 @@ from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
 from timeball import Timeball
-from timeball.cli.send import parse_due
+from timeball.cli.messages import parse_due
 from timeball.model.errors import RequestError
 
 DAY_MS = 86_400_000

@@ -16,7 +16,7 @@ from tests.cli.processes import COMMAND, running, serving
 from tests.node_fixture import eventually, running_node
 
 from timeball import Timeball, __version__
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli.output import ExitCode
 from timeball.cli.serve import announce
 from timeball.model.errors import Unavailable
 

@@ -13,7 +13,7 @@ from tests.cli.in_process import run_here
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli.output import ExitCode
 from timeball.cli.sql import lines, plain
 
 BY_TOPIC = "select topic, count(*) as waiting, min(due) as first from pending group by topic order by topic"

@@ -13,8 +13,8 @@ from tests.cli.supervised import Supervised, blocks_of_ports, run_cluster
 from tests.cluster.etcd_cluster import EtcdCluster, need_etcd
 from tests.ports import free_ports
 
-from timeball.cli.exit_codes import ExitCode
-from timeball.cli.supervisor import PORTS, PORTS_APART, build_command, build_options, parse_group_names
+from timeball.cli.output import ExitCode
+from timeball.cli.serve import PORTS, PORTS_APART, build_command, build_options, parse_group_names
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 

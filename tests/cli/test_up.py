@@ -21,8 +21,8 @@ from tests.node_fixture import eventually
 from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import SparkOptions
+from timeball.cli.output import ExitCode
 from timeball.cli.up import Supervisor, pipeline_command, pipeline_jobs
 from timeball.io.clock import ManualClock
 from timeball.model.config import Settings

@@ -7,8 +7,8 @@ import json
 import pytest
 import typer
 
-from timeball.cli.cancel import SENTENCES, report, sentence
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli.messages import SENTENCES, report_ends, sentence
+from timeball.cli.output import ExitCode
 from timeball.model.wire import VERDICTS, Verdict
 
 
@@ -27,9 +27,9 @@ def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.
         Verdict("c", "cancelled", 3, 5),
     ]
     with pytest.raises(typer.Exit) as left:
-        report(verdicts, success_verdicts={"cancelled"}, as_json=True)
+        report_ends(verdicts, success_verdicts={"cancelled"}, as_json=True)
     assert left.value.exit_code == ExitCode.CHECK_FAILED
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["verdict"] for line in lines] == ["cancelled", "expired", "cancelled"]
-    report(verdicts, success_verdicts={"cancelled", "expired"}, as_json=False)
+    report_ends(verdicts, success_verdicts={"cancelled", "expired"}, as_json=False)
     assert capsys.readouterr().out.splitlines()[0] == "a: cancelled"

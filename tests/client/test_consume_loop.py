@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from timeball.client.consume_loop import ConsumeLoop
+from timeball.client.consumer import ConsumeLoop
 from timeball.io.clock import ManualClock
 
 

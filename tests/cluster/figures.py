@@ -20,11 +20,9 @@ import msgspec
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, made, next_record, seen, world_of
 
-from timeball.cluster.coordination.coordinator import GroupView, Node
-from timeball.cluster.coordination.etcd import EtcdStore
-from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.coordinator import GroupView, HeldLease, Node
+from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.coordination.lease import HeldLease
 from timeball.model.errors import Unavailable
 
 POLL_S = 1.0  # how often a node reads, whatever its watch says

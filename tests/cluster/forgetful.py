@@ -6,7 +6,7 @@ tests alone: they must see the doubled messages.
 
 from __future__ import annotations
 
-from timeball.broker.groups.drain_receiver import DrainReceiver
+from timeball.broker.groups.draining import DrainReceiver
 from timeball.broker.registry.drains import Drains
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.cli.main import main

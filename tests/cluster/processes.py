@@ -21,8 +21,7 @@ from tests.cluster.namespaces import ETCD, Network
 from tests.ports import free_ports
 
 from timeball.cluster.coordination.coordinator import GroupView
-from timeball.cluster.coordination.etcd import EtcdStore
-from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.protocol.replica import Record, node_of
 from timeball.io.clock import SystemClock

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 from tests.cluster.simulated_disk import Disk, Entry
 
-from timeball.cluster.protocol.messages import Message, Promise
-from timeball.cluster.protocol.positions import Position
+from timeball.cluster.protocol.messages import Message, Position, Promise
 from timeball.cluster.protocol.replica import Record, majority
 
 

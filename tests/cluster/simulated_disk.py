@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
-from timeball.cluster.protocol.positions import BEGINNING, Position, extend
+from timeball.cluster.protocol.messages import BEGINNING, Position, extend
 from timeball.cluster.protocol.replica import Log
 from timeball.log import format as fmt
 from timeball.model.message import SCHEMA_VERSION

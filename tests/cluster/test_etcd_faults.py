@@ -18,11 +18,9 @@ from tests.certificates import certificate
 from tests.cluster.etcd_cluster import EtcdCluster, Member, need_etcd
 from tests.cluster.worlds import RECORD, made, next_record, seen
 
-from timeball.cluster.coordination.coordinator import Lease, Node
-from timeball.cluster.coordination.etcd import EtcdStore
-from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.coordinator import HeldLease, Lease, Node
+from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.coordination.lease import HeldLease
 from timeball.io.clock import SystemClock
 from timeball.io.security import load_client_tls
 from timeball.model.errors import LeaseLost, SetupError, Unavailable

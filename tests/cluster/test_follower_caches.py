@@ -13,7 +13,7 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.broker.registry.groups import EPOCH_KEY, EpochFacts
-from timeball.cluster.follower_caches import FollowerCaches
+from timeball.cluster.member import FollowerCaches
 from timeball.cluster.protocol.messages import Begin
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.transport.data_files import CommittedFiles

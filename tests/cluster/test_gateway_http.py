@@ -13,8 +13,7 @@ from tests.certificates import certificate
 from tests.ports import free_ports
 
 from timeball.cluster.transport.connections import Address
-from timeball.cluster.transport.gateway import HTTP, Gateway, Http
-from timeball.cluster.transport.local_http import LocalAnswers
+from timeball.cluster.transport.gateway import HTTP, Gateway, Http, LocalAnswers
 from timeball.io.security import load_client_tls, load_tls
 from timeball.model.errors import SetupError
 from timeball.monitoring.replica_figures import ReplicaFigures

@@ -7,25 +7,27 @@ import pytest
 from tests.cluster.simulated_disk import SEGMENT_BYTES, make_frame
 
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol import effects as on
 from timeball.cluster.protocol.effects import Effect
 from timeball.cluster.protocol.following import read_frames
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import (
+    BEGINNING,
     Ack,
     Begin,
     Complete,
     Cut,
     Data,
+    EpochEnd,
     Fetch,
     File,
     Have,
     Hello,
     Ping,
+    Position,
     Promise,
     Refuse,
 )
-from timeball.cluster.protocol.positions import BEGINNING, EpochEnd, Position
 from timeball.cluster.protocol.replica import Log, Record, Replica, Role, Rules
 from timeball.model.errors import PeerError
 

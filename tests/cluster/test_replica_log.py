@@ -23,7 +23,7 @@ from tests.cluster.written_log import (
 from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.cluster import replica_log
-from timeball.cluster.protocol.positions import BEGINNING, Position
+from timeball.cluster.protocol.messages import BEGINNING, Position
 from timeball.cluster.protocol.replica import Log
 from timeball.cluster.replica_log import IDENTITY_NAME, ReplicaLog
 from timeball.log import format as fmt

@@ -19,8 +19,8 @@ from tests.edges.grpc.wire import d, s
 from tests.edges.remoting.wire import Wire
 
 from timeball import NotFound, Timeball, Unavailable
-from timeball.broker.revoking.recall import encode_handle
-from timeball.edges.grpc.handlers.routes import endpoints
+from timeball.broker.revoking.cancel import encode_handle
+from timeball.edges.grpc.handlers.telemetry import endpoints
 from timeball.edges.remoting.codec.codes import RequestCode
 
 Groups = dict[str, Cluster]

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol import effects as on
 from timeball.cluster.protocol.effects import Propose, Send
 from timeball.cluster.protocol.leading import QUICK_MS, clock_deviations_ms
 from timeball.cluster.protocol.machine import step
-from timeball.cluster.protocol.messages import Ping, Pong
-from timeball.cluster.protocol.positions import BEGINNING, Position
+from timeball.cluster.protocol.messages import BEGINNING, Ping, Pong, Position
 from timeball.cluster.protocol.replica import Lead, Peer, Record, Replica, Role, Rules, Source
 
 RECORD = Record(3, "a/1", ("a/1", "b/1", "c/1"))

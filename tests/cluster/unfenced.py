@@ -12,7 +12,7 @@ import os
 from typing import Any
 
 from timeball.cli.main import main
-from timeball.cluster.protocol import following, leading, machine, replicas
+from timeball.cluster.protocol import following, leading, machine
 from timeball.cluster.protocol.effects import Send
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.messages import Ack, Data, Message
@@ -42,8 +42,8 @@ def remove(fences: str) -> None:
         (following, "receive", acknowledge_all),
         (leading, "stop_leading", go_on),
         (machine, "_handle_refusal", go_on),
-        (replicas, "handle_seen", go_on),
-        (replicas, "stop_leading", go_on),
+        (machine, "handle_seen", go_on),
+        (machine, "stop_leading", go_on),
     ):
         setattr(module, name, call)
 

@@ -15,8 +15,7 @@ from tests.bounds import BOUND_S
 from tests.cluster.memory_store import Memory, MemoryStore
 
 from timeball.cluster.coordination.coordinator import GroupView, Lease
-from timeball.cluster.coordination.etcd import EtcdStore
-from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome, Store
 from timeball.cluster.protocol.replica import Record

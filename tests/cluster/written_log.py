@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.log.small_log import batch
 
-from timeball.cluster.protocol.positions import BEGINNING, Position
+from timeball.cluster.protocol.messages import BEGINNING, Position
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.io.files import Files
 from timeball.log import format as fmt

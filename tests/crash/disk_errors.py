@@ -20,7 +20,7 @@ from tests.crash.scenarios import SCENARIOS, SETTINGS
 from tests.crash.world import CutFiles, Unheard, World
 from tests.starving import no_descriptors, no_room
 
-from timeball.cli.exit_codes import ExitCode, explain
+from timeball.cli.output import ExitCode, explain
 from timeball.io.clock import ManualClock
 from timeball.model.errors import DiskFailed, OverLimit, SetupError, TimeballError
 

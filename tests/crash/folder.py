@@ -15,17 +15,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from tests.broker.transacting.test_transactions import commit, prepare
+from tests.broker.test_transacting import commit, prepare
 from tests.crash.checker import Observed, check
 from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
+from timeball.broker.consuming.memory_leases import saved
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.consuming.restart import saved
 from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
-from timeball.broker.tables import rewrite
+from timeball.broker.tables import compact
 from timeball.io.clock import ManualClock
 from timeball.table import catalog
 
@@ -186,7 +186,9 @@ def known(world: World) -> Look:
     broker = world.broker
     adds = DeltaTable(world.broker.pending_table.catalog.uri).get_add_actions(flatten=True)
     # The rewriter of small files begins its epoch when it looks at them: on a busy machine some rows later.
-    epochs = {job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != rewrite.REWRITE_JOB_ID}
+    epochs = {
+        job: epoch for job, epoch in world.broker.attach_state.epochs.items() if job != compact.REWRITE_JOB_ID
+    }
     return {
         "topics": [(t.name, t.config, t.filter_type, t.perm) for t in world.broker.tables.topics.all()],
         "queues": {topic: broker.queues(topic) for topic in broker.topics()},

@@ -165,6 +165,6 @@ def test_a_snapshot_is_what_a_start_needs_once_retention_has_been_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = lived("retained")
-    monkeypatch.setattr("timeball.broker.recovery.recovery.last_snapshot", lambda *_: None)
+    monkeypatch.setattr("timeball.broker.recovery.last_snapshot", lambda *_: None)
     with pytest.raises(StorageError, match="is missing: the log begins with seq"):
         look(kept, all_lost(kept.copy()))

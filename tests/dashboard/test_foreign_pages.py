@@ -15,7 +15,7 @@ from tests.dashboard.browser import chromium
 from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.edges.http.foreign_pages import ForeignPageCheck
+from timeball.edges.http.requests import ForeignPageCheck
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 

@@ -14,8 +14,8 @@ from tests.cli.processes import running
 from tests.docs_pages import ROOT
 
 from timeball import Timeball
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import build_settings
+from timeball.cli.output import ExitCode
 
 FOLDER = ROOT / "deploy/systemd"
 UNIT = (FOLDER / "timeball.service").read_text()

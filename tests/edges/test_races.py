@@ -22,7 +22,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from tests.races import COLUMNS, KINDS, Recorder
 
 from timeball import Timeball
-from timeball.broker.revoking.recall import encode_handle
+from timeball.broker.revoking.cancel import encode_handle
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.model.message import Int64Array, Kind
 from timeball.model.wire import Verdict

@@ -15,7 +15,7 @@ from timeball.cli.main import main
 from timeball.client.exchange import SendExchange
 from timeball.client.source import Source
 from timeball.edges.kafka import delivery
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeQueue
 
 STEPS: dict[str, tuple[Any, str, bool]] = {
     # step: what, its verb, and whether it is killed behind it

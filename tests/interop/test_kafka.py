@@ -31,7 +31,7 @@ from tests.node_fixture import eventually
 from tests.rounds import IS_SIEGE, rounds
 
 from timeball import Timeball
-from timeball.edges.kafka.undeliverable import Undeliverable
+from timeball.edges.kafka.records import Undeliverable
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("kafka")]
 

@@ -19,7 +19,7 @@ from tests.interop.stock_clients import command
 from tests.rounds import only_in_a_siege
 
 from timeball import Timeball
-from timeball.cli.supervisor import PORTS_APART
+from timeball.cli.serve import PORTS_APART
 
 pytestmark = [
     pytest.mark.interop,

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from timeball.io.descriptors import (
+from timeball.io.files import (
     OPEN_FILES_MAX,
     OPEN_FILES_MIN,
     RESERVE,
+    RealFiles,
     lent,
     open_files_max,
     raise_open_files_limit,
 )
-from timeball.io.files import RealFiles
 from timeball.model.errors import SetupError
 
 

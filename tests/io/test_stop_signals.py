@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from timeball.io.stop_signals import watch_stop_signals
+from timeball.io.threads import watch_stop_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

@@ -9,9 +9,9 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import fill, read_all, reopened
 
 from timeball.io.files import RealFiles
-from timeball.log import frame_index
-from timeball.log.frame_index import ARRAYS_AT, HEADER, index_name, save_sealed
+from timeball.log import recovery
 from timeball.log.reader import LogReader
+from timeball.log.recovery import ARRAYS_AT, HEADER, index_name, save_sealed
 from timeball.log.segment import Segments
 from timeball.model.errors import Corrupt
 
@@ -117,7 +117,7 @@ def test_power_cut_leaves_the_whole_index_or_none() -> None:
         segments = reopened(files, durable_before_seq=1).segments
         assert read_all(segments) == expected
         for segment in segments.all[:-1]:
-            assert frame_index.load(files, segment, segment.next_seq)
+            assert recovery.load(files, segment, segment.next_seq)
 
 
 def test_index_in_a_real_file_is_mapped(tmp_path: object) -> None:

@@ -9,7 +9,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES, AtOnce, batch, eventually, opened, read_all, run
 
 from timeball.io.files import RealFiles
-from timeball.log import next_segment
+from timeball.log import writer
 from timeball.log.segment import STEP_BYTES, segment_name
 from timeball.model.errors import OverLimit
 
@@ -120,7 +120,7 @@ def test_disk_space_of_announced_bytes_is_reserved() -> None:
 
 
 def test_admission_is_closed_while_half_a_segment_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(next_segment, "DISK_FULL_RETRY_S", 0.001)
+    monkeypatch.setattr(writer, "DISK_FULL_RETRY_S", 0.001)
 
     async def work() -> None:
         files = Filling()

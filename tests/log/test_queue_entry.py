@@ -4,7 +4,7 @@ import struct
 
 import numpy as np
 
-from timeball.log.queue_entry import ENTRY
+from timeball.log.format import ENTRY
 
 
 def test_an_entry_is_rocketmqs() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
-from timeball.log.queue_entry import ENTRY, EntryArray
-from timeball.log.queue_file import (
+from timeball.log.format import ENTRY, EntryArray
+from timeball.log.queue_index import (
     BLOCK_ENTRIES,
     Opened,
     Part,

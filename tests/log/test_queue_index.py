@@ -13,9 +13,8 @@ from tests.crash_files import CrashFiles
 
 from timeball.io.files import Files, RealFiles
 from timeball.log import queue_index
-from timeball.log.queue_entry import ENTRY
-from timeball.log.queue_file import Part, file_name
-from timeball.log.queue_index import QueueIndex, QueueIndexes
+from timeball.log.format import ENTRY
+from timeball.log.queue_index import Part, QueueIndex, QueueIndexes, file_name
 from timeball.model.errors import Corrupt, OutOfRange
 from timeball.model.message import Int64Array
 

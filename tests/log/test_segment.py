@@ -15,7 +15,7 @@ from tests.log.small_log import AtOnce, batch, opened, read_all, reopened
 
 from timeball.io.files import Files, RealFiles
 from timeball.log import format as fmt
-from timeball.log import frame_index
+from timeball.log import recovery
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.segment import (
@@ -246,7 +246,7 @@ def written(files: Files, *, caches: bool = True) -> Segments:
                 await log.append(batch(3 * n))
             if caches:
                 KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
-                frame_index.save_sealed(files, log.segments)
+                recovery.save_sealed(files, log.segments)
             return log.segments
 
     segments = asyncio.run(write())
@@ -391,7 +391,7 @@ def test_starts_lists_every_run_that_wrote_a_frame(
     files, frames = log_of_runs(lives)
     log = segments(files)
     if is_indexed:
-        frame_index.save_sealed(files, log)
+        recovery.save_sealed(files, log)
     everything = expected(lives, frames)
     assert starts(log, 0, EVER) == everything
     assert last_epoch(log) == sum(count > 0 for count in lives)

@@ -26,7 +26,7 @@ from tests.log.small_log import (
 from tests.starving import no_descriptors
 
 from timeball.io.files import RealFiles
-from timeball.log import next_segment
+from timeball.log import writer
 from timeball.log import writer as writer_module
 from timeball.log.segment import segment_name
 from timeball.model import limits
@@ -152,7 +152,7 @@ def test_a_spare_that_cannot_be_synced_stops_the_log() -> None:
 def test_a_full_disk_closes_admission_before_the_segment_is_full_and_opens_it_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(next_segment, "DISK_FULL_RETRY_S", 0.001)
+    monkeypatch.setattr(writer, "DISK_FULL_RETRY_S", 0.001)
 
     async def work() -> None:
         files = CrashFiles()

@@ -24,9 +24,9 @@ from tests.local_time_oracle import (
 )
 from tests.rounds import only_in_a_siege
 
-from timeball.model import local_time
+from timeball.model import time_parsing
 from timeball.model.errors import InvalidDelay
-from timeball.model.local_time import DAY_US, fixed_offset, load_zone, local_us
+from timeball.model.time_parsing import DAY_US, fixed_offset, load_zone, local_us
 
 naive = datetime.fromisoformat
 NAIVE_EPOCH = EPOCH.replace(tzinfo=None)
@@ -169,7 +169,7 @@ def test_the_hosts_zones_are_not_asked(tmp_path: Path) -> None:
     try:
         zoneinfo.reset_tzpath([str(tmp_path)])
         hosts = zoneinfo.ZoneInfo.no_cache("Europe/Berlin")
-        ours = local_time._zone.__wrapped__("Europe/Berlin")
+        ours = time_parsing._zone.__wrapped__("Europe/Berlin")
     finally:
         zoneinfo.reset_tzpath()
     noon = datetime(2024, 1, 1, 12, tzinfo=UTC)
@@ -220,24 +220,24 @@ def test_a_fixed_offset_is_added_to_each_instant() -> None:
     ],
 )
 def test_a_footers_rule_gives_the_time_of_the_change(rule: str, year: int, local: str) -> None:
-    found = local_time._YearlyChange.read(rule).local_s(year)
+    found = time_parsing._YearlyChange.read(rule).local_s(year)
     assert NAIVE_EPOCH + timedelta(seconds=found) == datetime.fromisoformat(local)
 
 
 @pytest.mark.parametrize("data", [b"", b"TZif1" + bytes(60), b"TZnn2" + bytes(60)])
 def test_a_file_of_another_format_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="TZif"):
-        local_time._decode_tzif(data)
+        time_parsing._decode_tzif(data)
 
 
 @pytest.mark.parametrize("footer", ["EST", "EST5EDT,M3.2.0", "CET-1CEST,M3.5.0,X1"])
 def test_a_footer_that_is_not_understood_is_refused(footer: str) -> None:
     with pytest.raises(ValueError, match="not understood"):
-        local_time._build_zone("Test/Zone", local_time._TzifData([], [], 0, footer))
+        time_parsing._build_zone("Test/Zone", time_parsing._TzifData([], [], 0, footer))
 
 
 def test_the_version_is_the_packages() -> None:
-    assert local_time.VERSION.count(".") >= 1 and int(local_time.VERSION.partition(".")[0]) >= 2026
+    assert time_parsing.VERSION.count(".") >= 1 and int(time_parsing.VERSION.partition(".")[0]) >= 2026
     assert datetime(2026, 12, 1, 15, tzinfo=UTC).astimezone(clock("America/Vancouver")).hour == 8, (
         "the control"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from timeball.model import reserved_topics as reserved
+from timeball.model import rules as reserved
 
 NOT_WRITABLE = [
     reserved.SCHEDULE_TOPIC, "RMQ_SYS_TRANS_HALF_TOPIC", "RMQ_SYS_TRANS_OP_HALF_TOPIC",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timeball.io.clock import BOUNDS_NS, Durations, ManualClock
-from timeball.monitoring.histograms import durations, histogram
+from timeball.monitoring.metrics import durations, histogram
 
 
 def test_each_bucket_counts_all_below_its_bound() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
+from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
 
 
 def test_a_group_is_json_and_back() -> None:

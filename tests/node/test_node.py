@@ -20,7 +20,7 @@ from tests.crash.world import SECOND_MS, World
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball, __version__
-from timeball.broker.recovery.recovery import apply_log, starting_point
+from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.io.clock import ManualClock
 from timeball.io.files import RealFiles

@@ -15,7 +15,7 @@ import pyarrow as pa
 from tests.schedule.stage import BEGINNING, Model, Rig
 from tests.schedule.table_files import table_rows
 
-from timeball.broker.tables import compact, rewrite
+from timeball.broker.tables import compact
 from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
@@ -79,7 +79,7 @@ class Attaching:
         if not chosen:
             return None
         settled = self.strategy.settled()
-        attachment = rewrite.rewrite(
+        attachment = compact.rewrite(
             self.files, self.files, [file.entry for file in chosen], settled.seq,
             settled_before_ms=self.strategy.settled_before_ms, holds=Holds(), now_ms=self.now_ms,
             epoch=self.reader.next_seq,

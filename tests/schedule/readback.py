@@ -1,6 +1,6 @@
 """The input of a strategy at a start, read from the log by a plain loop over its rows.
 
-It replaces broker/recovery/recovery.py, which has tests of its own, by code that is simple enough to need none.
+It replaces broker/recovery.py, which has tests of its own, by code that is simple enough to need none.
 """
 
 from __future__ import annotations

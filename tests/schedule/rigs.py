@@ -15,18 +15,17 @@ from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.model import limits
 from timeball.model.errors import SetupError
 from timeball.model.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
+from timeball.schedule import level_cascade as cascade
+from timeball.schedule import timer_wheel as wheel
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
-from timeball.schedule.hour_log.backlog import HourLog
-from timeball.schedule.level_cascade import backlog as cascade
-from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
+from timeball.schedule.delay_levels import DelayLevels, LevelsState
+from timeball.schedule.hour_log import HourLog
+from timeball.schedule.level_cascade import CascadeState, LevelCascade
 from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
-from timeball.schedule.timer_wheel import backlog as wheel
-from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState
-from timeball.schedule.timer_wheel.ring import Slots
+from timeball.schedule.timer_wheel import Slots, TimerWheel, WheelState
 from timeball.table.data_file import DataFile
 
 AHEAD_MS = 10_000

@@ -21,7 +21,7 @@ import pyarrow as pa
 from timeball.log.disk_thread import Disk
 from timeball.model.message import Kind
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.locations import NOTHING, Waiting
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes, Settled
 from timeball.schedule.scheduler import Scheduler

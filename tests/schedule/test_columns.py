@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.model.message import Int64Array
-from timeball.schedule import columns
-from timeball.schedule.columns import leading, runs_of, with_column
-from timeball.schedule.locations import Waiting
+from timeball.schedule import locations
+from timeball.schedule.locations import Waiting, leading, runs_of, with_column
 
 
 def waiting(numbers: list[int]) -> Waiting:
@@ -53,7 +52,7 @@ def test_leading_finds_the_first_records_in_few_reads(
         return records[low:high]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "PROBE", probe)
+        patch.setattr(locations, "PROBE", probe)
         found = leading(read, "due_ms", begin, len(dues), before_ms)["due_ms"].tolist()
     assert found == [due for due in sorted(dues)[begin:] if due < before_ms]
     assert len(reads) <= 3, "nothing, the probe, and one of all that is left"
@@ -69,7 +68,7 @@ def test_with_column_keeps_the_position_of_the_column() -> None:
     st.lists(st.integers(0, 30), min_size=20, max_size=20),
 )
 def test_growing_columns_contain_copies_of_added_rows(batches: list[list[int]], rooms: list[int]) -> None:
-    growing, whole = columns.GrowingColumns(2), []
+    growing, whole = locations.GrowingColumns(2), []
     for batch, room in zip(batches, rooms, strict=False):
         growing.reserve(room)
         values = np.array(batch, np.int64)

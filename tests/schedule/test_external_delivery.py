@@ -27,11 +27,10 @@ from tests.schedule.world import World
 
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Int64Array, int64
-from timeball.schedule import external_delivery
+from timeball.schedule import loaded
 from timeball.schedule.due_index import DueIndex
-from timeball.schedule.external_delivery import GRACE_MS, ExternalDelivery
-from timeball.schedule.hour_log.backlog import HourLog
-from timeball.schedule.hour_log.pending import load
+from timeball.schedule.hour_log import HourLog, load
+from timeball.schedule.loaded import GRACE_MS, ExternalDelivery
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
@@ -441,7 +440,7 @@ def test_pending_message_in_no_file_is_reported_as_a_failure(world: World) -> No
 def test_backlog_is_not_opened_while_too_many_messages_are_left_to_the_dispatcher(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(external_delivery, "LEASED_ROWS_MAX", 5)
+    monkeypatch.setattr(loaded, "LEASED_ROWS_MAX", 5)
     world.external.grace_ms = HOUR_MS
     seqs = leave(world, [DUE_MS] * 5)
     world.admit([world.now_ms + AHEAD_MS + 1_000])

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.schedule import moved
-from timeball.schedule.moved import Moved
+from timeball.schedule import outcomes
+from timeball.schedule.outcomes import Moved
 
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 8)), max_size=24)  # due_ms, number
 
@@ -18,7 +18,7 @@ def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
 ) -> None:
     known, newest, until = Moved(), dict[int, tuple[int, int]](), dict[int, int]()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(moved, "RECENT_MAX", recent_max)
+        patched.setattr(outcomes, "RECENT_MAX", recent_max)
         for version, (due_ms, number) in enumerate(moves, 100):
             before_due_ms = newest.get(number, (3, 0))[0]  # sent for 3
             known.add([(due_ms, number, version, before_due_ms)])
@@ -39,7 +39,7 @@ def test_newest_pair_of_each_number_is_kept_until_it_has_passed(
 
 
 def test_many_moves_are_merged_into_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moved, "RECENT_MAX", 10)
+    monkeypatch.setattr(outcomes, "RECENT_MAX", 10)
     known = Moved()
     for number in range(0, 100, 2):
         known.add([(number, number, 1_000 + number, 0)])

@@ -15,7 +15,7 @@ from timeball.model.errors import OutOfRange
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Opened
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.locations import take_scheduled
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.rewrites import Rewrites

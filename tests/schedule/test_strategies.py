@@ -17,10 +17,10 @@ from timeball.model import limits
 from timeball.model.config import Settings
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.level_cascade.backlog import LevelCascade
+from timeball.schedule.level_cascade import LevelCascade
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
-from timeball.schedule.timer_wheel.backlog import TimerWheel
+from timeball.schedule.timer_wheel import TimerWheel
 
 NONE = np.empty(0, np.int64)
 SETTINGS = Settings(data=Path("in-memory"), timer_wheel_ms=limits.HOUR_MS)

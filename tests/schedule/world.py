@@ -38,7 +38,7 @@ from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import LogWriter
 from timeball.model.message import Int64Array, Kind, build_rows, int64, with_seq
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.external_delivery import ExternalDelivery
+from timeball.schedule.loaded import ExternalDelivery
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
 from timeball.schedule.scheduler import Scheduler
 from timeball.table.attachment import Attachment

@@ -19,21 +19,17 @@ from tests.schedule.stage import Rig
 
 from timeball.io.files import File
 from timeball.model.message import Int64Array
+from timeball.schedule import timer_wheel as wheel
 from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
-from timeball.schedule.delay_levels.backlog import DelayLevels
-from timeball.schedule.delay_levels.queue import Columns, LevelQueue
+from timeball.schedule.delay_levels import Columns, DelayLevels, LevelQueue
 from timeball.schedule.due_index import FAR_MS, DueIndex
-from timeball.schedule.hour_log.backlog import HourLog
-from timeball.schedule.level_cascade.backlog import CascadeState, LevelCascade
-from timeball.schedule.level_cascade.placement import is_last
+from timeball.schedule.hour_log import HourLog
+from timeball.schedule.level_cascade import CascadeState, LevelCascade, is_last
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import RecordArray
 from timeball.schedule.outcomes import Settled
 from timeball.schedule.scheduler import Scheduler
-from timeball.schedule.timer_wheel import backlog as wheel
-from timeball.schedule.timer_wheel.backlog import TimerWheel, WheelState
-from timeball.schedule.timer_wheel.ring import Ring
-from timeball.schedule.timer_wheel.timer_log import Entries, TimerLog
+from timeball.schedule.timer_wheel import Entries, Ring, TimerLog, TimerWheel, WheelState
 from timeball.table.attachment import Attachment
 
 # -- of the scheduler ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 
 from timeball.model.limits import HOUR_MS
 from timeball.spark.jobs import bulk
-from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.bulk import Columns
 from timeball.spark.run.session import build_session
 
 PARTITIONS = 4

@@ -12,7 +12,7 @@ from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs.campaign import Campaign
-from timeball.spark.source import scheduled_columns
+from timeball.spark.source import scheduled_writer
 from timeball.spark.table_store import Store
 from timeball.spark.views.duckdb_session import SqlSession
 from timeball.table.attachment import Attachment
@@ -37,9 +37,9 @@ def attach(
                 "due_ms": pa.array(now_ms + after_ms + numbers * step_ms),
             }
         )
-        shaped = scheduled_columns.with_unique_keys(scheduled_columns.to_table_columns(table, now_ms))
+        shaped = scheduled_writer.with_unique_keys(scheduled_writer.to_table_columns(table, now_ms))
         first_seq = broker.reserve(len(numbers))
-        files += Store(campaign.table_uri).put_rows(scheduled_columns.numbered(shaped, first_seq), now_ms)
+        files += Store(campaign.table_uri).put_rows(scheduled_writer.numbered(shaped, first_seq), now_ms)
         ranges.append((first_seq, len(numbers)))
     broker.attach(Attachment(job="bulk", job_id=campaign.id, epoch=0, files=files, ranges=ranges))
 

@@ -14,7 +14,7 @@ import msgspec
 from timeball.model.limits import HOUR_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, bulk, ledger, replay
-from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs.bulk import Columns
 from timeball.spark.run import runner
 from timeball.spark.run.session import build_session
 from timeball.spark.views import spark_views

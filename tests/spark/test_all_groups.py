@@ -16,8 +16,8 @@ from timeball import Timeball
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import archive, audit, bulk, ledger, replay_groups
-from timeball.spark.jobs.bulk_input import Columns
-from timeball.spark.jobs.campaign_groups import CampaignParts, open_parts
+from timeball.spark.jobs.bulk import Columns
+from timeball.spark.jobs.campaign import CampaignParts, open_parts
 from timeball.spark.jobs.replay import Window
 from timeball.spark.run import runner
 from timeball.spark.views import spark_views

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.groups, and of endpoints that are pinned to one group."""
+"""Tests of timeball.spark.endpoint, and of endpoints that are pinned to one group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ from timeball.cluster.protocol.replica import Record
 from timeball.model.answers import ClusterGroup, LogStatus, TableStatus
 from timeball.model.errors import NotFound, SetupError, Unavailable
 from timeball.model.wire import Status
-from timeball.spark.endpoint import Endpoint, group_statuses, read_groups
-from timeball.spark.groups import Group, group_table_uri, groups_of, pin_to_group, query_name, split_endpoint
+from timeball.spark.endpoint import (
+    Endpoint,
+    Group,
+    group_statuses,
+    group_table_uri,
+    groups_of,
+    pin_to_group,
+    query_name,
+    read_groups,
+    split_endpoint,
+)
 from timeball.spark.source.log_reader import LogReader
 from timeball.spark.source.options import read_options
 

@@ -30,8 +30,8 @@ from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.delta_append import app_version, append_once, write_file
-from timeball.spark.jobs import archive_writer
-from timeball.spark.jobs.archive_writer import FILE_SCHEMA
+from timeball.spark.jobs import archive
+from timeball.spark.jobs.archive import FILE_SCHEMA
 from timeball.spark.log_events import ARCHIVE_SCHEMA, LEDGER_APP_ID
 from timeball.spark.run.job_status import Board, JobStatus, read_statuses
 from timeball.spark.run.runner import run
@@ -152,13 +152,13 @@ def test_the_archive_keeps_the_files_of_a_commit_whose_answer_was_lost(
     create_table(uri, ARCHIVE_SCHEMA, partition_by=["day"])
     message = {"seq": 5, "kind": int(Kind.MESSAGE), "topic": "orders", "body": b"x", "store_ms": 1}
     part = pa.Table.from_pylist([message], FILE_SCHEMA)
-    files = list(archive_writer.write_files(Store(uri), part))
+    files = list(archive.write_files(Store(uri), part))
     made = store.break_next(fault, "PUT", "_delta_log")
-    archive_writer.commit_epoch(uri, 0, 10, files)
+    archive.commit_epoch(uri, 0, 10, files)
     assert made.seen == 1
     result = as_dataset(open_table(uri), ARCHIVE_SCHEMA).to_table()
     assert result["seq"].to_pylist() == [5]
-    assert app_version(open_table(uri), archive_writer.APP_ID) == 10
+    assert app_version(open_table(uri), archive.APP_ID) == 10
 
 
 @pytest.mark.slow

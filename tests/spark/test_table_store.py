@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from timeball.model.errors import NotFound, SetupError, StorageError
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark import table_store as module
-from timeball.spark.source import scheduled_columns
+from timeball.spark.source import scheduled_writer
 from timeball.spark.table_store import Store, as_dataset, chunks, open_table, sibling
 
 NOW_MS = 1_800_000_000_000
@@ -31,7 +31,7 @@ def test_files_are_written_below_the_table_and_removed_again(tmp_path: Path) -> 
 def test_rows_become_readable_files(tmp_path: Path) -> None:
     due = [NOW_MS + 3_600_000 * i for i in range(5)]
     given = pa.table({"topic": ["t"] * 5, "body": ["b"] * 5, "due_ms": due})
-    rows = scheduled_columns.numbered(scheduled_columns.to_table_columns(given, NOW_MS), 1)
+    rows = scheduled_writer.numbered(scheduled_writer.to_table_columns(given, NOW_MS), 1)
     entries = list(Store(tmp_path.as_uri()).put_rows(rows, NOW_MS))
     result = pa.concat_tables(pq.read_table(tmp_path / entry.path, partitioning=None) for entry in entries)
     assert result.schema == TABLE_SCHEMA

@@ -21,7 +21,7 @@ from timeball.broker.tables.memory import give_back
 from timeball.broker.tables.stored_table import StoredTable
 from timeball.broker.tables.table_changes import TableWatch
 from timeball.io.threads import in_thread
-from timeball.log import checkpoint, frame_index
+from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.log.format import SNAPSHOT
 from timeball.log.queue_index import SEAL_ENTRIES
@@ -212,7 +212,7 @@ class Maintenance:
                         self._files.sync_dir(folder)
                 complete_facts = msgspec.structs.replace(facts, queues=queues.lengths())
                 checkpoint.save(self._files, Checkpoint(complete_facts, settled.due_ms, settled.seq))
-                frame_index.save_sealed(self._files, self._log.reader.segments)
+                recovery.save_sealed(self._files, self._log.reader.segments)
 
             try:
                 await self._log.writer.synced()

@@ -29,7 +29,7 @@ from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
 from timeball.io.clock import Clock
 from timeball.model import limits
-from timeball.model import reserved_topics as reserved
+from timeball.model import rules as reserved
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.config import Settings
 from timeball.model.errors import Forbidden, InvalidName, NotFound, OverLimit

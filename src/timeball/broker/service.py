@@ -14,47 +14,36 @@ from functools import partial
 
 import pyarrow as pa
 
+from timeball.broker import transacting
 from timeball.broker.accepting import delivery
-from timeball.broker.accepting.admission import as_columns
+from timeball.broker.accepting.admission import ParsedSends, as_columns
 from timeball.broker.accepting.appender import Accepted, Appender
-from timeball.broker.accepting.gate import Gate
 from timeball.broker.accepting.ingress import Ingress
-from timeball.broker.accepting.keyed_sends import KeyedSends
-from timeball.broker.accepting.small_batch import ParsedSends
-from timeball.broker.accepting.sourced_sends import SourcedSends
+from timeball.broker.accepting.keyed_sends import KeyedSends, SourcedSends
 from timeball.broker.accepting.tracing import Tracing, traced
-from timeball.broker.accepting.waiters import Waiters
-from timeball.broker.admin.administration import Administration
-from timeball.broker.admin.campaign_changes import CampaignChanges
-from timeball.broker.admin.group_states import GroupStates
-from timeball.broker.admin.job_reports import JobReports
-from timeball.broker.admin.push_changes import PushChanges
+from timeball.broker.accepting.waiters import Gate, Waiters
+from timeball.broker.admin.administration import Administration, GroupStates, JobReports
+from timeball.broker.admin.campaign_changes import CampaignChanges, PushChanges
 from timeball.broker.consuming import pull
 from timeball.broker.consuming.dead_letters import DeadLetters
-from timeball.broker.consuming.engine import Consuming
+from timeball.broker.consuming.engine import Consuming, TracedConsuming
 from timeball.broker.consuming.group_places import GroupPlaces
-from timeball.broker.consuming.live_tail import LiveTail
-from timeball.broker.consuming.traced import TracedConsuming
+from timeball.broker.consuming.pull import LiveTail
 from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.policy import Policy
-from timeball.broker.registry.attach import AttachState
+from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.tables import Tables
-from timeball.broker.revoking.cancel import Act, cancel, settle
-from timeball.broker.revoking.find_message import find_message
-from timeball.broker.revoking.look_ups import LookUps
+from timeball.broker.revoking.cancel import Act, cancel, recall, settle
+from timeball.broker.revoking.find_message import find_message, sent_states
 from timeball.broker.revoking.ranges import cancel_ranges
-from timeball.broker.revoking.recall import recall
 from timeball.broker.revoking.reschedule import reschedule
-from timeball.broker.revoking.scheduled_lookup import Names
-from timeball.broker.revoking.sent_states import sent_states
+from timeball.broker.revoking.scheduled_lookup import LookUps, Names
 from timeball.broker.tables.table_changes import TableChanges
-from timeball.broker.transacting import transactions
-from timeball.broker.transacting.transaction_checks import TransactionChecks
-from timeball.broker.transacting.transactions import Half, Transactions
+from timeball.broker.transacting import Half, TransactionChecks, Transactions
 from timeball.io.clock import SchedulerClock
 from timeball.io.files import Files
 from timeball.io.threads import Threads, in_thread
@@ -244,7 +233,7 @@ class Broker:
         return accepted
 
     async def sent_states(self, numbers: Sequence[int]) -> list[SentState]:
-        """Look up the states of scheduled messages for their sender (revoking/sent_states.py)."""
+        """Look up the states of scheduled messages for their sender (revoking/find_message.py)."""
         return await sent_states(self.look_ups, numbers)
 
     async def send_again(self, batch: pa.RecordBatch) -> None:
@@ -258,21 +247,21 @@ class Broker:
 
         The future is done when they are durable. Their delays begin at the commit. Raises the errors of a send.
         """
-        rows, _, now_ms = self.appender.admit(transactions.half_batch(as_columns(sends)))
+        rows, _, now_ms = self.appender.admit(transacting.half_batch(as_columns(sends)))
         self.policy.admit(codes_of(rows.column("topic"))[1], caller)
         # After the admission, so that messages which a commit would refuse are refused now.
-        rows = transactions.half_rows(rows)
+        rows = transacting.half_rows(rows)
         first_seq, durable = self.transactions.prepare(rows)
         return Accepted(first_seq, rows.num_rows, now_ms, rows), durable
 
     def _publish(self, batch: pa.RecordBatch, halves: pa.RecordBatch) -> asyncio.Future[int]:
         """Append the rows that commit these half messages. `batch` contains their messages in the same order."""
         rows, level, now_ms = self.appender.admit(batch)
-        rows = transactions.ending_rows(rows, halves)
+        rows = transacting.ending_rows(rows, halves)
         # No permission check here: the policy has checked these topics when the half messages arrived.
         self.appender.make_topics(rows)
-        rows = transactions.as_first_moves(self.appender.prepare(rows, now_ms, level))
-        moves = transactions.first_versions(rows, self.log.writer.next_seq)
+        rows = transacting.as_first_moves(self.appender.prepare(rows, now_ms, level))
+        moves = transacting.first_versions(rows, self.log.writer.next_seq)
 
         def on_durable() -> None:
             self.transactions.ended(halves.column("seq").to_pylist())
@@ -331,7 +320,7 @@ class Broker:
     async def recall(self, topic: str, handle: str, caller: Caller = ANONYMOUS) -> str:
         """Cancel the message of a recall handle.
 
-        Returns the id of the message. For the errors see revoking/recall.py.
+        Returns the id of the message. For the errors see revoking/cancel.py.
         """
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(

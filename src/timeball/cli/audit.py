@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     SPARK_AS_IT_IS,
@@ -23,7 +22,7 @@ from timeball.cli.options import (
     reach,
     spark_options,
 )
-from timeball.cli.output import show
+from timeball.cli.output import ExitCode, show
 
 if TYPE_CHECKING:
     from timeball.spark.jobs.audit import AuditReport

@@ -15,7 +15,7 @@ from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:
-    from timeball.node.backup.manifest import Manifest
+    from timeball.node.backup import Manifest
 
 DataOption = Annotated[
     Path, typer.Option("--data", envvar="TIMEBALL_DATA", metavar="DIR", help="The data folder.")
@@ -41,14 +41,14 @@ def backup(
     """
     from timeball.io.clock import SystemClock
     from timeball.io.files import RealFiles
-    from timeball.node.backup import copying
+    from timeball.node import backup
 
     if not data.is_dir():
         raise SetupError(f"--data {data}: there is no such folder")
     if target.resolve().is_relative_to(data.resolve()):
         raise SetupError(f"{target} lies in the data folder: name a folder elsewhere")
     with _progress("copying", as_json) as report_progress:
-        manifest = copying.backup(RealFiles(data), RealFiles(target), SystemClock(), report_progress)
+        manifest = backup.backup(RealFiles(data), RealFiles(target), SystemClock(), report_progress)
     _report(manifest, f"backup of {data} in {target}", as_json=as_json)
 
 
@@ -68,12 +68,12 @@ def restore(
       timeball restore /backups/monday --data /var/lib/timeball-2 --json
     """
     from timeball.io.files import RealFiles
-    from timeball.node.backup import copying
+    from timeball.node import backup
 
     if not source.is_dir():
         raise SetupError(f"{source}: there is no such folder")
     with _progress("restoring", as_json) as report_progress:
-        manifest = copying.restore(RealFiles(source), RealFiles(data), report_progress)
+        manifest = backup.restore(RealFiles(source), RealFiles(data), report_progress)
     _report(manifest, f"{source} restored into {data}", as_json=as_json)
 
 

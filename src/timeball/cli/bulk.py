@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     SPARK_AS_IT_IS,
@@ -31,7 +30,7 @@ from timeball.cli.options import (
     reach,
     spark_options,
 )
-from timeball.cli.output import bars, print_note, progress_bar, show
+from timeball.cli.output import ExitCode, bars, print_note, progress_bar, show
 from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import NotFound, RequestError, SetupError
 
@@ -186,7 +185,7 @@ def _run(
     quiet: bool,
 ) -> BulkReport:
     from timeball.spark.jobs import bulk as job
-    from timeball.spark.jobs.bulk_input import Columns
+    from timeball.spark.jobs.bulk import Columns
 
     with _progress(spark, quiet=quiet) as show_step:
         frame = _read(spark, source)

@@ -17,8 +17,7 @@ from timeball.cli.output import err, print_json, print_line, show
 from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
-    from timeball.spark.jobs.campaign import Progress
-    from timeball.spark.jobs.campaign_groups import CampaignParts
+    from timeball.spark.jobs.campaign import CampaignParts, Progress
 
 app = typer.Typer(help="Inspect, pause, resume and cancel bulk writes.", no_args_is_help=True)
 
@@ -177,7 +176,7 @@ def describe(progress: Progress) -> Iterator[str]:
 @contextmanager
 def _open_campaign(endpoint: str, campaign: str, table_uri: str | None) -> Iterator[CampaignParts]:
     """Open the campaign in all groups of the cluster. Raises Unavailable when no broker answers."""
-    from timeball.spark.jobs.campaign_groups import CampaignParts, open_parts
+    from timeball.spark.jobs.campaign import CampaignParts, open_parts
 
     reach(endpoint)
     with open_parts(endpoint, campaign, table_uri) as groups:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     EndpointOption,
@@ -20,13 +19,13 @@ from timeball.cli.options import (
     cluster_options,
     reach,
 )
-from timeball.cli.output import print_json, print_line, print_note, progress_bar, show
+from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
 from timeball.cli.units import parse_duration_ms, show_wait
 from timeball.cluster.protocol.replica import Record, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError, Unavailable
-from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaState
+from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
 
 # `timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
 #
@@ -201,7 +200,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
       watch timeball cluster status
     """
     from timeball.cli.cluster import lines
-    from timeball.cluster.operating.survey import survey
+    from timeball.cluster.operating.operations import survey
 
     groups = _run_with_coordinator(settings, survey)
     for group in groups:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.exit_codes import ExitCode
 from timeball.cli.options import JsonOption
-from timeball.cli.output import print_json, print_line
+from timeball.cli.output import ExitCode, print_json, print_line
 from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import RequestError, SetupError
 

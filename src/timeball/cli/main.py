@@ -19,8 +19,7 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from timeball.cli import log_lines
-from timeball.cli.exit_codes import explain
-from timeball.cli.output import print_note
+from timeball.cli.output import explain, print_note
 
 EPILOG = (
     "Exit codes: 0 done, 1 a check failed, 2 usage, 3 broker not reached, "
@@ -47,10 +46,10 @@ SECTIONS = {
 }
 MODULES = {
     "dead-letters": "dead_letters",
-    "name-server": "name_server",
     "restore": "backup",
-    "schedule": "send",
-    "reschedule": "cancel",
+    "name-server": "serve",
+    "groups": "topics",
+    **dict.fromkeys(("send", "schedule", "get", "cancel", "reschedule", "pull"), "messages"),
 }
 COMMANDS = {name: section for section, names in SECTIONS.items() for name in names}  # command -> its section
 
@@ -114,7 +113,7 @@ def _app(
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run one command and end the process with its exit code (see exit_codes.py)."""
+    """Run one command and end the process with its exit code (see output.py)."""
     log_lines.configure("warning", "text")  # serve, up and pipeline run reconfigure it by options
     try:
         app(args=arguments, prog_name="timeball")

@@ -7,14 +7,184 @@ waits for READY=1. Without a pipeline, the broker compacts by itself.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import logging
 import os
+import signal
+import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from timeball.cli import event_loop, log_lines
+from timeball.cli import log_lines
 from timeball.cli.options import JsonOption, settings_options
-from timeball.cli.output import print_json, print_line
+from timeball.cli.output import ExitCode, print_json, print_line
+from timeball.io.clock import SystemClock
+from timeball.io.threads import watch_stop_signals
 from timeball.model.config import Settings
+from timeball.model.errors import SetupError, StorageError
+
+# `timeball serve --group g1,g2`: run one process per group on this machine, and restart those that end.
+#
+# Each group's process is a separate node. Its name consists of this node's name and the group (`a.g1`). It has its own
+# folder in the data folder, and its own ports, which are `PORTS_APART` above those of the group before it. The
+# supervising process runs the name server, which answers for all groups.
+#
+# A process that ends is started again, after a pause that doubles each time the process ends early. If a process cannot
+# start at all, all processes are ended: then an option is wrong, which only an operator can correct.
+
+PORTS_APART = 100
+RESTART_S, RESTART_S_MAX = 0.5, 10.0
+STEADY_S = 60.0  # after a run of this length, the next pause is the shortest again
+PORTS = ("port", "http_port", "remoting_port", "grpc_port", "replication_port")
+
+
+def parse_group_names(settings: Settings) -> list[str]:
+    """Split the groups in `--group`. Raises SetupError for an empty or repeated name."""
+    names = [name.strip() for name in settings.group.split(",")]
+    if not all(names) or len(set(names)) < len(names):
+        raise SetupError(f"--group {settings.group}: name each group once, with commas between them")
+    return names
+
+
+def build_options(settings: Settings, group: str, index: int) -> dict[str, str]:
+    """Build the options for the process of one group. `index` is the group's position in `--group`."""
+    ports = {name: int(getattr(settings, name)) for name in PORTS}
+    # -1 leaves a port's server out, and 0 takes any free port: both stay as they are.
+    shifted = {name: port + index * PORTS_APART if port > 0 else port for name, port in ports.items()}
+    if (highest := max(shifted.values())) > 65_535:
+        raise SetupError(
+            f"--group {settings.group}: group {group} would listen on {highest}; choose lower ports, each group's "
+            f"are {PORTS_APART} above those of the group before it"
+        )
+    host, separator, port = settings.advertise.rpartition(":")
+    if separator and port.isdigit() and not host.endswith(":"):
+        advertise = f"{host}:{int(port) + index * PORTS_APART}"
+    else:
+        advertise = settings.advertise
+    return {
+        "group": group,
+        "node": f"{settings.node}.{group}",
+        "data": str(Path(settings.data) / group),
+        "advertise": advertise,
+        "name_server_port": "-1",
+        **{name: str(port) for name, port in shifted.items()},
+    }
+
+
+def build_command(command: list[str], options: dict[str, str]) -> list[str]:
+    """Append the options of a group to this process's command. If an option occurs twice, the last value counts."""
+    return [
+        *command,
+        *(word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)),
+    ]
+
+
+@dataclasses.dataclass
+class GroupProcess:
+    """The process of one group, which is started again when it ends. Belongs to the event loop."""
+
+    group: str
+    command: list[str]
+    process: asyncio.subprocess.Process | None = None
+    has_started: bool = False  # True once the process has printed its ready line
+    ending: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)  # no new start once set
+
+    async def run(self) -> None:
+        """Keep the process running until `end`. Raises SetupError when it cannot start at all."""
+        pause_s = RESTART_S
+        loop = asyncio.get_running_loop()
+        while True:
+            started_s = loop.time()
+            code = await self._run_once()
+            if self.ending.is_set():
+                return
+            if not self.has_started and code in (ExitCode.SETUP, ExitCode.USAGE):
+                raise SetupError(f"the process of group {self.group} cannot start; the line above says why")
+            if loop.time() - started_s > STEADY_S:
+                pause_s = RESTART_S
+            logger.warning("process ended group=%s code=%d again_s=%.1f", self.group, code, pause_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.ending.wait(), pause_s)
+                return
+            pause_s = min(2 * pause_s, RESTART_S_MAX)
+
+    async def _run_once(self) -> int:
+        # The children must not notify systemd, which would take their messages for those of this process.
+        environment = {name: value for name, value in os.environ.items() if name != "NOTIFY_SOCKET"}
+        self.process = process = await asyncio.create_subprocess_exec(
+            *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, env=environment
+        )
+        assert process.stdout is not None
+        if self.ending.is_set():  # `end` was called while the process was being created
+            process.terminate()
+        while line := await process.stdout.readline():
+            self.has_started = True  # the first line is the ready line
+            print_line(line.decode(errors="replace").rstrip("\n"))
+        return await process.wait()
+
+    def end(self) -> None:
+        """Stop the process for good with SIGTERM. A leader first hands over, which takes a moment."""
+        self.ending.set()
+        self.send(signal.SIGTERM)
+
+    def send(self, signal_number: signal.Signals) -> None:
+        """Send a signal to the process, if it runs."""
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(signal_number)
+
+
+async def supervise(settings: Settings, as_json: bool, command: list[str]) -> None:
+    """Run `command` once for each group, with the group's options, until SIGTERM or SIGINT.
+
+    Raises SetupError when one of the processes cannot start.
+    """
+    from timeball.cluster.coordination.etcd import create_coordinator
+    from timeball.monitoring.systemd import Systemd
+    from timeball.node.name_service import NameService
+
+    log_lines.configure(settings.log_level, settings.log_format)
+    groups = parse_group_names(settings)
+    processes = [
+        GroupProcess(group, build_command(command, build_options(settings, group, index)))
+        for index, group in enumerate(groups)
+    ]
+    coordinator = create_coordinator(settings, SystemClock())
+    name_service, systemd = NameService(settings, coordinator), Systemd()
+    await name_service.start()
+    stop_signal = watch_stop_signals()
+
+    def send_hup() -> None:
+        for process in processes:
+            process.send(signal.SIGHUP)
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, send_hup)
+    if as_json:
+        print_json({"event": "supervises", "cluster": settings.cluster, "groups": groups, "pid": os.getpid()})
+    else:
+        print_line(f"node {settings.node} of cluster {settings.cluster} keeps the groups {', '.join(groups)}")
+    systemd.ready(f"keeps {len(groups)} groups")
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    process_tasks = [asyncio.create_task(process.run()) for process in processes]
+    try:
+        done, _ = await asyncio.wait([stop_signal, *process_tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task  # raises the error with which the task has ended
+    finally:
+        systemd.stopping()
+        watchdog.cancel()
+        for process in processes:
+            process.end()
+        await asyncio.gather(*process_tasks, return_exceptions=True)
+        await name_service.close()
+        await coordinator.close()
+
+
+def current_command() -> list[str]:
+    """Build the command line that started this process, to start it again with more options."""
+    return [sys.executable, *sys.orig_argv[1:]]
+
 
 if TYPE_CHECKING:
     from timeball.node.node import Node
@@ -41,16 +211,16 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
     if settings.cluster and "," in settings.group:
-        from timeball.cli.supervisor import current_command, supervise
+        from timeball.cli.serve import current_command, supervise
 
         asyncio.run(supervise(settings, as_json, current_command()))
         return
     if settings.cluster:
-        from timeball.cli.replica import run_replica
+        from timeball.cli.serve import run_replica
 
         run_replica(settings, as_json)
         return
-    with event_loop.runner() as loop_runner:
+    with runner() as loop_runner:
         loop_runner.run(run_broker(settings, as_json))
 
 
@@ -61,7 +231,7 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     function that stops this client, which is called before the broker stops.
     """
     from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
-    from timeball.io.descriptors import raise_open_files_limit
+    from timeball.io.files import raise_open_files_limit
     from timeball.monitoring.systemd import Systemd
     from timeball.node.node import Node
 
@@ -137,3 +307,138 @@ def _endpoint(settings: Settings, host: str, port: int) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+# The event loop of the server processes: uvloop's, which is built on libuv (docs/decisions/0076-uvloop.md).
+#
+# Only the server commands use uvloop. No other code depends on the kind of loop: tests and client commands use
+# asyncio's.
+
+
+def runner() -> asyncio.Runner:
+    """Create a runner that runs a coroutine on a uvloop event loop."""
+    import uvloop  # imported here: client commands are installed without uvloop
+
+    return asyncio.Runner(loop_factory=uvloop.new_event_loop)
+
+
+# `timeball serve --cluster …`: run one replica in the foreground, until SIGTERM or SIGINT.
+#
+# A process that has lost the lead, or whose disk has failed once, replaces itself by a new process with the same
+# process id (execv). The new process starts with empty memory and reads the log from the disk.
+
+if TYPE_CHECKING:
+    from timeball.node.replicated_node import ReplicatedNode
+
+logger = logging.getLogger(__name__)
+
+
+def run_replica(settings: Settings, as_json: bool) -> None:
+    """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
+    from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
+    from timeball.io.files import raise_open_files_limit
+
+    log_lines.configure(settings.log_level, settings.log_format)
+    use_system_pool()
+    collect_cycles_rarely()
+    raise_open_files_limit()
+    with runner() as loop_runner:
+        loop_runner.run(_run_replica(settings, as_json))
+
+
+async def _run_replica(settings: Settings, as_json: bool) -> None:
+    from timeball import __version__
+    from timeball.monitoring.systemd import Systemd
+    from timeball.node.replicated_node import ReplicatedNode
+
+    systemd, node = Systemd(), ReplicatedNode(settings)
+    await node.start()
+    replica = node.thread.state.rules.replica
+    if as_json:
+        print_json(
+            {"event": "ready", "version": __version__, "cluster": settings.cluster, "group": settings.group,
+             "replica": replica, "pid": os.getpid()}
+        )  # fmt: skip
+    else:
+        print_line(
+            f"timeball {__version__}, cluster {settings.cluster}, group {settings.group}: replica {replica}"
+        )
+    systemd.ready(f"replica {replica} of group {settings.group}")
+    watchdog = asyncio.create_task(systemd.run_watchdog())
+    announcing = asyncio.create_task(_announce_leading(node, as_json))
+    try:
+        cause = await node.run_until_signal()
+        if isinstance(cause, StorageError | SetupError):
+            raise cause
+        if cause is not None:
+            # Restart without a shutdown: the pending work of threads and sockets belongs to the run that is over.
+            logger.warning("begins anew reason=%r", cause)
+            _restart_process()
+    finally:
+        watchdog.cancel()
+        announcing.cancel()
+
+
+async def _announce_leading(node: ReplicatedNode, as_json: bool) -> None:
+    await node.serving.wait()
+    epoch = node.thread.epoch
+    if as_json:
+        print_json(
+            {"event": "leads", "group": node.settings.group, "epoch": epoch, "port": node.settings.port}
+        )
+    else:
+        print_line(f"leads group {node.settings.group} in epoch {epoch}, serves port {node.settings.port}")
+
+
+def _restart_process() -> None:
+    """Replace this process by a new one with the same command, which inherits only the descriptors 0, 1 and 2."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for name in os.listdir("/proc/self/fd"):
+        # Mark the descriptor, so that the system closes it at execv. Another thread may be writing to it until then: if
+        # it were closed here, the thread could hit another file with the same number.
+        if int(name) > 2:
+            with suppress(OSError):  # the descriptor by which the folder was listed is closed already
+                os.set_inheritable(int(name), False)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+# `timeball name-server`: RocketMQ's name server for all groups of a cluster, on a machine without replicas.
+
+
+@settings_options
+def name_server(settings: Settings, as_json: JsonOption = False) -> None:
+    """Tell RocketMQ clients where the topics of a cluster are, in the foreground. Stores nothing.
+
+    Each node of a cluster answers these look-ups too, at its
+    --name-server-port. Only these options are used: --cluster, --node, --etcd
+    and its like, --host, --name-server-port, --tls-cert and --tls-key.
+
+    \b
+    Examples:
+      timeball name-server --cluster shop --node ns1 --etcd http://etcd1:2379,http://etcd2:2379
+      timeball name-server --settings shop.toml --name-server-port 9877 --json
+    """
+    if not settings.cluster:
+        raise SetupError("--cluster: name the cluster whose groups are looked up")
+    log_lines.configure(settings.log_level, settings.log_format)
+    with runner() as loop_runner:
+        loop_runner.run(_run_name_server(settings, as_json))
+
+
+async def _run_name_server(settings: Settings, as_json: bool) -> None:
+    from timeball.cluster.coordination.etcd import create_coordinator
+    from timeball.io.clock import SystemClock
+    from timeball.node.name_service import NameService
+
+    coordinator = create_coordinator(settings, SystemClock())
+    service = NameService(settings, coordinator)
+    port = await service.start()
+    address = f"{settings.host}:{port}"
+    if as_json:
+        print_json({"event": "ready", "cluster": settings.cluster, "name_server": address})
+    else:
+        print_line(f"name server of cluster {settings.cluster} at {address}")
+    await watch_stop_signals()
+    await service.close()
+    await coordinator.close()

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli import event_loop
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli import serve
 from timeball.cli.options import (
     SPARK_AS_IT_IS,
     JsonOption,
@@ -34,7 +33,7 @@ from timeball.cli.options import (
     settings_options,
     spark_options,
 )
-from timeball.cli.output import print_json, print_note
+from timeball.cli.output import ExitCode, print_json, print_note
 from timeball.cli.serve import local_endpoint, run_broker
 from timeball.io.clock import Clock, SystemClock
 from timeball.model.config import Settings
@@ -86,7 +85,7 @@ def up(
         command = pipeline_command(settings, endpoint, None if no_spark else spark, jobs)
         return _start_pipeline(settings, command, _make_reporter(as_json), no_spark=no_spark)
 
-    with event_loop.runner() as loop_runner:
+    with serve.runner() as loop_runner:
         loop_runner.run(run_broker(settings, as_json, start_pipeline))
 
 

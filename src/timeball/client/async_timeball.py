@@ -29,8 +29,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import pyarrow as pa
 
 from timeball.client.calls import OpenRead
-from timeball.client.consume_loop import ConsumeLoop
-from timeball.client.consumer import Start, make_filter
+from timeball.client.consumer import ConsumeLoop, Start, make_filter
 from timeball.client.dialing import check_process
 from timeball.client.messages import Leased, Message
 from timeball.client.timeball import ENDPOINT, Timeball

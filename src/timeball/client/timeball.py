@@ -26,13 +26,12 @@ from typing import Any, Literal, overload
 
 import pyarrow as pa
 
-from timeball.client import browser, outgoing
+from timeball.client import outgoing, reader
 from timeball.client.calls import Calls
 from timeball.client.dialing import credentials
-from timeball.client.outgoing import IDENTIFIERS, Body, Rows
+from timeball.client.outgoing import IDENTIFIERS, Body, Rows, current_context
 from timeball.client.reader import Reader
 from timeball.client.sender import IfSettled, Receipt, Sender, SendSummary
-from timeball.client.tracing import current_context
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
@@ -553,7 +552,7 @@ class Timeball(Reader):
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
-        return browser.queues(self._calls, topic)
+        return reader.queues(self._calls, topic)
 
     # ---- for programs that build the pending table --------------------------------------------------------
 

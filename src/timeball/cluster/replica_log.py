@@ -19,8 +19,7 @@ from itertools import takewhile
 
 import msgspec
 
-from timeball.cluster.protocol.messages import FRAMES_BYTES_MAX, Begin
-from timeball.cluster.protocol.positions import BEGINNING, Ends, EpochEnd, Position
+from timeball.cluster.protocol.messages import BEGINNING, FRAMES_BYTES_MAX, Begin, Ends, EpochEnd, Position
 from timeball.cluster.protocol.replica import Log
 from timeball.io.files import Files
 from timeball.log import format as fmt

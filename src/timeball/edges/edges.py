@@ -21,9 +21,9 @@ from timeball.edges.grpc.edge import GrpcEdge
 from timeball.edges.http.edge import HttpEdge
 from timeball.edges.http.handlers.operators import Status
 from timeball.edges.http.recovering import RecoveryResponder
-from timeball.edges.push.edge import PushEdge
+from timeball.edges.push.worker import PushEdge
 from timeball.edges.remoting.edge import RemotingEdge
-from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS
+from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.io.security import Security
 from timeball.model.errors import SetupError
 from timeball.monitoring.metrics import Metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -29,3 +30,20 @@ class Threads:
 def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
     """Run a blocking call in one of the broker's threads."""
     return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+
+
+# SIGTERM and SIGINT as a future: with these signals, supervisors, systemd and terminals ask a process to end.
+
+
+def watch_stop_signals() -> asyncio.Future[None]:
+    """Install handlers for SIGTERM and SIGINT. The returned future is done when the next of them arrives."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[None] = loop.create_future()
+
+    def on_signal() -> None:
+        if not stop.done():
+            stop.set_result(None)
+
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, on_signal)
+    return stop

@@ -96,7 +96,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
         0,
         0,
     )
-    moved: list[tuple[int, int, int, int]] = []  # schedule/moved.py: (due_ms, number, version, until_ms)
+    moved: list[tuple[int, int, int, int]] = []  # schedule/outcomes.py: (due_ms, number, version, until_ms)
     schedule: str = "hour_log"  # the strategy that stored scheduled messages
     kept: dict[str, Any] | None = None  # state of that strategy outside its files
     # Live data files (table/attachment.py): the result of all TABLE rows below `seq`.

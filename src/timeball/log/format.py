@@ -36,6 +36,8 @@ import struct
 
 import google_crc32c
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.log.row_encoder import EncodedRows, Rows, encode
@@ -227,3 +229,16 @@ def read_segment_header(segment: pa.Buffer) -> int | None:
             f"segment of format {version}; this Timeball reads format {FORMAT_VERSION}: use a newer one"
         )
     return int(first_seq)
+
+
+# An entry of the queue index: the location of one message, in RocketMQ's width, with its size and tag.
+
+ENTRY = np.dtype(
+    [
+        ("seq", ">i8"),  # sequence number in the log
+        ("size", ">i4"),  # bytes of the message as RocketMQ stores it
+        ("tag", ">i8"),  # tag hash or bits, or due time (ms) in a delay-level queue
+    ]
+)
+assert ENTRY.itemsize == 20  # the same as RocketMQ's
+EntryArray = npt.NDArray[np.void]

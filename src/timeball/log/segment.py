@@ -7,7 +7,7 @@ its first row is known. The spare's header is zero until the log rolls into it.
 
 Two parallel arrays per segment index the frames. Only the event loop appends to them, after the commit is durable, and
 always the position before the sequence number. So a reader thread that bisects the sequence numbers never finds one
-without a position. When a segment is sealed, a mapped file replaces the arrays (frame_index.py), so that memory does
+without a position. When a segment is sealed, a mapped file replaces the arrays (recovery.py), so that memory does
 not grow with the kept log.
 
 Retention removes a segment that is older than the retention time if all its rows are below every row that is still
@@ -114,7 +114,7 @@ class Segment:
     def use_index(
         self, positions: Int64Array, seqs: Int64Array, *, next_seq: int, end: int, newest_append_ms: int
     ) -> None:
-        """Replace the frame arrays of this sealed segment with mapped ones (frame_index.py)."""
+        """Replace the frame arrays of this sealed segment with mapped ones (recovery.py)."""
         self.frame_positions, self.frame_seqs = positions, seqs
         self.next_seq, self.end, self.newest_append_ms = next_seq, end, newest_append_ms
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 from timeball.model import limits
 from timeball.model.addresses import Allowed, host_names
 from timeball.model.errors import InvalidDelay, SetupError
-from timeball.model.local_time import load_zone
+from timeball.model.time_parsing import load_zone
 
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]

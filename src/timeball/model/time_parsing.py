@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import UTC, datetime, timedelta
+from bisect import bisect_right
+from datetime import UTC, date, datetime, timedelta
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib import resources
+from itertools import pairwise
 from operator import index
-from typing import Literal, SupportsIndex
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
 
-from timeball.model import limits, local_time
+import tzdata  # type: ignore[import-untyped]
+
+from timeball.model import limits
 from timeball.model.errors import InvalidDelay
 
 # Instead of a time from which a consumer group reads: the position after the last message.
@@ -181,7 +186,7 @@ def _checked_by_tzdata(at: datetime, instant_us: int, zone: str) -> int:
     they agree, Python's instant is returned, also for the second pass of a repeated local time (`fold=1`). For a local
     time in a gap, the end of the gap is returned. Otherwise the rules differ: raises InvalidDelay.
     """
-    ours, shown_us = local_time.load_zone(zone), local_time.local_us(at)
+    ours, shown_us = load_zone(zone), local_us(at)
     if instant_us + ours.offset_us(instant_us) == shown_us or not 0 <= instant_us < _LAST_INSTANT_US:
         return instant_us
     round_trip = (_EPOCH + instant_us * _MICROSECOND).astimezone(at.tzinfo)
@@ -189,7 +194,7 @@ def _checked_by_tzdata(at: datetime, instant_us: int, zone: str) -> int:
     if not ours.is_shown(shown_us) and round_trip.replace(tzinfo=None) != at.replace(tzinfo=None):
         return ours.instant_us(shown_us)
     raise InvalidDelay(
-        f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {local_time.VERSION}; write the "
+        f"{at.isoformat()}: this machine's rules of {zone} differ from those of tzdata {VERSION}; write the "
         "offset from UTC, or set PYTHONTZPATH= so that Python reads the installed tzdata"
     )
 
@@ -199,3 +204,228 @@ def _shortened(value: object) -> str:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+# Convert local times (a date and a time of day in a time zone) to instants (points in time, independent of zones).
+#
+# All edges and Spark use this module, so one text means one instant on every machine. The rules of time zones come from
+# the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never used,
+# because they can be years older.
+#
+#     local time                                   instant
+#     shown once by clocks in the zone             that instant
+#     never shown (clocks are put forward)         the first instant after the gap
+#     shown twice (clocks are put back)            the earlier instant
+#
+# One definition covers all three cases: the first instant at which a clock in the zone has reached the local time. A
+# zone is a sequence of periods with one offset from UTC each. For each period, `_latest_shown` is the latest local time
+# that clocks have shown by the end of the period. These numbers never decrease, so a binary search finds the period of
+# a local time.
+#
+# Times are numbers of microseconds since 1970, not limited to the years of a calendar. Local times are counted as if
+# they were in UTC.
+
+if TYPE_CHECKING:
+    from timeball.model.message import Int64Array
+
+VERSION: str = tzdata.__version__
+
+_SECOND_US = 1_000_000
+DAY_US = 86_400 * _SECOND_US
+_LOCAL_EPOCH = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time
+_EPOCH_DAY = date(1970, 1, 1).toordinal()
+# The Gregorian calendar repeats every 400 years. These are whole weeks, so rules such as "last Sunday of March" repeat
+# as well.
+_CYCLE_YEARS = 400
+_CYCLE_US = 146_097 * DAY_US
+_FOREVER_US = 1 << 62  # beyond any instant
+_FAR_US = 1 << 60  # 36,000 years: columns are clipped to this, so that no sum overflows
+
+# A TZif file (RFC 9636, section 3) has two parts: a header and data with times of 4 bytes, then a header and data with
+# times of 8 bytes. A header contains counts.
+_HEADER_BYTES = 44
+_COUNTS = slice(20, 44)
+_NAME = r"(?:[A-Za-z]{3,}|<[A-Za-z0-9+-]{3,}>)"
+_TIME = r"([+-]?)(\d{1,3})(?::(\d\d))?(?::(\d\d))?"
+_FOOTER = re.compile(rf"{_NAME}{_TIME}(?:{_NAME}(?:{_TIME})?,(.+),(.+))?")
+_DAY = re.compile(rf"(?:M(\d+)\.(\d)\.(\d)|J(\d+)|(\d+))(?:/{_TIME})?")
+
+
+class _TzifData(NamedTuple):
+    """The decoded content of a TZif file. Times are seconds since 1970, offsets are seconds ahead of UTC."""
+
+    changes_s: list[int]  # the times at which the offset changes
+    offsets_s: list[int]  # the offset after each change
+    first_s: int  # the offset before the first change
+    footer: str  # the rule for the time after the last change, in the format of POSIX's TZ
+
+
+class Zone:
+    """A time zone: a sequence of periods with one offset from UTC each."""
+
+    def __init__(self, name: str, changes_s: list[int], offsets_s: list[int], *, repeats: bool) -> None:
+        """`offsets_s` has one more entry than `changes_s`, the offset before the first change.
+
+        With `repeats`, the last 400 years before the last change repeat for ever.
+        """
+        self.name = name
+        self._starts = [-_FOREVER_US, *(change * _SECOND_US for change in changes_s)]
+        self._offsets = [offset * _SECOND_US for offset in offsets_s]
+        self._end_us = self._starts[-1] if repeats else _FOREVER_US
+        self._latest_shown: list[int] = []
+        latest = -_FOREVER_US
+        for (_, end), offset in zip(pairwise([*self._starts, _FOREVER_US]), self._offsets, strict=True):
+            latest = max(latest, end + offset)
+            self._latest_shown.append(latest)
+
+    def offset_us(self, instant_us: int) -> int:
+        """Compute by how much a clock in the zone is ahead of UTC at this instant."""
+        # Instants after the last change are moved back by whole cycles of 400 years into the known range.
+        cycles = max(0, -((self._end_us - instant_us) // _CYCLE_US))
+        return self._offsets[bisect_right(self._starts, instant_us - cycles * _CYCLE_US) - 1]
+
+    def instant_us(self, local_us: int) -> int:
+        """Compute the first instant at which a clock in the zone has reached this local time."""
+        # `_end_us` is in UTC. One day less, because local time may be up to a day ahead of UTC.
+        cycles = max(0, -((self._end_us - DAY_US - local_us) // _CYCLE_US))
+        local_us -= cycles * _CYCLE_US
+        period = bisect_right(self._latest_shown, local_us)
+        return max(self._starts[period], local_us - self._offsets[period]) + cycles * _CYCLE_US
+
+    def instants_us(self, local_us: Int64Array) -> Int64Array:
+        """Compute `instant_us` for each value of a column. Values are first clipped to 36,000 years from 1970."""
+        import numpy as np
+
+        local = np.clip(local_us, -_FAR_US, _FAR_US)
+        cycles = np.maximum(0, -((self._end_us - DAY_US - local) // _CYCLE_US)) * _CYCLE_US
+        local -= cycles
+        periods = np.searchsorted(np.array(self._latest_shown, np.int64), local, side="right")
+        starts, offsets = np.array(self._starts, np.int64), np.array(self._offsets, np.int64)
+        instants: Int64Array = np.maximum(starts[periods], local - offsets[periods]) + cycles
+        return instants
+
+    def is_shown(self, local_us: int) -> bool:
+        """Check whether a clock in the zone ever shows this local time. False for a local time in a gap."""
+        instant_us = self.instant_us(local_us)
+        return instant_us + self.offset_us(instant_us) == local_us
+
+
+def load_zone(name: str) -> Zone:
+    """Load a zone by its IANA name. Raises InvalidDelay for any other name."""
+    if name not in _names():  # security: only listed names may become paths of files
+        raise InvalidDelay(
+            f"{name[:64]!r} is no time zone of the IANA's list (tzdata {VERSION}); write it as Europe/Berlin or UTC"
+        )
+    return _zone(name)
+
+
+def fixed_offset(offset_s: int) -> Zone:
+    """Build a zone that always has this offset from UTC."""
+    return Zone("", [], [offset_s], repeats=False)
+
+
+def local_us(shown: datetime) -> int:
+    """Convert a local time to microseconds, counted as if it were UTC. Its tzinfo is ignored."""
+    return (shown.replace(tzinfo=None) - _LOCAL_EPOCH) // timedelta(microseconds=1)
+
+
+# ---- the tables of tzdata -----------------------------------------------------------------------------------
+
+
+@cache
+def _names() -> frozenset[str]:
+    return frozenset(resources.files("tzdata").joinpath("zones").read_text("ascii").split())
+
+
+@cache
+def _zone(name: str) -> Zone:
+    return _build_zone(
+        name, _decode_tzif(resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).read_bytes())
+    )
+
+
+def _decode_tzif(data: bytes) -> _TzifData:
+    """Decode the second part of a TZif file, with times of 8 bytes. Raises ValueError before version 2."""
+    if data[:4] != b"TZif" or data[4:5] < b"2":
+        raise ValueError("not a TZif file of version 2 or later")
+    utc, standard, leaps, times, types, chars = _header_counts(data)
+    data = data[_HEADER_BYTES + times * 5 + types * 6 + chars + leaps * 8 + standard + utc :]
+    utc, standard, leaps, times, types, chars = _header_counts(data)
+    at = _HEADER_BYTES
+    changes = [int.from_bytes(data[at + 8 * n : at + 8 * n + 8], "big", signed=True) for n in range(times)]
+    at += 8 * times
+    kinds, at = data[at : at + times], at + times
+    offsets = [int.from_bytes(data[at + 6 * n : at + 6 * n + 4], "big", signed=True) for n in range(types)]
+    footer = data[at + 6 * types + chars + leaps * 12 + standard + utc :].strip(b"\n").decode("ascii")
+    return _TzifData(changes, [offsets[kind] for kind in kinds], offsets[0], footer)
+
+
+def _header_counts(data: bytes) -> tuple[int, ...]:
+    counts = data[_COUNTS]
+    return tuple(int.from_bytes(counts[at : at + 4], "big") for at in range(0, 24, 4))
+
+
+def _build_zone(name: str, data: _TzifData) -> Zone:
+    """Build the zone of a file. After the last change in the file, the rule in its footer applies."""
+    changes, offsets = list(data.changes_s), [data.first_s, *data.offsets_s]
+    rule = _FOOTER.fullmatch(data.footer)
+    if rule is None:
+        raise ValueError(f"zone {name}: the rule {data.footer!r} is not understood")
+    if rule[9] is None:  # no summer time, so the last offset stays
+        return Zone(name, changes, offsets, repeats=False)
+    # The signs of the rule are the opposite of an offset: "UTC-1" is one hour ahead of UTC.
+    standard = -_seconds(*rule.groups()[:4])
+    summer = -_seconds(*rule.groups()[4:8]) if rule[6] is not None else standard + 3_600
+    summer_begin, summer_end = _YearlyChange.read(rule[9]), _YearlyChange.read(rule[10])
+    last = changes[-1] if changes else 0
+    first_year = (_LOCAL_EPOCH + timedelta(seconds=last)).year
+    # Two years more than a cycle, so that the last 400 years consist of changes by the rule.
+    for year in range(first_year, first_year + _CYCLE_YEARS + 2):
+        switches = [
+            (summer_begin.local_s(year) - standard, summer),
+            (summer_end.local_s(year) - summer, standard),
+        ]
+        for switch_s, offset in sorted(switches):
+            if switch_s > last:
+                changes.append(switch_s)
+                offsets.append(offset)
+    return Zone(name, changes, offsets, repeats=True)
+
+
+class _YearlyChange(NamedTuple):
+    """The yearly time at which clocks change: a day in one of POSIX's three forms, and the second of that day."""
+
+    month: int  # 0 if `day` is a day of the year
+    week: int  # of the month, 1 to 5; 5 is the last one
+    day: int  # of the week, from Sunday (0) on; without a month: of the year, from 0 on
+    skips_leap_day: bool  # the day of the year is counted without 29 February
+    second: int
+
+    @classmethod
+    def read(cls, text: str) -> _YearlyChange:
+        match = _DAY.fullmatch(text)
+        if match is None:
+            raise ValueError(f"the rule {text!r} is not understood")
+        second = 7_200 if match[7] is None else _seconds(*match.groups()[5:9])
+        if match[1] is not None:
+            return cls(int(match[1]), int(match[2]), int(match[3]), False, second)
+        if match[4] is not None:
+            return cls(0, 0, int(match[4]) - 1, True, second)
+        return cls(0, 0, int(match[5]), False, second)
+
+    def local_s(self, year: int) -> int:
+        """Compute the time of the change in a year: seconds since 1970, in local time."""
+        first = date(year, self.month or 1, 1).toordinal()
+        day = first + self.day
+        if self.month:
+            next_month = date(year + self.month // 12, self.month % 12 + 1, 1).toordinal()
+            day = first + (self.day - first) % 7 + 7 * (self.week - 1)
+            day -= 7 if day >= next_month else 0  # week 5 means the last week, which may be the fourth
+        elif self.skips_leap_day and self.day >= 59 and date(year, 12, 31).toordinal() - first == 365:
+            day += 1
+        return (day - _EPOCH_DAY) * 86_400 + self.second
+
+
+def _seconds(sign: str | None, hours: str | None, minutes: str | None, seconds: str | None) -> int:
+    total = int(hours or 0) * 3_600 + int(minutes or 0) * 60 + int(seconds or 0)
+    return -total if sign == "-" else total

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from timeball.cluster.coordination.coordinator import Coordinator
-from timeball.cluster.coordination.directory import Directory
+from timeball.cluster.coordination.coordinator import Coordinator, Directory
 from timeball.edges.remoting.name_server import GroupPlace, NameServer
 from timeball.io.security import Security, load_client_tls
 from timeball.model.config import Settings

@@ -24,19 +24,16 @@ from timeball import __version__
 from timeball.broker.accepting.durations import find_durations
 from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.maintenance import Maintenance
-from timeball.broker.recovery.applying import Applying, Recovered
-from timeball.broker.recovery.recovery import apply_log, starting_point
+from timeball.broker.recovery import Applying, Recovered, apply_log, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.edges.http.recovering import RecoveryResponder
-from timeball.edges.shared.idle_connections import IdleConnections
+from timeball.edges.shared.shared_limits import IdleConnections
 from timeball.io.clock import Clock, SchedulerClock, SystemClock
-from timeball.io.descriptors import RESERVE_OF_LIBRARIES, lent, open_files_max
-from timeball.io.files import Files, RealFiles
+from timeball.io.files import RESERVE_OF_LIBRARIES, Files, RealFiles, lent, open_files_max
 from timeball.io.security import OPEN, Security
-from timeball.io.stop_signals import watch_stop_signals
-from timeball.io.threads import Threads, in_thread
+from timeball.io.threads import Threads, in_thread, watch_stop_signals
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread, Leading
 from timeball.log.format import FORMAT_VERSION
@@ -45,21 +42,21 @@ from timeball.log.queue_index import QueueIndex
 from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.log.writer import CommitLog, LogWriter
-from timeball.model import local_time
+from timeball.model import time_parsing
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.config import Settings
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.loop_lag import LoopLag
-from timeball.monitoring.replica_groups import ReplicaReaders
+from timeball.monitoring.replica_figures import ReplicaReaders
 from timeball.monitoring.tracing_extra import open_traces
 from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels.backlog import DelayLevels, LevelsState
+from timeball.schedule.delay_levels import DelayLevels, LevelsState
 from timeball.schedule.durations import Durations
-from timeball.schedule.external_delivery import ExternalDelivery
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.levels import LevelTable
+from timeball.schedule.loaded import ExternalDelivery
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
@@ -401,7 +398,7 @@ class Node:
         return {
             "version": __version__,
             "format": FORMAT_VERSION,
-            "tzdata": local_time.VERSION,
+            "tzdata": time_parsing.VERSION,
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
             # Without the mapped log, which belongs to the page cache.

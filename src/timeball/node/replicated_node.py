@@ -22,30 +22,26 @@ from timeball.broker.groups.grouped import GroupedBroker
 from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.coordination.etcd import create_coordinator
-from timeball.cluster.follower_caches import FollowerCaches
-from timeball.cluster.member import REPLICATION, Member
+from timeball.cluster.member import REPLICATION, FollowerCaches, Member
 from timeball.cluster.operating.group_calls import GroupCalls
-from timeball.cluster.operating.survey import survey
-from timeball.cluster.protocol import events as on
+from timeball.cluster.operating.operations import survey
+from timeball.cluster.protocol import effects as on
 from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import Connections, PeerTls, listen
 from timeball.cluster.transport.data_files import DataFiles
-from timeball.cluster.transport.gateway import Gateway, Http
-from timeball.cluster.transport.local_http import LocalAnswers
-from timeball.edges.http.foreign_pages import ForeignPageCheck
+from timeball.cluster.transport.gateway import Gateway, Http, LocalAnswers
+from timeball.edges.http.requests import ForeignPageCheck
 from timeball.edges.shared.sessions import advertised
 from timeball.io.clock import Clock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.io.security import Security, load_client_tls, load_peer_tls
-from timeball.io.stop_signals import watch_stop_signals
-from timeball.io.threads import in_thread
+from timeball.io.threads import in_thread, watch_stop_signals
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import BROKER_NAME, Settings
 from timeball.model.errors import LeaseLost, SetupError
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
-from timeball.monitoring.replica_groups import ReplicaGroup, ReplicaReaders
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaReaders
 from timeball.node.data_folder import check_folder, write_format
 from timeball.node.name_service import NameService
 from timeball.node.node import Node

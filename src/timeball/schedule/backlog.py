@@ -30,9 +30,8 @@ import pyarrow as pa
 from timeball.io.files import File
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array
-from timeball.schedule.columns import Columns
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.locations import Waiting, take_scheduled
+from timeball.schedule.locations import Columns, Waiting, take_scheduled
 from timeball.schedule.outcomes import Settled
 
 IN_TABLE = -1  # as `row_seq`: the message is in a file of the pending table, not in a row of the log

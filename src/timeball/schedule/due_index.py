@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from timeball.model.message import Int64Array
-from timeball.schedule.columns import FEW
+from timeball.schedule.locations import FEW
 from timeball.table.data_file import search
 
 RUNS_MAX = 24  # each look-up searches all runs, and merging costs a sort

@@ -31,8 +31,8 @@ import pyarrow as pa
 from timeball.log.row_encoder import ROW_BYTES, Entry, NumberedRows, ReadRows, pairs_of
 from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Int64Array, int64
-from timeball.schedule.columns import with_column
 from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.locations import with_column
 from timeball.table.data_file import search
 
 # A wider slot means more merges, a narrower one more slots. Deliveries do not depend on it (see the module docstring).

@@ -37,13 +37,12 @@ from timeball.log.reader import LogReader
 from timeball.log.row_encoder import Pairs, ReadRows, filtered
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
-from timeball.schedule.delay_levels.backlog import DelayLevels
+from timeball.schedule.delay_levels import DelayLevels
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.due_wheel import Run
 from timeball.schedule.durations import Durations, Find, is_in
-from timeball.schedule.external_delivery import ExternalDelivery
-from timeball.schedule.hour_log.backlog import HourLog
-from timeball.schedule.loaded import Loaded, Source
+from timeball.schedule.hour_log import HourLog
+from timeball.schedule.loaded import ExternalDelivery, Loaded, Source
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes, Settled
 from timeball.schedule.rewrites import Rewrites

@@ -26,7 +26,7 @@ from timeball.schedule.backlog import Backlog
 from timeball.schedule.outcomes import Outcomes
 
 if TYPE_CHECKING:
-    from timeball.schedule.timer_wheel.ring import Slots
+    from timeball.schedule.timer_wheel import Slots
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +52,14 @@ def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> m
 def _checked(settings: Settings, files: Files, raw_state: dict[str, object]) -> msgspec.Struct:
     """Convert a state from JSON and check its files. Raises Corrupt, SetupError or ValidationError."""
     if settings.strategy == "timer_wheel":
-        from timeball.schedule.timer_wheel import backlog as wheel
-        from timeball.schedule.timer_wheel.backlog import WheelState
+        from timeball.schedule import timer_wheel as wheel
+        from timeball.schedule.timer_wheel import WheelState
 
         wheel_state = msgspec.convert(raw_state, WheelState)
         wheel.check(files, ring_slots_of(settings), wheel_state)
         return wheel_state
-    from timeball.schedule.level_cascade import backlog as cascade
-    from timeball.schedule.level_cascade.backlog import CascadeState
+    from timeball.schedule import level_cascade as cascade
+    from timeball.schedule.level_cascade import CascadeState
 
     cascade_state = msgspec.convert(raw_state, CascadeState)
     cascade.check(files, cascade_state, ahead_ms_of(settings))
@@ -71,7 +71,7 @@ def build(
 ) -> Backlog | None:
     """Build the backlog with its own files that the settings name. None for `hour_log`."""
     if settings.strategy == "timer_wheel":
-        from timeball.schedule.timer_wheel.backlog import TimerWheel
+        from timeball.schedule.timer_wheel import TimerWheel
 
         return TimerWheel(
             files,
@@ -83,7 +83,7 @@ def build(
             ahead_ms=settings.gather_ahead_ms,
         )
     if settings.strategy == "level_cascade":
-        from timeball.schedule.level_cascade.backlog import LevelCascade
+        from timeball.schedule.level_cascade import LevelCascade
 
         return LevelCascade(files, reader, outcomes, ahead_ms=settings.gather_ahead_ms)
     return None
@@ -93,7 +93,7 @@ def ahead_ms_of(settings: Settings) -> int:
     """Compute how many ms before their due times messages are opened."""
     if settings.strategy != "level_cascade":
         return settings.gather_ahead_ms
-    from timeball.schedule.level_cascade.placement import lead_ms_of
+    from timeball.schedule.level_cascade import lead_ms_of
 
     # The cascade opens its queues half the lead time ahead, and needs more lead time than a short setting gives.
     return lead_ms_of(settings.gather_ahead_ms)
@@ -101,7 +101,7 @@ def ahead_ms_of(settings: Settings) -> int:
 
 def ring_slots_of(settings: Settings) -> Slots:
     """Compute the slots of the timer wheel's ring from the settings."""
-    from timeball.schedule.timer_wheel.ring import Slots
+    from timeball.schedule.timer_wheel import Slots
 
     return Slots.of(
         precision_ms=settings.timer_precision_ms,

@@ -25,7 +25,7 @@ from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError
 from timeball.model.limits import SECOND_MS
 from timeball.model.message import TABLE_SCHEMA
 from timeball.model.wire import Status
-from timeball.spark.groups import group_table_uri
+from timeball.spark.endpoint import group_table_uri
 from timeball.table.attachment import FileEntry
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.layout import cut_files

@@ -62,7 +62,7 @@ class Reservation(msgspec.Struct, frozen=True, tag_field="change", tag="reserve"
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, tag_field="change", tag="attach"):
     """Adds `files` to the table and removes the paths `removes`.
 
-    The broker recognises a repeated attach by `job_id` and `epoch`, and ignores it (broker/registry/attach.py).
+    The broker recognises a repeated attach by `job_id` and `epoch`, and ignores it (broker/registry/campaigns.py).
     `digest` identifies the input rows of a bulk job: a repeat with another digest is refused.
     """
 

@@ -35,9 +35,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import pyarrow as pa
 
-from timeball.io import descriptors
-from timeball.io.descriptors import RESERVE_OF_LIBRARIES
-from timeball.io.files import disk_full, full_disk_as_over_limit
+from timeball.io import files
+from timeball.io.files import RESERVE_OF_LIBRARIES, disk_full, full_disk_as_over_limit
 from timeball.model import limits
 from timeball.model.errors import Corrupt, DiskFailed, MissingFile, NotFound, OverLimit
 from timeball.model.message import TABLE_SCHEMA
@@ -223,7 +222,7 @@ class Catalog:
         if self._is_reconciled and not self._is_newest_ours():
             with (
                 self._translate_errors("looking at another program's commits"),
-                descriptors.lent(RESERVE_OF_LIBRARIES),
+                files.lent(RESERVE_OF_LIBRARIES),
             ):
                 self._follow_foreign_commits(now_ms)
         elif self.foreign.missing:
@@ -429,7 +428,7 @@ class Catalog:
         """
         with (
             self._translate_errors(f"committing the TABLE row {attach_seq}"),
-            descriptors.lent(RESERVE_OF_LIBRARIES),
+            files.lent(RESERVE_OF_LIBRARIES),
         ):
             return self._commit(attachment, attach_seq, removed, now_ms)
 

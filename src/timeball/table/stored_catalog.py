@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar, TypeVar
 
-from timeball.io import descriptors
-from timeball.io.descriptors import RESERVE_OF_LIBRARIES
-from timeball.io.files import Files
+from timeball.io import files
+from timeball.io.files import RESERVE_OF_LIBRARIES, Files
 from timeball.model.errors import Corrupt, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog
@@ -104,7 +103,7 @@ class StoredCatalog(Catalog):
         bring_up = partial(super().bring_up, live, attaches, attach_seq, watermark, now_ms)
 
         def check_and_bring_up() -> None:
-            with self._translate_errors("opening the table"), descriptors.lent(RESERVE_OF_LIBRARIES):
+            with self._translate_errors("opening the table"), files.lent(RESERVE_OF_LIBRARIES):
                 self._check_owner(live, attaches)
                 bring_up()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from timeball.broker.accepting.gate import Gate
+from timeball.broker.accepting.waiters import Gate
 
 
 def test_the_exclusive_holder_waits_for_others_and_blocks_new_ones() -> None:

@@ -14,7 +14,7 @@ from tests.crash.lives import run
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.accepting import small_batch
+from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import batch_of
 from timeball.broker.registry.topic import TopicConfig
 from timeball.io.clock import ManualClock
@@ -49,7 +49,7 @@ async def written(batches: list[list[SendRow]], few: Callable[..., Any] | None) 
     world = World(CrashFiles(), ManualClock(wall=NOW_MS), auto_create_topics=False)
     with pytest.MonkeyPatch.context() as patch:
         if few is not None:
-            patch.setattr(small_batch, "are_plain", few)
+            patch.setattr(admission, "are_plain", few)
         await world.start()
         try:
             broker = world.broker
@@ -88,7 +88,7 @@ def test_a_different_queue_choice_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     """The negative control of the comparison."""
     row = tuple({"topic": "one", "body": b"x", "tag": "a"}.get(name) for name in SEND_NAMES)
     assert run(written([[row]], None)) == run(written([[row]], lambda *_, **__: False))
-    monkeypatch.setattr(small_batch, "stored_size", lambda *_: 0)
+    monkeypatch.setattr(admission, "stored_size", lambda *_: 0)
     assert run(written([[row]], None)) != run(written([[row]], lambda *_, **__: False))
 
 
@@ -117,22 +117,22 @@ def frame_of(rows: pa.RecordBatch) -> bytes:
 
 @given(ROWS)
 def test_columns_convert_back_to_their_rows(rows: list[SendRow]) -> None:
-    assert small_batch.rows_in(batch_of(rows)) == rows
+    assert admission.rows_in(batch_of(rows)) == rows
 
 
 def test_batches_that_are_large_or_need_a_cast_are_not_converted_to_rows() -> None:
     plain = batch()
-    assert small_batch.rows_in(plain) is not None
-    assert small_batch.rows_in(plain.slice(0, 0)) is None
-    assert small_batch.rows_in(batch(small_batch.ROWS_MAX + 1)) is None
+    assert admission.rows_in(plain) is not None
+    assert admission.rows_in(plain.slice(0, 0)) is None
+    assert admission.rows_in(batch(admission.ROWS_MAX + 1)) is None
     for name, values in (
         ("unknown", pa.array(["x"])),
         ("delay_ms", pa.array([5])),
         ("tag", pa.array([b"t"])),
     ):
-        assert small_batch.rows_in(plain.append_column(name, values)) is None
-    assert small_batch.rows_in(plain.append_column("body", plain.column("body"))) is None
-    assert small_batch.rows_in(batch(2, body=[bytes(limits.REQUEST_BYTES_MAX // 64)] * 2)) is None
+        assert admission.rows_in(plain.append_column(name, values)) is None
+    assert admission.rows_in(plain.append_column("body", plain.column("body"))) is None
+    assert admission.rows_in(batch(2, body=[bytes(limits.REQUEST_BYTES_MAX // 64)] * 2)) is None
 
 
 @on_node(auto_create_topics=False)

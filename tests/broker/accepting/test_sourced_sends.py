@@ -15,7 +15,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
-from timeball.broker.registry import source_positions
+from timeball.broker.registry import idempotency
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Conflict, InvalidName
@@ -148,5 +148,5 @@ def test_after_any_power_cut_each_record_is_in_the_log_once() -> None:
 
 def test_a_source_that_is_forgotten_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: a broker that does not look where a source stands has its records twice."""
-    monkeypatch.setattr(source_positions.SourcePositions, "of", lambda *_: {})
+    monkeypatch.setattr(idempotency.SourcePositions, "of", lambda *_: {})
     assert sorted(found_after(None, 1)[1]) == sorted(2 * ONCE)

@@ -22,8 +22,8 @@ from tests.crash.world import HOUR_MS, SECOND_MS, CutFiles, World, table_rows
 
 from timeball.broker import maintenance
 from timeball.broker.registry.campaigns import CampaignFacts
-from timeball.broker.tables import rewrite
-from timeball.broker.tables.rewrite import FILES_MIN
+from timeball.broker.tables import compact
+from timeball.broker.tables.compact import FILES_MIN
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import Corrupt, InvalidMessage, NotFound, OutOfRange, OverLimit
@@ -388,13 +388,13 @@ async def test_a_resume_of_too_many_buckets_is_refused_before_a_file_is_written(
 ) -> None:
     keys = await world.campaign("spring", "a", [HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS])
     await world.broker.change_campaign("spring", "pause")
-    before, write = data_files(world), rewrite.resume
+    before, write = data_files(world), compact.resume
     with monkeypatch.context() as patch:
         patch.setattr(limits, "ATTACH_FILES_MAX", 2)
-        patch.setattr(rewrite, "resume", lambda *_, **__: pytest.fail("was written"))
+        patch.setattr(compact, "resume", lambda *_, **__: pytest.fail("was written"))
         with pytest.raises(OverLimit, match="in place of 3; at most 2"):
             await world.broker.change_campaign("spring", "resume")
-    assert (state(world), data_files(world), rewrite.resume) == ("paused", before, write)
+    assert (state(world), data_files(world), compact.resume) == ("paused", before, write)
     assert await world.resume("spring", keys) == 3
 
 
@@ -548,7 +548,7 @@ def test_each_is_delivered_once_at_its_instant_whatever_comes_between(
 async def merged(world: World, epoch: int) -> None:
     """All files of the table written again, as the broker itself does when they are many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("timeball.broker.tables.rewrite.FILES_MIN", 1)
+        patch.setattr("timeball.broker.tables.compact.FILES_MIN", 1)
         await world.merge()
 
 

@@ -11,7 +11,7 @@ from tests.broker.on_node import on_node
 from tests.crash.world import World
 from tests.loop_turns import LoopTurns, Watched
 
-from timeball.broker.admin.group_states import add_in_flight, lags
+from timeball.broker.admin.administration import add_in_flight, lags
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.lease_counts import Counts
 from timeball.broker.registry.rates import GROUPS_AT_ONCE

@@ -7,7 +7,7 @@ from tests.broker.admin.test_push_changes import principal
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.admin import job_reports
+from timeball.broker.admin import administration
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Forbidden
 
@@ -26,5 +26,5 @@ async def test_reports_of_jobs_and_audit_are_returned(world: World, monkeypatch:
     assert await reports.all(ANONYMOUS) == ([{"job": "compact", "state": "running"}], {"ok": True})
     with pytest.raises(Forbidden):
         await reports.all(principal())
-    monkeypatch.setattr(job_reports, "FILE_BYTES_MAX", 1)
+    monkeypatch.setattr(administration, "FILE_BYTES_MAX", 1)
     assert await reports.all(ANONYMOUS) == ([], None)

@@ -10,8 +10,8 @@ from tests.broker.consuming.subscriber import MINUTE_MS, engine, receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming import acknowledgements
-from timeball.broker.consuming.acknowledgements import Acknowledgements
+from timeball.broker.consuming import log_leases
+from timeball.broker.consuming.log_leases import Acknowledgements
 from timeball.broker.consuming.requests import Receipt
 from timeball.model.errors import StorageError
 from timeball.model.message import Int64Array
@@ -51,7 +51,7 @@ async def test_few_and_many_receipts_are_acknowledged_alike(world: World, count:
     await send(world, [b"%d" % i for i in range(count)])
     got = [one for one in (await receive(world, count)).receipts if isinstance(one, Receipt)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acknowledgements, "ROWS_PER_APPEND", 3)
+        patch.setattr(log_leases, "ROWS_PER_APPEND", 3)
         assert await of(world).put(got) == [True] * count
     assert not any(world.broker.lease_counts.held().values())
     await world.advance(MINUTE_MS)

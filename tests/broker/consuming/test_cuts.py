@@ -22,7 +22,7 @@ from tests.crash.lives import run, until_cut
 from tests.crash.world import CutFiles, World
 from tests.crash_files import CrashFiles, Survival
 
-from timeball.broker.consuming import restart
+from timeball.broker.consuming import memory_leases
 from timeball.broker.consuming.requests import Received
 from timeball.io.clock import ManualClock
 
@@ -134,7 +134,7 @@ def test_the_power_goes_at_every_call(step: int) -> None:
 def test_a_look_would_notice_that_nobody_reads_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the step after a crash that looks what scheduled messages have done with, left out."""
     calls = live()[0].calls
-    monkeypatch.setattr(restart, "skip_done", lambda *_, **__: None)
+    monkeypatch.setattr(memory_leases, "skip_done", lambda *_, **__: None)
 
     def noticed(call: int) -> bool:
         files, told = live(call)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.consuming.lease_rows import cancel_rows, few_cancel_rows
+from timeball.broker.consuming.log_leases import cancel_rows, few_cancel_rows
 from timeball.broker.consuming.requests import Receipt
 from timeball.log.row_encoder import rows_of
 from timeball.model.message import Kind

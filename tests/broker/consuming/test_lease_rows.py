@@ -7,7 +7,7 @@ from tests.broker.consuming.subscriber import MINUTE_MS, engine, receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.lease_rows import count_ended, decide, newest_versions, settle_leases
+from timeball.broker.consuming.log_leases import count_ended, decide, newest_versions, settle_leases
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.filters.tags import BoolArray
 

@@ -19,7 +19,7 @@ from timeball.broker.consuming.leases import (
     OpenCount,
     QueueLeases,
 )
-from timeball.log.queue_entry import ENTRY, EntryArray
+from timeball.log.format import ENTRY, EntryArray
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.model import limits
 from timeball.model.errors import OverLimit

@@ -10,7 +10,7 @@ from tests.broker.admin.test_push_changes import principal
 from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.consuming.live_tail import Offsets
+from timeball.broker.consuming.pull import Offsets
 from timeball.model.access import ANONYMOUS
 from timeball.model.errors import Forbidden, NotFound
 

@@ -30,7 +30,7 @@ from timeball.broker.consuming.requests import Receipt
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.model.errors import OverLimit
 from timeball.model.message import CANCEL_REASON, Kind, decode_properties
-from timeball.schedule.moved import Moved
+from timeball.schedule.outcomes import Moved
 
 
 def reasons(world: World) -> list[str]:

@@ -30,8 +30,8 @@ from tests.broker.on_node import InTurn, batch, column, settled
 from tests.crash.lives import run
 from tests.crash_files import CrashFiles
 
-from timeball.broker.admin.group_states import add_in_flight
-from timeball.broker.consuming import restart
+from timeball.broker.admin.administration import add_in_flight
+from timeball.broker.consuming import memory_leases
 from timeball.broker.consuming.requests import AnyReceipt, Receipt
 from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.io.clock import ManualClock
@@ -348,7 +348,7 @@ TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]
 
 def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: after a crash nobody looks what the scheduled messages in the log have done with."""
-    monkeypatch.setattr(restart, "skip_done", lambda *_, **__: None)
+    monkeypatch.setattr(memory_leases, "skip_done", lambda *_, **__: None)
     with pytest.raises(AssertionError, match="in two hands"):
         run(Life().live(TAKEN_AND_CUT))
 

@@ -22,11 +22,11 @@ from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.consuming import restart
+from timeball.broker.consuming import memory_leases
 from timeball.broker.consuming.leases import OpenCount, QueueLeases
+from timeball.broker.consuming.memory_leases import pop_leases, save
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.consuming.restart import pop_leases, save
-from timeball.broker.registry.leases import SavedLeases
+from timeball.broker.registry.lease_counts import SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topic import Queues, Topic, TopicFacts
 from timeball.log.queue_index import QueueIndexes
@@ -69,7 +69,7 @@ async def test_without_a_look_at_the_log_they_would_come_twice(
     await send(world, [b"a"])
     await receive(world)
     with monkeypatch.context() as patch:
-        patch.setattr(restart, "skip_done", lambda *_, **__: None)
+        patch.setattr(memory_leases, "skip_done", lambda *_, **__: None)
         await power_cut(world)
     assert bodies(await receive(world)) == [b"a"], "handed out again while its scheduled message waits"
 

@@ -9,8 +9,8 @@ from tests.broker.consuming.subscriber import GROUP, TOPIC, receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming import subscriptions
-from timeball.broker.consuming.subscriptions import LOG_EVERY_MS, WINDOW_MS, Subscriptions
+from timeball.broker.consuming import engine
+from timeball.broker.consuming.engine import LOG_EVERY_MS, WINDOW_MS, Subscriptions
 from timeball.broker.filters import EVERYTHING, compile_filter, told
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS
@@ -71,7 +71,7 @@ def test_a_conflict_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_clients_cannot_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subscriptions, "KEYS_MAX", 3)
+    monkeypatch.setattr(engine, "KEYS_MAX", 3)
     heard = Heard()
     for number in range(9):
         heard.say("red", "blue", "red", topic=f"t{number}")

@@ -8,8 +8,8 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
+from timeball.broker.consuming.engine import TracedConsuming
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.consuming.traced import TracedConsuming
 
 CONTEXT = "traceparent\x0100-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\x02"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.log.queue_entry import ENTRY, EntryArray
+from timeball.log.format import ENTRY, EntryArray
 from timeball.model.message import Kind, build_rows, encode_properties
 
 Message = dict[str, str]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.filters.messages import Message, rows_of
 
-from timeball.broker.filters import sql_values
-from timeball.broker.filters.sql_values import (
+from timeball.broker.filters import sql_conditions
+from timeball.broker.filters.sql_conditions import (
     AND,
     EQUAL,
     ERROR,
@@ -52,7 +52,7 @@ def test_a_property_is_what_the_decoder_finds(messages: list[Message | None]) ->
 def test_any_text_is_split_as_the_decoder_splits_it(properties: list[str], split_bytes: int) -> None:
     rows = build_rows(len(properties), properties=properties)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sql_values, "SPLIT_BYTES", split_bytes)  # a few rows at a time
+        patch.setattr(sql_conditions, "SPLIT_BYTES", split_bytes)  # a few rows at a time
         values = Values(rows, NAMES)
     for name in NAMES:
         assert texts(values, name) == [decode_properties(text).get(name) for text in properties]
@@ -81,7 +81,7 @@ def test_a_slice_of_rows_has_the_right_values() -> None:
 
 
 def test_own_columns_are_columns() -> None:
-    assert set(sql_values.OWN_COLUMNS.values()) <= set(LOG_SCHEMA.names)
+    assert set(sql_conditions.OWN_COLUMNS.values()) <= set(LOG_SCHEMA.names)
 
 
 @pytest.mark.parametrize(

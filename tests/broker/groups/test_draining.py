@@ -23,8 +23,8 @@ from timeball.broker.groups import draining
 from timeball.broker.groups.draining import MARGIN_MS, Draining
 from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.topic import READ
+from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.revoking.group_questions import AdoptHere, RouteHere
-from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.io.clock import ManualClock
 from timeball.model.access import ANONYMOUS, Access, parse
 from timeball.model.errors import Conflict, Forbidden, InvalidMessage, NotFound, Unavailable

@@ -9,8 +9,8 @@ from tests.broker.two_groups import InGroup, Neighbours, groups_of, in_two_group
 from tests.crash.lives import run
 from tests.crash.scenarios import FAR_MS
 
+from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupRoute, RecallHere, RouteHere
-from timeball.broker.revoking.recall import RecallRefused, encode_handle
 from timeball.model.access import Access, Principal, parse
 from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, Unavailable
 from timeball.model.wire import Verdict

@@ -17,11 +17,9 @@ from tests.crash.lives import live
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.recovery import applying as module
-from timeball.broker.recovery.applying import Applying, Recovered, TailScheduled
-from timeball.broker.recovery.recovery import apply_log, starting_point
-from timeball.broker.recovery.replayed import Replayed
-from timeball.broker.registry.attach import AttachState
+from timeball.broker import recovery as module
+from timeball.broker.recovery import Applying, Recovered, Replayed, TailScheduled, apply_log, starting_point
+from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.tables import Tables
 from timeball.log import checkpoint
 from timeball.log.checkpoint import Checkpoint, Facts
@@ -29,7 +27,7 @@ from timeball.log.reader import LogReader
 from timeball.log.recovery import Opened, open_log
 from timeball.model.config import MIB
 from timeball.node.node import Node
-from timeball.schedule.moved import Moved
+from timeball.schedule.outcomes import Moved
 from timeball.table.catalog import Catalog
 
 SMALL_BYTES, SMALLEST_BYTES = (

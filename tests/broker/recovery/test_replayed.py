@@ -9,12 +9,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.recovery.replayed import Replayed
-from timeball.broker.registry.attach import AttachState
-from timeball.broker.registry.campaigns import CampaignFacts
+from timeball.broker.recovery import Replayed
+from timeball.broker.registry.campaigns import AttachState, CampaignFacts
 from timeball.log.checkpoint import Checkpoint, Facts
 from timeball.model.message import NO_DUE_TIME_MS, Kind, build_rows, with_seq
-from timeball.schedule.moved import Moved
+from timeball.schedule.outcomes import Moved
 from timeball.table.attachment import Attachment, FileEntry, Reservation, encode
 
 NONE = np.empty(0, np.int64)

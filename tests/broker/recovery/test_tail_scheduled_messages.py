@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.log.small_log import opened
 
-from timeball.broker.recovery import applying
-from timeball.broker.recovery.applying import TailScheduled
+from timeball.broker import recovery
+from timeball.broker.recovery import TailScheduled
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule.outcomes import Settled
 
@@ -80,7 +80,7 @@ def test_what_waits_is_what_a_model_says(
 
 
 def test_what_lies_before_is_read_later_and_all_that_came_is_counted(monkeypatch: Any) -> None:
-    monkeypatch.setattr(applying, "COUNT_BLOCK", 4)
+    monkeypatch.setattr(recovery, "COUNT_BLOCK", 4)
     nothing = Settled(-(1 << 62), np.empty(0, np.int64), np.empty(0, np.int64))
     scheduled_rows = [(at, 0) for at in range(20)] + [(7, 3), (8, 0)]
 

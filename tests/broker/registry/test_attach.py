@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 from tests.table.small_table import ALL_ZONES, NOW_MS, attachment, table_rows, write
 
-from timeball.broker.registry.attach import AttachState, check_count, check_files
+from timeball.broker.registry.campaigns import AttachState, check_count, check_files
 from timeball.io.files import Files
 from timeball.model import limits
 from timeball.model.errors import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.broker.registry.state_rows import StateRows
 
-from timeball.broker.registry.expired import ExpiredMessages, ExpiredTopic, Expiry
+from timeball.broker.registry.dead_letters import ExpiredMessages, ExpiredTopic, Expiry
 from timeball.model import limits
 
 

@@ -10,7 +10,7 @@ from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.registry.leases import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
+from timeball.broker.registry.lease_counts import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.model.message import Kind
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.registry.state_rows import StateRows
 
-from timeball.broker.registry import offsets as offsets_module
-from timeball.broker.registry.offsets import Offsets, Parked
+from timeball.broker.registry import groups as offsets_module
+from timeball.broker.registry.groups import Offsets, Parked
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 

@@ -10,8 +10,8 @@ from tests.broker.on_node import on_node
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.registry.queue_entries import rebuild
-from timeball.log.queue_file import QueueFile, encode
+from timeball.broker.registry.topics import rebuild
+from timeball.log.queue_index import QueueFile, encode
 from timeball.model.message import Kind
 
 Read = dict[tuple[str, int], list[tuple[int, str]]]  # by topic and queue: offset and key

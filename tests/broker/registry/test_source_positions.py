@@ -8,7 +8,7 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.registry.source_positions import SourcePositions
+from timeball.broker.registry.idempotency import SourcePositions
 from timeball.model import limits
 from timeball.model.errors import Conflict, OverLimit
 from timeball.model.wire import SourceStep

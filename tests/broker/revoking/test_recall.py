@@ -12,7 +12,7 @@ from tests.broker.revoking.test_cancel import delivered, let_go_of_all
 from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
-from timeball.broker.revoking.recall import Handle, RecallRefused, decode_handle, encode_handle
+from timeball.broker.revoking.cancel import Handle, RecallRefused, decode_handle, encode_handle
 from timeball.model.errors import InvalidMessage, NotFound
 
 SOON_MS = 2_000

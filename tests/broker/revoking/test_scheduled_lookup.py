@@ -10,8 +10,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.revoking import scheduled_lookup
-from timeball.broker.revoking.look_ups import scan
-from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult, Names, Search
+from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult, Names, Search, scan
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Kind, build_rows

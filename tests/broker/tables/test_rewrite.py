@@ -15,8 +15,8 @@ from tests.crash_files import CrashFiles
 from tests.table.small_table import NOW_MS, table_rows, write
 from tests.table.test_layout import order
 
-from timeball.broker.tables import rewrite as module
-from timeball.broker.tables.rewrite import FILES_MIN, SIZE_RATIO, choose, rewrite
+from timeball.broker.tables import compact as module
+from timeball.broker.tables.compact import FILES_MIN, SIZE_RATIO, choose, rewrite
 from timeball.model.limits import DAY_MS
 from timeball.schedule.outcomes import Holds
 from timeball.table import layout

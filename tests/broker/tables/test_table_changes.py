@@ -20,7 +20,7 @@ from tests.starving import no_descriptors, no_room
 from tests.table.small_table import attachment, table_rows, write
 from tests.table.test_catalog import seqs
 
-from timeball.cli.exit_codes import ExitCode, explain
+from timeball.cli.output import ExitCode, explain
 from timeball.model import limits
 from timeball.model.errors import (
     Corrupt,

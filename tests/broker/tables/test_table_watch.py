@@ -22,7 +22,7 @@ from tests.crash.world import HOUR_MS, World
 from tests.rounds import rounds
 from tests.table.test_catalog import seqs
 
-from timeball.broker.tables import rewrite
+from timeball.broker.tables import compact
 from timeball.model.errors import MissingFile, OverLimit
 from timeball.table import catalog as catalog_module
 from timeball.table import live_files
@@ -186,7 +186,7 @@ def lived(folder: Path, test: Callable[[RealWorld], Awaitable[None]]) -> None:
 
 @pytest.fixture(autouse=True)
 def _merges_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrite, "FILES_MIN", 2)
+    monkeypatch.setattr(compact, "FILES_MIN", 2)
 
 
 @pytest.mark.siege

@@ -9,8 +9,8 @@ import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.broker.transacting import transaction_checks
-from timeball.broker.transacting.transactions import Half
+from timeball.broker import transacting
+from timeball.broker.transacting import Half
 from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import READ_SCHEMA, encode_properties
@@ -96,7 +96,7 @@ async def test_after_too_many_checks_a_half_message_is_rolled_back(world: World)
 
 @on_node()
 async def test_the_checks_of_a_round_are_limited(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transaction_checks, "CHECKS_PER_LOOK", 2)
+    monkeypatch.setattr(transacting, "CHECKS_PER_LOOK", 2)
     edge = Edge()
     world.broker.transaction_checks.askers.append(edge)
     seqs = {await prepare(world) for _ in range(5)}
@@ -121,7 +121,7 @@ class Unable(Edge):
 
 async def run_until(world: World, monkeypatch: pytest.MonkeyPatch, edge: Edge) -> None:
     """The loop itself, until the edge was asked or the node has failed."""
-    monkeypatch.setattr(transaction_checks, "LOOK_S", 0)
+    monkeypatch.setattr(transacting, "LOOK_S", 0)
     world.broker.transaction_checks.askers.append(edge)
     await prepare(world)
     world.clock.advance(limits.TRANSACTION_FIRST_CHECK_MS)

@@ -8,12 +8,12 @@ import pytest
 
 from timeball.cli.forecast.options import OTHER_TOPICS, Bars, Extra, Moment, Window, parse_moment, parse_rates
 from timeball.model.errors import RequestError
-from timeball.spark.views import consumer_model, due_histogram
+from timeball.spark.views import due_histogram, forecast
 
 
 def test_the_options_equal_the_units_of_the_pipeline() -> None:
     assert [str(unit) for unit in Bars] == [str(unit) for unit in due_histogram.Unit]
-    assert OTHER_TOPICS == consumer_model.OTHER_TOPICS
+    assert OTHER_TOPICS == forecast.OTHER_TOPICS
 
 
 @pytest.mark.parametrize(

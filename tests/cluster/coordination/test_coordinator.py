@@ -6,8 +6,7 @@ import asyncio
 
 import msgspec
 
-from timeball.cluster.coordination.coordinator import NEVER_MS, Alone, Coordinator, Node
-from timeball.cluster.coordination.lease import HeldLease
+from timeball.cluster.coordination.coordinator import NEVER_MS, Alone, Coordinator, HeldLease, Node
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import ManualClock
 

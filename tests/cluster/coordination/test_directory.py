@@ -6,8 +6,7 @@ import asyncio
 
 from tests.cluster.worlds import World, led, world_of
 
-from timeball.cluster.coordination.coordinator import Node
-from timeball.cluster.coordination.directory import Directory
+from timeball.cluster.coordination.coordinator import Directory, Node
 
 
 async def register(world: World, node: str, port: int) -> None:

@@ -12,8 +12,7 @@ from tests.cluster.etcd_cluster import EtcdCluster
 from tests.cluster.worlds import World, seen, world_of
 from tests.ports import free_ports
 
-from timeball.cluster.coordination.etcd import EtcdStore
-from timeball.cluster.coordination.etcd_members import EtcdAccess
+from timeball.cluster.coordination.etcd import EtcdAccess, EtcdStore
 from timeball.cluster.coordination.store import (
     VALUE_BYTES_MAX,
     KeyValue,

@@ -11,10 +11,10 @@ import pytest
 from tests.cluster.etcd_cluster import EtcdCluster
 from tests.ports import free_ports
 
+from timeball.cluster.coordination import etcd
 from timeball.cluster.coordination import etcd_codec as codec
-from timeball.cluster.coordination import etcd_members
+from timeball.cluster.coordination.etcd import EtcdAccess, Members
 from timeball.cluster.coordination.etcd_codec import BadAnswer
-from timeball.cluster.coordination.etcd_members import EtcdAccess, Members
 from timeball.model.errors import SetupError, TimeballError, Unavailable
 
 READ = b'{"key":"eA=="}'
@@ -101,7 +101,7 @@ def test_the_next_member_is_asked_and_kept(etcd: EtcdCluster) -> None:
         http(b'{"header":{"revision":"1"},"responses":[{}]}'),
         http(b'{"error":"etcdserver: no leader","code":14}', "503 Service Unavailable"),
         http(b"moved", "302 Found\r\nlocation: /elsewhere"),
-        http(b"x" * (etcd_members.ANSWER_BYTES_MAX + 1)),
+        http(b"x" * (etcd.ANSWER_BYTES_MAX + 1)),
         b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\ncontent-length: 0\r\n\r\n",
     ],
 )
@@ -227,11 +227,7 @@ def test_a_stream_is_bounded_and_its_end_is_told() -> None:
                 async for line in members.follow(endpoint, codec.WATCH, b"{}", bytes):
                     found.append(line)
             assert found == [b"a", b"bc"]
-        endless = (
-            chunked
-            + f"{etcd_members.ANSWER_BYTES_MAX + 1:x}\r\n".encode()
-            + b"x" * (etcd_members.ANSWER_BYTES_MAX + 1)
-        )
+        endless = chunked + f"{etcd.ANSWER_BYTES_MAX + 1:x}\r\n".encode() + b"x" * (etcd.ANSWER_BYTES_MAX + 1)
         async with server(lambda *_: endless) as endpoint, members_of(endpoint) as members:
             with pytest.raises(BadAnswer, match="line"):
                 async for _ in members.follow(endpoint, codec.WATCH, b"{}", bytes):

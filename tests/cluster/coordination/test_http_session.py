@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 
 from timeball import __version__
-from timeball.cluster.coordination.etcd_members import open_session, read_bounded
+from timeball.cluster.coordination.etcd import open_session, read_bounded
 
 
 class TooLong(Exception):

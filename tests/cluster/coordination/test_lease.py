@@ -10,9 +10,8 @@ import pytest
 from tests.cluster.memory_store import Memory, MemoryStore
 from tests.cluster.worlds import World, led, seen, world_of
 
-from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, Node
+from timeball.cluster.coordination.coordinator import LEASE_MARGIN_MS, HeldLease, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.coordination.lease import HeldLease
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError
 

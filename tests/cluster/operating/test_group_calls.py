@@ -18,8 +18,8 @@ from tests.cluster.worlds import led, world_of
 from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
 from timeball.client.outgoing import one as one_row
+from timeball.cluster.coordination.coordinator import Directory
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
-from timeball.cluster.coordination.directory import Directory
 from timeball.cluster.operating.group_calls import GroupCalls
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.io.security import load_client_tls

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import World, made, world_of
 
-from timeball.cluster.operating.survey import survey
-from timeball.monitoring.replica_figures import PeerFigures
-from timeball.monitoring.replica_groups import ReplicaGroup
+from timeball.cluster.operating.operations import survey
+from timeball.monitoring.replica_figures import PeerFigures, ReplicaGroup
 
 
 def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]:

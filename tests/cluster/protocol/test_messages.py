@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.cluster.protocol import messages as m
-from timeball.cluster.protocol.messages import Receiver
-from timeball.cluster.protocol.positions import EpochEnd
+from timeball.cluster.protocol.messages import EpochEnd, Receiver
 from timeball.model.errors import PeerError
 
 small = st.integers(0, 2**31 - 1)

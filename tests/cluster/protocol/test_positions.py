@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.cluster.protocol.positions import (
+from timeball.cluster.protocol.messages import (
     BEGINNING,
     Ends,
     EpochEnd,

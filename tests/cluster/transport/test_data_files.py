@@ -12,8 +12,7 @@ import pytest
 from msgspec.structs import replace
 from tests.bounds import BOUND_S
 
-from timeball.cluster.protocol.messages import Complete, File, Have, Message, Want
-from timeball.cluster.protocol.positions import BEGINNING
+from timeball.cluster.protocol.messages import BEGINNING, Complete, File, Have, Message, Want
 from timeball.cluster.protocol.replica import Lead, Peer, Replica, Role, Rules, Source
 from timeball.cluster.transport.data_files import PIECE_BYTES, SUFFIX, UNNAMED_MS, CommittedFiles, DataFiles
 from timeball.io.clock import ManualClock

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import msgspec
 import pytest
 
-from timeball.cluster.transport.local_http import LocalAnswers, read_head
+from timeball.cluster.transport.gateway import LocalAnswers, read_head
 from timeball.model.errors import Forbidden, Unauthorized
 from timeball.monitoring.replica_figures import ReplicaFigures
 

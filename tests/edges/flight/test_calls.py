@@ -7,7 +7,7 @@ from base64 import b64decode
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.edges.flight.calls import framed, framed_in_two
+from timeball.edges.flight.exchange import framed, framed_in_two
 from timeball.edges.flight.server import SERVICE, FlightEdge
 from timeball.edges.http2 import frames
 from timeball.edges.http2.frames import GrpcStatus

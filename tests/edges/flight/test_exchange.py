@@ -16,7 +16,7 @@ from tests.edges.arrow_types import ROWS, TYPES, column
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball.edges.flight import exchange
-from timeball.edges.flight.window import BATCHES_MAX
+from timeball.edges.flight.exchange import BATCHES_MAX
 from timeball.model.wire import END_OF_STREAM
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])

@@ -11,9 +11,8 @@ import pytest
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.edges.flight import protobuf
-from timeball.edges.flight.calls import FlightCall, framed
-from timeball.edges.flight.exchange import READ_AHEAD_BYTES
+from timeball.edges.flight import codec
+from timeball.edges.flight.exchange import READ_AHEAD_BYTES, FlightCall, framed
 from timeball.edges.flight.server import MESSAGE_BYTES_MAX, SERVICE
 from timeball.edges.http2.frames import Fault, GrpcStatus
 from timeball.edges.http2.streams import WINDOW_BYTES
@@ -74,13 +73,13 @@ def test_a_stream_whose_batch_waits_for_memory_receives_only_a_part_of_the_next(
     assert edge is not None
     batch = pa.record_batch({"topic": ["held-up"], "body": [bytes(100_000)]})
     descriptor = flight.FlightDescriptor.for_path(b"send").serialize()
-    begun = protobuf.encode_data(ipc.schema_header(batch.schema))
+    begun = codec.encode_data(ipc.schema_header(batch.schema))
     ((header, body),) = ipc.parts(batch, MESSAGE_BYTES_MAX)
     with filled(node, edge._budget), RawClient(node, port=node.node.port) as client:
         number = client.headers(headers=fields(f"{SERVICE}DoExchange"))
         described = bytes([0x0A, len(descriptor)]) + descriptor
         client.data(number, framed(described, *begun), ends=False)
-        item = framed(*protobuf.encode_data(header, body))
+        item = framed(*codec.encode_data(header, body))
         for _ in range(3 * READ_AHEAD_BYTES // len(item)):
             for at in range(0, len(item), 16_384):
                 client.data(number, item[at : at + 16_384], ends=False)

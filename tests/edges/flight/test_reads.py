@@ -12,7 +12,7 @@ import pytest
 from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import BOUND_S, RunningNode, eventually
 
-from timeball.edges.flight import protobuf, reads
+from timeball.edges.flight import codec, server
 from timeball.edges.flight.server import SERVICE
 from timeball.edges.http2 import frames
 from timeball.edges.shared import arrow_ipc as ipc
@@ -32,7 +32,7 @@ def answers(client: RawClient, number: int) -> Iterator[tuple[bytes, bytes]]:
             buffered += payload
             client.send(frames.window_update(0, len(payload)) + frames.window_update(number, len(payload)))
         while len(buffered) >= 5 and len(buffered) >= (end := 5 + int.from_bytes(buffered[1:5], "big")):
-            message = protobuf.parse_data([buffered[5:end]])
+            message = codec.parse_data([buffered[5:end]])
             buffered = buffered[end:]
             yield bytes(message.header), b"".join(message.body)
 
@@ -65,7 +65,7 @@ def test_a_large_answer_is_sent_in_parts_and_in_order(node: RunningNode, large: 
     with flight.FlightClient(node.endpoint) as client:
         wanted = {"read": "log", "from_seq": large[0], "to_seq": large[1]}
         chunks = [chunk.data for chunk in client.do_get(flight.Ticket(json.dumps(wanted).encode()))]
-    assert len(chunks) > 2 and all(chunk.nbytes <= 2 * reads.ANSWER_PART_BYTES for chunk in chunks)
+    assert len(chunks) > 2 and all(chunk.nbytes <= 2 * server.ANSWER_PART_BYTES for chunk in chunks)
     rows = pa.Table.from_batches(chunks).filter(pa.compute.field("topic") == "large")
     assert rows.column("body").to_pylist() == 4 * [bytes([at]) * 100_000 for at in range(30)]
 
@@ -92,7 +92,7 @@ def test_a_paused_reader_occupies_no_thread_and_gets_all_rows(
         json.dumps({"read": "log", "from_seq": large[0], "to_seq": large[1], "coalesce_rows": 1}).encode()
     )
     paused = []
-    for _ in range(reads.LOG_THREADS + 2):
+    for _ in range(server.LOG_THREADS + 2):
         client = flight.FlightClient(node.endpoint)
         reader = client.do_get(wanted, flight.FlightCallOptions(timeout=BOUND_S))
         reader.read_chunk()

@@ -14,7 +14,7 @@ from tests.edges.flight.test_exchange import answers
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 from tests.spark.due_rows import status
 
-from timeball.edges.shared.arrow_columns import ReleaseColumns
+from timeball.edges.shared.arrow_ipc import ReleaseColumns
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.model.message import TABLE_SCHEMA

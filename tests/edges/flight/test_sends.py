@@ -7,9 +7,8 @@ import pyarrow as pa
 import pytest
 from tests.node_fixture import RunningNode, eventually
 
-from timeball.broker.accepting import small_batch
-from timeball.edges.flight.sends import Sends, refusal_answer
-from timeball.edges.flight.window import Slot, Window
+from timeball.broker.accepting import admission
+from timeball.edges.flight.exchange import Sends, Slot, Window, refusal_answer
 from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.model.access import ANONYMOUS, Caller
 
@@ -60,7 +59,7 @@ def test_an_internal_fault_is_logged_with_its_text(caplog: pytest.LogCaptureFixt
     assert "secret" in caplog.text
 
 
-@pytest.mark.parametrize("rows", [1, 2 * small_batch.ROWS_MAX])
+@pytest.mark.parametrize("rows", [1, 2 * admission.ROWS_MAX])
 @pytest.mark.parametrize("name", ["tag", "keys", "unique_key"])
 @pytest.mark.parametrize("text", ["red\x02TIMER_DELIVER_MS\x011", "a\x01"])
 def test_a_text_that_ends_a_property_is_refused(node: RunningNode, name: str, text: str, rows: int) -> None:

@@ -14,8 +14,7 @@ from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.edges.flight import codec
-from timeball.edges.flight.reads import ANSWERS_BYTES_MAX
-from timeball.edges.flight.server import MESSAGE_BYTES_MAX, FlightEdge
+from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import BODY_BYTES_MAX

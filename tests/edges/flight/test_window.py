@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.bounds import BOUND_S
 
-from timeball.edges.flight.window import Slot, Window
+from timeball.edges.flight.exchange import Slot, Window
 from timeball.edges.shared.shared_limits import MemoryQuota
 
 ONE, OTHER = "10.0.0.1", "10.0.0.2"

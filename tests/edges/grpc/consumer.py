@@ -11,10 +11,9 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.edges.grpc.wire import consumer_settings, d, receive_request, s
 
-from timeball.edges.grpc.calls import CLIENT_ID, Call
+from timeball.edges.grpc.calls import CLIENT_ID, Call, store_settings
 from timeball.edges.grpc.dispatch import METHODS, Dispatch
 from timeball.edges.grpc.edge import GrpcEdge
-from timeball.edges.grpc.session import store_settings
 
 GROUP, TOPIC, CLIENT = "g", "orders", "client-1"
 MINUTE_MS = 60_000

@@ -19,8 +19,8 @@ from tests.bounds import BOUND_S
 from tests.edges.grpc.consumer import GROUP, TOPIC, Consumer, answer, resource, with_consumer
 from tests.edges.grpc.wire import consumer_settings, d
 
+from timeball.edges.grpc.calls import store_settings
 from timeball.edges.grpc.dispatch import METHODS, Method
-from timeball.edges.grpc.session import store_settings
 from timeball.edges.shared.error_codes import Refused
 
 CALLS = 150  # per seed

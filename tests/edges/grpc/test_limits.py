@@ -10,8 +10,8 @@ from tests.certificates import certificate
 from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings, s
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
+from timeball.edges.grpc.calls import STREAMS_PER_CLIENT_MAX
 from timeball.edges.grpc.edge import REQUEST_BYTES_MAX
-from timeball.edges.grpc.session import STREAMS_PER_CLIENT_MAX
 from timeball.edges.http2 import connection as module
 from timeball.edges.http2.connection import CALLS_PER_CONNECTION_MAX
 

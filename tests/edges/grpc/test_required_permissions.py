@@ -12,9 +12,8 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
-from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME
-from timeball.edges.grpc.required_permissions import ACCOUNT_ONLY, REQUIRED_PERMISSIONS
-from timeball.edges.grpc.session import Stream, choose_producer_stream
+from timeball.edges.grpc.calls import Stream, choose_producer_stream
+from timeball.edges.grpc.dispatch import ACCOUNT_ONLY, METHODS, REQUIRED_PERMISSIONS, SERVICE_NAME
 from timeball.model.access import Verb
 
 ACCESS = """

@@ -6,7 +6,7 @@ import pytest
 from tests.edges.grpc.wire import consumer_settings, producer_settings
 
 from timeball.edges.grpc._generated.service_pb2 import TelemetryCommand
-from timeball.edges.grpc.session import (
+from timeball.edges.grpc.calls import (
     QUEUED_COMMANDS_MAX,
     STREAMS_PER_CLIENT_MAX,
     Client,

@@ -15,7 +15,7 @@ from schemathesis.core.transport import Response
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 from tests.bounds import BOUND_S
 
-from timeball.edges.http.events_codec import EVENTS
+from timeball.edges.http.answers_codec import EVENTS
 from timeball.edges.http.openapi import OPERATIONS
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]

@@ -7,7 +7,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from timeball.edges.http import events_codec
+from timeball.edges.http import answers_codec
 from timeball.model.errors import InvalidMessage
 from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA
@@ -25,7 +25,7 @@ def test_each_event_has_the_position_after_it_as_its_id() -> None:
         {"seq": 5, "queue_id": 1, "queue_offset": 7, "body": b"line\nline", "due_ms": 1_767_225_600_000},
         {"seq": 6, "queue_id": 0, "queue_offset": 3, "body": b"\xff", "tag": "t", "keys": "a b"},
     )
-    first, second, rest = events_codec.encode_events(result, (3, 7)).decode().split("\n\n")
+    first, second, rest = answers_codec.encode_events(result, (3, 7)).decode().split("\n\n")
     assert rest == ""
     assert first.split("\n")[0] == "id: 3-8"
     assert second.split("\n")[0] == "id: 4-8"
@@ -42,16 +42,16 @@ def test_lateness_counts_from_the_acceptance_of_overdue_messages() -> None:
     result = rows(
         {"seq": 5, "queue_id": 0, "queue_offset": 0, "due_ms": now_ms - DAY_MS, "accepted_ms": now_ms - 3}
     )
-    event = json.loads(events_codec.encode_events(result, (0,)).decode().split("data: ")[1])
+    event = json.loads(answers_codec.encode_events(result, (0,)).decode().split("data: ")[1])
     assert (event["due"], event["lateness_ms"]) == ("2025-12-31T00:00:00.005Z", 3)
 
 
 def test_a_formatted_event_id_is_parsed_to_the_same_offsets() -> None:
-    assert events_codec.parse_event_id(events_codec.format_event_id((3, 0, 12)).decode()) == [3, 0, 12]
-    assert events_codec.stream_start((3, 0)).endswith(b"id: 3-0\n\n")
+    assert answers_codec.parse_event_id(answers_codec.format_event_id((3, 0, 12)).decode()) == [3, 0, 12]
+    assert answers_codec.stream_start((3, 0)).endswith(b"id: 3-0\n\n")
 
 
 @pytest.mark.parametrize("text", ["-", "1-", "a", "1--2", "-1", "9" * 40, "1-" * 100_000 + "1"])
 def test_an_invalid_event_id_is_refused(text: str) -> None:
     with pytest.raises(InvalidMessage, match="Last-Event-ID"):
-        events_codec.parse_event_id(text)
+        answers_codec.parse_event_id(text)

@@ -10,7 +10,7 @@ from tests.accounts import SECRETS, guarded_node
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.foreign_pages import ForeignPageCheck
+from timeball.edges.http.requests import ForeignPageCheck
 from timeball.model.config import Settings
 from timeball.model.errors import Forbidden, SetupError
 

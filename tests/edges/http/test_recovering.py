@@ -16,7 +16,7 @@ from tests.certificates import certificate
 from tests.node_fixture import RunningNode
 from tests.ports import free_ports
 
-from timeball.broker.recovery.recovery import apply_log
+from timeball.broker.recovery import apply_log
 from timeball.edges.http import recovering
 from timeball.model.errors import SetupError
 from timeball.node import node as node_module

@@ -6,24 +6,24 @@ import msgspec
 import pytest
 
 from timeball.broker.pending.pages import Page, Waiting, Wanted
-from timeball.edges.http import waiting_codec
+from timeball.edges.http import answers_codec
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 
 
 def test_an_empty_query_asks_for_all_messages() -> None:
-    assert waiting_codec.parse_page_query({}) == Wanted(100)
+    assert answers_codec.parse_page_query({}) == Wanted(100)
 
 
 def test_each_parameter_is_parsed() -> None:
     query = {"topic": "a", "key": "k", "from": "2026-01-01T00:00:00Z", "to": "1767225600001", "max": "7"}
-    assert waiting_codec.parse_page_query(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
+    assert answers_codec.parse_page_query(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
 
 
 def test_the_next_page_of_an_answer_is_parsed_again() -> None:
-    answer = waiting_codec.page_answer(Page([], (1_767_225_600_000, 12)))
+    answer = answers_codec.page_answer(Page([], (1_767_225_600_000, 12)))
     assert answer.next_page is not None
-    assert waiting_codec.parse_page_query({"page": answer.next_page}).after == (1_767_225_600_000, 12)
-    assert waiting_codec.page_answer(Page([], None)).next_page is None
+    assert answers_codec.parse_page_query({"page": answer.next_page}).after == (1_767_225_600_000, 12)
+    assert answers_codec.page_answer(Page([], None)).next_page is None
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,11 @@ def test_the_next_page_of_an_answer_is_parsed_again() -> None:
 )
 def test_invalid_parameters_are_refused(query: dict[str, str], error: type[Exception]) -> None:
     with pytest.raises(error):
-        waiting_codec.parse_page_query(query)
+        answers_codec.parse_page_query(query)
 
 
 def test_missing_fields_of_a_message_are_left_out() -> None:
-    page = waiting_codec.page_answer(
+    page = answers_codec.page_answer(
         Page([Waiting(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None)
     )
     assert msgspec.to_builtins(page) == {
@@ -60,6 +60,6 @@ def test_missing_fields_of_a_message_are_left_out() -> None:
 
 
 def test_only_known_units_are_accepted() -> None:
-    assert waiting_codec.parse_unit("day") == "day"
+    assert answers_codec.parse_unit("day") == "day"
     with pytest.raises(OutOfRange, match="second, minute, hour or day"):
-        waiting_codec.parse_unit("days")
+        answers_codec.parse_unit("days")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from timeball.edges.http2.calls import Call
+from timeball.edges.http2.exchange import Call
 from timeball.model.access import ANONYMOUS
 
 

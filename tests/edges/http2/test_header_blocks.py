@@ -10,8 +10,7 @@ from hpack import Decoder, Encoder, HPACKError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from timeball.edges.http2.frames import BrokenRule, Fault
-from timeball.edges.http2.header_blocks import (
+from timeball.edges.http2.connection import (
     FIELD_BYTES,
     HeaderDecoder,
     Headers,
@@ -19,6 +18,7 @@ from timeball.edges.http2.header_blocks import (
     Jh2Decoder,
     choose_decoder,
 )
+from timeball.edges.http2.frames import BrokenRule, Fault
 
 LIST_BYTES_MAX = 1_000_000
 DECODERS = [Jh2Decoder] if HpackDecoder is None else [Jh2Decoder, HpackDecoder]

@@ -11,8 +11,7 @@ from tests.bounds import BOUND_S
 from tests.edges.http2.raw_client import fields, message
 
 from timeball.edges.http2 import frames
-from timeball.edges.http2.calls import Call, Method, Room
-from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.exchange import Call, Exchange, Method, Room
 from timeball.edges.http2.server import Server, parse_timeout
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit

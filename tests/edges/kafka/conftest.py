@@ -14,8 +14,7 @@ from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.client.calls import Calls
-from timeball.edges.kafka.options import BridgeOptions
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue
 
 NAMES = itertools.count()
 

@@ -11,8 +11,7 @@ from tests.node_fixture import RunningNode, eventually
 
 from timeball import Timeball
 from timeball.edges.kafka.delivery import END_MARKERS_S, NO_ENVELOPE, Delivery, read_position
-from timeball.edges.kafka.options import BridgeOptions, Counts
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.model.errors import SetupError
 

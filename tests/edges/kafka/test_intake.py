@@ -16,9 +16,8 @@ from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.edges.kafka import intake
 from timeball.edges.kafka.intake import Intake, split_batches
-from timeball.edges.kafka.options import BridgeOptions, Counts
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.edges.kafka.records import BridgeMessage, Headers, Record
-from timeball.edges.kafka.waiting import BridgeQueue
 from timeball.io.clock import SystemClock
 from timeball.model import limits
 from timeball.model.errors import Conflict, InvalidDelay, NotFound, OverLimit, SetupError

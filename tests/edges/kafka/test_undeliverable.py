@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from timeball.edges.kafka.options import Counts
-from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
+from timeball.edges.kafka.records import Undeliverable, UndeliverableFile
 from timeball.model.errors import SetupError
 
 LINE = Undeliverable(

@@ -9,7 +9,7 @@ from tests.node_fixture import running_node
 
 from timeball import Timeball
 from timeball.client.calls import Calls
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeQueue
 from timeball.model.errors import OutOfRange, SetupError
 
 

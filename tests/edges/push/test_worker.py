@@ -15,7 +15,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
-from timeball.edges.push import edge, worker
+from timeball.edges.push import worker
 
 
 def make_group(node: RunningNode, group: str, *, times_max: int = 16, delay_ms: int = 1, **more: Any) -> None:
@@ -292,7 +292,7 @@ def test_requests_do_not_exceed_the_rate(node: RunningNode, client: Client) -> N
 def test_a_stop_gives_back_messages_whose_requests_are_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(edge, "STOP_S", 0.1)
+    monkeypatch.setattr(worker, "STOP_S", 0.1)
     with receiver_of(lambda _: Reply(instead="hang")) as receiver:
         with (
             running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,

@@ -10,10 +10,9 @@ from typing import Any
 from tests.bounds import BOUND_S
 
 from timeball.broker.service import Broker
-from timeball.edges.remoting.calls import Call, Handlers, RemotingContext
+from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, answer_failure
 from timeball.edges.remoting.codec.frame import Command, Splitter, decode
 from timeball.edges.remoting.connection import EXPIRY_MS, Connection
-from timeball.edges.remoting.dispatch import answer_failure
 from timeball.edges.shared.sessions import EdgeContext, Sessions
 
 

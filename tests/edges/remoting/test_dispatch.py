@@ -8,9 +8,8 @@ import pytest
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode
 
-from timeball.edges.remoting.calls import Call, Reply
+from timeball.edges.remoting.calls import Call, Dispatch, Reply
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.edges.remoting.dispatch import Dispatch
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.errors import InvalidMessage, OverLimit
 

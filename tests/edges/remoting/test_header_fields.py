@@ -16,18 +16,8 @@ from tests.node_fixture import RunningNode
 from timeball.edges.remoting.calls import UNSUPPORTED_FIELDS
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON
-from timeball.edges.remoting.handlers import (
-    heartbeats,
-    offsets,
-    pops,
-    pulls,
-    queries,
-    retries,
-    routes,
-    sends,
-    transactions,
-)
-from timeball.edges.remoting.handlers.admin import client_forwarding, groups, progress, runtime, topics
+from timeball.edges.remoting.handlers import heartbeats, pops, pulls, queries, retries, sends
+from timeball.edges.remoting.handlers.admin import groups, progress, topics
 
 # Of RpcRequestHeader and TopicRequestHeader, which most inherit from: `ns` and `nsd`, the client's namespaceV2, which
 # RocketMQ's broker does not read either; `bname` and `lo`, of static topics; `oway`, which the command's flag says.
@@ -135,14 +125,14 @@ OF_5_5_0 = {
 
 # What reads them. A handler without a structure reads nothing.
 READ_BY: dict[int, type] = {
-    11: pulls.PullFields, 12: queries._Query, 14: offsets._Query, 15: offsets._Update, 17: topics._CreateFields,
-    29: offsets._Search, 30: offsets._Queue, 31: offsets._Queue, 32: offsets._Queue, 33: queries._View,
-    36: retries._SendBack, 37: transactions._End, 38: heartbeats._Group, 101: topics._KeyFields, 105: routes._Topic,
+    11: pulls.PullFields, 12: queries._Query, 14: pulls._Query, 15: pulls._Update, 17: topics._CreateFields,
+    29: pulls._Search, 30: pulls._Queue, 31: pulls._Queue, 32: pulls._Queue, 33: queries._View,
+    36: retries._SendBack, 37: sends._End, 38: heartbeats._Group, 101: topics._KeyFields, 105: queries._Topic,
     202: progress._Topic, 203: groups._ConsumerGroup, 204: groups._ProducerGroup, 207: groups._Delete,
     208: progress._Stats, 215: topics._Topic, 219: topics._Namespace, 222: progress._Reset,
-    223: client_forwarding._StatusFields, 300: groups._Topic, 303: progress._Span,
-    307: client_forwarding._ConsumerFields, 309: client_forwarding._ConsumeFields,
-    314: groups._Clone, 315: runtime._StatsFields, 343: groups._Group,
+    223: groups._StatusFields, 300: groups._Topic, 303: progress._Span,
+    307: groups._ConsumerFields, 309: groups._ConsumeFields,
+    314: groups._Clone, 315: topics._StatsFields, 343: groups._Group,
     345: groups._GroupAndTopic, 351: topics._Topic, 352: groups._Named, 370: sends._Recall, 200050: pops._Pop,
     200051: pops._Ack, 200053: pops._ChangeInvisible, 200054: pops._Notification,
 }  # fmt: skip

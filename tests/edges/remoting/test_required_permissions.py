@@ -20,16 +20,16 @@ from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.edges.remoting import edge as edges
-from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
-from timeball.edges.remoting.connection import UNSIGNED_S
-from timeball.edges.remoting.handlers.transactions import Transactions
-from timeball.edges.remoting.required_permissions import (
+from timeball.edges.remoting.calls import (
     REQUIRED_PERMISSIONS,
     check_permission,
     signed_content,
     verify_signer,
 )
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BINARY, HEADER_BYTES_MAX, JSON, Command, encode
+from timeball.edges.remoting.connection import UNSIGNED_S
+from timeball.edges.remoting.handlers.sends import Transactions
 from timeball.model.access import Access, Verb, parse
 from timeball.model.errors import RequestError, Unauthorized
 from timeball.model.message import Kind
@@ -370,7 +370,7 @@ def test_the_table_has_only_codes_with_a_handler(node: RunningNode) -> None:
 
 def test_signatures_count_if_there_is_an_access_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one, no request pays for a signature."""
-    monkeypatch.setattr(edges.required_permissions, "verify_signer", lambda *_: 1 / 0)
+    monkeypatch.setattr(edges.calls, "verify_signer", lambda *_: 1 / 0)
     with running_node(tmp_path) as node, Wire.to(node) as wire:
         opaques = [send(wire, properties={"UNIQ_KEY": f"{n:032}"}) for n in range(10)]
         assert {wire.answer_to(opaque).code for opaque in opaques} == {0}

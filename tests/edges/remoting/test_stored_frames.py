@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.edges.remoting import stored_frames as module
 from timeball.edges.remoting.codec.implementation import PYTHON, Codec, codec_of
 from timeball.edges.remoting.codec.records import Host, encode_each
-from timeball.edges.remoting.stored_frames import StoredFrames
+from timeball.edges.remoting.handlers import pulls as module
+from timeball.edges.remoting.handlers.pulls import StoredFrames
 from timeball.model.errors import Corrupt, OutOfRange
 
 HERE, THERE = Host(bytes([10, 0, 0, 1]), 1), Host(bytes([10, 0, 0, 2]), 2)

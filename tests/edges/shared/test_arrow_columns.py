@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.accounts import ACCESS_FILE
 from tests.edges.arrow_types import TYPES
 
-from timeball.broker.accepting.small_batch import rows_in
+from timeball.broker.accepting.admission import rows_in
 from timeball.broker.policy import Policy
 from timeball.edges.shared import arrow_ipc as ipc
-from timeball.edges.shared.arrow_columns import SEND_SCHEMA, SendColumns
+from timeball.edges.shared.arrow_ipc import SEND_SCHEMA, SendColumns
 from timeball.log.row_encoder import MessageEncoder
 from timeball.model import limits
 from timeball.model.access import Access, parse

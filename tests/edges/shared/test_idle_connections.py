@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 
 from tests.bounds import BOUND_S
 
-from timeball.edges.shared import idle_connections
-from timeball.edges.shared.idle_connections import IdleConnections, connections
-from timeball.io.descriptors import in_use
+from timeball.edges.shared import shared_limits
+from timeball.edges.shared.shared_limits import IdleConnections, connections
+from timeball.io.files import in_use
 
 
 class Listener:
@@ -62,8 +62,8 @@ def test_the_most_idle_connections_are_closed_and_no_more_than_needed() -> None:
             ours.accepted[number].recv(1)
             time.sleep(0.02)  # the kernel tells silence in milliseconds
         ours.dial(3)  # and nothing comes by these
-        watch = IdleConnections(limit_with(idle_connections.FREE_MIN - 5), [ours.port])
-        assert watch.free_target == idle_connections.FREE_MIN
+        watch = IdleConnections(limit_with(shared_limits.FREE_MIN - 5), [ours.port])
+        assert watch.free_target == shared_limits.FREE_MIN
         assert watch.close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, False, True, True, True]
         assert not any(map(is_closed, others.clients))
@@ -72,7 +72,7 @@ def test_the_most_idle_connections_are_closed_and_no_more_than_needed() -> None:
 def test_nothing_is_closed_while_enough_descriptors_are_free() -> None:
     with listener() as ours:
         ours.dial(3)
-        assert IdleConnections(limit_with(idle_connections.FREE_MIN), [ours.port]).close_idle() == 0
+        assert IdleConnections(limit_with(shared_limits.FREE_MIN), [ours.port]).close_idle() == 0
         assert not any(map(is_closed, ours.clients))
 
 
@@ -82,8 +82,8 @@ def test_all_unused_connections_are_closed_if_descriptors_are_short() -> None:
         ours.dial(5)
         ours.clients[0].sendall(b"x")
         ours.accepted[0].recv(1)
-        time.sleep(idle_connections.UNUSED_MS / 1000 + 0.02)
-        assert IdleConnections(limit_with(idle_connections.FREE_MIN - 2), [ours.port]).close_idle() == 4
+        time.sleep(shared_limits.UNUSED_MS / 1000 + 0.02)
+        assert IdleConnections(limit_with(shared_limits.FREE_MIN - 2), [ours.port]).close_idle() == 4
         assert [is_closed(client) for client in ours.clients] == [False, True, True, True, True]
 
 
@@ -100,8 +100,8 @@ def test_a_reused_descriptor_is_not_closed() -> None:
     with listener() as ours:
         ours.dial(1)
         [result] = connections([ours.port], in_use())
-        assert not idle_connections._shut_down(result._replace(inode=result.inode + 1))
+        assert not shared_limits._shut_down(result._replace(inode=result.inode + 1))
         assert not is_closed(ours.clients[0])
-        assert idle_connections._shut_down(result)
+        assert shared_limits._shut_down(result)
         assert is_closed(ours.clients[0])
-        assert not idle_connections._shut_down(result._replace(fd=1 << 20))
+        assert not shared_limits._shut_down(result._replace(fd=1 << 20))

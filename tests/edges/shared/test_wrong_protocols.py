@@ -13,12 +13,12 @@ from tests.cli.in_process import run_here
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
-from timeball.cli.exit_codes import ExitCode
+from timeball.cli.output import ExitCode
 from timeball.edges.http import edge as http
 from timeball.edges.http2 import connection as http2
 from timeball.edges.remoting import connection as remoting
-from timeball.edges.shared import first_byte, wrong_protocols
-from timeball.edges.shared.wrong_protocols import PAUSE_S, WrongProtocols, protocol_of
+from timeball.edges.shared import first_byte
+from timeball.edges.shared.first_byte import PAUSE_S, WrongProtocols, protocol_of
 from timeball.model.errors import Unavailable
 
 REMOTING = b'{"code":105,"extFields":{"topic":"orders"},"flag":0,"language":"JAVA","opaque":1,"version":399}'
@@ -128,7 +128,7 @@ def test_a_wrong_client_is_named_once(
     assert sorted(line.partition("speaks=")[2].partition(" ")[0] for line in lines) == sorted(expected)
     assert all(f" tls={'on' if has_tls else 'off'} " in line for line in lines)
     assert all(f"right_port=http_port:{ports['http']}" in line for line in lines if "speaks=HTTP/1" in line)
-    assert not [record for record in caplog.records if record.name != wrong_protocols.__name__]
+    assert not [record for record in caplog.records if record.name != first_byte.__name__]
 
 
 @pytest.mark.parametrize("edge", ["remoting", "name_server"])

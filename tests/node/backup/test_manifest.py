@@ -8,8 +8,8 @@ import pytest
 
 from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, SetupError
-from timeball.node.backup import manifest as mf
-from timeball.node.backup.manifest import CopiedFile, Manifest, Progress
+from timeball.node import backup as mf
+from timeball.node.backup import CopiedFile, Manifest, Progress
 
 
 def test_a_manifest_is_read_as_it_was_written_and_ends_the_progress(tmp_path: Path) -> None:

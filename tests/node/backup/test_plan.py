@@ -11,7 +11,7 @@ from timeball import Timeball
 from timeball.io.files import RealFiles
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, NotFound
-from timeball.node.backup.plan import plan
+from timeball.node.backup import plan
 
 LOG = "log/0000000001.log"
 

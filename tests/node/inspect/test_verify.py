@@ -10,14 +10,13 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import AtOnce, batch, opened
 
 from timeball.log import checkpoint as cp
-from timeball.log import frame_index
+from timeball.log import recovery
 from timeball.log.key_index import KeyIndex
-from timeball.log.queue_file import QueueFile, encode, file_name
-from timeball.log.queue_index import QueueIndexes
+from timeball.log.queue_index import QueueFile, QueueIndexes, encode, file_name
 from timeball.model import key_hash
 from timeball.model.key_hash import KeyRun
 from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame
-from timeball.node.inspect.verify import CacheCheck
+from timeball.node.inspect.report import CacheCheck
 
 KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
 SECOND = file_name(31)
@@ -32,7 +31,7 @@ def folder() -> CrashFiles:
             for n in range(20):
                 await log.append(batch(3 * n, 3))
             KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
-            assert frame_index.save_sealed(files, log.segments) == 2
+            assert recovery.save_sealed(files, log.segments) == 2
 
     asyncio.run(write())
     indexes = QueueIndexes(files)

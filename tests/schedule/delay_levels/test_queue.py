@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.log.queue_index import QueueIndexes
-from timeball.schedule import columns
-from timeball.schedule.delay_levels.queue import LevelQueue
+from timeball.schedule import locations
+from timeball.schedule.delay_levels import LevelQueue
 from timeball.schedule.outcomes import Outcomes
 
 WAIT_MS = 100
@@ -84,11 +84,11 @@ def test_open_returns_due_entries_in_order_up_to_the_limit(
             expected.append(([dues[at] for at in due], [10 + 3 * at for at in due]))
         if begin + len(due) < end:
             left.append((begin + len(due), end, False))
-    was, columns.PROBE = columns.PROBE, probe
+    was, locations.PROBE = locations.PROBE, probe
     try:
         opened_columns = queue.open(until_ms, rows_max)
     finally:
-        columns.PROBE = was
+        locations.PROBE = was
     assert [(due.tolist(), seq.tolist()) for _, due, seq in opened_columns] == expected
     assert stretches(queue) == left
     assert queue.first_due_ms() == min((dues[begin] for begin, _, _ in left), default=None)

@@ -22,7 +22,7 @@ from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.key_hash import hash_text
 from timeball.model.message import Kind, int64
-from timeball.schedule.hour_log import pending
+from timeball.schedule import hour_log
 from timeball.schedule.outcomes import NOTHING_SENT, Outcomes, ReleaseCursor
 from timeball.schedule.scheduler import Scheduler
 from timeball.table.key_index import TableKeys
@@ -335,7 +335,7 @@ def test_look_ups_close_their_files(world: World) -> None:
 
 def test_without_closing_all_files_would_be_open(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the three tests above."""
-    monkeypatch.setattr(pending, "OPEN_MS", 400 * DAY)
+    monkeypatch.setattr(hour_log, "OPEN_MS", 400 * DAY)
     hourly(world, 40)
     world.advance(50 * HOUR)
     world.drain()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from timeball.model.config import Settings
 from timeball.model.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS, MINUTE_MS, SECOND_MS
-from timeball.schedule.level_cascade.placement import (
+from timeball.schedule.level_cascade import (
     DRIFT_MS,
     DURATION_MS,
     HOPS_MAX,

@@ -12,8 +12,8 @@ from tests.crash_files import CrashFiles
 from timeball.model.errors import Corrupt
 from timeball.model.message import Int64Array
 from timeball.schedule import generations
-from timeball.schedule.columns import CHUNK
-from timeball.schedule.level_cascade.queue import RECORD, HopQueue
+from timeball.schedule.level_cascade import RECORD, HopQueue
+from timeball.schedule.locations import CHUNK
 
 FOLDER = "cascade/00000001"
 NONE = np.empty(0, np.int64)

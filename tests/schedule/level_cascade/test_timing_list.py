@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from timeball.model import limits
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import Kind, build_rows, decode_properties, encode_properties, with_seq
-from timeball.schedule.level_cascade import timing_list
-from timeball.schedule.level_cascade.placement import NAMES, plan, rest
-from timeball.schedule.level_cascade.timing_list import (
+from timeball.schedule import level_cascade
+from timeball.schedule.level_cascade import (
     NAME,
+    NAMES,
     encode_for_log,
     encode_rewrite,
+    plan,
+    rest,
     texts,
     with_list,
     without_list,
@@ -127,4 +129,4 @@ def test_rewrite_removes_the_first_level_of_the_list(remaining_ms: int) -> None:
     rows = with_seq(rows_of([Kind.SCHEDULED], [NOW + remaining_ms], ["a\x01b"]), 1)
     properties = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
     assert properties.pop("a") == "b"
-    assert packed(properties.get(timing_list.NAME, "")) == int(rest(hops)[0])
+    assert packed(properties.get(level_cascade.NAME, "")) == int(rest(hops)[0])

@@ -15,8 +15,8 @@ from timeball.io.files import File, RealFiles
 from timeball.model import limits
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import Int64Array
-from timeball.schedule.timer_wheel import ring as ring_module
-from timeball.schedule.timer_wheel.ring import MARGIN_MS, RECORD, Ring, Slots
+from timeball.schedule import timer_wheel as ring_module
+from timeball.schedule.timer_wheel import MARGIN_MS, RECORD, Ring, Slots
 
 SLOTS = Slots(1_000, reach=30, count=41)
 START = 1_000

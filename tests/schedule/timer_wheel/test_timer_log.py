@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.model.errors import Corrupt
-from timeball.schedule import generations, mapped_log
+from timeball.schedule import generations, mapped_log, timer_wheel
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import MappedLog
-from timeball.schedule.timer_wheel import timer_log
-from timeball.schedule.timer_wheel.timer_log import ENTRIES, LINKS, Entries, LogState, TimerLog
+from timeball.schedule.timer_wheel import ENTRIES, LINKS, Entries, LogState, TimerLog
 
 FOLDER = "wheel"
 REACH = 640  # a span ends after ten slots
@@ -125,7 +124,7 @@ def test_spans_are_dropped_after_their_last_slot() -> None:
 
 
 def test_span_ends_at_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timer_log, "SPAN_ENTRIES", 10)
+    monkeypatch.setattr(timer_wheel, "SPAN_ENTRIES", 10)
     chained = Chained()
     for slot in range(5):
         chained.append([slot] * 6)

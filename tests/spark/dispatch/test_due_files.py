@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.due_files: each row that is due is planned once, the earliest first."""
+"""Tests of timeball.spark.dispatch: each row that is due is planned once, the earliest first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from timeball.model.message import TABLE_SCHEMA
-from timeball.spark.dispatch import due_files
-from timeball.spark.dispatch.due_files import (
+from timeball.spark import dispatch
+from timeball.spark.dispatch import (
     POINTER_SCHEMA,
     DueFiles,
     Span,
@@ -66,7 +66,7 @@ def test_due_time_with_too_many_rows_is_cut_by_rows() -> None:
 def test_one_file_is_cut_where_its_row_groups_begin(
     first_row: int, rows: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(due_files, "ROW_GROUP_ROWS", 100)
+    monkeypatch.setattr(dispatch, "ROW_GROUP_ROWS", 100)
     span = Span("f", first_row, np.repeat(np.int64(5), 250))
     planned = cut_into_tasks([span], rows)
     assert [count_rows(task) for task in planned] == expected

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.job: scheduled messages released by Spark."""
+"""Tests of timeball.spark.dispatch: scheduled messages released by Spark."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.spark.due_rows import all_out, attach, fetched, left, released, statu
 from tests.test_docs_shown import python_examples
 
 from timeball.model.limits import HOUR_MS
-from timeball.spark.dispatch import job as dispatch
+from timeball.spark import dispatch as dispatch
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.run import runner
 from timeball.spark.run.session import make_active

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.dispatch.release_writer: rows are sent when they are due, never before, each once."""
+"""Tests of timeball.spark.dispatch: rows are sent when they are due, never before, each once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from tests.spark.due_rows import all_out, attach, fetched, left, released
 from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 from timeball.model.limits import HOUR_MS
-from timeball.spark.dispatch import release_writer
-from timeball.spark.dispatch.due_files import DueFiles, encode_pointers
-from timeball.spark.dispatch.due_stream import LEAD_MS
-from timeball.spark.dispatch.release_writer import (
+from timeball.spark import dispatch
+from timeball.spark.dispatch import (
+    LEAD_MS,
     BrokerClock,
+    DueFiles,
     ReleaseCounts,
     ReleaseWriter,
     due_batches,
+    encode_pointers,
     read_all,
     release_when_due,
 )
@@ -98,7 +99,7 @@ class Hasty(BrokerClock):
 def test_rows_refused_as_early_are_sent_again(
     node: RunningNode, broker: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release_writer, "BrokerClock", Hasty)
+    monkeypatch.setattr(dispatch, "BrokerClock", Hasty)
     rows = near(node, broker, [0] * 10)
     assert release_when_due(rows, broker, PATIENCE_MS) == ReleaseCounts(10, 0)
     assert Hasty.ahead_ms < 800, "it was refused, and looked again"
@@ -156,7 +157,7 @@ class Watch:
 def test_batches_contain_only_due_rows(
     now_ms: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release_writer, "BATCH_ROWS", 2)
+    monkeypatch.setattr(dispatch, "BATCH_ROWS", 2)
     dues = [100, 101, 102, 150, 150]
     rows = pa.RecordBatch.from_pydict({"due_ms": pa.array(dues, pa.int64())})
     clock = ManualClock()

@@ -18,9 +18,9 @@ from timeball import Timeball
 from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import archive, archive_writer
+from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
-from timeball.spark.jobs.engine import Engine
+from timeball.spark.jobs.marked import Engine
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.pushdown import Bounds
 from timeball.spark.table_store import sibling
@@ -100,11 +100,11 @@ def test_epoch_that_another_job_has_done_is_refused(
     end = broker.status().log.durable_seq
     uri = sibling(broker.status().table.uri, "archive")
     archive.extend(engine, node.endpoint, uri, end - 5)
-    written = archive_writer.write_piece(node.endpoint, uri, (1, end))
+    written = archive.write_piece(node.endpoint, uri, (1, end))
     with pytest.raises(OutOfRange, match="another archive job was at work"):
-        archive_writer.commit_epoch(uri, 1, end, written)
-    repeated = archive_writer.write_piece(node.endpoint, uri, (1, end - 5))
-    archive_writer.commit_epoch(uri, 1, end - 5, repeated)
+        archive.commit_epoch(uri, 1, end, written)
+    repeated = archive.write_piece(node.endpoint, uri, (1, end - 5))
+    archive.commit_epoch(uri, 1, end - 5, repeated)
     archive.extend(engine, node.endpoint, uri, end)
     assert [row["seq"] for row in archived(broker)] == [row["seq"] for row in passed(broker)]
 
@@ -165,7 +165,7 @@ def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
 def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
     table = archive.open_archive(str(tmp_path / "archive"), broker)
     for mark in (2, 3, 4):
-        archive_writer.add(table, [], mark)
+        archive.add(table, [], mark)
         table.update_incremental()
     entries = tmp_path / "archive/_delta_log"
     archive.tidy(str(tmp_path / "archive"))

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.archive_writer: rows to files, and what the archive's mark decides at commit."""
+"""Tests of timeball.spark.jobs.archive: rows to files, and what the archive's mark decides at commit."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from timeball.model.message import Kind
 from timeball.spark import table_store
 from timeball.spark.delta_append import app_version
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import archive, archive_writer
-from timeball.spark.jobs.archive_writer import FILE_SCHEMA, commit_epoch, write_piece
+from timeball.spark.jobs import archive
+from timeball.spark.jobs.archive import FILE_SCHEMA, commit_epoch, write_piece
 from timeball.spark.table_store import open_table, sibling
 
 
@@ -32,14 +32,14 @@ def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:
 
 @given(st.lists(st.sampled_from(["a", "%RETRY%g", "Z", "é", "aa"]), min_size=1, max_size=40))
 def test_archive_rows_are_sorted_by_topic_and_seq(topics: list[str]) -> None:
-    ordered = archive_writer.by_topic(rows(topics, [1] * len(topics)))
+    ordered = archive.by_topic(rows(topics, [1] * len(topics)))
     pairs = list(zip(ordered.column("topic").to_pylist(), ordered.column("seq").to_pylist(), strict=True))
     assert pairs == sorted(zip(topics, range(1, len(topics) + 1), strict=True))
 
 
 @given(st.lists(st.integers(0, 5 * DAY_MS), min_size=1, max_size=30))
 def test_each_row_goes_to_its_own_day(store_ms: list[int]) -> None:
-    parts = dict(archive_writer.by_day(rows(["t"] * len(store_ms), store_ms)))
+    parts = dict(archive.by_day(rows(["t"] * len(store_ms), store_ms)))
     assert sum(part.num_rows for part in parts.values()) == len(store_ms)
     for day, part in parts.items():
         assert {1 + ms // DAY_MS for ms in part.column("store_ms").to_pylist()} == {int(day[-2:])}
@@ -49,17 +49,17 @@ def test_each_row_goes_to_its_own_day(store_ms: list[int]) -> None:
 
 
 def test_statistics_contain_the_bounds_of_a_file() -> None:
-    reported = json.loads(archive_writer.statistics(rows(["b", "a"], [7, 9], due_ms=[None, 5])))
+    reported = json.loads(archive.statistics(rows(["b", "a"], [7, 9], due_ms=[None, 5])))
     assert reported["numRecords"] == 2
     assert reported["minValues"] == {"seq": 1, "topic": "a", "store_ms": 7, "due_ms": 5}
     assert reported["maxValues"] == {"seq": 2, "topic": "b", "store_ms": 9, "due_ms": 5}
     assert reported["nullCount"]["due_ms"] == 1
-    nothing = json.loads(archive_writer.statistics(rows(["b"], [7])))
+    nothing = json.loads(archive.statistics(rows(["b"], [7])))
     assert "due_ms" not in nothing["minValues"] and nothing["nullCount"]["due_ms"] == 1
 
 
 def test_file_has_the_columns_of_the_log_and_topic_statistics() -> None:
-    file = pq.ParquetFile(io.BytesIO(archive_writer.encode_file(rows(["a", "b"], [1, 2]))))
+    file = pq.ParquetFile(io.BytesIO(archive.encode_file(rows(["a", "b"], [1, 2]))))
     assert file.schema_arrow.equals(FILE_SCHEMA)
     column = file.metadata.row_group(0).column(FILE_SCHEMA.get_field_index("topic"))
     assert (column.statistics.min, column.statistics.max) == ("a", "b")
@@ -93,7 +93,7 @@ def test_a_repeated_epoch_adds_nothing(node: RunningNode, broker: Endpoint, uri:
     commit_epoch(uri, 1, end, written)
     commit_epoch(uri, 1, end, write_piece(node.endpoint, uri, (1, end)))
     assert held(uri) == once and len(once) == 5
-    assert app_version(open_table(uri), archive_writer.APP_ID) == end
+    assert app_version(open_table(uri), archive.APP_ID) == end
 
 
 @pytest.mark.parametrize("low", [2, 9])
@@ -115,15 +115,15 @@ def test_epoch_that_does_not_begin_at_the_mark_is_refused_without_files(
 def test_of_two_commits_at_once_one_is_refused(node: RunningNode, broker: Endpoint, uri: str) -> None:
     """Both looked at the same version: Delta's own check sees that they are the same application."""
     mine, other = open_table(uri), open_table(uri)
-    archive_writer.add(mine, [], 3)
-    with pytest.raises(archive_writer.CommitFailedError, match=r"(?i)concurrent"):
-        archive_writer.add(other, [], 4)
+    archive.add(mine, [], 3)
+    with pytest.raises(archive.CommitFailedError, match=r"(?i)concurrent"):
+        archive.add(other, [], 4)
 
 
 def test_epoch_without_messages_moves_the_mark(node: RunningNode, uri: str) -> None:
     assert write_piece(node.endpoint, uri, (1, 1)) == []
     commit_epoch(uri, 1, 2, [])
-    assert app_version(open_table(uri), archive_writer.APP_ID) == 2 and held(uri) == []
+    assert app_version(open_table(uri), archive.APP_ID) == 2 and held(uri) == []
 
 
 def test_a_task_that_fails_removes_its_own_files(

@@ -19,9 +19,8 @@ from timeball.model import rules
 from timeball.model.errors import InvalidMessage
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs import bulk, bulk_input
-from timeball.spark.jobs.bulk import Survey, plan_tasks
-from timeball.spark.jobs.bulk_input import Columns
+from timeball.spark.jobs import bulk
+from timeball.spark.jobs.bulk import Columns, Survey, plan_tasks
 from timeball.spark.jobs.campaign import Campaign
 
 COLUMNS = Columns(due="at", topic="to", body="text", keys="id")
@@ -90,7 +89,7 @@ def test_dry_run_reports_all_counts_and_writes_nothing(
     folder = Path(before.table.uri).parent
     report = run(spark, node, people(spark, before.now_ms), dry_run=True)
     assert (report.dry_run, report.rows, report.rejected) == (True, 998, 2)
-    assert report.reasons == {bulk_input.NO_DUE_TIME: 1, rules.RULES[0].text: 1}
+    assert report.reasons == {bulk.NO_DUE_TIME: 1, rules.RULES[0].text: 1}
     assert report.load.total == 998 and report.load.width_s == 60
     assert report.payload_bytes == sum(len(f"dear {i}k{i}") for i in range(ROWS) if i not in BAD)
     assert broker.status().log.next_seq == before.log.next_seq
@@ -139,7 +138,7 @@ def test_valid_rows_in_one_attach_and_the_others_beside_them(
     rejects = DeltaTable(report.rejects_uri).to_pyarrow_table().to_pylist()
     assert {(row["campaign"], row["reason"], json.loads(row["row"])["id"]) for row in rejects} == {
         ("spring", rules.RULES[0].text, "k0"),
-        ("spring", bulk_input.NO_DUE_TIME, "k500"),
+        ("spring", bulk.NO_DUE_TIME, "k500"),
     }
     repeated = run(spark, node, frame)
     assert (repeated.repeated, repeated.rows, repeated.files) == (True, 998, report.files)

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.bulk_input: the rules as Spark expressions, and due times of all types."""
+"""Tests of timeball.spark.jobs.bulk: the rules as Spark expressions, and due times of all types."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.local_time_oracle import CHANGED_ZONES, changes, first_instant_us, lo
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import decode_properties
-from timeball.spark.jobs import bulk_input
-from timeball.spark.jobs.bulk_input import Columns, check, screen
-from timeball.spark.source import scheduled_columns
+from timeball.spark.jobs import bulk
+from timeball.spark.jobs.bulk import Columns, check, screen
+from timeball.spark.source import scheduled_writer
 
 NOW_MS = 1_800_000_000_000
 MAX_DUE_MS = NOW_MS + limits.DELAY_MS_MAX
@@ -105,7 +105,7 @@ COLUMNS = Columns(
 
 def reasons_in_the_sink(rows: pa.Table) -> list[str | None]:
     """Find for each row the text of the rule by which the sink refuses it."""
-    broken = scheduled_columns.first_broken(rows, scheduled_columns.to_table_columns(rows, NOW_MS), NOW_MS)
+    broken = scheduled_writer.first_broken(rows, scheduled_writer.to_table_columns(rows, NOW_MS), NOW_MS)
     return [None if index < 0 else rules.RULES[index].text for index in broken]
 
 
@@ -141,7 +141,7 @@ def test_lists_of_keys_are_judged_as_in_the_sink(spark: SparkSession) -> None:
     result = screen(spark.createDataFrame(rows), Columns(due="due_ms", topic="topic", keys="keys"), NOW_MS)
     assert result.select("reason").toArrow().to_pydict()["reason"] == expected
     # And the sink is given them in a form that says how many they are.
-    written = bulk_input.with_lists_of_keys(result.where("reason is null")).select("keys").toArrow()
+    written = bulk.with_lists_of_keys(result.where("reason is null")).select("keys").toArrow()
     assert written.column("keys").to_pylist() == [
         None,
         None,
@@ -186,12 +186,12 @@ def test_a_column_that_is_there_twice_is_named(spark: SparkSession) -> None:
 @pytest.mark.spark
 def test_differing_rule_is_detected(spark: SparkSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    real = bulk_input.breaks
+    real = bulk.breaks
 
     def off_by_one(rule: rules.Rule, now_ms: int) -> Column:
         return f.octet_length("tag") > 254 if rule.column == "tag" else real(rule, now_ms)
 
-    monkeypatch.setattr(bulk_input, "breaks", off_by_one)
+    monkeypatch.setattr(bulk, "breaks", off_by_one)
     with pytest.raises(AssertionError):
         test_spark_expressions_and_sink_reject_the_same_rows(spark)
 
@@ -273,21 +273,21 @@ def test_session_time_zone_has_no_effect(spark: SparkSession) -> None:
 @pytest.mark.spark
 def test_text_without_due_time_is_rejected(spark: SparkSession) -> None:
     wrong = {
-        "cast(null as string)": bulk_input.NO_DUE_TIME,
-        "'tomorrow'": bulk_input.NO_DUE_TIME,
-        "''": bulk_input.NO_DUE_TIME,
-        "'2027-02-30T09:00:00Z'": bulk_input.NO_DUE_TIME,
-        "'2027-03-01T09:00:00'": bulk_input.NO_ZONE,
-        "'2027-03-01'": bulk_input.NO_ZONE,
+        "cast(null as string)": bulk.NO_DUE_TIME,
+        "'tomorrow'": bulk.NO_DUE_TIME,
+        "''": bulk.NO_DUE_TIME,
+        "'2027-02-30T09:00:00Z'": bulk.NO_DUE_TIME,
+        "'2027-03-01T09:00:00'": bulk.NO_ZONE,
+        "'2027-03-01'": bulk.NO_ZONE,
         "'-5'": rules_text("1970"),
         "'1800000000'": rules_text("seconds"),
         "'20300131'": rules_text("a date such as"),
         "'2030'": rules_text("seconds"),
-        "'9999999999999999999999'": bulk_input.NO_DUE_TIME,
+        "'9999999999999999999999'": bulk.NO_DUE_TIME,
     }
     assert [why for _, why in due_of(spark, list(wrong))] == list(wrong.values())
     for kind in ("timestamp", "bigint"):
-        assert due_of(spark, [f"cast(null as {kind})"]) == [(None, bulk_input.NO_DUE_TIME)]
+        assert due_of(spark, [f"cast(null as {kind})"]) == [(None, bulk.NO_DUE_TIME)]
 
 
 @pytest.mark.spark
@@ -300,7 +300,7 @@ def test_a_text_that_is_not_fully_understood_is_rejected(spark: SparkSession) ->
         "now", "2027-12-01 09:00 AM", "+12027-12-01 09:00",
     ]  # fmt: skip
     result = due_of(spark, [f"'{text}'" for text in texts], "Europe/Paris")
-    assert result == [(None, bulk_input.NO_DUE_TIME)] * len(texts)
+    assert result == [(None, bulk.NO_DUE_TIME)] * len(texts)
 
 
 @pytest.mark.spark
@@ -336,7 +336,7 @@ def test_due_times_of_rare_types(spark: SparkSession) -> None:
         "'9999-12-31T23:59:59.9999999'": rules_text("days ahead"),
         "'9223372036854775807'": rules_text("days ahead"),
         "'-9223372036854775808'": rules_text("1970"),
-        "'10000-01-01'": bulk_input.NO_DUE_TIME,
+        "'10000-01-01'": bulk.NO_DUE_TIME,
     }
     assert [why for _, why in due_of(spark, list(texts), "Europe/Paris")] == list(texts.values())
 
@@ -361,7 +361,7 @@ def test_bodies_and_properties_from_columns(spark: SparkSession) -> None:
 
 
 def schema(frame: DataFrame, **columns: str | None) -> None:
-    bulk_input.check(frame.schema, Columns(**{"topic_name": "t", **columns}))
+    bulk.check(frame.schema, Columns(**{"topic_name": "t", **columns}))
 
 
 @pytest.mark.spark

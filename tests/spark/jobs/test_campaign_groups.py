@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.jobs.campaign_groups: a campaign that has a part in each of two groups."""
+"""Tests of timeball.spark.jobs.campaign: a campaign that has a part in each of two groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.table.small_table import table_rows
 from timeball.model.errors import NotFound
 from timeball.model.limits import HOUR_MS
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.jobs.campaign_groups import CampaignParts, open_parts
+from timeball.spark.jobs.campaign import CampaignParts, open_parts
 from timeball.spark.table_store import Store
 from timeball.table.attachment import Attachment
 

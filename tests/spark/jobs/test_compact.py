@@ -14,7 +14,7 @@ from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import compact
-from timeball.spark.jobs.engine import Engine, InProcess, Piece, Result
+from timeball.spark.jobs.marked import Engine, InProcess, Piece, Result
 from timeball.spark.run.on_spark import OnSpark
 
 

@@ -1,11 +1,11 @@
-"""Tests of timeball.spark.jobs.engine. Both engines on the same tables: tests/spark/run/test_on_spark.py."""
+"""Tests of timeball.spark.jobs.marked. Both engines on the same tables: tests/spark/run/test_on_spark.py."""
 
 from __future__ import annotations
 
 import pytest
 
 from timeball.model.errors import OutOfRange
-from timeball.spark.jobs.engine import InProcess
+from timeball.spark.jobs.marked import InProcess
 
 
 def test_tasks_run_in_order_until_one_fails() -> None:

@@ -17,7 +17,7 @@ from timeball.io.clock import SystemClock
 from timeball.model.errors import SetupError, StorageError
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
-from timeball.spark.jobs.engine import Engine
+from timeball.spark.jobs.marked import Engine
 from timeball.spark.log_events import EVENT_SCHEMA
 from timeball.spark.run.on_spark import OnSpark
 from timeball.spark.source.options import write_options

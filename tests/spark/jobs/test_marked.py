@@ -16,8 +16,7 @@ from timeball.model.errors import OutOfRange, SetupError, Unavailable
 from timeball.model.wire import LogStatus
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import ledger
-from timeball.spark.jobs.engine import InProcess
-from timeball.spark.jobs.marked import Sinks, check_mark
+from timeball.spark.jobs.marked import InProcess, Sinks, check_mark
 from timeball.spark.run.job_status import parse_progress
 
 

@@ -12,7 +12,7 @@ from tests.spark.traffic import send, send_due_now
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
-from timeball.spark.jobs.engine import Engine, InProcess, Piece
+from timeball.spark.jobs.marked import Engine, InProcess, Piece
 from timeball.spark.run.on_spark import OnSpark
 
 pytestmark = pytest.mark.spark

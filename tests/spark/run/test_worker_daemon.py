@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from timeball.spark.jobs.engine import Piece
+from timeball.spark.jobs.marked import Piece
 from timeball.spark.run.on_spark import OnSpark
 
 

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.delta_writer."""
+"""Tests of timeball.spark.source.data_source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.delta_append import app_version
-from timeball.spark.source.delta_writer import DeltaDataSource
+from timeball.spark.source.data_source import DeltaDataSource
 from timeball.spark.spark_errors import spark_errors
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.string())])

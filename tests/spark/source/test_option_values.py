@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.option_values: a text becomes a value, or an error of one sentence."""
+"""Tests of timeball.spark.source.options: a text becomes a value, or an error of one sentence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from timeball.spark.source import option_values as values
+from timeball.spark.source import options as values
 
 
 @pytest.mark.parametrize(

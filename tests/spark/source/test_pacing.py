@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.pacing: when an epoch starts, its pieces, and the share of each group."""
+"""Tests of timeball.spark.source.streams: when an epoch starts, its pieces, and the share of each group."""
 
 from __future__ import annotations
 

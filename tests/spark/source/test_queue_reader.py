@@ -16,7 +16,7 @@ from tests.spark.two_groups import two_groups
 from timeball import Timeball
 from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
-from timeball.spark.groups import Group
+from timeball.spark.endpoint import Group
 from timeball.spark.source.options import read_options
 from timeball.spark.source.queue_reader import (
     QueuePart,

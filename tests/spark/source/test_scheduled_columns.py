@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.source.scheduled_columns."""
+"""Tests of timeball.spark.source.scheduled_writer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyspark.sql.types import StructType
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import TABLE_SCHEMA, decode_properties
-from timeball.spark.source import scheduled_columns
+from timeball.spark.source import scheduled_writer
 
 NOW_MS = 1_800_000_000_000
 
@@ -54,16 +54,16 @@ def schema(ddl: str) -> StructType:
 
 def first_broken(*, as_stored: bool = False, **columns: object) -> str | None:
     given = table(**columns)
-    rows = scheduled_columns.to_table_columns(given, NOW_MS)
-    index = scheduled_columns.first_broken(given, rows, NOW_MS, as_stored=as_stored)[0]
+    rows = scheduled_writer.to_table_columns(given, NOW_MS)
+    index = scheduled_writer.first_broken(given, rows, NOW_MS, as_stored=as_stored)[0]
     return None if index < 0 else rules.RULES[index].text
 
 
 def test_allowed_columns_are_accepted() -> None:
-    scheduled_columns.check_columns(
+    scheduled_writer.check_columns(
         schema("topic string,body binary,due timestamp,properties map,keys string")
     )
-    scheduled_columns.check_columns(schema("body string,topic string,due_ms bigint,keys list"))
+    scheduled_writer.check_columns(schema("body string,topic string,due_ms bigint,keys list"))
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_allowed_columns_are_accepted() -> None:
 )
 def test_a_bad_column_is_named(ddl: str, said: str) -> None:
     with pytest.raises(InvalidMessage, match=said):
-        scheduled_columns.check_columns(schema(ddl))
+        scheduled_writer.check_columns(schema(ddl))
 
 
 def test_normalised_rows_have_the_schema_of_the_table() -> None:
-    rows = scheduled_columns.to_table_columns(table(2, queue_id=[3, None]), NOW_MS)
+    rows = scheduled_writer.to_table_columns(table(2, queue_id=[3, None]), NOW_MS)
     assert rows.schema == TABLE_SCHEMA
     assert rows.column("due_ms").to_pylist() == [NOW_MS, NOW_MS]
     assert rows.column("queue_id").to_pylist() == [3, -1]
@@ -92,9 +92,7 @@ def test_normalised_rows_have_the_schema_of_the_table() -> None:
 
 @given(st.integers(0, limits.INSTANT_MS_MAX * 1000))
 def test_timestamps_are_rounded_up(due_us: int) -> None:
-    rows = scheduled_columns.to_table_columns(
-        table(due=pa.array([due_us], pa.timestamp("us", "UTC"))), NOW_MS
-    )
+    rows = scheduled_writer.to_table_columns(table(due=pa.array([due_us], pa.timestamp("us", "UTC"))), NOW_MS)
     due_ms = rows.column("due_ms")[0].as_py()
     assert 0 <= due_ms * 1000 - due_us < 1000
 
@@ -102,7 +100,7 @@ def test_timestamps_are_rounded_up(due_us: int) -> None:
 def test_map_becomes_properties_text() -> None:
     column = pa.array([[("a", "1"), ("b", None)], [], None], pa.map_(pa.string(), pa.string()))
     texts = (
-        scheduled_columns.to_table_columns(table(3, properties=column), NOW_MS)
+        scheduled_writer.to_table_columns(table(3, properties=column), NOW_MS)
         .column("properties")
         .to_pylist()
     )
@@ -152,8 +150,8 @@ def test_rules(columns: dict[str, object], rule: str | None) -> None:
 
 
 def test_rows_without_unique_key_get_a_random_one() -> None:
-    rows = scheduled_columns.to_table_columns(table(4, unique_key=["mine", None, "", None]), NOW_MS)
-    keys = scheduled_columns.with_unique_keys(rows).column("unique_key").to_pylist()
+    rows = scheduled_writer.to_table_columns(table(4, unique_key=["mine", None, "", None]), NOW_MS)
+    keys = scheduled_writer.with_unique_keys(rows).column("unique_key").to_pylist()
     assert keys[0] == "mine"
     assert all(re.fullmatch("[0-9a-f]{32}", key) for key in keys[1:])
     assert len(set(keys)) == 4
@@ -162,21 +160,21 @@ def test_rows_without_unique_key_get_a_random_one() -> None:
 def test_flags_stay_what_the_client_set() -> None:
     """A client that packs bodies says so in sys_flag: without it nobody could unpack them."""
     given = table(2, flag=pa.array([7, None], pa.int32()), sys_flag=pa.array([None, 1], pa.int32()))
-    rows = scheduled_columns.to_table_columns(given, NOW_MS)
+    rows = scheduled_writer.to_table_columns(given, NOW_MS)
     assert (rows.column("flag").to_pylist(), rows.column("sys_flag").to_pylist()) == ([7, 0], [0, 1])
-    assert scheduled_columns.to_table_columns(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
+    assert scheduled_writer.to_table_columns(table(), NOW_MS).column("sys_flag").to_pylist() == [0]
 
 
 def test_rows_with_unique_keys_keep_them() -> None:
-    rows = scheduled_columns.to_table_columns(table(1, unique_key=["mine"]), NOW_MS)
-    assert scheduled_columns.with_unique_keys(rows) is rows
+    rows = scheduled_writer.to_table_columns(table(1, unique_key=["mine"]), NOW_MS)
+    assert scheduled_writer.with_unique_keys(rows) is rows
 
 
 def test_order_is_stable_by_due_time_and_numbers_follow_it() -> None:
-    rows = scheduled_columns.to_table_columns(table(4, due_ms=[9, 3, 9, 3], tag=["a", "b", "c", "d"]), NOW_MS)
-    order = scheduled_columns.due_order(rows)
+    rows = scheduled_writer.to_table_columns(table(4, due_ms=[9, 3, 9, 3], tag=["a", "b", "c", "d"]), NOW_MS)
+    order = scheduled_writer.due_order(rows)
     assert order.tolist() == [1, 3, 0, 2]
-    numbered = scheduled_columns.numbered(rows.take(pa.array(order)), 100)
+    numbered = scheduled_writer.numbered(rows.take(pa.array(order)), 100)
     assert numbered.column("seq").to_pylist() == [100, 101, 102, 103]
     assert numbered.schema == TABLE_SCHEMA
     assert np.all(np.diff(numbered.column("due_ms").to_numpy()) >= 0)
@@ -187,7 +185,7 @@ def test_order_is_stable_by_due_time_and_numbers_follow_it() -> None:
 
 def summed(**columns: object) -> int:
     count = max(len(column) for column in columns.values())  # type: ignore[arg-type]
-    return scheduled_columns.checksum(scheduled_columns.to_table_columns(table(count, **columns), NOW_MS))
+    return scheduled_writer.checksum(scheduled_writer.to_table_columns(table(count, **columns), NOW_MS))
 
 
 def test_checksum_depends_on_the_rows_and_not_on_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +193,7 @@ def test_checksum_depends_on_the_rows_and_not_on_their_order(monkeypatch: pytest
     assert whole == summed(body=["c", "b", "a"], tag=["", None, "t"])
     assert whole == summed(body=["a"], tag=["t"]) + summed(body=["b", "c"], tag=[None, ""])
     assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""], due_ms=[1, 2, 3])  # see the function
-    monkeypatch.setattr(scheduled_columns, "CHECKSUM_ROWS", 2)
+    monkeypatch.setattr(scheduled_writer, "CHECKSUM_ROWS", 2)
     assert whole == summed(body=["a", "b", "c"], tag=["t", None, ""])
 
 
@@ -279,10 +277,10 @@ def test_keys_are_one_text_or_a_list_of_them() -> None:
     ):
         assert first_broken(keys=keys) is None
     lists = pa.array([["x y"], ["a", "b"], None, []], pa.list_(pa.string()))
-    rows = scheduled_columns.to_table_columns(table(4, keys=lists), NOW_MS)
+    rows = scheduled_writer.to_table_columns(table(4, keys=lists), NOW_MS)
     assert rows.column("keys").to_pylist() == ["x y", "a b", None, ""]
     never_null = pa.array([["a", "b"]], pa.list_(pa.field("element", pa.string(), nullable=False)))
-    rows = scheduled_columns.to_table_columns(table(1, keys=never_null), NOW_MS)
+    rows = scheduled_writer.to_table_columns(table(1, keys=never_null), NOW_MS)
     assert rows.column("keys").to_pylist() == ["a b"]
     for start in range(4):
         assert rules.key_faults(lists.slice(start)).tolist() == [True, False, False, False][start:]
@@ -303,10 +301,10 @@ def test_queue_out_of_range_is_refused_without_overflow(number: int) -> None:
 
 @pytest.mark.parametrize("kind", [pa.int8(), pa.int16(), pa.int32(), pa.int64()])
 def test_a_queue_of_any_integer_type_is_kept(kind: pa.DataType) -> None:
-    rows = scheduled_columns.to_table_columns(table(queue_id=pa.array([7], kind)), NOW_MS)
+    rows = scheduled_writer.to_table_columns(table(queue_id=pa.array([7], kind)), NOW_MS)
     assert rows.column("queue_id").to_pylist() == [7]
 
 
 def test_a_column_that_is_there_twice_is_named() -> None:
     with pytest.raises(InvalidMessage, match="column body: there twice"):
-        scheduled_columns.check_columns(schema("topic string,body binary,body string"))
+        scheduled_writer.check_columns(schema("topic string,body binary,body string"))

@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.views.consumer_model against consumers that take one row at a time."""
+"""Tests of timeball.spark.views.forecast against consumers that take one row at a time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.model.errors import RequestError
-from timeball.spark.views import consumer_model
-from timeball.spark.views.consumer_model import OTHER_TOPICS, Outcome, queue, rate_needed, serve, spread
+from timeball.spark.views import forecast
 from timeball.spark.views.due_histogram import Load, from_due_ms
+from timeball.spark.views.forecast import OTHER_TOPICS, Outcome, queue, rate_needed, serve, spread
 
 DUE = st.lists(st.integers(0, 30_000), min_size=1, max_size=80)
 RATES = st.sampled_from([0.5, 1.0, 3.0, 10.0, 200.0])
@@ -155,7 +155,7 @@ def test_an_extra_load_is_all_there_and_even(rows: int, at_ms: int, over_ms: int
 
 
 def test_an_extra_load_over_years_has_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(consumer_model, "CELLS_MAX", 1_000)
+    monkeypatch.setattr(forecast, "CELLS_MAX", 1_000)
     load = spread(10**12, 0, 3_600_000 * 24 * 3_650)
     assert (load.total, load.cells) == (10**12, 1_000)
     with pytest.raises(RequestError):

@@ -27,7 +27,7 @@ from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.source import scheduled_columns
+from timeball.spark.source import scheduled_writer
 from timeball.spark.table_store import ANY_DUE_TIME, Due, Store, TableFile, open_version, read_files, sibling
 from timeball.spark.views.duckdb_session import SqlSession
 from timeball.spark.views.snapshot import (
@@ -190,7 +190,7 @@ def attach(broker: Endpoint, rows: int) -> int:
     due = [status.now_ms + 30 * DAY_MS] * rows
     given = pa.table({"topic": ["bulk"] * rows, "body": ["b"] * rows, "due_ms": due})
     first = broker.reserve(rows)
-    table = scheduled_columns.numbered(scheduled_columns.to_table_columns(given, status.now_ms), first)
+    table = scheduled_writer.numbered(scheduled_writer.to_table_columns(given, status.now_ms), first)
     files = list(Store(status.table.uri).put_rows(table, status.now_ms))
     broker.attach(Attachment(job="bulk", job_id=f"job-{first}", epoch=0, files=files, ranges=[(first, rows)]))
     return first

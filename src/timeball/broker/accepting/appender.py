@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.broker.accepting import admission, durations, small_batch
-from timeball.broker.accepting.small_batch import ParsedSends, SendRuns
+from timeball.broker.accepting import admission, durations
+from timeball.broker.accepting.admission import ParsedSends, SendRuns
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.policy import Policy
 from timeball.broker.registry.meta import Change
@@ -220,14 +220,14 @@ class Appender:
     def _send_small_batch(
         self, batch: SendBatch, caller: Caller
     ) -> tuple[Accepted, asyncio.Future[int]] | None:
-        """Append a small batch of plain rows (small_batch.py).
+        """Append a small batch of plain rows (admission.py).
 
         None if the batch must take the path for columns, which also raises the errors.
         """
-        small_rows = small_batch.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
+        small_rows = admission.rows_in(batch) if isinstance(batch, pa.RecordBatch) else batch
         now_ms = self._clock.now_ms()
         delay_ms_max, may_schedule = self._settings.delay_ms_max, self._compacts
-        if small_rows is None or not small_batch.are_plain(
+        if small_rows is None or not admission.are_plain(
             small_rows, now_ms, delay_ms_max, may_schedule=may_schedule
         ):
             return None
@@ -236,11 +236,11 @@ class Appender:
         if topics is None:  # as in `_send_runs`
             return None
         return self._append_small_batch(
-            small_batch.log_rows(small_rows, topics, now_ms, self._host, self._build), now_ms
+            admission.log_rows(small_rows, topics, now_ms, self._host, self._build), now_ms
         )
 
     def _append_small_batch(
-        self, sends: small_batch.SmallBatch, now_ms: int
+        self, sends: admission.SmallBatch, now_ms: int
     ) -> tuple[Accepted, asyncio.Future[int]]:
         """Append a small batch whose queue offsets are chosen. The commit begins at once."""
         rows, queue_offsets, scheduled, scheduled_bytes = sends

@@ -39,10 +39,10 @@ from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
 from timeball.model.rows import release_row
-from timeball.schedule.columns import FEW, with_column
-from timeball.schedule.hour_log.pending import as_scheduled
-from timeball.schedule.level_cascade.timing_list import NAME as TIMING_LIST
-from timeball.schedule.level_cascade.timing_list import without_list
+from timeball.schedule.hour_log import as_scheduled
+from timeball.schedule.level_cascade import NAME as TIMING_LIST
+from timeball.schedule.level_cascade import without_list
+from timeball.schedule.locations import FEW, with_column
 from timeball.schedule.scheduler import Scheduler
 
 FEW_ROWS = 64  # for more rows, columns cost less

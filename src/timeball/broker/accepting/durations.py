@@ -56,7 +56,7 @@ def is_duration(scheduled_rows: pa.RecordBatch) -> Bools | None:
 
 
 def is_duration_small(scheduled_rows: ReadRows) -> Bools | None:
-    """Mark the durations among rows of a small batch (small_batch.py). None if there are none.
+    """Mark the durations among rows of a small batch (admission.py). None if there are none.
 
     Only the timer properties of RocketMQ are tested, because these rows have no `accepted_ms`.
     """

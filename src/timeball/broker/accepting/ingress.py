@@ -29,8 +29,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 import pyarrow as pa
 
+from timeball.broker.accepting.admission import ParsedSends
 from timeball.broker.accepting.appender import Accepted
-from timeball.broker.accepting.small_batch import ParsedSends
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -36,23 +37,31 @@ from timeball.broker.accepting.ingress import (
 )
 from timeball.broker.accepting.tracing import Tracing, traced
 from timeball.broker.policy import Policy
-from timeball.broker.registry.idempotency import IdempotencyKeys, KeyedSend, KeyUse, check_same, key_use
+from timeball.broker.registry.idempotency import (
+    IdempotencyKeys,
+    KeyedSend,
+    KeyUse,
+    SourcePositions,
+    check_same,
+    key_use,
+)
 from timeball.broker.registry.meta import Change
 from timeball.io.clock import SchedulerClock
-from timeball.log.writer import CommitLog
-from timeball.model.access import Verb
+from timeball.log.writer import CommitLog, LogWriter
+from timeball.model.access import Caller, Verb
 from timeball.model.answers import CREATED, EXISTS, SentState
 from timeball.model.config import Settings
-from timeball.model.errors import Conflict, InvalidMessage, OverLimit
+from timeball.model.errors import Conflict, InvalidMessage, OverLimit, Unavailable
 from timeball.model.message import build_rows, codes_of
 from timeball.model.rules import check_idempotency_key
+from timeball.model.wire import SourceStep
 from timeball.schedule.outcomes import Outcomes
 
 # Stands for the rows of a repeated send, which are not read again: its edge returns only their numbers.
 _NOT_READ = build_rows(0)
 _VISIBLE, _EXPIRED = SentState("visible"), SentState("expired")
 
-# Finds the states of scheduled messages by their numbers, in the same order (revoking/sent_states.py).
+# Finds the states of scheduled messages by their numbers, in the same order (revoking/find_message.py).
 FindStates = Callable[[Sequence[int]], Awaitable[list[SentState]]]
 
 
@@ -224,3 +233,64 @@ class KeyedSends:
             for first_send in first_sends
             if self._under_way.pop(first_send.key.name, None) is not None
         ]
+
+
+# Sends from a source (for example a Kafka topic): each record of the source is in the log once, despite repetitions.
+#
+#     put -> the batch begins at the source's position -> rows and the new position, in one frame -> answer
+#         -> it begins elsewhere                       -> Conflict
+#
+# Unlike other sends, these do not share batches (ingress.py), because a bridge sends large batches. The position moves
+# with the append, on the event loop. So several batches of one source may be under way, one after the other.
+
+
+class SourcedSends:
+    """The sends of sources. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        appender: Appender,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        source_positions: SourcePositions,
+        traces: Tracing | None,
+    ) -> None:
+        self._send = traced(appender.send_with, traces)
+        self._clock, self._writer, self._source_positions = clock, writer, source_positions
+
+    def positions(self, source: str, caller: Caller) -> dict[int, int]:
+        """Find the positions of the caller's source of this name, by partition."""
+        return self._source_positions.of(caller.name, source)
+
+    def put(self, piece: Piece, step: SourceStep) -> None:
+        """Append a piece of SEND_COLUMNS and move the position of its source. Its edge receives the outcome later.
+
+        The piece may be empty. Raises Conflict if it does not begin at the source's position, and the errors of a send.
+        """
+        caller = piece.caller
+        positions = self._source_positions
+        if piece.count:
+            # The row of the position is in the same frame as the messages, so a crash cannot separate them.
+            move_position = positions.moved
+            accepted, durable = self._send(
+                piece.rows, lambda first_seq, store_ms: move_position(caller.name, step), caller
+            )
+        else:
+            # The records produced no message. The source still moves past them.
+            self._writer.check_admission()
+            change = positions.moved(caller.name, step)
+            store_ms, rows = self._clock.now_ms(), build_rows(0)
+            first_seq, durable = self._writer.append(change.rows)
+            change.keep()
+            accepted = Accepted(first_seq, 0, store_ms, rows)
+        piece.first_row = 0  # no other piece shares its batch
+        durable.add_done_callback(partial(_answer_edge, piece, accepted))
+
+
+def _answer_edge(piece: Piece, accepted: Accepted, durable: asyncio.Future[int]) -> None:
+    failure = Unavailable("the broker is stopping") if durable.cancelled() else durable.exception()
+    if failure is not None:
+        refuse([piece], failure)
+    else:
+        answer([piece], accepted)

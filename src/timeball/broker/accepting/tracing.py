@@ -8,7 +8,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import pyarrow as pa
 
-from timeball.broker.accepting.small_batch import ParsedSends, as_batch
+from timeball.broker.accepting.admission import ParsedSends, as_batch
 from timeball.model.message import SendBatch
 
 P = ParamSpec("P")

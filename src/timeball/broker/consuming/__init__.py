@@ -7,17 +7,17 @@ leases.py             the leases of a group in a queue (in flight, returned, don
 memory_leases.py      leases in memory
 redelivery.py         redelivery of messages whose leases in memory have ended
 log_leases.py         leases as scheduled messages in the log
-lease_rows.py         the newest versions of these messages, concurrent answers to a lease, and CANCEL rows that end it
-acknowledgements.py   acknowledgements of leases in the log
+log_leases.py         the newest versions of these messages, concurrent answers to a lease, and CANCEL rows that end it
+log_leases.py   acknowledgements of leases in the log
 lookup.py             look-up of the rows of these scheduled messages
 redelivery_rows.py    the rows that bring a message back to its group
 retry.py              retries that RocketMQ's clients request
 pull.py               reads by offset
 dead_letters.py       listing, resending and deleting dead letters
-live_tail.py          reads of new messages without a group
+pull.py          reads of new messages without a group
 retention.py          segments that are kept for unread messages
 group_places.py       the state of one message in each group
-subscriptions.py      detection of different filters in one group
-restart.py            leases after a crash, and across an orderly stop
-traced.py             the engine with spans
+engine.py      detection of different filters in one group
+memory_leases.py            leases after a crash, and across an orderly stop
+engine.py             the engine with spans
 """

@@ -37,8 +37,7 @@ from timeball.broker.consuming.redelivery_rows import (
 )
 from timeball.broker.consuming.retention import log_expired
 from timeball.broker.policy import Policy
-from timeball.broker.registry.dead_letters import Position, Run, joined, subtract_spans
-from timeball.broker.registry.expired import Expiry
+from timeball.broker.registry.dead_letters import Expiry, Position, Run, joined, subtract_spans
 from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.tables import Tables

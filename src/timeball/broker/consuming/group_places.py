@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from timeball.broker.consuming.leases import Leases
+from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.lease_counts import LeaseCounts, State, topic_of
-from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.rates import shares
 from timeball.io.clock import SchedulerClock
 from timeball.model.answers import GroupPlace, MessagePlace

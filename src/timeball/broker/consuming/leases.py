@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from timeball.broker.accepting.waiters import Waiters
-from timeball.broker.registry.offsets import Ahead, Offsets
+from timeball.broker.registry.groups import Ahead, Offsets
 from timeball.broker.registry.topics import Topic
-from timeball.log.queue_entry import EntryArray
+from timeball.log.format import EntryArray
 from timeball.log.queue_index import QueueIndex
 from timeball.model import limits
 from timeball.model.errors import OverLimit

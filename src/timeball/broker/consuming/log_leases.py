@@ -11,7 +11,7 @@
 If a message is not acknowledged, the schedule releases its scheduled message like any other: exactly once, also after a
 crash. Messages that a group has received and not acknowledged take no memory here.
 
-A CANCEL and the row that replaces its scheduled message are one append: both are in the log or none is. lease_rows.py
+A CANCEL and the row that replaces its scheduled message are one append: both are in the log or none is. log_leases.py
 describes how concurrent answers to a lease are decided. After that decision the append must not fail, so all checks
 that may refuse it run before.
 
@@ -21,7 +21,7 @@ An append costs nearly the same for one row as for a hundred, so requests that a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -30,41 +30,37 @@ import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.delivery import as_moved_rows
-from timeball.broker.accepting.ingress import AsyncBatcher
+from timeball.broker.accepting.ingress import AsyncBatcher, Batcher, BegunBatch, settle
 from timeball.broker.consuming import lookup, redelivery_rows, retry
-from timeball.broker.consuming.acknowledgements import Acknowledgements
-from timeball.broker.consuming.lease_rows import (
-    cancel_rows,
-    count_ended,
-    decide,
-    newest_versions,
-    settle_leases,
-)
 from timeball.broker.consuming.leases import Leases, QueueLeases
 from timeball.broker.consuming.redelivery_rows import FEW_ROWS, retry_topic
 from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.registry import groups
+from timeball.broker.registry.groups import Parked
 from timeball.broker.registry.lease_counts import LeaseCounts, topic_of
-from timeball.broker.registry.offsets import Parked
 from timeball.broker.registry.tables import Tables
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads, in_thread
 from timeball.log.row_encoder import ReadRows, pairs_of, read_batch
-from timeball.log.writer import CommitLog
+from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
 from timeball.model.config import Settings
-from timeball.model.errors import OutOfRange
+from timeball.model.errors import OutOfRange, OverLimit, RequestError
 from timeball.model.message import (
     CANCEL_REASON,
     LOG_SCHEMA,
     Int64Array,
     Kind,
+    LogRow,
+    build_rows,
     encode_properties,
     int64,
 )
-from timeball.schedule.scheduler import Scheduling
+from timeball.model.rows import cancel_row
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table.file_cache import FileCache
 
 _TOPIC_OF = itemgetter(LOG_SCHEMA.get_field_index("topic"))  # of a row
@@ -421,3 +417,249 @@ class LogLeases:
         policy = group.group_retry_policy if group is not None else None
         # At least one attempt, even if the first one does not count.
         return groups.retry_delay_ms(policy, max(1, times), first=change.first)
+
+
+# Acknowledge leases kept in the log: cancel their scheduled messages, with one append for many requests.
+#
+# Nearly all requests are decided and their rows appended within the turn of the loop that begins them, and the commit
+# answers them. If a scheduled message was already settled or moved, a task decides again once the row of that change is
+# durable.
+
+ACKNOWLEDGED = encode_properties({CANCEL_REASON: "acknowledged"})
+CALLS_PER_TURN = 4_096  # requests of one turn: the others wait for the next turn
+ROWS_PER_APPEND = 65_536  # far below the limit of a frame
+
+_Request = tuple[Sequence[Receipt], "asyncio.Future[list[bool]]"]
+
+
+class Acknowledgements:
+    """Ends leases kept in the log. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        appender: Appender,
+        *,
+        clock: SchedulerClock,
+        writer: LogWriter,
+        lease_counts: LeaseCounts,
+        scheduler: Scheduler,
+        outcomes: Outcomes,
+    ) -> None:
+        self._appender = appender
+        self._clock, self._writer, self._lease_counts = clock, writer, lease_counts
+        self._scheduler, self._outcomes = scheduler, outcomes
+        self._batcher: Batcher[_Request] = Batcher(
+            self._begin, _answer, _refuse, rows_max=CALLS_PER_TURN, is_pipelined=False
+        )
+        self._tasks: set[asyncio.Future[BoolArray]] = set()
+
+    def put(self, receipts: Sequence[Receipt]) -> asyncio.Future[list[bool]]:
+        """End these leases. When all rows are durable, the future states for each receipt whether it was valid."""
+        future: asyncio.Future[list[bool]] = asyncio.get_running_loop().create_future()
+        self._batcher.put((receipts, future))
+        return future
+
+    def _begin(self, requests: list[_Request]) -> BegunBatch:
+        receipts = (
+            requests[0][0] if len(requests) == 1 else [receipt for some, _ in requests for receipt in some]
+        )
+        versions = newest_versions(receipts, outcomes=self._outcomes)
+        valid, durable = self._end(receipts, versions)
+        # The usual case needs no task, and no turn of the loop beyond the commit.
+        if durable is not None and valid.all():
+            return valid, durable
+        task = asyncio.ensure_future(self._decide_again(receipts, versions, valid, durable))
+        self._tasks.add(task)  # the loop itself keeps no task alive
+        task.add_done_callback(self._tasks.discard)
+        return task, task
+
+    def _end(
+        self, receipts: Sequence[Receipt], versions: Versions
+    ) -> tuple[BoolArray, asyncio.Future[int] | None]:
+        """Cancel the scheduled messages of these receipts.
+
+        Returns which were pending, and a future that is done when their rows are durable (None without rows).
+        """
+        valid, durable = np.zeros(len(receipts), dtype=np.bool_), None
+        for begin in range(0, len(receipts), ROWS_PER_APPEND):
+            chunk = receipts[begin : begin + ROWS_PER_APPEND]
+            due_ms, version = (column[begin : begin + len(chunk)] for column in versions)
+            # Decided by the newest version, between two awaits: a later release finds the scheduled message cancelled.
+            now_ms = self._clock.now_ms()
+            was_pending = valid[begin : begin + len(chunk)] = settle_leases(
+                due_ms, version, scheduler=self._scheduler
+            )
+            count_ended(chunk, was_pending, lease_counts=self._lease_counts)
+            if was_pending.any():
+                # No await since the decision: the CANCEL rows stand in the log before any later release.
+                durable = self._append(chunk, (due_ms, version), was_pending, now_ms)
+        return valid, durable
+
+    def _append(
+        self, receipts: Sequence[Receipt], versions: Versions, was_pending: BoolArray, now_ms: int
+    ) -> asyncio.Future[int]:
+        if len(receipts) <= FEW_ROWS:
+            values = few_cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
+            return self._appender.append_few(
+                [values[index] for index in np.flatnonzero(was_pending).tolist()]
+            )
+        rows = cancel_rows(receipts, *versions, ACKNOWLEDGED, now_ms)
+        return self._appender.append(
+            rows if was_pending.all() else rows.filter(pa.array(was_pending))
+        ).durable
+
+    async def _decide_again(
+        self,
+        receipts: Sequence[Receipt],
+        versions: Versions,
+        valid: BoolArray,
+        durable: asyncio.Future[int] | None,
+    ) -> BoolArray:
+        """End the leases that another request has moved meanwhile. Returns which receipts were valid in the end."""
+        if durable is not None:
+            await durable  # the receipts that were valid are answered only when their rows are durable
+        # The newest version is known only when the row that moved the scheduled message is durable.
+        await self._writer.flushed()
+        undecided = np.flatnonzero(
+            ~valid & (newest_versions(receipts, outcomes=self._outcomes)[1] != versions[1])
+        )
+        if len(undecided):
+            try:
+                valid[undecided] = await decide(
+                    [receipts[index] for index in undecided.tolist()],
+                    self._attempt,
+                    writer=self._writer,
+                    outcomes=self._outcomes,
+                )
+            except (RequestError, OverLimit):
+                if not valid.any():
+                    raise
+                # Others of these have ended. The rest is answered as not valid, and comes back when its leases end.
+        return valid
+
+    async def _attempt(self, receipts: Sequence[Receipt], _at: Sequence[int]) -> BoolArray:
+        valid, durable = self._end(receipts, newest_versions(receipts, outcomes=self._outcomes))
+        if durable is not None:
+            await durable
+        return valid
+
+
+def _answer(requests: list[_Request], begun: Any) -> None:
+    results = (begun.result() if isinstance(begun, asyncio.Future) else begun).tolist()
+    begin = 0
+    for receipts, future in requests:
+        settle(future, results[begin : begin + len(receipts)])
+        begin += len(receipts)
+
+
+def _refuse(requests: list[_Request], error: BaseException) -> None:
+    for _, future in requests:
+        settle(future, error)
+
+
+# The scheduled messages of leases in the log: their newest versions, and concurrent answers to a lease.
+#
+# Like every cancel, an answer is decided on the event loop, by the newest version of the scheduled message. A receipt
+# is no longer valid once the release of its scheduled message has begun, and a cancelled scheduled message is never
+# released. If another request moved the scheduled message first, its newest version is looked up when that request's
+# row is durable, and the answer is decided again.
+
+Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a scheduled message in the schedule
+# Settles or moves the scheduled messages of receipts, durably, and returns which of them were pending. The second
+# argument contains the indexes of the receipts in the whole request.
+Attempt = Callable[[Sequence[Receipt], Sequence[int]], Awaitable[BoolArray]]
+
+
+def newest_versions(receipts: Sequence[Receipt], *, outcomes: Outcomes) -> Versions:
+    """Find the current due times and versions of the scheduled messages of these receipts."""
+    # The receipt contains the due time of the first version, and stays valid when the lease gets another.
+    due_ms = np.array([receipt.due_ms for receipt in receipts], dtype=np.int64)
+    number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
+    return outcomes.moved.newest_of(due_ms, number)
+
+
+def count_ended(receipts: Sequence[Receipt], ended: BoolArray, *, lease_counts: LeaseCounts) -> None:
+    """Count the leases that were ended, which `ended` marks."""
+    lease_counts.end(np.array([receipt.seq for receipt in receipts], dtype=np.int64)[ended])
+
+
+def settle_leases(due_ms: Int64Array, version: Int64Array, *, scheduler: Scheduler) -> BoolArray:
+    """Cancel those of these scheduled messages that are pending. The result marks them."""
+    # The usual case, without duplicates: a set costs less than numpy's `unique`, even for many receipts.
+    if len(set(version.tolist())) == len(version):
+        return scheduler.cancel(due_ms, version)
+    was_pending = np.zeros(len(version), dtype=np.bool_)
+    # A receipt that occurs twice settles its scheduled message once.
+    first_indexes = np.unique(version, return_index=True)[1]
+    was_pending[first_indexes] = scheduler.cancel(due_ms[first_indexes], version[first_indexes])
+    return was_pending
+
+
+async def decide(
+    receipts: list[Receipt], attempt: Attempt, *, writer: LogWriter, outcomes: Outcomes
+) -> BoolArray:
+    """Call `attempt` for these receipts, and again for those that another request moved meanwhile.
+
+    Returns which of them were settled. Raises the errors of `attempt` (RequestError, OverLimit) only while none was.
+    """
+    valid = np.zeros(len(receipts), dtype=np.bool_)
+    undecided = np.arange(len(receipts))
+    while len(undecided):
+        remaining = [receipts[index] for index in undecided.tolist()]
+        version = newest_versions(remaining, outcomes=outcomes)[1]
+        try:
+            valid[undecided] = await attempt(remaining, undecided.tolist())
+        except (RequestError, OverLimit):
+            if not valid.any():
+                raise
+            # An earlier round has settled some of them, and the batcher must not begin those again. The others are
+            # answered as not valid, and their messages come back when their leases end.
+            break
+        lost = ~valid[undecided]
+        if not lost.any():
+            break
+        # The newest version is known only when the row that moved the scheduled message is durable.
+        await writer.flushed()
+        undecided = undecided[lost & (newest_versions(remaining, outcomes=outcomes)[1] != version)]
+    return valid
+
+
+# The CANCEL rows that end leases kept in the log: as columns, or as values when they are few. No I/O.
+#
+# The rows have no id, because the message's id belongs to its sender. Each names the scheduled message that it ends. If
+# the scheduled message was moved, it also names the row that gave the scheduled message its current due time.
+# `tests/broker/consuming/test_lease_ends.py` checks that both ways build the same rows.
+
+
+def cancel_rows(
+    receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
+) -> pa.RecordBatch:
+    """Build LOG_SCHEMA rows that end these leases. `due_ms` and `version` are those of the newest versions."""
+    number = np.array([receipt.seq for receipt in receipts], dtype=np.int64)
+    return build_rows(
+        len(receipts),
+        kind=int(Kind.CANCEL),
+        topic=[retry_topic(receipt.group, receipt.topic) for receipt in receipts],
+        # A CANCEL row is not visible, so it has no queue.
+        queue_id=-1,
+        # All rows of a call have the same reason, which is encoded once.
+        properties=reason,
+        store_ms=now_ms,
+        due_ms=due_ms,
+        source_seq=number,
+        # Null for a scheduled message that was never moved, as the number names it already.
+        version_seq=pa.array(version, mask=version == number),
+    )
+
+
+def few_cancel_rows(
+    receipts: Sequence[Receipt], due_ms: Int64Array, version: Int64Array, reason: str, now_ms: int
+) -> list[LogRow]:
+    """Build the rows of `cancel_rows` as values."""
+    return [
+        cancel_row(
+            topic=retry_topic(receipt.group, receipt.topic), source_seq=receipt.seq, due_seq=seq, due_ms=due,
+            store_ms=now_ms, properties=reason,
+        )
+        for receipt, due, seq in zip(receipts, due_ms.tolist(), version.tolist(), strict=True)
+    ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 It is nearly always in the log, because receipts are young. With an invisible time of hours, retention may have removed
 its segment. By then compaction has written the message to the pending table, or the schedule has written its row again
-(MOVED). If the end of the lease was changed, the scheduled message has a new version (schedule/moved.py), and the
+(MOVED). If the end of the lease was changed, the scheduled message has a new version (schedule/outcomes.py), and the
 look-up uses this version. A scheduled message that is found nowhere was settled long ago, and its receipt is not valid.
 """
 
@@ -18,8 +18,8 @@ from timeball.broker.consuming.redelivery_rows import times_of
 from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model.message import Int64Array, Kind
-from timeball.schedule.hour_log import pending
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule import hour_log
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.locations import KINDS, as_scheduled, moved_versions
 from timeball.table.data_file import DataFile
 from timeball.table.file_cache import FileCache
@@ -97,7 +97,7 @@ def times_before(reader: LogReader, rows: pa.RecordBatch) -> Int64Array:
 def _read_from_table(files: Sequence[DataFile], due_ms: int, version: int) -> pa.RecordBatch | None:
     """Read the message from the file that contains it. Files are sorted by due time, so one row group is read."""
     # A half-open range of positions with exactly one version.
-    return pending.load(_files_containing(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
+    return hour_log.load(_files_containing(files, due_ms, version), (due_ms, version), (due_ms, version + 1))
 
 
 def _files_containing(files: Sequence[DataFile], due_ms: int, version: int) -> list[DataFile]:

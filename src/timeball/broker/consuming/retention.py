@@ -7,7 +7,7 @@ keeps its segment and all later ones. Dead letters are repeated at the end of th
 are not. A group that was down over a long weekend may have millions of unread messages, and their copies would take
 more disk space than the segments.
 
-Messages that expire unread are counted by group and topic (registry/expired.py), and logged.
+Messages that expire unread are counted by group and topic (registry/dead_letters.py), and logged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from timeball.broker.registry.expired import Expiry
+from timeball.broker.registry.dead_letters import Expiry
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import Topic

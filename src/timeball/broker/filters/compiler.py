@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from timeball.broker.filters import tags
 from timeball.broker.filters.tags import ALL, EVERYTHING, BoolArray, Filter
-from timeball.log.queue_entry import EntryArray
+from timeball.log.format import EntryArray
 from timeball.model import limits
 from timeball.model.errors import InvalidFilter
 
@@ -34,7 +34,7 @@ class SqlFilter:
         return np.ones(len(entries), dtype=np.bool_)  # the index does not contain properties
 
     def exact(self, rows: pa.RecordBatch) -> BoolArray:
-        from timeball.broker.filters.sql_values import TRUE, Values
+        from timeball.broker.filters.sql_conditions import TRUE, Values
 
         matches: BoolArray = self._condition.truth(Values(rows, self._names)) == TRUE
         return matches

@@ -20,8 +20,19 @@ from typing import Any
 from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedToken, v_args
 
 from timeball.broker.filters import sql_conditions as conditions
-from timeball.broker.filters.sql_conditions import Condition, Constant, Mismatch, Operand, Property
-from timeball.broker.filters.sql_values import FALSE, LONG_DIGITS, LONG_MAX, LONG_MIN, NULL, TRUE
+from timeball.broker.filters.sql_conditions import (
+    FALSE,
+    LONG_DIGITS,
+    LONG_MAX,
+    LONG_MIN,
+    NULL,
+    TRUE,
+    Condition,
+    Constant,
+    Mismatch,
+    Operand,
+    Property,
+)
 from timeball.model import limits
 from timeball.model.errors import InvalidFilter
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.log.queue_entry import EntryArray
+from timeball.log.format import EntryArray
 from timeball.model import limits
 from timeball.model.errors import InvalidFilter
 

@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from timeball.broker.groups.drain_receiver import DrainReceiver
-from timeball.broker.groups.draining import LOOK_MS, Draining
+from timeball.broker.groups.draining import LOOK_MS, Draining, DrainReceiver
 from timeball.broker.policy import queues_to_read
 from timeball.broker.registry.topic import MESSAGE_TYPE
+from timeball.broker.revoking.cancel import SETTLED, RecallRefused, decode_handle
+from timeball.broker.revoking.find_message import sent_states
 from timeball.broker.revoking.group_questions import (
     AdoptHere,
     AnyQuestion,
@@ -37,8 +38,6 @@ from timeball.broker.revoking.group_questions import (
     merge_places,
     merge_verdicts,
 )
-from timeball.broker.revoking.recall import SETTLED, RecallRefused, decode_handle
-from timeball.broker.revoking.sent_states import sent_states
 from timeball.broker.service import Broker
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.answers import SentState

@@ -1,8 +1,8 @@
 """Reads of pending messages, for people and programs: pages of messages, and counts by due time.
 
     snapshot.py    the pending scheduled messages at one time: where they are stored, and which messages are settled
-    log_tail.py    the pending scheduled messages of the log, sorted, kept between two reads
-    table_walk.py  the pending scheduled messages of the table, row group by row group
+    snapshot.py    the pending scheduled messages of the log, sorted, kept between two reads
+    listing.py  the pending scheduled messages of the table, row group by row group
     pages.py       requests and their answers
     listing.py     a page of pending messages
     forecast.py    counts of the messages that are due in each second, minute, hour or day

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.pending.log_tail import Codes, TopicCodes, scan
 from timeball.broker.pending.pages import Counted, Unit
-from timeball.broker.pending.snapshot import Snapshot, Snapshots, is_shown
+from timeball.broker.pending.snapshot import Codes, Snapshot, Snapshots, TopicCodes, is_shown, scan
 from timeball.broker.policy import Policy
 from timeball.broker.tables.memory import give_back
 from timeball.io.clock import SchedulerClock

@@ -14,22 +14,28 @@ and a message that an attach moves from the log to the table is in exactly one o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
 
-from timeball.broker.registry.attach import AttachState
+from timeball.broker.pending.pages import FIRST, LAST, Position
+from timeball.broker.registry.campaigns import AttachState
 from timeball.io.clock import SchedulerClock
 from timeball.log.reader import LogReader
-from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array
+from timeball.model.errors import OutOfRange
+from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
+from timeball.schedule.levels import restored
+from timeball.schedule.locations import KINDS, Columns, moved_versions
 from timeball.schedule.outcomes import Holds, Settled
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
-from timeball.table.data_file import DataFile
+from timeball.table.data_file import DataFile, search
 from timeball.table.pending_table import PendingTable
 
 
@@ -121,3 +127,189 @@ def is_shown(topic: str, requested_topic: str | None) -> bool:
         if requested_topic is not None
         else not topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
     )
+
+
+# The pending scheduled messages of the log, sorted by due time, and kept between two reads.
+#
+# A page needs the messages that are due next, but the log is in the order of arrival. So its scheduled messages are
+# kept sorted in memory, 29 bytes each, as long as a client reads pages. `ROWS_MAX` bounds their number. If the log has
+# more, the earliest ones up to some due time are kept, and a page after that time reads the log again.
+#
+# A message may have several rows in the log: one row sets its due time, and later rows write it again with the same due
+# time (hops, rolls). The last row of a message counts.
+
+# 29 bytes each. During a read there are up to twice as many.
+ROWS_MAX = 4_000_000
+_SCAN_ROWS = 65_536
+Codes = npt.NDArray[np.int32]
+_COLUMNS = ["seq", "kind", "topic", "queue_offset", "due_ms", "source_seq", "version_seq", "from_due_ms"]
+
+
+class TopicCodes:
+    """Maps topics to small numbers (codes), assigned at the first use. Belongs to the background thread."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._codes: dict[str, int] = {}
+
+    def encode(self, topics: pa.Array) -> Codes:
+        """Convert a column of topics to their codes."""
+        # A frame has only a few distinct topics. Each is looked up once.
+        dictionary = topics if pa.types.is_dictionary(topics.type) else topics.dictionary_encode()
+        codes = np.array([self._code(name) for name in dictionary.dictionary.to_pylist()], dtype=np.int32)
+        return (
+            codes[dictionary.indices.to_numpy(zero_copy_only=False)] if len(codes) else np.empty(0, np.int32)
+        )
+
+    def _code(self, name: str) -> int:
+        code = self._codes.setdefault(name, len(self.names))
+        if code == len(self.names):
+            self.names.append(name)
+        return code
+
+
+@dataclass(frozen=True, slots=True)
+class Logged(Columns):
+    """Scheduled messages in the log, as columns.
+
+    `seq`: version. `row_seq`: row. `is_level`: in a delay level's queue.
+    """
+
+    due_ms: Int64Array
+    seq: Int64Array
+    row_seq: Int64Array
+    topic: Codes
+    is_level: Bools
+
+    def sorted(self) -> Logged:
+        """Sort by due time and version, and keep only the last row of each version."""
+        # The sort puts the last row of each version first.
+        order = np.lexsort((-self.row_seq, self.seq, self.due_ms))
+        ordered = self.part(order)
+        is_first = np.ones(len(ordered), np.bool_)
+        is_first[1:] = ordered.seq[1:] != ordered.seq[:-1]
+        return ordered if is_first.all() else ordered.part(is_first)
+
+
+_NONE = np.empty(0, np.int64)
+NOTHING = Logged(_NONE, _NONE, _NONE, np.empty(0, np.int32), np.empty(0, np.bool_))
+
+
+def scan(reader: LogReader, snapshot: Snapshot, from_seq: int, codes: TopicCodes) -> Iterator[Logged]:
+    """Yield the scheduled messages of the log from row `from_seq` on, including settled ones (background thread)."""
+    begin_seq = max(from_seq, reader.first_seq)
+    while True:
+        try:
+            batches = reader.coalesced(begin_seq, snapshot.to_seq, KINDS, _SCAN_ROWS, _COLUMNS)
+            first = next(batches, None)
+            break
+        except OutOfRange:
+            if reader.first_seq <= begin_seq:
+                raise
+            # Retention has removed a segment since `first_seq` was read. None of its messages is pending.
+            begin_seq = reader.first_seq
+    while first is not None:
+        scheduled = _scheduled_rows(reader, first, snapshot.watermark, codes)
+        if len(scheduled):
+            yield scheduled
+        first = next(batches, None)
+
+
+def _scheduled_rows(reader: LogReader, rows: pa.RecordBatch, watermark: int, codes: TopicCodes) -> Logged:
+    row_seq, is_level = int64(rows.column("seq")), np.asarray(rows.column("queue_offset").is_valid())
+    # A half message has no due time. Rows before the watermark are in the table, except those of delay levels.
+    is_relevant = np.asarray(rows.column("due_ms").is_valid()) & ((row_seq >= watermark) | is_level)
+    if not is_relevant.all():
+        rows, row_seq, is_level = (
+            rows.filter(pa.array(is_relevant)),
+            row_seq[is_relevant],
+            is_level[is_relevant],
+        )
+    if not len(row_seq):
+        return NOTHING
+    is_moved = rows.column("kind").to_numpy() == Kind.MOVED
+    # The version: the row that set the due time.
+    seq = np.where(is_moved, moved_versions(rows), row_seq) if is_moved.any() else row_seq
+    topic = codes.encode(rows.column("topic"))
+    if is_level.any():
+        # Messages of delay levels are stored under SCHEDULE_TOPIC. Their properties contain the real topic.
+        topic[is_level] = codes.encode(restored(reader.read_rows(row_seq[is_level])).column("topic"))
+    return Logged(int64(rows.column("due_ms")), seq, row_seq, topic, is_level)
+
+
+class LogTail:
+    """The sorted scheduled messages of the log between two positions. Belongs to the background thread."""
+
+    def __init__(self, reader: LogReader, codes: TopicCodes, rows_max: int = ROWS_MAX) -> None:
+        self._reader, self._codes, self._rows_max = reader, codes, rows_max
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all kept messages, to free their memory."""
+        self._rows, self._next_seq = NOTHING, -1
+        self._low, self._high = FIRST, FIRST  # the scheduled messages in [low, high) are kept
+
+    def after(self, snapshot: Snapshot, low: Position, high: Position, rows: int) -> tuple[Logged, Position]:
+        """Find the pending messages in [low, high), sorted, and the position up to which all were examined.
+
+        One call examines at most `rows` messages. It leaves out settled messages, and those that an attach has moved to
+        the table.
+        """
+        if not self._low <= low < self._high:
+            # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
+            # `low` on.
+            self.forget()
+            self._high = LAST
+            self._read(snapshot)
+            if low >= self._high:
+                self.forget()
+                self._low, self._high = low, LAST
+                self._read(snapshot)
+        elif self._next_seq < snapshot.to_seq:
+            self._read(snapshot)
+        # Binary searches, so that the number of earlier messages does not matter.
+        kept = self._rows
+        begin = search(kept.due_ms, kept.seq, low)
+        end = search(kept.due_ms, kept.seq, high)
+        page = kept.part(slice(begin, min(end, begin + rows)))
+        if begin + rows < end:
+            # The position after the last scheduled message examined.
+            end_position = int(page.due_ms[-1]), int(page.seq[-1]) + 1
+        else:
+            end_position = min(high, self._high)
+        is_pending = snapshot.waits(page.due_ms, page.seq) & _is_in_log(page, snapshot)
+        return (page if is_pending.all() else page.part(is_pending)), end_position
+
+    def _read(self, snapshot: Snapshot) -> None:
+        """Read the rows of the log since the last read, up to the end of the snapshot."""
+        begin_seq = snapshot.from_seq if self._next_seq < 0 else self._next_seq
+        still_in_log = self._rows.part(_is_in_log(self._rows, snapshot))
+        batches, count = [still_in_log], len(still_in_log)
+        for scheduled in scan(self._reader, snapshot, begin_seq, self._codes):
+            is_kept = (scheduled.due_ms >= self._low[0]) & (scheduled.due_ms <= self._high[0])
+            is_kept &= snapshot.waits(scheduled.due_ms, scheduled.seq)
+            if is_kept.any():
+                batches.append(scheduled.part(is_kept))
+                count += len(batches[-1])
+            # Only now and then, because a cut sorts all kept messages.
+            if count > 2 * self._rows_max:
+                batches = [self._sort_and_cut(Logged.joined(batches))]
+                count = len(batches[0])
+        self._rows = self._sort_and_cut(Logged.joined(batches))
+        self._next_seq = snapshot.to_seq
+
+    def _sort_and_cut(self, rows: Logged) -> Logged:
+        """Sort the messages and limit them to [`_low`, `_high`). If there are too many, lower `_high`."""
+        rows = rows.sorted()
+        rows = rows.part(
+            slice(search(rows.due_ms, rows.seq, self._low), search(rows.due_ms, rows.seq, self._high))
+        )
+        if len(rows) > self._rows_max:
+            self._high = int(rows.due_ms[self._rows_max]), int(rows.seq[self._rows_max])
+            rows = rows.part(slice(0, self._rows_max))
+        return rows
+
+
+def _is_in_log(rows: Logged, snapshot: Snapshot) -> Bools:
+    """Check which of these messages are only in the log. The others were compacted into the table."""
+    return np.asarray((rows.row_seq >= snapshot.watermark) | rows.is_level)

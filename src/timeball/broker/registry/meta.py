@@ -4,18 +4,18 @@
     topic/<name>                       TopicFacts               topics.py
     group/<name>                       SubscriptionGroup        groups.py
     mode/<topic>@<group>               RequestMode              groups.py
-    offsets/<group>@<topic>            {queue: offset}          offsets.py
-    offsets/parked                     Parked                   offsets.py
-    in_flight/<group>@<topic>@<queue>  leases at a clean stop   leases.py
+    offsets/<group>@<topic>            {queue: offset}          groups.py
+    offsets/parked                     Parked                   groups.py
+    in_flight/<group>@<topic>@<queue>  leases at a clean stop   lease_counts.py
     campaign/<id>                      CampaignFacts            campaigns.py
     push/<name>                        PushSubscription         push_subscriptions.py
-    secret/receipts                    32 bytes, as base64      leases.py
+    secret/receipts                    32 bytes, as base64      lease_counts.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     repeated/<group>                   {queue: [Run]}           dead_letters.py
-    expired/<group>                    ExpiredFacts             expired.py
+    expired/<group>                    ExpiredFacts             dead_letters.py
     once/<hash of caller and key>      KeyedSend                idempotency.py
-    source/<hash of caller and name>   SourceState              source_positions.py
+    source/<hash of caller and name>   SourceState              idempotency.py
     cluster/epoch                      EpochFacts               groups.py, written by the replica that leads
     drain/out                          DrainFacts               drains.py
     adopted/<group>                    AdoptedFacts             drains.py

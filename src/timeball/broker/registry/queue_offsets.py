@@ -15,7 +15,7 @@ import numpy as np
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.registry.rates import Rates, Stat, of_dead_letter
 from timeball.broker.registry.topic import Queue, Topic
-from timeball.log.queue_entry import ENTRY
+from timeball.log.format import ENTRY
 from timeball.model.message import DLQ_PREFIX
 
 _ENTRY = struct.Struct(">qiq")  # same layout as ENTRY: row, size, tag
@@ -47,7 +47,7 @@ class QueueOffsets:
 
     @classmethod
     def chosen(cls, queues: Iterable[QueueRows], turns: Mapping[Topic, int]) -> Self:
-        """Take over queues and offsets that a codec has chosen in the same way (SendRuns of small_batch.py)."""
+        """Take over queues and offsets that a codec has chosen in the same way (SendRuns of admission.py)."""
         offsets = cls()
         for topic, queue_id, entries, size_bytes in queues:
             offsets._chosen[topic, queue_id] = _QueueBatch(topic.queues[queue_id], entries, size_bytes)

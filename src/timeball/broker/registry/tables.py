@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from timeball.broker.registry.campaigns import Campaigns
-from timeball.broker.registry.dead_letters import RepeatedDeadLetters, ResolvedDeadLetters
+from timeball.broker.registry.dead_letters import ExpiredMessages, RepeatedDeadLetters, ResolvedDeadLetters
 from timeball.broker.registry.drains import Drains
-from timeball.broker.registry.expired import ExpiredMessages
-from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, RequestModes
-from timeball.broker.registry.idempotency import IdempotencyKeys
-from timeball.broker.registry.leases import ReceiptSecret, SavedLeases
+from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, Offsets, RequestModes
+from timeball.broker.registry.idempotency import IdempotencyKeys, SourcePositions
+from timeball.broker.registry.lease_counts import ReceiptSecret, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
-from timeball.broker.registry.offsets import Offsets
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
-from timeball.broker.registry.source_positions import SourcePositions
 from timeball.broker.registry.topics import Topics
 from timeball.io.files import Files
 

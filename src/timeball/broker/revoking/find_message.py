@@ -6,7 +6,7 @@ return to a consumer after a failed delivery are left out unless the caller name
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +16,25 @@ import pyarrow as pa
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, copies_by_message, copy_of
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import settle
-from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.scheduled_lookup import Candidate, Names, is_on_its_way_back
+from timeball.broker.revoking.scheduled_lookup import (
+    CANCELLED,
+    RELEASED,
+    Candidate,
+    LookUps,
+    Names,
+    due_version_columns,
+    is_on_its_way_back,
+)
 from timeball.io.threads import Threads, in_thread
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.answers import SentState
 from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
 from timeball.model.wire import Content, MessagePlace, Verdict
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.key_index import TableKeys
 
@@ -181,3 +189,51 @@ def _content(row: dict[str, Any], body: bytes | None) -> Content:
         (row["keys"] or "").split(),
         decode_properties(row["properties"] or ""),
     )
+
+
+# The current states of the messages of a send that is repeated with its idempotency key. Only reads.
+#
+# The caller has sent these messages, so it needs no permission to look them up.
+
+# "not_found": a message that was sent with a past due time was never scheduled. It was visible at once.
+_STATES = {RELEASED: "visible", "not_found": "visible", CANCELLED: "cancelled"}
+
+
+async def sent_states(
+    look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]] = list
+) -> list[SentState]:
+    """Look up the current states of the scheduled messages with these numbers, in their order.
+
+    `map_verdicts` replaces, in a cluster, the verdicts of messages that were moved to another group (grouped.py).
+    """
+    states: list[SentState] = []
+    for start in range(0, len(numbers), limits.CANCELS_PER_REQUEST_MAX):
+        states += await _states(
+            look_ups, numbers[start : start + limits.CANCELS_PER_REQUEST_MAX], map_verdicts
+        )
+    return states
+
+
+async def _states(
+    look_ups: LookUps, numbers: Sequence[int], map_verdicts: Callable[[list[Verdict]], list[Verdict]]
+) -> list[SentState]:
+    outcomes, names = look_ups.outcomes, Names(seqs=numbers)
+    # Before the verdicts, because the verdict of a settled message does not contain its due time.
+    due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}
+
+    async def pending_verdicts(candidates: list[Candidate]) -> dict[int, Verdict]:
+        # The message may have been rescheduled since the first lookup.
+        due_ms.update({candidate.number: candidate.due_ms for candidate in candidates})
+        are_pending = outcomes.waits(*due_version_columns(candidates)).tolist()
+        return {
+            candidate.number: Verdict("", WAITING, candidate.number)
+            for candidate, is_pending in zip(candidates, are_pending, strict=True)
+            if is_pending
+        }
+
+    # There is one verdict for each number, in order.
+    verdicts = map_verdicts(await settle(look_ups, names, pending_verdicts))
+    return [
+        SentState(_STATES.get(verdict.verdict, verdict.verdict), due_ms.get(number))
+        for number, verdict in zip(numbers, verdicts, strict=True)
+    ]

@@ -7,7 +7,7 @@ interrupted has cancelled the first row groups, and a repeated call continues. E
 
 The list of files is made once, between two changes of the table, so every message of the ranges is in one of the files.
 Meanwhile compaction may write a scheduled message to another file, with the same due time and number, but the listed
-files stay on disk until the call ends. A resume, which changes due times, waits for the call (gate.py).
+files stay on disk until the call ends. A resume, which changes due times, waits for the call (waiters.py).
 
 Refused: numbers that are reserved but not attached yet, because scheduled messages attached after the answer would stay
 pending. Also refused: numbers of rows of the log, whose scheduled messages may not be in the table yet.
@@ -21,8 +21,8 @@ from concurrent.futures import Executor
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.accepting.gate import Gate
-from timeball.broker.registry.attach import AttachState
+from timeball.broker.accepting.waiters import Gate
+from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads, in_thread

@@ -29,8 +29,7 @@ from timeball.broker.consuming.retry import SPENT
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import cancel_pending, settle
-from timeball.broker.revoking.look_ups import LookUps
-from timeball.broker.revoking.scheduled_lookup import Candidate, Names
+from timeball.broker.revoking.scheduled_lookup import Candidate, LookUps, Names
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
 from timeball.log.writer import CommitLog, LogWriter

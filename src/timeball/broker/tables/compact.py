@@ -7,7 +7,7 @@ attach that follows is the same as for files of any other writer.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -17,11 +17,14 @@ import pyarrow.compute as pc
 from timeball.io.clock import Clock, Durations
 from timeball.io.files import Files
 from timeball.log.reader import LogReader
+from timeball.model import limits
 from timeball.model.errors import OverLimit
 from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind
 from timeball.schedule.locations import KINDS, as_scheduled, versions_in
+from timeball.schedule.outcomes import Holds
 from timeball.table import layout, live_files
-from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.attachment import Attachment, FileEntry, Ranges, within
+from timeball.table.data_file import DataFile, DataFiles
 from timeball.table.file_keys import FileKeys, run_path
 from timeball.table.key_index import write_pieces
 
@@ -192,3 +195,187 @@ def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
         for name in TABLE_SCHEMA.names
     ]
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
+
+
+# Merge and split files of the pending table, so that reads of the schedule open few and small files.
+#
+# A bucket is an hour, a day or a month of due times: the nearer, the shorter. Each compaction adds a file to every
+# bucket it touches, and a bulk job adds more. A rewrite reads some files and writes new ones without settled messages,
+# in two cases:
+#
+#     many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
+#     coarse   the due times of a day or month bucket are near: its files are split into shorter buckets
+#
+# Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times
+# in all, and not in every run. Scheduled messages that are cancelled during a rewrite stay cancelled, because the log
+# records it. The schedule does not load rows again that it has already loaded.
+
+REWRITE_JOB_ID = "broker-rewrite"
+FILES_MIN = 12
+# A file may have at most this many times the rows of the smallest file that it is merged with.
+SIZE_RATIO = 8
+# Rows of one rewrite. All of them are in memory.
+ROWS_MAX = 2_000_000
+# Bounds of a run: the campaign files that are read together for a resume.
+REWRITE_ROWS_MAX, REWRITE_BYTES_MAX = 500_000, 64 * 1024 * 1024
+NEAR_MS = 24 * limits.HOUR_MS
+HOUR_NAME_LENGTH = len("2026-11-21T13")
+
+
+def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
+    """Choose files to rewrite together, at most ROWS_MAX rows. The list is empty if no rewrite is worthwhile."""
+    buckets: dict[str, list[FileEntry]] = defaultdict(list)
+    for entry in entries:
+        buckets[entry.bucket].append(entry)
+    # Bucket names sort by time, so the earliest bucket comes first.
+    for bucket, bucket_files in sorted(buckets.items()):
+        # Smallest first, because they are merged with all files of similar size.
+        bucket_files.sort(key=lambda entry: entry.rows)
+        if len(bucket) < HOUR_NAME_LENGTH and bucket_files[0].min_due_ms < now_ms + NEAR_MS:
+            # Split a day ahead, so that the schedule then reads a file of an hour and not that of a day or month.
+            near_files = [entry for entry in bucket_files if entry.min_due_ms < now_ms + NEAR_MS]
+            # Skip files whose rows would get the same bucket again.
+            near_files = [
+                entry
+                for entry in near_files
+                if layout.bucket_names(np.array([entry.min_due_ms]), now_ms) != [bucket]
+            ]
+            if near_files:
+                return _limit_rows(near_files)
+        similar_files = [
+            entry for entry in bucket_files if entry.rows <= SIZE_RATIO * max(1, bucket_files[0].rows)
+        ]
+        # The minimum number and the size ratio ensure that a row is rewritten O(log n) times.
+        if len(similar_files) >= FILES_MIN:
+            return _limit_rows(similar_files)
+    return []
+
+
+def rewrite(
+    files: Files,
+    data: DataFiles,
+    entries: list[FileEntry],
+    settled_seq: Int64Array,
+    *,
+    settled_before_ms: int,
+    holds: Holds,
+    now_ms: int,
+    epoch: int,
+) -> Attachment:
+    """Write the pending rows of these files to new files. The caller attaches the result (background thread).
+
+    `data` reads the table's files, `files` creates new ones. `settled_seq`: numbers of settled messages.
+    """
+    rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in entries])
+    rows = _without_settled(rows, settled_seq)
+    return Attachment(
+        job="rewrite",
+        job_id=REWRITE_JOB_ID,
+        epoch=epoch,
+        files=write_files(files, rows, now_ms),
+        removes=[entry.path for entry in entries],
+    )
+
+
+def runs(entries: list[FileEntry]) -> list[list[FileEntry]]:
+    """Group the files of a campaign, sorted by first due time, into runs of at least one file that fit into memory.
+
+    The rows of a run are written to one file for each bucket, so the number of files may change.
+    """
+    grouped: list[list[FileEntry]] = []
+    rows = size_bytes = 0
+    for entry in sorted(entries, key=lambda entry: entry.min_due_ms):
+        rows, size_bytes = rows + entry.rows, size_bytes + entry.size_bytes
+        if not grouped or rows > REWRITE_ROWS_MAX or size_bytes > REWRITE_BYTES_MAX:
+            grouped.append([])
+            rows, size_bytes = entry.rows, entry.size_bytes
+        grouped[-1].append(entry)
+    return grouped
+
+
+def check_resume(runs: list[list[FileEntry]], *, earliest_due_ms: int, shift_ms: int, now_ms: int) -> None:
+    """Raise OverLimit if a resume of these runs might write more files than one attach may name.
+
+    `earliest_due_ms`: rows that are due earlier are not written again.
+    """
+    new_files = 0
+    for run in runs:
+        spans = [(max(earliest_due_ms, entry.min_due_ms), entry.max_due_ms) for entry in run]
+        shifted_spans = [
+            (max(now_ms, first_ms + shift_ms), max(now_ms, last_ms + shift_ms)) for first_ms, last_ms in spans
+        ]
+        rows = sum(entry.rows for entry in run)
+        new_files += min(rows, _bucket_count(spans, now_ms)) + min(rows, _bucket_count(shifted_spans, now_ms))
+    removed_files = sum(len(run) for run in runs)
+    # Each number has its own bound, because the TABLE row contains only the paths of removed files.
+    if max(new_files, removed_files) > limits.ATTACH_FILES_MAX:
+        raise OverLimit(
+            f"a resume would write up to {new_files} files in place of {removed_files}; "
+            f"at most {limits.ATTACH_FILES_MAX}"
+        )
+
+
+def _bucket_count(spans: list[tuple[int, int]], now_ms: int) -> int:
+    """Estimate the maximum number of buckets for due times in these spans. No bucket is shorter than an hour."""
+    hourly_times = [
+        np.append(np.arange(first_ms, last_ms, limits.HOUR_MS), last_ms)
+        for first_ms, last_ms in spans
+        if first_ms <= last_ms
+    ]
+    if not hourly_times:
+        return 0
+    # Two more, because the borders between hour, day and month buckets may divide an hour and a day.
+    return len(np.unique(layout.bucket_starts(np.concatenate(hourly_times), now_ms))) + 2
+
+
+def resume(
+    files: Files,
+    data: DataFiles,
+    run: list[FileEntry],
+    settled_seq: Int64Array,
+    *,
+    ranges: Ranges,
+    settled_before_ms: int,
+    holds: Holds,
+    shift_ms: int,
+    now_ms: int,
+    created: list[FileEntry],
+) -> list[FileEntry]:
+    """Write the pending rows of these files to new files. Rows in a campaign's ranges are postponed by `shift_ms`.
+
+    The postponed rows go into separate files, with due times not before now. The caller attaches the files, or removes
+    those in `created` (background thread).
+    """
+    rows = pa.concat_tables([_read_pending_rows(data, entry, settled_before_ms, holds) for entry in run])
+    rows = _without_settled(rows, settled_seq)
+    in_campaign = within(rows.column("seq").to_numpy(), ranges)
+    resumed = rows.filter(pa.array(in_campaign))
+    due_ms = np.maximum(resumed.column("due_ms").to_numpy() + shift_ms, now_ms)
+    due_index = TABLE_SCHEMA.get_field_index("due_ms")
+    resumed = resumed.set_column(due_index, TABLE_SCHEMA.field(due_index), pa.array(due_ms))
+    return [
+        *write_files(files, rows.filter(pa.array(~in_campaign)), now_ms, created),
+        *write_files(files, resumed, now_ms, created),
+    ]
+
+
+def _read_pending_rows(data: DataFiles, entry: FileEntry, settled_before_ms: int, holds: Holds) -> pa.Table:
+    """Read the rows of a file that are held, or due at `settled_before_ms` or later."""
+    # A separate open file: the schedule's files belong to the reader thread, and Arrow's reader is not thread-safe.
+    from_ms = min(settled_before_ms, holds.from_ms)
+    rows = DataFile(data, entry).rows_between((from_ms, 0), (1 << 62, 0))
+    if from_ms == settled_before_ms:
+        return rows
+    due_ms, seq = (rows.column(name).to_numpy() for name in ("due_ms", "seq"))
+    return rows.filter(pa.array((due_ms >= settled_before_ms) | holds.contains(due_ms, seq)))
+
+
+def _without_settled(rows: pa.Table, settled_seq: Int64Array) -> pa.Table:
+    """Remove the rows of settled messages."""
+    return rows.filter(pa.array(~np.isin(rows.column("seq").to_numpy(), settled_seq)))
+
+
+def _limit_rows(entries: list[FileEntry]) -> list[FileEntry]:
+    """Take the first files with at most ROWS_MAX rows in total, at least one file."""
+    cumulative_rows = np.cumsum([entry.rows for entry in entries])
+    return entries[: max(1, int(np.searchsorted(cumulative_rows, ROWS_MAX, side="right")))]

@@ -21,7 +21,7 @@ from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, Unavailable
-from timeball.schedule.hour_log.backlog import HourLog
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.scheduler import Scheduler
 from timeball.table.attachment import FileEntry
 from timeball.table.file_cache import THREADS, FileCache

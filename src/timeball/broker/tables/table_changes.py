@@ -16,12 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import TailCount
-from timeball.broker.accepting.gate import Gate
-from timeball.broker.registry import attach
-from timeball.broker.registry.attach import AttachState
-from timeball.broker.registry.campaigns import CampaignFacts, Campaigns
+from timeball.broker.accepting.waiters import Gate
+from timeball.broker.registry import campaigns
+from timeball.broker.registry.campaigns import AttachState, CampaignFacts, Campaigns
 from timeball.broker.registry.meta import Change
-from timeball.broker.tables import compact, rewrite
+from timeball.broker.tables import compact
 from timeball.broker.tables.memory import give_back
 from timeball.io.clock import SchedulerClock
 from timeball.io.files import Files
@@ -108,7 +107,7 @@ class TableChanges:
 
     async def attach(self, attachment: Attachment) -> Attached:
         """Attach files to the pending table atomically. table/catalog.py describes the steps."""
-        attach.check_count(attachment)
+        campaigns.check_count(attachment)
         if attachment.job == "compact":
             self._check_compacts()
         # A separate task: a caller that disconnects must not leave an attach half done and unlocked.
@@ -147,7 +146,7 @@ class TableChanges:
 
     async def _check_files(self, attachment: Attachment, now_ms: int) -> None:
         await in_thread(self._threads.table,
-            attach.check_files, self._files, attachment,
+            campaigns.check_files, self._files, attachment,
             now_ms=now_ms, delay_ms_max=self._settings.delay_ms_max, cache=self._pending_table.cache,
         )  # fmt: skip
 
@@ -354,7 +353,7 @@ class TableChanges:
             now_ms = self._clock.now_ms()
             pending = self._scheduling.hour_log.pending
             available = [entry for entry in pending.live_entries() if entry.path not in pending.missing]
-            chosen_paths = {entry.path for entry in rewrite.choose(available, now_ms)}
+            chosen_paths = {entry.path for entry in compact.choose(available, now_ms)}
             if not chosen_paths:
                 return None
             # No await since the choice, so no attach can have removed one of the files.
@@ -369,7 +368,7 @@ class TableChanges:
             )
             attachment = await self._loop.run_in_executor(
                 self._threads.background,
-                lambda: rewrite.rewrite(
+                lambda: compact.rewrite(
                     self._files, self._pending_table.whole_files, entries, settled.seq,
                     settled_before_ms=settled_before_ms, holds=self._scheduling.outcomes.holds, now_ms=now_ms,
                     epoch=self._log.reader.next_seq,
@@ -397,13 +396,13 @@ class TableChanges:
             entries = [
                 file.entry for file in overlapping(self._scheduling.hour_log.pending.all(), facts.ranges)
             ]
-            runs = dict(enumerate(rewrite.runs(entries)))
+            runs = dict(enumerate(compact.runs(entries)))
             earliest_due_ms = min(
                 self._scheduling.scheduler.settled_before_ms, self._scheduling.outcomes.holds.from_ms
             )
             # Check all files before writing the first one, because there may be thousands.
             await in_thread(
-                self._threads.background, rewrite.check_resume, list(runs.values()),
+                self._threads.background, compact.check_resume, list(runs.values()),
                 earliest_due_ms=earliest_due_ms, shift_ms=shift_ms, now_ms=now_ms,
             )  # fmt: skip
             settled = self._scheduling.scheduler.settled().seq
@@ -464,7 +463,7 @@ class TableChanges:
         for index, run in runs.items():  # only one run is in memory at a time
             self._log.writer.check_admission()
             written_files[index] = await in_thread(
-                self._threads.background, rewrite.resume, self._files, self._pending_table.whole_files, run, settled,
+                self._threads.background, compact.resume, self._files, self._pending_table.whole_files, run, settled,
                 ranges=facts.ranges, settled_before_ms=settled_before_ms, holds=self._scheduling.outcomes.holds,
                 shift_ms=shift_ms, now_ms=now_ms, created=created_files,
             )  # fmt: skip
@@ -480,7 +479,7 @@ class TableChanges:
         """Attach the rewritten files of a resumed campaign, and end its hold. Returns the number of its messages."""
         entries = [entry for run_files in written_files.values() for entry in run_files]
         attachment = Attachment(
-            job="rewrite", job_id=rewrite.REWRITE_JOB_ID, epoch=self._log.reader.next_seq,
+            job="rewrite", job_id=compact.REWRITE_JOB_ID, epoch=self._log.reader.next_seq,
             files=entries, removes=removes, ranges=facts.ranges,
         )  # fmt: skip
         await self._make_durable(entries)

@@ -179,8 +179,7 @@ def run_forecast(
     as_json: bool,
 ) -> None:
     """Check the options, count, print the answer, and draw it if `picture` names a file."""
-    from timeball.cli.forecast.picture import check_picture, draw
-    from timeball.cli.forecast.report import answer, count, describe
+    from timeball.cli.forecast.report import answer, check_picture, count, describe, draw
 
     window.check()
     extra.check()

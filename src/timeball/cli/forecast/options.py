@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from timeball.spark.views.due_histogram import Load
 
 OTHER_TOPICS = (
-    "*"  # equal to spark/views/consumer_model.py's, which is not imported here: other commands start sooner
+    "*"  # equal to spark/views/forecast.py's, which is not imported here: other commands start sooner
 )
 
 
@@ -149,9 +149,8 @@ class Extra:
 
     def load(self, now_ms: int) -> Load:
         """Build the load of the extra rows: the number of rows by topic and second."""
-        from timeball.spark.views.consumer_model import spread
         from timeball.spark.views.due_histogram import ALL_TOPICS, merge
-        from timeball.spark.views.forecast import load_of_file
+        from timeball.spark.views.forecast import load_of_file, spread
 
         loads = []
         if self.rows is not None and self.at is not None:

@@ -17,13 +17,91 @@ This costs time, but loses no message:
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 
 from timeball.cluster.protocol.replica import Record, node_of
+from timeball.cluster.transport.connections import Address, parse_address
+from timeball.io.clock import Clock
+from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
+
+# The lease of this node: renewed four times per TTL, and requested anew when it has ended.
+#
+# The end of the lease is computed on this node: boot clock when the last successful renewal was *sent*, plus the
+# granted TTL, minus a margin. The coordinator counts from when it received the renewal, so it ends the lease later.
+#
+# A failed renewal is repeated. Meanwhile this node may consider the lease ended, and a later renewal makes it valid
+# again: when etcd elects a new leader of its own, it restarts all leases with their whole TTL.
+
+RENEWALS_PER_TTL = 4  # two renewals may fail before a holder stops
+RENEWAL_RETRY_S = (
+    0.05  # pause after no answer; short, because the coordinator has already retried until its deadline
+)
+OPERATOR_RETRY_S = 1.0  # pause after an error that only an operator can correct
+
+
+class HeldLease:
+    """A lease and the node registered with it, kept while `run` runs. Belongs to the event loop."""
+
+    def __init__(self, coordinator: Coordinator, clock: Clock, node: Node, ttl_ms: int) -> None:
+        self._coordinator, self._clock = coordinator, clock
+        self._node, self._ttl_ms = node, ttl_ms
+        self._lease: Lease | None = None
+        self._is_registered = False
+        self._last_failure = ""
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease if it is valid now by this node's clock, else None."""
+        lease = self._lease
+        return lease if lease is not None and self._clock.boot_ms() < lease.ends_ms else None
+
+    async def run(self) -> None:
+        """Keep the lease valid until cancelled."""
+        while True:  # noqa: ASYNC110 (time passes, no event comes)
+            await asyncio.sleep(await self.renew_or_grant())
+
+    async def renew_or_grant(self) -> float:
+        """Renew or request the lease, and register the node with a new one. Returns the seconds until the next call."""
+        try:
+            await self._renew()
+        except (Unavailable, SetupError) as error:
+            if not self._last_failure:
+                logger.warning("lease not renewed reason=%s", error)
+            self._last_failure = str(error)
+            return OPERATOR_RETRY_S if isinstance(error, SetupError) else RENEWAL_RETRY_S
+        if self._last_failure:
+            logger.info("lease renewed again")
+        self._last_failure = ""
+        assert self._lease is not None
+        # Use the granted TTL: with etcd's default timings it is 2 s when 1 s was requested.
+        next_ms = self._lease.sent_ms + self._lease.ttl_ms // RENEWALS_PER_TTL
+        return max(next_ms - self._clock.boot_ms(), 0) / 1_000
+
+    async def release(self) -> None:
+        """End the lease at once, so that other nodes need not wait for its end."""
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            await self._coordinator.revoke(lease)
+
+    async def _renew(self) -> None:
+        if self._lease is not None:
+            try:
+                self._lease = await self._coordinator.renew(self._lease)
+            except LeaseLost:
+                logger.warning("lease lost lease=%d", self._lease.id)
+                self._lease = None
+        if self._lease is None:
+            self._is_registered = False
+            self._lease = await self._coordinator.grant(self._ttl_ms)
+        if not self._is_registered:
+            await self._coordinator.register(self._node, self._lease)
+            self._is_registered = True
+
 
 # A holder stops relying on its lease this long before etcd may end it, to allow for clock drift and for the travel time
 # of a request.
@@ -275,3 +353,71 @@ class Alone:
 
     async def close(self) -> None:
         """Do nothing."""
+
+
+# The groups of a cluster and their leaders, read from the coordinator at each change and at least once a second.
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0
+RETRY_S = 0.1  # pause after a request without an answer
+
+
+class Directory:
+    """The groups and nodes as last read. Belongs to the event loop.
+
+    Groups and nodes that have disappeared stay listed, so that a request for them is answered with "no leader now".
+    """
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self.views: dict[str, GroupView] = {}
+        self.nodes: dict[str, Node] = {}
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            try:
+                as_of = await self.read()
+                await self._coordinator.wait_for_change(as_of, POLL_S)
+            except (Unavailable, SetupError) as error:
+                logger.warning("groups of the cluster not read reason=%s", error)
+                await asyncio.sleep(RETRY_S)
+
+    async def read(self) -> int:
+        """Read once. Returns the revision for `wait_for_change`. Raises Unavailable and SetupError."""
+        views = await self._coordinator.read_all()
+        self.nodes |= await self._coordinator.nodes()
+        self.views |= views
+        return max((view.as_of for view in views.values()), default=0)
+
+    def hosts(self) -> set[str]:
+        """Collect the host names and addresses of all known nodes, in lower case."""
+        addresses = (address for node in self.nodes.values() for address in node.addresses.values())
+        return {parse_address(address)[0].lower() for address in addresses}
+
+    def leader(self, group: str) -> Node | None:
+        """Find the node that leads a group. None while there is none."""
+        view = self.views.get(group)
+        if view is None or view.record is None or view.holder is None:
+            return None
+        name = node_of(view.record.leader)
+        return self.nodes.get(name) if view.holder.node == name else None
+
+    def replicas(self, group: str, edge: str) -> list[str]:
+        """List the addresses for an edge of a group's nodes, the leader first. Empty without a record."""
+        view, leader = self.views.get(group), self.leader(group)
+        if view is None or view.record is None:
+            return []
+        names = ([leader.name] if leader else []) + [node_of(replica) for replica in view.record.replicas]
+        addresses = [
+            self.nodes[name].addresses.get(edge) for name in dict.fromkeys(names) if name in self.nodes
+        ]
+        return [address for address in addresses if address]
+
+    def address(self, group: str, edge: str) -> Address | None:
+        """Find the address of a group's leader for an edge (such as "http"). None while there is no leader."""
+        leader = self.leader(group)
+        if leader is None or edge not in leader.addresses:
+            return None
+        return parse_address(leader.addresses[edge])

@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import ssl
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+import aiohttp
+
+from timeball import __version__
 from timeball.cluster.coordination import etcd_codec as codec
 from timeball.cluster.coordination.coordinator import Coordinator
-from timeball.cluster.coordination.etcd_codec import BadAnswer
-from timeball.cluster.coordination.etcd_members import EtcdAccess, Members
+from timeball.cluster.coordination.etcd_codec import AuthenticationOff, BadAnswer, Misdirected, TokenRefused
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Comparison, Operation, Outcome
 from timeball.io.clock import Clock
 from timeball.io.files import read_secret
 from timeball.io.security import OTHERS, load_client_tls
 from timeball.model.config import Settings
-from timeball.model.errors import LeaseLost, SetupError
+from timeball.model.errors import LeaseLost, SetupError, Unavailable
 
 WATCH_PAUSE_S = 0.2  # before a watch is opened again
 
@@ -154,3 +159,250 @@ def create_coordinator(settings: Settings, clock: Clock) -> Coordinator:
     access = EtcdAccess(endpoints, tls, settings.etcd_user, password)
     store = EtcdStore(access, ttl_ms=settings.lease_ttl_ms)
     return KeyCoordinator(store, clock, cluster=settings.cluster, node=settings.node)
+
+
+# Requests to etcd's members, one after the other until one answers, with time limits per attempt and per call.
+#
+# All requests go to one member as long as it answers, over persistent connections. After a member that refuses, hangs
+# or gives an invalid answer, the next one is tried. While etcd elects a leader of its own, no member answers, and all
+# are tried in turn until the deadline. So a request may be carried out twice, or after its caller has given up. This is
+# safe, because the callers' transactions compare revisions, and the second one fails.
+#
+# If a user is configured, a token is requested at first, and again whenever a member refuses it. Some releases of etcd
+# refuse by closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is
+# closed twice counts as refused, too.
+
+T = TypeVar("T")
+
+ANSWER_BYTES_MAX = 4 * 1024 * 1024  # all nodes, or all records, of a hundred groups take 50 KB
+ROUND_S = 0.05  # minimum duration of a round through all members, because refusals arrive at once
+AUTHENTICATION_S = 2.0  # time for an authentication: the password hash is slow by design, 0.1 s of CPU
+
+
+class Closed(BadAnswer):
+    """The member has closed the connection without an answer."""
+
+
+@dataclass(frozen=True)
+class EtcdAccess:
+    """The endpoints and credentials for etcd. `tls` is used for endpoints that begin with https."""
+
+    endpoints: Sequence[str]
+    tls: ssl.SSLContext | None = None
+    user: str = ""
+    password: str = field(default="", repr=False)
+
+
+class Members:
+    """The members of one etcd cluster. Belongs to the event loop.
+
+    `attempt_s` is the time limit for one member's answer, `deadline_s` that of a whole call.
+    """
+
+    def __init__(self, access: EtcdAccess, *, attempt_s: float, deadline_s: float) -> None:
+        self._access = access
+        self._endpoints = [_check_endpoint(endpoint) for endpoint in access.endpoints]
+        if not self._endpoints:
+            raise SetupError("etcd: no endpoint given")
+        self._attempt_s, self._deadline_s = attempt_s, deadline_s
+        self._preferred = 0
+        self._token: str | None = None if access.user else ""
+        self._authenticating = asyncio.Lock()
+        self._session: aiohttp.ClientSession | None = None
+        self.requests = 0  # number of requests sent, including those without an answer
+
+    async def ask(self, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        """Ask the members in turn until one answers, and decode the answer with `read`.
+
+        Raises the error in the answer, Unavailable or SetupError.
+        """
+        failures: dict[str, BadAnswer] = {}
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while True:
+                    next_round_s = loop.time() + ROUND_S
+                    for _ in self._endpoints:
+                        endpoint = self.preferred
+                        try:
+                            return await self._ask_member(endpoint, path, body, read)
+                        except BadAnswer as failure:
+                            failures[endpoint] = failure
+                            self.leave(endpoint)
+                    # No pause after members that hung: the round has taken longer than ROUND_S.
+                    await asyncio.sleep(next_round_s - loop.time())
+        except TimeoutError:
+            raise _no_answer(failures, len(self._endpoints), self._deadline_s) from None
+
+    @property
+    def preferred(self) -> str:
+        """The endpoint of the member that is tried first."""
+        return self._endpoints[self._preferred]
+
+    def leave(self, endpoint: str) -> None:
+        """Prefer the next member from now on, unless another call has changed the preferred one already."""
+        if endpoint == self.preferred:
+            self._preferred = (self._preferred + 1) % len(self._endpoints)
+
+    async def follow(
+        self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]
+    ) -> AsyncGenerator[T]:
+        """Yield `read(line)` for each line of a stream. Raises errors as `ask` does, and BadAnswer at its end."""
+        headers = await self._headers(endpoint)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._attempt_s)
+        self.requests += 1
+        try:
+            # etcd sends the response header together with the first line, which confirms the watch.
+            async with asyncio.timeout(self._attempt_s):
+                response = await self._open_session().post(
+                    endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+                )
+            async with response:
+                if response.status != 200:
+                    raise codec.read_error(
+                        await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer), response.status
+                    )
+                async for line in _lines(response):
+                    yield read(line)
+        except TokenRefused as refused:
+            self._forget_token(headers)
+            raise BadAnswer(str(refused)) from refused
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _as_bad_answer(error) from error
+        raise BadAnswer("the stream has ended")
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _forget_token(self, headers: dict[str, str]) -> None:
+        # Do nothing if another call has received a new token meanwhile.
+        if self._access.user and self._token == headers.get("authorization", ""):
+            self._token = None
+
+    async def _ask_member(self, endpoint: str, path: str, body: bytes, read: Callable[[bytes], T]) -> T:
+        for attempt in range(3):
+            headers = await self._headers(endpoint)
+            try:
+                return read(await self._post(endpoint, path, body, headers, self._attempt_s))
+            except Closed as closed:
+                # The first time the member may have restarted since the connection was opened. The second time the
+                # member may refuse the token.
+                if attempt == 2 or (attempt == 1 and not self._access.user):
+                    raise closed
+                if attempt == 1:
+                    self._forget_token(headers)
+            except TokenRefused as refused:
+                if not self._access.user:
+                    raise SetupError(f"etcd wants a user ({refused}): give one (docs/etcd.md)") from refused
+                self._forget_token(headers)
+        raise BadAnswer("a new token is refused")
+
+    async def _headers(self, endpoint: str) -> dict[str, str]:
+        if self._token is None:
+            async with self._authenticating:
+                if self._token is None:  # else another call has received a token while this one waited
+                    self._token = await self._authenticate(endpoint)
+        return {"authorization": self._token} if self._token else {}
+
+    async def _authenticate(self, endpoint: str) -> str:
+        body = codec.authentication_body(self._access.user, self._access.password)
+        try:
+            answer = await self._post(
+                endpoint, codec.AUTHENTICATE, body, {}, max(self._attempt_s, AUTHENTICATION_S)
+            )
+        except AuthenticationOff:
+            return ""
+        return codec.read_token(answer)
+
+    async def _post(
+        self, endpoint: str, path: str, body: bytes, headers: dict[str, str], timeout_s: float
+    ) -> bytes:
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self.requests += 1
+        try:
+            async with self._open_session().post(
+                endpoint + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = await read_bounded(response, ANSWER_BYTES_MAX, BadAnswer)
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            raise _as_bad_answer(error) from error
+        if response.status == 200:
+            return answer
+        raise codec.read_error(answer, response.status)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:  # not in __init__, because a session belongs to the running event loop
+            self._session = open_session(self._access.tls)
+        return self._session
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    line = b""
+    async for chunk in response.content.iter_any():
+        line += chunk
+        while (end := line.find(b"\n")) >= 0:
+            yield line[:end]
+            line = line[end + 1 :]
+        if len(line) > ANSWER_BYTES_MAX:
+            raise BadAnswer(f"a line of more than {ANSWER_BYTES_MAX} bytes")
+
+
+def _as_bad_answer(error: aiohttp.ClientError | OSError) -> BadAnswer:
+    if isinstance(error, TimeoutError):
+        return BadAnswer("no answer in time")
+    if isinstance(error, aiohttp.ClientSSLError):
+        return Misdirected(f"TLS: {error}")
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return Closed("closed without an answer, as some releases do when they want a user")
+    return BadAnswer(f"{type(error).__name__}: {error}")
+
+
+def _no_answer(failures: dict[str, BadAnswer], members: int, deadline_s: float) -> Unavailable | SetupError:
+    reasons = "; ".join(f"{endpoint}: {failure}" for endpoint, failure in failures.items())
+    if len(failures) == members and all(isinstance(failure, Misdirected) for failure in failures.values()):
+        return SetupError(f"etcd: {reasons}. Check the endpoints and certificates (docs/etcd.md)")
+    return Unavailable(f"etcd has not answered in {deadline_s:g} s: {reasons or 'no answer in time'}")
+
+
+def _check_endpoint(endpoint: str) -> str:
+    scheme, _, rest = endpoint.partition("://")
+    if scheme not in ("http", "https") or not rest.rstrip("/") or "@" in rest or "/" in rest.rstrip("/"):
+        raise SetupError(f"etcd: endpoint {endpoint!r} should be as https://etcd1.example:2379")
+    return endpoint.rstrip("/")
+
+
+# HTTP client sessions for requests to etcd and to the leaders of other groups, and size-limited reading of answers.
+
+
+def open_session(tls: ssl.SSLContext | None, per_host_max: int = 0) -> aiohttp.ClientSession:
+    """Open a session on the running event loop, for JSON requests that each set their own time limit.
+
+    `tls`: None checks certificates with the system's authorities. `per_host_max`: connections to one host, 0 for no
+    bound. There is no bound for all hosts together, because connections to a host that hangs must not block those to
+    others.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=tls or True, limit=0, limit_per_host=per_host_max),
+        timeout=aiohttp.ClientTimeout(total=None),
+        headers={"user-agent": f"timeball/{__version__}", "content-type": "application/json"},
+        skip_auto_headers=["accept-encoding"],
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
+    )
+
+
+async def read_bounded(
+    response: aiohttp.ClientResponse, bytes_max: int, refuse: Callable[[str], Exception]
+) -> bytes:
+    """Read the body of an answer. If it is longer than `bytes_max`, raise the exception that `refuse` creates."""
+    chunks, remaining_bytes = list[bytes](), bytes_max
+    async for chunk in response.content.iter_any():
+        remaining_bytes -= len(chunk)
+        if remaining_bytes < 0:
+            response.close()
+            raise refuse(f"an answer of more than {bytes_max} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)

@@ -19,8 +19,8 @@ import aiohttp
 import msgspec
 
 from timeball.broker.revoking.group_questions import ASK_S, AnyQuestion, GroupAnswer
-from timeball.cluster.coordination.directory import Directory
-from timeball.cluster.coordination.etcd_members import open_session, read_bounded
+from timeball.cluster.coordination.coordinator import Directory
+from timeball.cluster.coordination.etcd import open_session, read_bounded
 from timeball.cluster.transport.connections import Address
 from timeball.io.clock import Clock
 from timeball.model.access import Caller

@@ -24,14 +24,24 @@ from timeball.cluster.protocol.effects import (
     Holder,
     KeepPromise,
     Propose,
+    Proposed,
     Resign,
+    Seen,
     Send,
     Sync,
 )
-from timeball.cluster.protocol.events import Proposed, Seen
 from timeball.cluster.protocol.following import Step
-from timeball.cluster.protocol.messages import Begin, Bytes, Fetch, Hello, Promise
-from timeball.cluster.protocol.positions import BEGINNING, Ends, find_resume_position, log_order_key
+from timeball.cluster.protocol.messages import (
+    BEGINNING,
+    Begin,
+    Bytes,
+    Ends,
+    Fetch,
+    Hello,
+    Promise,
+    find_resume_position,
+    log_order_key,
+)
 from timeball.cluster.protocol.replica import Lead, Record, Replica, Role, Seal, majority, node_of
 
 

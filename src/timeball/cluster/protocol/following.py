@@ -31,6 +31,7 @@ from timeball.cluster.protocol.effects import (
     Write,
 )
 from timeball.cluster.protocol.messages import (
+    BEGINNING,
     Ack,
     Begin,
     Bytes,
@@ -42,11 +43,13 @@ from timeball.cluster.protocol.messages import (
     Message,
     Ping,
     Pong,
+    Position,
     Promise,
     Refuse,
     Want,
+    cut,
+    extend,
 )
-from timeball.cluster.protocol.positions import BEGINNING, Position, cut, extend
 from timeball.cluster.protocol.replica import Log, Replica, Role, Source
 from timeball.log import format as fmt
 from timeball.model.errors import Corrupt, PeerError

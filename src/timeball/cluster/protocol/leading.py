@@ -1,6 +1,6 @@
 """The leader: ships the log, counts acknowledgements, commits.
 
-For each replica the leader first finds the position up to which both logs agree (positions.py) and has the rest of
+For each replica the leader first finds the position up to which both logs agree (messages.py) and has the rest of
 the replica's log cut. It ships from there: older frames are read from the segments, and a replica that has everything
 before the present commit receives that commit as it is written. A position is committed when a majority has the log
 up to it on disk *and* a frame of the leader's own epoch ends at or before it (I4). A frame of a lower epoch alone is
@@ -18,6 +18,7 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from timeball.cluster.protocol.effects import (
+    Appended,
     BeginSegment,
     Commit,
     Effect,
@@ -26,14 +27,25 @@ from timeball.cluster.protocol.effects import (
     Send,
     Serve,
     Ship,
+    Shipped,
     StopServing,
     Sync,
     Write,
 )
-from timeball.cluster.protocol.events import Appended, Shipped
 from timeball.cluster.protocol.following import Step
-from timeball.cluster.protocol.messages import Ack, Complete, Cut, Data, Ping, Pong, Promise
-from timeball.cluster.protocol.positions import BEGINNING, Position, extend, find_resume_position
+from timeball.cluster.protocol.messages import (
+    BEGINNING,
+    Ack,
+    Complete,
+    Cut,
+    Data,
+    Ping,
+    Pong,
+    Position,
+    Promise,
+    extend,
+    find_resume_position,
+)
 from timeball.cluster.protocol.replica import Lead, Log, Peer, Replica, Role, majority, node_of
 
 # Longest round trip of a PING whose PONG counts. The measured offset of the clock is wrong by at most half of it.

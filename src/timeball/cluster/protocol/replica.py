@@ -25,8 +25,7 @@ from enum import StrEnum
 
 import msgspec
 
-from timeball.cluster.protocol.messages import Promise
-from timeball.cluster.protocol.positions import BEGINNING, Ends, Position, last_position
+from timeball.cluster.protocol.messages import BEGINNING, Ends, Position, Promise, last_position
 
 # The record of a group: the entry in the coordinator that each change of leader replaces by compare-and-swap.
 #

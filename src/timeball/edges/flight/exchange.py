@@ -1,7 +1,7 @@
 """One stream of batches (DoExchange). Batches are read without waiting for their answers, and answered in their order.
 
     DATA        message -> decode and check -> window.enter -> sink
-    broker      sink -> slot.settle                                        (sends.py)
+    broker      sink -> slot.settle                                        (exchange.py)
     answers     window.pop_answer -> acknowledgements, as far as the client reads them
 
 The stream reads on while its batches wait for the disk, so that one group commit can contain many batches of a stream.
@@ -18,29 +18,200 @@ once, and not once per stream.
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from timeball.edges.flight import codec, protobuf
-from timeball.edges.flight.calls import Admit, FlightCall, framed
-from timeball.edges.flight.protobuf import Data
-from timeball.edges.flight.sends import STOPPING, Releases, Sends, refusal_answer
-from timeball.edges.flight.window import Window
-from timeball.edges.http2.calls import Call, Room
-from timeball.edges.http2.exchange import Serve
-from timeball.edges.http2.frames import Payload
+from timeball.broker.accepting.appender import Accepted
+from timeball.broker.accepting.ingress import Piece
+from timeball.broker.service import Broker
+from timeball.edges.flight import codec
+from timeball.edges.flight.codec import Data
+from timeball.edges.http2.exchange import Call, Exchange, Method, Room, Serve
+from timeball.edges.http2.frames import PREFIX, RESPONSE, GrpcStatus, Payload, trailers
 from timeball.edges.http2.streams import Streams
 from timeball.edges.shared import arrow_ipc as ipc
-from timeball.edges.shared.arrow_columns import Allow, ReleaseColumns, SendColumns, size_of
+from timeball.edges.shared.arrow_ipc import Allow, ReleaseColumns, SendColumns, size_of
+from timeball.edges.shared.error_codes import log_failure
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
+from timeball.model import wire
 from timeball.model.access import ANONYMOUS, Caller
-from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Unavailable
+from timeball.model.errors import InvalidMessage, OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.message import SendBatch
 from timeball.model.wire import END_OF_STREAM
+
+# One call of Flight. Its headers identify the caller, then the call takes a slot, and then its message is received.
+#
+# A call that fails ends as with Arrow's own server: with the status UNKNOWN, and trailers with Timeball's error code
+# and text.
+
+# identifies the caller of a call, or raises the TimeballError that refuses the call
+Admit = Callable[[Call], Caller]
+
+
+class FlightCall(Exchange):
+    """A call that counts towards the limit of its edge. `admit` identifies the caller."""
+
+    __slots__ = ("_admit", "_holds_slot", "_limit")
+
+    READ_S = 20.0  # enough for 4 MiB over a slow line
+    TAKEN_S = None  # a client that reads a log may pause; pings detect that its machine is gone
+
+    def __init__(
+        self, streams: Streams, number: int, is_half_closed: bool, call: Call, room: Room, serve: Serve, now_s: float,
+        admit: Admit, limit: SharedLimit,
+    ) -> None:  # fmt: skip
+        super().__init__(streams, number, is_half_closed, call, room, serve, now_s)
+        self._admit, self._limit, self._holds_slot = admit, limit, False
+
+    def begin(self, method: Method) -> Exchange | None:
+        """Admit the call and take its slot, or refuse the call (see Exchange)."""
+        self.method = method
+        try:
+            self.call.caller = self._admit(self.call)
+            self._take_slot()
+        except TimeballError as error:
+            self.refuse(error)
+            return None
+        self._holds_slot = True
+        return super().begin(method)
+
+    def _take_slot(self) -> None:
+        """Take a slot in the limit. Raises OverLimit if no slot is free."""
+        self._limit.admit(self.call.peer, self.call.caller.name)
+
+    def refuse(self, error: BaseException) -> None:
+        """End the call with an error. Answers that were sent before it still arrive."""
+        if self._is_over:
+            return
+        log_failure(logger, self.method.name, error)
+        self._is_over = True
+        block = trailers(GrpcStatus.UNKNOWN, codec.status_text(error)) + codec.error_trailers(error)
+        self.end(block if self._has_answered else RESPONSE + block)
+        self._stop()
+
+    def release(self) -> None:
+        """Give the slot back (see Exchange)."""
+        if self._holds_slot:
+            self._holds_slot = False
+            self._limit.give_back(self.call.peer, self.call.caller.name)
+        super().release()
+
+
+def framed(*segments: Payload) -> bytes:
+    """Join segments to a message, after gRPC's prefix of five bytes. The segments are copied once."""
+    return b"".join((PREFIX.pack(0, sum(map(len, segments))), *segments))
+
+
+def framed_in_two(*segments: Payload) -> tuple[bytes, Payload]:
+    """Build a message like `framed`, but leave its last segment separate, so that a large segment is not copied."""
+    *head_segments, last = segments
+    return b"".join((PREFIX.pack(0, sum(map(len, segments))), *head_segments)), last
+
+
+# Passes batches from streams to the broker, and the broker's answers back to the slots of the batches.
+#
+# broker/accepting/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain
+# rows of the pending table's files, sent by a dispatcher. The broker decides them in the order in which they arrive.
+#
+# Invariant: every slot is settled once, even if the broker fails.
+
+logger = logging.getLogger(__name__)
+
+STOPPING = "the broker is stopping; send this batch again later or elsewhere"
+
+
+class _Piece(Piece, gc=False):
+    slot: Any  # the Slot that is settled with the answer
+
+
+class Sends:
+    """Passes the batches of send streams to the broker. An Edge of accepting/ingress.py. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    def put(self, batch: SendBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Pass on a list of rows, or a batch with the types of SEND_SCHEMA. The slot is settled later.
+
+        `key` is the JSON of wire.SendKey, or "" for a batch without an idempotency key.
+        """
+        piece = _Piece(self, batch, len(batch), slot.size_bytes, 0, caller, slot)
+        try:
+            if key:
+                send_key = codec.decode_send_key(key)
+                anew = send_key.if_settled == "send"
+                self._broker.keyed_sends.put(piece, send_key.idempotency_key, send_key.attempt, anew=anew)
+            else:
+                self._broker.sends.put(piece)
+        except Exception as error:  # of any kind: the stream sends this answer before all later ones
+            self.refuse([piece], error)
+
+    def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
+        """Settle the slots of batches that the broker has accepted."""
+        for piece in pieces:
+            first_seq = accepted.first_seq + piece.first_row
+            ack = wire.SendAck(first_seq, piece.count, accepted.store_ms, *(accepted.sent or ()))
+            piece.slot.settle(codec.encode(ack))
+
+    def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
+        """Settle the slots of batches that were refused."""
+        for piece in pieces:
+            piece.slot.settle(refusal_answer(error))
+
+
+class SourcedSends(Sends):
+    """Passes on the batches of source streams.
+
+    The metadata of each batch has the source's positions before and after it.
+    """
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Pass on a batch. `key` is the JSON of wire.SourceStep."""
+        piece = _Piece(self, batch, batch.num_rows, slot.size_bytes, 0, caller, slot)
+        try:
+            self._broker.sourced_sends.put(piece, codec.decode_source_step(key))
+        except Exception as error:  # of any kind: the stream sends this answer before all later ones
+            self.refuse([piece], error)
+
+
+class Releases:
+    """Passes the batches of release streams to the broker. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._tasks: set[asyncio.Task[bytes]] = set()
+
+    def put(self, batch: pa.RecordBatch, slot: Slot, caller: Caller, key: str = "") -> None:
+        """Pass on a batch. `key` is ignored: a release names its scheduled messages, so repeating it is safe."""
+        task = asyncio.get_running_loop().create_task(self._release(batch, caller))
+        self._tasks.add(task)  # the loop itself only has a weak reference to the task
+        task.add_done_callback(partial(self._answer, slot))
+
+    async def _release(self, batch: pa.RecordBatch, caller: Caller) -> bytes:
+        result = await self._broker.release(batch, caller)
+        return codec.encode(wire.ReleaseAck(result.released, result.left))
+
+    def _answer(self, slot: Slot, task: asyncio.Task[bytes]) -> None:
+        """Settle the slot of a batch with the result of its release."""
+        self._tasks.discard(task)
+        error = Unavailable(STOPPING) if task.cancelled() else task.exception()
+        slot.settle(task.result() if error is None else refusal_answer(error))
+
+
+def refusal_answer(error: BaseException) -> bytes:
+    """Log an error, and encode it as the answer to a refused batch.
+
+    The text of an internal fault is only in the log.
+    """
+    log_failure(logger, "send", error)
+    return codec.encode_refusal(error)
+
 
 READ_AHEAD_BYTES = 1024 * 1024  # a client may send so many bytes after the message being received
 # up to this size the event loop decodes a message itself: some 30 us, as long as a hand-over to a thread takes
@@ -233,7 +404,7 @@ class Upload(FlightCall):
             if unpacked is None:
                 return
             chunks = [unpacked]
-        message = protobuf.parse_data(chunks)
+        message = codec.parse_data(chunks)
         if self._sink is None:
             self._sink, self._columns_of = self._context.choose_sink(self.call.caller, message.path)
         if not message.header:
@@ -318,7 +489,7 @@ class Upload(FlightCall):
             answer = window.pop_answer()
             if answer is None:
                 break
-            self.send_messages(framed(*protobuf.encode_data(metadata=answer)))
+            self.send_messages(framed(*codec.encode_data(metadata=answer)))
         if window.is_finished and not window:
             self._end_stream()
 
@@ -347,3 +518,161 @@ class Upload(FlightCall):
         self._context.streams.discard(self)
         self.window.abort()
         super().release()
+
+
+# The unanswered batches of one send stream, in order, with limits for their number and bytes.
+#
+#     the stream reads     enter(bytes) … None while the window is full. Then the stream stops reading, and HTTP/2 stops
+#                          the client: this is the back-pressure
+#     the broker answers   slot.settle(answer) … in any order
+#     the stream answers   pop_answer() … the settled answers at the front, in the order of their batches
+#
+# To settle a slot means to give it the answer to its batch. A slot counts towards the number of batches until its
+# answer is taken. So a client that does not read its answers cannot send further batches. The bytes of a slot only
+# count until it is settled. So such a client does not occupy the bytes that all streams share.
+#
+# Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
+# callback is called again.
+
+BATCHES_MAX = 1_024  # of one stream
+BYTES_MAX = 16 * 1024 * 1024  # of one stream
+BYTES_ALL_STREAMS_MAX = 64 * 1024 * 1024  # one address alone may hold half of it
+
+
+class Slot:
+    """The slot of one batch in its window. `answer` is None until the slot is settled."""
+
+    __slots__ = ("_window", "answer", "size_bytes")
+
+    def __init__(self, window: Window, size_bytes: int) -> None:
+        self._window = window
+        self.size_bytes = size_bytes
+        self.answer: bytes | None = None
+
+    def settle(self, answer: bytes) -> None:
+        """Store the answer to the batch."""
+        self._window._settle(self, answer)
+
+
+class Window:
+    """The slots of one stream. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        budget: MemoryQuota,
+        address: str,
+        on_capacity: Callable[[], None],
+        on_answer: Callable[[], None],
+        batches_max: int = BATCHES_MAX,
+        bytes_max: int = BYTES_MAX,
+    ) -> None:
+        """Make an empty window. `budget` limits the bytes of all streams, and `address` is the client's.
+
+        `on_capacity` is called when `enter` may succeed again. `on_answer` is called when the slot at the front is
+        settled.
+        """
+        self._budget, self._address = budget, address
+        self._on_capacity, self._on_answer = on_capacity, on_answer
+        self._batches_max, self._bytes_max = batches_max, bytes_max
+        self._slots: deque[Slot] = deque()  # in the order in which the batches entered
+        self._unsettled_bytes = 0
+        self._requested_bytes: int | None = None  # bytes for which the budget had no capacity yet
+        self._granted_bytes: int | None = None  # bytes that the budget has reserved for the next slot
+        self._waits_for_capacity = False
+        self._emptied_future: asyncio.Future[None] | None = None
+        self.is_finished = False  # no further batch will enter
+        self.is_aborted = False
+
+    def __len__(self) -> int:
+        """The number of batches whose answers were not taken yet."""
+        return len(self._slots)
+
+    def enter(self, size_bytes: int) -> Slot | None:
+        """Add a slot for a batch of this size. None if there is no capacity yet, or the stream was aborted.
+
+        After None, `on_capacity` is called when it may succeed.
+        """
+        if self.is_aborted or self._requested_bytes is not None:
+            return None
+        if not self._fits(size_bytes):
+            self._waits_for_capacity = True
+            return None
+        is_counted = self._granted_bytes is not None or not size_bytes
+        if not (is_counted or self._budget.reserve(self._address, size_bytes, self._grant)):
+            self._requested_bytes = size_bytes
+            return None
+        self._granted_bytes = None
+        slot = Slot(self, size_bytes)
+        self._slots.append(slot)
+        self._unsettled_bytes += size_bytes
+        return slot
+
+    def pop_answer(self) -> bytes | None:
+        """Remove the slot at the front and take its answer. None if that slot is not settled yet."""
+        if self.is_aborted or not self._slots or self._slots[0].answer is None:
+            return None
+        answer = self._slots.popleft().answer
+        self._notify_capacity()
+        if not self._slots:
+            self._notify_emptied()
+        return answer
+
+    def finish(self) -> None:
+        """Mark the window as complete: no further batch will enter."""
+        self.is_finished = True
+
+    def abort(self) -> None:
+        """Abort the stream: no further batch enters, and no answer is taken. Entered batches are still settled."""
+        if self.is_aborted:
+            return
+        self.is_aborted = True
+        if self._requested_bytes is not None:
+            self._budget.withdraw(self._address, self._grant)
+        if self._granted_bytes is not None:
+            self._budget.remove(self._address, self._granted_bytes)
+        self._requested_bytes = self._granted_bytes = None
+        self._notify_emptied()
+
+    async def emptied(self) -> None:
+        """Wait until every answer was taken, or the stream was aborted."""
+        if self._slots and not self.is_aborted:
+            self._emptied_future = self._emptied_future or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._emptied_future)
+
+    def _settle(self, slot: Slot, answer: bytes) -> None:
+        """Store the answer of a slot, and free its bytes."""
+        assert slot.answer is None, "a batch is answered once"
+        slot.answer = answer
+        self._unsettled_bytes -= slot.size_bytes
+        if slot.size_bytes:
+            self._budget.remove(self._address, slot.size_bytes)
+        self._notify_capacity()
+        if not self.is_aborted and self._slots and self._slots[0] is slot:
+            self._on_answer()
+
+    def _grant(self) -> None:
+        """Handle the budget's callback: it has reserved the requested bytes."""
+        self._granted_bytes, self._requested_bytes = self._requested_bytes, None
+        self._waits_for_capacity = True
+        self._notify_capacity()
+
+    def _notify_capacity(self) -> None:
+        """Schedule the callback `on_capacity`, if the stream waits for capacity."""
+        if self._waits_for_capacity:
+            self._waits_for_capacity = False
+            # Called later, because the caller is about to send an answer, which must be sent before later answers.
+            asyncio.get_running_loop().call_soon(self._call_on_capacity)
+
+    def _call_on_capacity(self) -> None:
+        if not self.is_aborted:
+            self._on_capacity()
+
+    def _notify_emptied(self) -> None:
+        if self._emptied_future is not None and not self._emptied_future.done():
+            self._emptied_future.set_result(None)
+
+    def _fits(self, size_bytes: int) -> bool:
+        """True if the limits of this stream allow the batch. A batch larger than the limit may enter alone."""
+        if len(self._slots) >= self._batches_max:
+            return False
+        return self._unsettled_bytes == 0 or self._unsettled_bytes + size_bytes <= self._bytes_max

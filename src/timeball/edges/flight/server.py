@@ -13,29 +13,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import pyarrow as pa
+
+from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.service import Broker
-from timeball.edges.flight import codec, protobuf, verbs
-from timeball.edges.flight.calls import FlightCall, framed
-from timeball.edges.flight.exchange import ColumnsOf, Upload, UploadContext
-from timeball.edges.flight.reads import Reads
-from timeball.edges.flight.sends import STOPPING, Releases, Sends, SourcedSends
-from timeball.edges.flight.window import BYTES_ALL_STREAMS_MAX
-from timeball.edges.http2.calls import Call, Method, Room
+from timeball.edges.flight import codec, verbs
+from timeball.edges.flight.exchange import (
+    BYTES_ALL_STREAMS_MAX,
+    STOPPING,
+    ColumnsOf,
+    FlightCall,
+    Releases,
+    Sends,
+    SourcedSends,
+    Upload,
+    UploadContext,
+    framed,
+    framed_in_two,
+)
 from timeball.edges.http2.connection import Bounds
-from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.exchange import Call, Exchange, Method, Room
+from timeball.edges.http2.frames import Payload
 from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
-from timeball.edges.shared.arrow_columns import ReleaseColumns, SendColumns, SourceColumns
+from timeball.edges.shared import arrow_ipc as ipc
+from timeball.edges.shared.arrow_ipc import ReleaseColumns, SendColumns, SourceColumns
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import OPEN, Security
-from timeball.model import limits
+from timeball.model import limits, wire
 from timeball.model.access import Caller, Verb
-from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.model.errors import NotFound, OverLimit, RequestError, Unavailable
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
@@ -185,22 +197,22 @@ class FlightEdge:
 
     async def _do_action(self, call: FlightCall, message: bytes) -> None:
         """Answer an action. The body of the request and the answer are JSON."""
-        verb, body = protobuf.parse_action(message)
+        verb, body = codec.parse_action(message)
         codec.check_size(f"the body of action {verb[:40]}", len(body), codec.body_bytes_max(verb))
         if verb in codec.LARGE_ADMIN_ACTIONS:  # checked before the body is decoded, and again by the broker
             self._broker.policy.allow(call.call.caller, Verb.ADMIN)
         request = codec.decode_action(verb, bytes(body))
         answer = await verbs.perform(self._served, verb, request, call.call.caller)
-        call.answer(protobuf.encode_result(codec.encode(answer)))
+        call.answer(codec.encode_result(codec.encode(answer)))
 
     async def _list_actions(self, call: FlightCall, message: bytes) -> None:
         """List the verbs of DoAction."""
         for verb, (_, _, text) in codec.ACTIONS.items():
-            call.send_messages(framed(protobuf.encode_action_type(verb, text)))
+            call.send_messages(framed(codec.encode_action_type(verb, text)))
 
     async def _get_schema(self, call: FlightCall, message: bytes) -> None:
         """Send message.READ_SCHEMA, which is the schema of every DoGet."""
-        call.send_messages(framed(protobuf.encode_result(READ_SCHEMA.serialize().to_pybytes())))
+        call.send_messages(framed(codec.encode_result(READ_SCHEMA.serialize().to_pybytes())))
 
     def _choose_sink(self, caller: Caller, path: list[bytes] | None) -> tuple[Sends | Releases, ColumnsOf]:
         """Choose by the path where the batches of a DoExchange go, and which columns they have.
@@ -248,3 +260,177 @@ def _method(name: str) -> Method:
 
 async def _refuse_method(call: FlightCall, message: bytes) -> None:
     raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
+
+
+# DoGet: rows of the log, of a queue, of a long poll, or leased to a group. They are sent as fast as the client reads.
+#
+# Rows that the client has not read yet count towards a limit for the answers of all calls. Threads read and encode the
+# rows of the log, one batch at a time. A client that stops reading occupies one batch in memory and no thread.
+
+ANSWER_PART_BYTES = 4 * 1024 * 1024  # the largest message of an answer; larger batches are split
+# read and not yet taken, of all calls; one address alone may hold half of it
+ANSWERS_BYTES_MAX = 192 * 1024 * 1024
+ANSWER_WAIT_S = 1.0  # the longest wait for capacity in the limit for answers, before OverLimit
+LOG_THREADS = 16  # for reads of the log
+SMALL_BYTES = 16 * 1024  # up to this size, a message is joined and sent in one frame
+# for so long the schema of a waiting read is held back, so that it can be sent together with the rows
+SCHEMA_DELAY_S = 0.02
+
+
+class Reads:
+    """Answers DoGet calls. `check_open` raises Unavailable once the edge closes."""
+
+    def __init__(self, served: verbs.ServedBroker, check_open: Callable[[], None]) -> None:
+        self._served, self._broker, self._check_open = served, served.broker, check_open
+        self._filters = FilterCache()
+        self.answers = MemoryQuota(ANSWERS_BYTES_MAX, ANSWER_PART_BYTES)
+        self._threads = ThreadPoolExecutor(LOG_THREADS, "flight-log")
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for them."""
+        self._threads.shutdown(wait=False)
+
+    async def answer(self, call: FlightCall, message: bytes) -> None:
+        """Send the rows that the ticket in `message` asks for. Leased rows that could not be sent are given back."""
+        request = codec.decode_ticket(codec.parse_ticket(message))
+        caller = call.call.caller
+        if isinstance(request, wire.ReadLog):
+            await self._send_log(call, request)
+        elif isinstance(request, wire.Receive):
+            schema = _DelayedSchema(call, _RECEIVED)
+            is_delivered = False
+            try:
+                leased = await verbs.receive(self._served, self._filters, request, caller, schema.send_later)
+            finally:
+                schema.cancel()
+            try:
+                await self._send(call, schema.unsent, leased.rows)
+                is_delivered = not call.is_over
+            finally:
+                # If the client has disconnected, other members may receive the messages at once.
+                if not is_delivered:
+                    self._broker.consuming.not_seen(leased.receipts)
+        else:
+            schema = _DelayedSchema(call, _READ)
+            if isinstance(request, wire.Pull) and request.wait_ms:
+                schema.send_later()
+            try:
+                batch = await verbs.rows(self._broker, request, caller)
+            finally:
+                schema.cancel()
+            await self._send(call, schema.unsent, batch)
+
+    async def _send(self, call: FlightCall, head: bytes, rows: pa.RecordBatch | bytes) -> None:
+        """Send a batch, or its encoded Arrow message, after the bytes `head`.
+
+        A large batch is split into several messages.
+        """
+        address, size_bytes = call.call.peer, _size_bytes(rows)
+        await self._reserve(address, size_bytes)
+        try:
+            is_encoded = isinstance(rows, bytes)
+            for segments in [ipc.split_message(rows)] if is_encoded else ipc.parts(rows, ANSWER_PART_BYTES):
+                first, last = framed_in_two(*codec.encode_data(*segments))
+                await _send_message(call, head + first, last)
+                head = b""
+        finally:
+            self.answers.remove(address, size_bytes)
+
+    async def _send_log(self, call: FlightCall, request: wire.ReadLog) -> None:
+        """Send rows of the log, one batch at a time, as fast as the client reads."""
+        rows = self._broker.read_log(
+            request.from_seq, request.to_seq, request.kinds, request.coalesce_rows, request.columns,
+            call.call.caller, placed=request.placed,
+        )  # fmt: skip
+        schema = pa.schema([READ_SCHEMA.field(name) for name in request.columns or READ_SCHEMA.names])
+        call.send_messages(schema_message(schema))
+        loop, address = asyncio.get_running_loop(), call.call.peer
+        while True:
+            messages = await loop.run_in_executor(self._threads, _encode_next_batch, rows)
+            if messages is None:
+                return
+            self._check_open()
+            size_bytes = sum(len(first) + len(last) for first, last in messages)
+            await self._reserve(address, size_bytes)
+            try:
+                for first, last in messages:
+                    await _send_message(call, first, last)
+            finally:
+                self.answers.remove(address, size_bytes)
+            del messages, last  # so that these bytes are freed while the next batch is read
+
+    async def _reserve(self, address: str, size_bytes: int) -> None:
+        """Reserve bytes in the limit for answers. Raises OverLimit if they do not fit within ANSWER_WAIT_S."""
+        if self.answers.fits(address, size_bytes):
+            self.answers.add(address, size_bytes)
+            return
+        try:
+            async with asyncio.timeout(ANSWER_WAIT_S):
+                await self.answers.room(address, size_bytes)
+        except TimeoutError:
+            raise OverLimit(
+                f"{ANSWERS_BYTES_MAX} bytes of answers wait to be read by their clients; try again later"
+            ) from None
+
+
+class _DelayedSchema:
+    """The message with the schema. It is sent together with the rows, or earlier if the read waits for rows.
+
+    It must not wait for the rows, because a client with pyarrow can only cancel a read after it has the schema.
+    """
+
+    def __init__(self, call: FlightCall, schema: bytes) -> None:
+        self.unsent = schema  # the message, or b"" after it was sent
+        self._call = call
+        self._later: asyncio.TimerHandle | None = None
+
+    def send_later(self) -> None:
+        """Send the schema after SCHEMA_DELAY_S, unless the rows arrive earlier."""
+        if self._later is None:
+            self._later = asyncio.get_running_loop().call_later(SCHEMA_DELAY_S, self._send)
+
+    def _send(self) -> None:
+        self._call.send_messages(self.unsent)
+        self.unsent = b""
+
+    def cancel(self) -> None:
+        """Cancel the delayed sending."""
+        if self._later is not None:
+            self._later.cancel()
+
+
+def _size_bytes(rows: pa.RecordBatch | bytes) -> int:
+    """Compute the size of a batch in its encoded form."""
+    if isinstance(rows, bytes):
+        return len(rows)
+    # The sum of the buffers would be too large, because columns of the log share buffers of zeros.
+    return int(pa.ipc.get_record_batch_size(rows))
+
+
+async def _send_message(call: FlightCall, first: bytes, last: Payload) -> None:
+    """Send a message in two segments, and wait while the client does not read. A large `last` is not copied."""
+    if len(last) <= SMALL_BYTES:
+        last = first + last
+    else:
+        call.send_messages(first)
+    if not call.send_messages(last):
+        await call.sent()
+
+
+def _encode_next_batch(rows: Iterator[pa.RecordBatch]) -> list[tuple[bytes, Payload]] | None:
+    """Read the next batch and encode its messages, each in two segments.
+
+    None after the last batch. Runs in a thread.
+    """
+    batch = next(rows, None)
+    if batch is None:
+        return None
+    return [framed_in_two(*codec.encode_data(*segments)) for segments in ipc.parts(batch, ANSWER_PART_BYTES)]
+
+
+def schema_message(schema: pa.Schema) -> bytes:
+    """Encode the message with the schema, which is the first of a stream."""
+    return framed(*codec.encode_data(ipc.schema_header(schema)))
+
+
+_READ, _RECEIVED = schema_message(READ_SCHEMA), schema_message(wire.RECEIVED_SCHEMA)

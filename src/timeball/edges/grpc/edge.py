@@ -10,20 +10,14 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from timeball.broker.service import Broker
-from timeball.edges.grpc import required_permissions
-from timeball.edges.grpc.calls import Call, LongPolls
+from timeball.edges.grpc import dispatch
+from timeball.edges.grpc.calls import EXPIRY_MS, Call, Client, LongPolls
 from timeball.edges.grpc.dispatch import METHODS, SERVICE_NAME, Dispatch
-from timeball.edges.grpc.handlers.pulls import Pulls
-from timeball.edges.grpc.handlers.receipts import Receipts
-from timeball.edges.grpc.handlers.receives import Receives
-from timeball.edges.grpc.handlers.renewals import Renewals
-from timeball.edges.grpc.handlers.routes import Routes
-from timeball.edges.grpc.handlers.sends import Sends
-from timeball.edges.grpc.handlers.telemetry import Telemetry
-from timeball.edges.grpc.handlers.transactions import Transactions
-from timeball.edges.grpc.session import EXPIRY_MS, Client
-from timeball.edges.http2.calls import Method, Room
-from timeball.edges.http2.exchange import Exchange
+from timeball.edges.grpc.handlers.receipts import Receipts, Renewals
+from timeball.edges.grpc.handlers.receives import Pulls, Receives
+from timeball.edges.grpc.handlers.sends import Sends, Transactions
+from timeball.edges.grpc.handlers.telemetry import Routes, Telemetry
+from timeball.edges.http2.exchange import Exchange, Method, Room
 from timeball.edges.http2.frames import GrpcStatus
 from timeball.edges.http2.server import Server
 from timeball.edges.http2.streams import Streams
@@ -66,7 +60,7 @@ class GrpcEdge:
             call.caller = security.caller(call.headers, clock.wall_ms())
 
         def check(call: Call, name: str, request: Any) -> None:
-            required_permissions.check(policy, call, name, request)
+            dispatch.check(policy, call, name, request)
 
         has_accounts = security.access is not None
         self.dispatch = Dispatch(

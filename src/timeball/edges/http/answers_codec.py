@@ -6,12 +6,16 @@ structs, so it always agrees with the answers. Empty fields are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast, get_args
 
 import msgspec
+import pyarrow as pa
 
-from timeball.edges.http.codec import body_fields, format_time
+from timeball.broker.pending.pages import Counted, Page, Unit, Wanted
+from timeball.edges.http.codec import body_fields, encode, format_time, text_or_bytes
+from timeball.model import limits, time_parsing
 from timeball.model.answers import (
     Campaign,
     DeadLetterPage,
@@ -21,7 +25,9 @@ from timeball.model.answers import (
     MessagePlace,
     Verdict,
 )
-from timeball.monitoring.replica_groups import ReplicaGroup
+from timeball.model.errors import InvalidMessage, OutOfRange
+from timeball.model.message import decode_properties, lateness_ms
+from timeball.monitoring.replica_figures import ReplicaGroup
 
 
 class GroupAt(msgspec.Struct, omit_defaults=True):
@@ -286,3 +292,178 @@ def _show_group(group: GroupPlace) -> GroupAt:
 
 def _format_optional_time(time_ms: int | None) -> str | None:
     return None if time_ms is None else format_time(time_ms)
+
+
+# Encodes visible messages as server-sent events, and parses the ids of events. No I/O.
+#
+# The id of an event is the position after it: one offset for each queue, as in "12-7-0-4". A client that sends the last
+# id it has seen continues from there.
+
+EVENTS = "text/event-stream"
+KEEP_ALIVE = b": still here\n\n"
+RETRY_MS = 1_000  # after this time a browser connects again
+_ID = re.compile(r"[0-9]{1,18}(-[0-9]{1,18})*")
+_COLUMNS = (
+    "seq", "queue_id", "queue_offset", "store_ms", "unique_key", "body", "tag", "keys", "properties", "due_ms",
+    "accepted_ms",
+)  # fmt: skip
+
+
+class Event(msgspec.Struct, omit_defaults=True):
+    """A visible message. `base64` holds a body that is not UTF-8."""
+
+    seq: int
+    queue: int
+    offset: int
+    released: str
+    id: str | None = None
+    body: str | None = None
+    base64: bytes | None = None
+    tag: str | None = None
+    keys: list[str] = []
+    properties: dict[str, str] = {}
+    due: str | None = None
+    lateness_ms: int | None = None
+
+
+def parse_event_id(last_event_id: str) -> list[int]:
+    """Parse an event id to the offsets of the queues. Raises InvalidMessage."""
+    text = last_event_id.strip()
+    if len(text) > 20 * limits.QUEUES_PER_TOPIC_MAX or not _ID.fullmatch(text):
+        raise InvalidMessage(f"Last-Event-ID {text[:40]!r}: give back the id of an event, as it stands")
+    return [int(offset) for offset in text.split("-")]
+
+
+def stream_start(offsets: Sequence[int]) -> bytes:
+    """Encode the start of a stream. It has the position, for a client that disconnects before its first event."""
+    return b"retry: %d\nid: %s\n\n" % (RETRY_MS, format_event_id(offsets))
+
+
+def format_event_id(offsets: Sequence[int]) -> bytes:
+    """Format the offsets of the queues as an event id."""
+    return "-".join(map(str, offsets)).encode()
+
+
+def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
+    """Encode rows in READ_SCHEMA as events, each with the position after it.
+
+    `offsets` is the position before the first row.
+    """
+    position, encoded = list(offsets), []
+    for values in zip(*(rows.column(name).to_pylist() for name in _COLUMNS), strict=True):
+        seq, queue, offset, store_ms, unique_key, body, tag, keys, properties, due_ms, accepted_ms = values
+        text, not_utf8 = text_or_bytes(body or b"")
+        event = Event(
+            seq, queue, offset, format_time(store_ms), unique_key, text, not_utf8, tag, (keys or "").split(),
+            decode_properties(properties or ""),
+        )  # fmt: skip
+        if due_ms is not None:
+            event.due, event.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
+        position[queue] = offset + 1
+        encoded.append(b"id: %s\ndata: %s\n\n" % (format_event_id(position), encode(event)))
+    return b"".join(encoded)
+
+
+# Parses the queries for pending messages, and builds their answers: pages of messages, and forecasts. No I/O.
+
+PAGE_ROWS = 100
+_PAGE = re.compile(r"([0-9]{1,18})-([0-9]{1,19})")
+
+
+class Waiting(msgspec.Struct, omit_defaults=True):
+    """A pending message. `seq` is its number in the log, which also identifies it in other tools."""
+
+    topic: str
+    due: str
+    due_ms: int
+    seq: int
+    size_bytes: int
+    id: str | None = None
+    keys: list[str] = []
+    tag: str | None = None
+    campaign: str | None = None
+
+
+class WaitingPage(msgspec.Struct, omit_defaults=True):
+    """Pending messages by due time. `next_page`, as ?page=, leads to the next ones; the last page has none."""
+
+    messages: list[Waiting]
+    next_page: str | None = None
+
+
+class Bucket(msgspec.Struct):
+    """An interval of time: its start, and the number of messages due in it."""
+
+    from_ms: int
+    due: int
+
+
+class Forecast(msgspec.Struct):
+    """The number of messages due in [from_ms, to_ms), by bucket and by topic. They were counted at the time `counted`.
+
+    Buckets and topics without messages are left out.
+    """
+
+    by: str
+    from_ms: int
+    to_ms: int
+    counted: str
+    counted_ms: int
+    buckets: list[Bucket]
+    topics: dict[str, int]
+
+
+def parse_page_query(query: Mapping[str, str]) -> Wanted:
+    """Parse the query for a page of pending messages. Raises InvalidMessage, InvalidDelay and OutOfRange."""
+    rows = query.get("max", str(PAGE_ROWS))
+    if not (rows.isascii() and rows.isdecimal() and len(rows) < 9):
+        raise OutOfRange(f"max={rows[:20]}: 1 to {limits.LISTED_ROWS_MAX}")
+    from_ms, to_ms = parse_window(query)
+    page, after = query.get("page"), None
+    if page is not None:
+        page_match = _PAGE.fullmatch(page)
+        if page_match is None:
+            raise InvalidMessage(f"page={page[:40]!r}: give back the next_page of an answer, as it stands")
+        after = int(page_match[1]), min(int(page_match[2]), (1 << 63) - 1)
+    return Wanted(int(rows), query.get("topic"), query.get("key"), from_ms, to_ms, after)
+
+
+def parse_unit(text: str) -> Unit:
+    """Parse the length of the buckets of a forecast. Raises OutOfRange."""
+    for unit in get_args(Unit):
+        if unit == text:
+            return cast(Unit, unit)
+    raise OutOfRange(f"by={text[:20]}: second, minute, hour or day")
+
+
+def parse_window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Parse the window of ?from=&to=, with None for a missing end. Raises InvalidDelay."""
+    ends = query.get("from"), query.get("to")
+    from_ms, to_ms = (None if end is None else time_parsing.due_ms(end) for end in ends)
+    return from_ms, to_ms
+
+
+def page_answer(page: Page) -> WaitingPage:
+    """Build the answer for a page of pending messages."""
+    messages = [
+        Waiting(
+            message.topic, format_time(message.due_ms), message.due_ms, message.seq, message.size_bytes,
+            message.unique_key, (message.keys or "").split(), message.tag, message.campaign,
+        )
+        for message in page.messages
+    ]  # fmt: skip
+    return WaitingPage(messages, None if page.next_page is None else "-".join(map(str, page.next_page)))
+
+
+def forecast_answer(counted: Counted) -> Forecast:
+    """Build the answer for a forecast."""
+    buckets = [Bucket(*bucket) for bucket in counted.buckets]
+    return Forecast(
+        counted.by,
+        counted.from_ms,
+        counted.to_ms,
+        format_time(counted.counted_ms),
+        counted.counted_ms,
+        buckets,
+        counted.topics,
+    )

@@ -1,6 +1,6 @@
 """The edge for HTTP: one table of paths, served by uvicorn on the broker's event loop.
 
-Surplus connections are closed by idle_connections.py, as on every port.
+Surplus connections are closed by shared_limits.py, as on every port.
 """
 
 from __future__ import annotations
@@ -12,22 +12,37 @@ import re
 import socket
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import uvicorn
 from starlette.routing import BaseRoute, Route, Router
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
-from timeball.edges.http.foreign_pages import ForeignPageCheck
-from timeball.edges.http.handlers.operators import Status
-from timeball.edges.http.handlers.routes import collect_routes
+from timeball.edges.http.codec import Answer, problem
+from timeball.edges.http.handlers import receives
+from timeball.edges.http.handlers.operators import (
+    Campaigns,
+    GroupQuestions,
+    Groups,
+    Operators,
+    Status,
+    Subscriptions,
+)
+from timeball.edges.http.handlers.receives import Events, Receives
+from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
 from timeball.edges.http.openapi import document, query_parameters
-from timeball.edges.http.problems import Answer, problem
 from timeball.edges.http.recovering import BACKLOG, listen
-from timeball.edges.http.requests import Call, Endpoint, Handler, RequestLimits, not_found
-from timeball.edges.shared.first_byte import FirstByteServer
-from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS, protocol_of
+from timeball.edges.http.requests import (
+    Call,
+    Endpoint,
+    ForeignPageCheck,
+    Handler,
+    Paths,
+    RequestLimits,
+    not_found,
+)
+from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, FirstByteServer, protocol_of
 from timeball.io.security import OPEN, Security
 from timeball.monitoring.metrics import Metrics
 
@@ -364,3 +379,39 @@ def _read_file(name: str) -> bytes | None:
         return files(FILES_PACKAGE).joinpath(*name.split("/")).read_bytes()
     except OSError:
         return None
+
+
+# All paths of the HTTP edge, with the handler of each method.
+
+
+class Routes(NamedTuple):
+    """Handlers by path and method. `open_paths` need no account.
+
+    `former_methods`: by path and method that only older versions offered, the advice for the client.
+    """
+
+    paths: Paths
+    open_paths: Paths
+    former_methods: dict[str, dict[str, str]]
+
+
+def collect_routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
+    """Collect the handlers of all paths."""
+    operators = Operators(broker, metrics, status)
+    paths: Paths = {}
+    handlers = (
+        operators,
+        Sends(broker),
+        Receives(broker),
+        Scheduled(broker),
+        PendingMessages(broker),
+        Events(broker),
+        Campaigns(broker),
+        Groups(broker),
+        GroupQuestions(broker),
+        Subscriptions(broker, metrics.push),
+    )
+    for handler in handlers:
+        for path, methods in handler.paths.items():
+            paths[path] = {**paths.get(path, {}), **methods}
+    return Routes(paths, operators.open_paths, receives.FORMER_METHODS)

@@ -8,14 +8,7 @@ import msgspec
 
 from timeball import __version__
 from timeball.broker.revoking import group_questions
-from timeball.edges.http import (
-    answers_codec,
-    codec,
-    events_codec,
-    send_codec,
-    subscription_codec,
-    waiting_codec,
-)
+from timeball.edges.http import answers_codec, codec, send_codec, subscription_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.model.answers import GroupState
 
@@ -163,7 +156,7 @@ OPERATIONS = (
     Operation(
         "get", "/v1/topics/{topic}/events", "events", "A live tail of visible messages, as server-sent events.",
         (("tag", "Only messages with one of these tags, as in red || blue.", False),),
-        media_type=events_codec.EVENTS,
+        media_type=answers_codec.EVENTS,
     ),
     Operation(
         "post", "/v1/topics/{topic}/ack", "ack", "Acknowledge messages.", (_GROUP_PARAMETER,),
@@ -189,7 +182,7 @@ OPERATIONS = (
             *_WINDOW_PARAMETERS,
             ("max", "The maximum number of messages, 1 to 1000; default 100.", False),
             ("page", "The next_page of the previous page.", False),
-        ), (), (waiting_codec.WaitingPage,),
+        ), (), (answers_codec.WaitingPage,),
     ),
     Operation(
         "get", "/v1/forecast", "forecast", "How many messages are due when, by topic.",
@@ -197,7 +190,7 @@ OPERATIONS = (
             ("by", "The length of the buckets: second, minute, hour (the default) or day, in UTC.", False),
             *_WINDOW_PARAMETERS,
             ("topic", "Only messages for this topic.", False),
-        ), (), (waiting_codec.Forecast,),
+        ), (), (answers_codec.Forecast,),
     ),
     Operation(
         "get", "/v1/messages/{id}", "get", "The state of a message, and its location.", (_TOPIC_PARAMETER,),

@@ -11,8 +11,7 @@ import logging
 import socket
 
 from timeball.edges.http.answers_codec import Health
-from timeball.edges.http.codec import JSON, encode
-from timeball.edges.http.problems import PROBLEM, problem
+from timeball.edges.http.codec import JSON, PROBLEM, encode, problem
 from timeball.io.security import Security
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError

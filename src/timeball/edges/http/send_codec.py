@@ -25,7 +25,7 @@ import pyarrow as pa
 
 from timeball.edges.http.codec import JSON, NDJSON, At, decoding_error, due_and_delay_ms, format_time
 from timeball.edges.shared import arrow_ipc
-from timeball.edges.shared.arrow_columns import SendColumns, check_bytes
+from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
 from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from timeball.edges.http2.calls import Call, Method, Room
 from timeball.edges.http2.frames import (
     END_HEADERS,
     HEADERS,
@@ -32,6 +32,8 @@ from timeball.edges.http2.frames import (
     trailers,
 )
 from timeball.edges.http2.streams import WINDOW_BYTES, Stream, Streams
+from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
+from timeball.model.access import ANONYMOUS, Caller
 
 WAITING_MAX = 4_096  # calls that wait for memory. Each holds the bytes of its first window
 
@@ -457,3 +459,42 @@ def decompress(data: bytes, encoding: str, bytes_max: int) -> bytes:
     if not decompressor.eof:
         raise DecompressionError(GrpcStatus.INTERNAL, f"the request ends within its {encoding} stream")
     return result
+
+
+# The parts of a gRPC call that do not depend on HTTP/2: its method, its headers, and the limits of its edge.
+
+
+class Method(NamedTuple):
+    """A gRPC method of an edge.
+
+    `takes_stream` and `gives_stream` state whether it is client streaming or server streaming. `decode` converts bytes
+    to a request, and raises one of `decode_errors` for bytes that are no request. `encode` converts a response to
+    bytes.
+    """
+
+    name: str
+    takes_stream: bool
+    gives_stream: bool
+    decode: Callable[[bytes], Any]
+    encode: Callable[[Any], bytes]
+    decode_errors: tuple[type[Exception], ...] = ()
+    outlives_client: bool = False  # the handler continues after its client has disconnected
+
+
+@dataclass(slots=True)
+class Call:
+    """The facts of a call for its handler: the headers, the client, and the client's deadline."""
+
+    headers: Mapping[str, str]  # by lower-case name
+    peer: str = ""  # the client's address without its port
+    remaining_s: float | None = None  # from the begin of the call to the client's deadline, if it has one
+    caller: Caller = ANONYMOUS  # the account, once it has been checked
+
+
+@dataclass
+class Room:
+    """The limits that all calls of one edge share, with their counters."""
+
+    received: MemoryQuota  # the bytes of requests that have arrived, or are allowed to arrive
+    request_bytes_max: int  # of one request, decompressed
+    calls: SharedLimit  # the number of open calls

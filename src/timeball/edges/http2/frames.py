@@ -3,7 +3,7 @@
     frame      length (3 bytes), kind (1), flags (1), stream (4), payload
     message    compressed or not (1 byte), length (4), a protobuf message: gRPC's, within the DATA of a stream
 
-header_blocks.py decodes the header blocks of requests. Answers need no HPACK encoder with state: each of their header
+connection.py decodes the header blocks of requests. Answers need no HPACK encoder with state: each of their header
 fields is a literal without indexing (RFC 7541, 6.2.2). So nearly all answers have the same header blocks, which are
 encoded once.
 """

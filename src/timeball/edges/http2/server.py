@@ -11,9 +11,8 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from timeball.edges.http2.calls import Call, Method, Room
-from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
-from timeball.edges.http2.exchange import Exchange
+from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection, Headers, choose_decoder
+from timeball.edges.http2.exchange import Call, Exchange, Method, Room
 from timeball.edges.http2.frames import (
     END_HEADERS,
     END_STREAM,
@@ -24,7 +23,6 @@ from timeball.edges.http2.frames import (
     literal,
     rst_stream,
 )
-from timeball.edges.http2.header_blocks import Headers, choose_decoder
 from timeball.edges.http2.streams import Flushes, Stream, Streams
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening, PlainFrom

@@ -16,8 +16,7 @@ from timeball.client.calls import Calls
 from timeball.client.source import Source
 from timeball.edges.kafka.delivery import Delivery
 from timeball.edges.kafka.intake import Intake
-from timeball.edges.kafka.options import BridgeOptions, Counts
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts
 from timeball.io.clock import Clock
 from timeball.model.errors import Conflict, OverLimit, StorageError, Unavailable
 

@@ -47,10 +47,15 @@ from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource, Res
 from confluent_kafka.cimpl import NewTopic
 
 from timeball.edges.kafka import records
-from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
-from timeball.edges.kafka.records import Envelope, Headers, RecordLocation, TopicRules
-from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts, Topics
+from timeball.edges.kafka.records import (
+    Envelope,
+    Headers,
+    RecordLocation,
+    TopicRules,
+    Undeliverable,
+    UndeliverableFile,
+)
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 

@@ -35,10 +35,8 @@ from confluent_kafka import (
 
 from timeball.client.source import Source
 from timeball.edges.kafka import records
-from timeball.edges.kafka.options import BridgeOptions, Counts, Topics
-from timeball.edges.kafka.records import BridgeMessage, Record, TopicRules
-from timeball.edges.kafka.undeliverable import Undeliverable, UndeliverableFile
-from timeball.edges.kafka.waiting import BridgeQueue
+from timeball.edges.kafka.options import BridgeOptions, BridgeQueue, Counts, Topics
+from timeball.edges.kafka.records import BridgeMessage, Record, TopicRules, Undeliverable, UndeliverableFile
 from timeball.io.clock import Clock
 from timeball.model import limits
 from timeball.model.errors import (

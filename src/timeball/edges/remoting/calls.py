@@ -14,26 +14,32 @@ JSON, but all of RocketMQ's tools expect it:
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
+import logging
 import re
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import lru_cache
 from ipaddress import ip_address
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from timeball.broker.filters import Filter
 from timeball.broker.filters.compiler import FilterCache
+from timeball.broker.policy import Policy
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.topics import Topic
-from timeball.edges.remoting.codec.codes import BROKER_VERSION, CommandFlag, ResponseCode
-from timeball.edges.remoting.codec.frame import BadHeader, Command
+from timeball.edges.remoting.codec import frame as codec
+from timeball.edges.remoting.codec.codes import BROKER_VERSION, CommandFlag, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import BadHeader, Command, Frame
 from timeball.edges.remoting.codec.records import Host
-from timeball.edges.remoting.connection import Connection, Member
-from timeball.edges.shared.error_codes import Refused, codes_of
+from timeball.edges.remoting.connection import CALLS_MAX, Connection, Member
+from timeball.edges.shared.error_codes import Refused, codes_of, log_failure, sentence
 from timeball.edges.shared.sessions import EdgeContext, advertised
-from timeball.model.access import Caller
+from timeball.model.access import ASK, Access, Caller, Verb
 from timeball.model.errors import InvalidFilter, SetupError
 
 T = TypeVar("T")
@@ -240,3 +246,214 @@ def decode_object_keys(body: bytes, name: str) -> Iterator[tuple[Any, int]]:
 def data_version(counter: int, since_ms: int) -> dict[str, int]:
     """Create RocketMQ's DataVersion of a table: its number of changes since a time in ms."""
     return {"stateVersion": 0, "timestamp": since_ms, "counter": counter}
+
+
+# Route each request to its handler and send the answer.
+#
+# The table of handlers joins the tables of all handler classes. A request code without a handler is answered with
+# REQUEST_CODE_NOT_SUPPORTED, which every client can handle. Every request gets exactly one answer, unless it is
+# one-way. If a handler fails because of a fault in the broker, the client gets SYSTEM_ERROR and the log gets the
+# reason.
+
+logger = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """Maps request codes to handlers. Belongs to the event loop."""
+
+    def __init__(self, handler_tables: Iterable[Handlers]) -> None:
+        self._handlers: dict[int, Handler] = {}
+        for handlers in handler_tables:
+            duplicates = self._handlers.keys() & handlers.keys()
+            assert not duplicates, f"two handlers for the request codes {duplicates}"
+            self._handlers |= handlers
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def receive(self, connection: Connection, frame: Frame) -> None:
+        """Handle one frame: a request of the client, or its answer to a request of the broker. Raises BadFrame."""
+        command = codec.decode(frame)
+        if command.is_response:
+            connection.receive_answer(command)
+        else:
+            self.handle(connection, command)
+
+    def has_handler(self, code: int) -> bool:
+        """Return whether there is a handler for this request code."""
+        return code in self._handlers
+
+    def refuse(self, connection: Connection, command: Command, error: Exception) -> None:
+        """Answer a request with an error. Its handler is not called."""
+        call = Call(connection, command)
+        self._reply(call, answer_failure(call, error))
+
+    def handle(self, connection: Connection, command: Command) -> None:
+        """Call the handler of a request, and send its answer now or when it is ready."""
+        call = Call(connection, command)
+        handler = self._handlers.get(command.code)
+        if handler is None:
+            self._reply(call, _answer_not_supported(call))
+            return
+        if connection.calls >= CALLS_MAX:
+            remark = f"{CALLS_MAX} requests of this connection are pending"
+            self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
+            return
+        if connection.flow.is_full:
+            remark = "too many answers to this address are unread: read them before you send more requests"
+            self._reply(call, call.answer(ResponseCode.SYSTEM_BUSY, remark))
+            return
+        try:
+            refuse_unsupported_fields(command)
+            reply = handler(call)
+        except Exception as error:  # any exception: the client gets an error answer, and the broker continues
+            self._reply(call, answer_failure(call, error))
+            return
+        if reply is None or isinstance(reply, Command):
+            self._reply(call, reply)
+            return
+        connection.calls += 1
+        call.counted_bytes = connection.flow.count_request(len(command.body))
+        task = asyncio.ensure_future(self._answer_later(call, reply))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer_later(self, call: Call, reply: Awaitable[Reply]) -> None:
+        """Wait for the reply of a handler, send it, and stop counting the request."""
+        try:
+            self._reply(call, await reply)
+        except Exception as error:  # any exception, as in `handle`
+            self._reply(call, answer_failure(call, error))
+        finally:
+            call.connection.calls -= 1
+            call.connection.flow.release_request(call.counted_bytes)
+
+    @staticmethod
+    def _reply(call: Call, reply: Reply) -> None:
+        if reply is not None and not call.command.is_one_way:
+            call.connection.send(reply)
+
+    async def close(self) -> None:
+        """Cancel the pending requests."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def answer_failure(call: Call, error: Exception) -> Command:
+    """Create the answer to a request that failed. An internal fault is logged."""
+    log_failure(logger, str(call.command.code), error)
+    return call.answer(response_code(error), sentence(error))
+
+
+def _answer_not_supported(call: Call) -> Command:
+    """Create the answer to a request code without a handler."""
+    code = call.command.code
+    name = RequestCode(code).name if code in set(RequestCode) else "unknown"
+    return call.answer(
+        ResponseCode.REQUEST_CODE_NOT_SUPPORTED, f"request code {code} ({name}) is not supported by Timeball"
+    )
+
+
+# Check the signature of a request and the permissions that it requires.
+#
+# A request is signed with the ACL signature of RocketMQ's clients:
+#
+#     Signature = base64(HMAC-SHA1(secret, the values of all other extFields in the order of their names, then the
+# body))
+#
+# `REQUIRED_PERMISSIONS` maps each request code to a verb and to the header fields that name the topic and the group.
+# For some requests, the topic or group is only in the body or in a stored row. For them the table requires only an
+# account (LOOK), and the handler checks the rest (`Policy.allow`) when it has read the topic or group. A code without
+# an entry requires ADMIN.
+
+ACCESS_KEY, SIGNATURE = "AccessKey", "Signature"
+# Clients up to 4.9.3 add this field after they have computed the signature.
+UNSIGNED_FIELD, UNSIGNED_UP_TO_VERSION = "_UNIQUE_KEY_QUERY", 399  # MQVersion.V4_9_3
+
+_UNSIGNED_FIELDS, _UNSIGNED_FIELDS_OLD = frozenset({SIGNATURE}), frozenset({SIGNATURE, UNSIGNED_FIELD})
+
+
+class RequiredPermission(NamedTuple):
+    """The verb that a request requires, and the header fields that name its topic and its group."""
+
+    verb: Verb
+    topic: str | None = None
+    group: str | None = None
+
+
+_LOOK = RequiredPermission(Verb.LOOK)
+_RECEIVE = RequiredPermission(Verb.RECEIVE, "topic", "consumerGroup")
+_LOOK_AT_TOPIC = RequiredPermission(Verb.LOOK, "topic")
+_ADMIN = RequiredPermission(Verb.ADMIN)
+
+REQUIRED_PERMISSIONS: dict[int, RequiredPermission] = {
+    RequestCode.SEND_MESSAGE: RequiredPermission(Verb.SEND, "topic"),
+    RequestCode.SEND_MESSAGE_V2: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.SEND_BATCH_MESSAGE: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.SEND_REPLY_MESSAGE: RequiredPermission(Verb.SEND, "topic"),
+    RequestCode.SEND_REPLY_MESSAGE_V2: RequiredPermission(Verb.SEND, "b"),
+    RequestCode.RECALL_MESSAGE: RequiredPermission(Verb.CANCEL, "topic"),
+    RequestCode.PULL_MESSAGE: _RECEIVE,
+    RequestCode.LITE_PULL_MESSAGE: _RECEIVE,
+    RequestCode.POP_MESSAGE: _RECEIVE,
+    RequestCode.ACK_MESSAGE: _RECEIVE,
+    RequestCode.CHANGE_MESSAGE_INVISIBLETIME: _RECEIVE,
+    RequestCode.NOTIFICATION: _RECEIVE,
+    RequestCode.QUERY_CONSUMER_OFFSET: _RECEIVE,
+    RequestCode.UPDATE_CONSUMER_OFFSET: _RECEIVE,
+    RequestCode.QUERY_MESSAGE: RequiredPermission(Verb.RECEIVE, "topic"),
+    RequestCode.GET_CONSUMER_LIST_BY_GROUP: RequiredPermission(Verb.RECEIVE, group="consumerGroup"),
+    # The handler also checks the topic of the stored row.
+    RequestCode.CONSUMER_SEND_MSG_BACK: RequiredPermission(Verb.RECEIVE, group="group"),
+    RequestCode.GET_MAX_OFFSET: _LOOK_AT_TOPIC,
+    RequestCode.GET_MIN_OFFSET: _LOOK_AT_TOPIC,
+    RequestCode.SEARCH_OFFSET_BY_TIMESTAMP: _LOOK_AT_TOPIC,
+    RequestCode.GET_EARLIEST_MSG_STORETIME: _LOOK_AT_TOPIC,
+    # For these, the handler checks the topics and groups that the body or the stored row names.
+    RequestCode.HEART_BEAT: _LOOK,
+    RequestCode.UNREGISTER_CLIENT: _LOOK,
+    RequestCode.LOCK_BATCH_MQ: _LOOK,
+    RequestCode.UNLOCK_BATCH_MQ: _LOOK,
+    RequestCode.BATCH_ACK_MESSAGE: _LOOK,
+    RequestCode.QUERY_ASSIGNMENT: _LOOK,
+    RequestCode.END_TRANSACTION: _LOOK,
+    RequestCode.VIEW_MESSAGE_BY_ID: _LOOK,
+    # Every client sends these, also for names that are not topics.
+    RequestCode.GET_ROUTEINFO_BY_TOPIC: _LOOK,
+    RequestCode.GET_BROKER_CLUSTER_INFO: _LOOK,
+    RequestCode.CHECK_CLIENT_CONFIG: _LOOK,
+    RequestCode.GET_KV_CONFIG: _LOOK,
+    RequestCode.GET_KVLIST_BY_NAMESPACE: _LOOK,
+}
+
+
+def verify_signer(access: Access, command: Command) -> Caller:
+    """Verify the signature of a request and return its account. Raises Unauthorized."""
+    key = command.ext.get(ACCESS_KEY)
+    if not key:
+        raise access.refusal(ASK)
+    try:
+        signature = base64.b64decode(command.ext.get(SIGNATURE, ""), validate=True)
+    except (binascii.Error, ValueError):  # ValueError: also text that is not ASCII
+        signature = b""
+    return access.verify(key, signed_content(command), signature)
+
+
+def signed_content(command: Command) -> bytes:
+    """Return the bytes that the signature covers."""
+    ext = command.ext
+    unsigned_fields = _UNSIGNED_FIELDS_OLD if command.version <= UNSIGNED_UP_TO_VERSION else _UNSIGNED_FIELDS
+    values = "".join(ext[name] for name in sorted(ext) if name not in unsigned_fields)
+    return values.encode("utf-8", "surrogatepass") + command.body
+
+
+def check_permission(caller: Caller, command: Command) -> None:
+    """Check that the caller may make this request. Raises Forbidden, or Refused if a header field is missing."""
+    required = REQUIRED_PERMISSIONS.get(command.code, _ADMIN)
+    names = [command.ext.get(field) for field in (required.topic, required.group) if field is not None]
+    if None in names:
+        raise Refused(
+            ResponseCode.INVALID_PARAMETER, f"code {command.code}: the header names no topic, or no group"
+        )
+    topic = command.ext[required.topic] if required.topic else None
+    group = command.ext[required.group] if required.group else None
+    Policy.allow(caller, required.verb, topic=topic, group=group)

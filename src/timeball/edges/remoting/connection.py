@@ -37,9 +37,9 @@ from timeball.edges.remoting.codec.frame import (
     encode,
 )
 from timeball.edges.remoting.codec.records import Host
+from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.edges.shared.sessions import Session
 from timeball.edges.shared.shared_limits import MemoryQuota, exceeds_share
-from timeball.edges.shared.wrong_protocols import WRONG_PROTOCOLS
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import Unavailable
 

@@ -3,7 +3,7 @@
 RocketMQ's name server and broker are two programs. Here they are two ports of one process. Both ports answer every
 request, since the request codes of the two do not overlap.
 
-Sends bypass the table of handlers (dispatch.py): `Sends` batches them for throughput. With an access file, each request
+Sends bypass the table of handlers (calls.py): `Sends` batches them for throughput. With an access file, each request
 is decoded completely, and the same decoded command is checked and then handled. If two decoders read the header, a
 client could find one that they read differently, and so pass the check with another request.
 """
@@ -16,29 +16,21 @@ from functools import partial
 from typing import Any
 
 from timeball.broker.service import Broker
-from timeball.edges.remoting import required_permissions
-from timeball.edges.remoting.calls import check_advertised
+from timeball.edges.remoting import calls
+from timeball.edges.remoting.calls import Dispatch, check_advertised
 from timeball.edges.remoting.codec.frame import BadHeader, Frame, cut, decode
 from timeball.edges.remoting.codec.implementation import PlainPull, codec_of
 from timeball.edges.remoting.codec.sends import from_command, read_send
 from timeball.edges.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, MemoryLimits
-from timeball.edges.remoting.dispatch import Dispatch
-from timeball.edges.remoting.handlers.admin.client_forwarding import ClientForwarding
-from timeball.edges.remoting.handlers.admin.groups import GroupAdmin
+from timeball.edges.remoting.handlers.admin.groups import ClientForwarding, GroupAdmin
 from timeball.edges.remoting.handlers.admin.progress import Progress
-from timeball.edges.remoting.handlers.admin.runtime import Runtime
-from timeball.edges.remoting.handlers.admin.topics import TopicAdmin
-from timeball.edges.remoting.handlers.heartbeats import HeartBeats
-from timeball.edges.remoting.handlers.offsets import Offsets
+from timeball.edges.remoting.handlers.admin.topics import Runtime, TopicAdmin
+from timeball.edges.remoting.handlers.heartbeats import Assignments, HeartBeats, Locks
 from timeball.edges.remoting.handlers.pops import Pops
-from timeball.edges.remoting.handlers.pulls import Pulls
-from timeball.edges.remoting.handlers.queries import Queries
-from timeball.edges.remoting.handlers.rebalance import Assignments, Locks
-from timeball.edges.remoting.handlers.replies import Replies
-from timeball.edges.remoting.handlers.retries import Retries
-from timeball.edges.remoting.handlers.routes import Routes
-from timeball.edges.remoting.handlers.sends import Sends
-from timeball.edges.remoting.handlers.transactions import Transactions
+from timeball.edges.remoting.handlers.pulls import Offsets, Pulls
+from timeball.edges.remoting.handlers.queries import Queries, Routes
+from timeball.edges.remoting.handlers.retries import Replies, Retries
+from timeball.edges.remoting.handlers.sends import Sends, Transactions
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening
 from timeball.edges.shared.sessions import EdgeContext, Sessions
@@ -170,10 +162,10 @@ class RemotingEdge:
                 connection.receive_answer(command)
                 continue
             try:
-                caller = connection.caller = required_permissions.verify_signer(access, command)
+                caller = connection.caller = calls.verify_signer(access, command)
                 header = from_command(command)
                 if header is not None or self._dispatch.has_handler(command.code):
-                    required_permissions.check_permission(caller, command)
+                    calls.check_permission(caller, command)
             except TimeballError as error:
                 self._dispatch.refuse(connection, command, error)
                 continue

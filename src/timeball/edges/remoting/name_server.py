@@ -18,11 +18,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from timeball.edges.remoting.calls import Call
+from timeball.edges.remoting.calls import Call, answer_failure
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BadHeader, Command, Frame, decode
 from timeball.edges.remoting.connection import CALLS_MAX, Connection, MemoryLimits
-from timeball.edges.remoting.dispatch import answer_failure
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening
 from timeball.model.errors import SetupError, Unavailable
@@ -112,7 +111,7 @@ class NameServer:
         call.connection.calls += 1
         try:
             reply = await self._create_answer(call)
-        except Exception as error:  # any exception, as in dispatch.py: the client gets an error answer
+        except Exception as error:  # any exception, as in calls.py: the client gets an error answer
             reply = answer_failure(call, error)
         finally:
             call.connection.calls -= 1

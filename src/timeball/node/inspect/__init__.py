@@ -6,5 +6,5 @@ Hands on: the contents as objects and plain dictionaries, and damage by file and
 
     folder.py   segments, frames, torn tail, damage
     report.py   the selected rows, frames or a summary
-    verify.py   whether the caches beside the log agree with it
+    report.py   whether the caches beside the log agree with it
 """

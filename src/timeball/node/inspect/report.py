@@ -12,8 +12,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
+import pyarrow as pa
 
-from timeball.model.message import Kind, without_secrets
+from timeball.io.files import Files
+from timeball.log import format as fmt
+from timeball.log import recovery
+from timeball.log.queue_index import FOLDER as QUEUES
+from timeball.log.queue_index import Part, QueueFile, file_name
+from timeball.log.segment import FOLDER, Segment
+from timeball.model.errors import Corrupt, NotFound
+from timeball.model.key_hash import KeyRun, UInt64Array, hash_keys
+from timeball.model.message import Int64Array, Kind, without_secrets
 from timeball.node.inspect.folder import (
     Damage,
     FolderDump,
@@ -22,7 +32,6 @@ from timeball.node.inspect.folder import (
     Torn,
     WalkResult,
 )
-from timeball.node.inspect.verify import CacheCheck
 
 KIND_NAMES = {int(kind): kind.name for kind in Kind}
 
@@ -201,3 +210,168 @@ def _queue_ranges(folder: FolderDump) -> list[dict[str, Any]]:
         for topic, queues in topics.items()
         for queue_id, (low, high) in queues.items()
     ]
+
+
+# Comparison of the log with the caches beside it, for `timeball dump --verify`.
+#
+# The caches are key runs, frame indexes and the queue index. A broker rebuilds a cache that does not match its
+# checksum. But a cache may be intact and belong to another log. So each cache is compared with the frames and rows
+# while the log is read, segment by segment. The queue index is compared only up to the checkpoint, because a start of
+# the broker writes the rest again.
+
+
+class CacheCheck:
+    """Compares the caches with the frames of the log.
+
+    Call `add` for each frame in the order of the log, and `finish` after each segment, which returns the damage.
+    """
+
+    def __init__(self, folder: FolderDump) -> None:
+        self._files: Files = folder.files
+        self._checkpoint_seq = folder.checkpoint.facts.seq if folder.checkpoint is not None else 0
+        # (hashes, sequence numbers) of the keys in each frame of the current segment
+        self._segment_keys: list[tuple[UInt64Array, Int64Array]] = []
+        self._segment_frames: list[fmt.Frame] = []  # of the current segment
+        self._damage: dict[str, Damage] = {}  # the first damage of each file
+        self._queue_files = self._open_queue_files()
+        # The queue file that was read last, and its entries by (topic, queue), or None if they are damaged.
+        self._last_read: tuple[QueueFile, dict[tuple[str, int], Part] | None] | None = None
+        self._uncovered_ranges = self._find_uncovered_ranges()
+
+    def add(self, inspected: InspectedFrame) -> None:
+        """Add the next frame of the current segment, and compare its rows with the queue index."""
+        rows, first_seq = inspected.rows, inspected.frame.first_seq
+        hashes, row_numbers = hash_keys(rows.column("unique_key"), rows.column("keys"))
+        self._segment_keys.append((hashes, first_seq + row_numbers))
+        self._segment_frames.append(inspected.frame)
+        visible = np.flatnonzero(rows.column("queue_offset").is_valid())
+        if len(visible):
+            self._compare_queues(rows.take(pa.array(visible)), first_seq + visible)
+
+    def finish(self, segment: InspectedSegment) -> list[Damage]:
+        """Compare the key run and the frame index of the segment whose last frame was added. Returns all damage."""
+        keys, self._segment_keys = self._segment_keys, []
+        frames, self._segment_frames = self._segment_frames, []
+        if not segment.is_last and not segment.is_spare:
+            self._compare_keys(f"{FOLDER}/{segment.ordinal:010d}.keys", keys)
+            self._compare_frame_index(segment, frames)
+        damage, self._damage = list(self._damage.values()), {}
+        return damage
+
+    def _compare_keys(self, name: str, keys: list[tuple[UInt64Array, Int64Array]]) -> None:
+        try:
+            stored = KeyRun(self._files.map_readonly(name)).columns()
+        except NotFound:
+            return  # the broker writes this file at the first look-up
+        except Corrupt as error:
+            self._record(name, None, f"{error}; delete it, it is made again")
+            return
+        hashes = np.concatenate([np.empty(0, np.uint64), *(pair[0] for pair in keys)])
+        seqs = np.concatenate([np.empty(0, np.int64), *(pair[1] for pair in keys)])
+        if not _are_same_pairs(hashes, seqs, *stored):
+            self._record(name, None, "it does not hold the keys of its segment; delete it, it is made again")
+
+    def _compare_frame_index(self, inspected: InspectedSegment, frames: list[fmt.Frame]) -> None:
+        segment = Segment(inspected.ordinal, inspected.first_seq or 0, inspected.buffer)
+        for frame in frames:
+            if (frame.first_seq, frame.position) != (segment.next_seq, segment.end):
+                return  # a frame is damaged (which was reported), so the correct content of the index is unknown
+            segment.add(frame)
+        name = recovery.index_name(segment)
+        try:
+            stored = bytes(self._files.map_readonly(name))
+        except NotFound:
+            return  # the broker writes this file during maintenance
+        if inspected.until_seq == segment.next_seq and stored != recovery.encode(segment):
+            self._record(
+                name, None, "it does not name the frames of its segment; delete it, it is made again"
+            )
+
+    def _compare_queues(self, rows: pa.RecordBatch, seqs: Int64Array) -> None:
+        """Compare visible rows with the queue files that should have entries for them."""
+        for file in self._queue_files:
+            is_in_file = (seqs >= file.first_seq) & (seqs < min(file.next_seq, self._checkpoint_seq))
+            if is_in_file.any():
+                self._compare_file(file, rows.filter(pa.array(is_in_file)), seqs[is_in_file])
+        overlapping = [
+            (begin, end) for begin, end in self._uncovered_ranges if seqs[0] < end and seqs[-1] >= begin
+        ]
+        for begin, end in overlapping:
+            uncovered = np.flatnonzero((seqs >= begin) & (seqs < end))
+            if len(uncovered):
+                self._record(
+                    file_name(begin), None, f"it is missing: seq {seqs[uncovered[0]]} is in no queue"
+                )
+
+    def _compare_file(self, file: QueueFile, rows: pa.RecordBatch, seqs: Int64Array) -> None:
+        columns = zip(
+            rows.column("topic").to_pylist(), rows.column("queue_id").to_pylist(),
+            rows.column("queue_offset").to_pylist(), seqs.tolist(), strict=True,
+        )  # fmt: skip
+        stored = self._read_entries(file)
+        for topic, queue_id, offset, seq in columns if stored is not None else ():
+            part = stored.get((topic, queue_id)) if stored is not None else None
+            index = offset - part.first_offset if part is not None else -1
+            is_stored = part is not None and 0 <= index < len(part.entries)
+            stored_seq = int(part.entries["seq"][index]) if part is not None and is_stored else None
+            if stored_seq != seq:
+                text = f"offset {offset} of queue {queue_id} of {topic!r} should name seq {seq}, and names {stored_seq}"
+                self._record(file.name, None, f"{text}; delete it, it is made again")
+
+    def _read_entries(self, file: QueueFile) -> dict[tuple[str, int], Part] | None:
+        """Read the entries of a queue file, by (topic, queue). None if they are damaged.
+
+        Only the last file is kept in memory.
+        """
+        if self._last_read is None or self._last_read[0] is not file:
+            try:
+                self._last_read = (file, {(part.topic, part.queue_id): part for part in file.parts()})
+            except Corrupt as error:
+                self._record(file.name, None, f"{error}; delete it, it is made again")
+                self._last_read = (file, None)
+        return self._last_read[1]
+
+    def _open_queue_files(self) -> list[QueueFile]:
+        queue_files = []
+        for name in self._files.list_dir(QUEUES):
+            try:
+                queue_files.append(
+                    QueueFile(f"{QUEUES}/{name}", self._files.map_readonly(f"{QUEUES}/{name}"))
+                )
+            except Corrupt as error:
+                self._record(f"{QUEUES}/{name}", None, f"{error}; delete it, it is made again")
+        return sorted(queue_files, key=lambda file: file.first_seq)
+
+    def _find_uncovered_ranges(self) -> list[tuple[int, int]]:
+        """Find the ranges of rows [begin, end) below the checkpoint that no queue file covers.
+
+        Ranges whose damaged file is already reported are left out.
+        """
+        covered_seq, ranges = 1, []
+        for file in self._queue_files:
+            if file.first_seq > covered_seq:
+                ranges.append((covered_seq, file.first_seq))
+            covered_seq = max(covered_seq, file.next_seq)
+        if covered_seq < self._checkpoint_seq:
+            ranges.append((covered_seq, self._checkpoint_seq))
+        return [(begin, end) for begin, end in ranges if file_name(begin) not in self._damage]
+
+    def _record(self, name: str, position: int | None, text: str) -> None:
+        """Record the first damage of a file."""
+        self._damage.setdefault(name, Damage(name, position, text))
+
+
+def _are_same_pairs(
+    hashes: UInt64Array, seqs: Int64Array, stored: UInt64Array, stored_seqs: Int64Array
+) -> bool:
+    """Check whether `stored` and `stored_seqs` are the same pairs as `hashes` and `seqs`, sorted by hash.
+
+    Pairs with the same hash may be in any order.
+    """
+    if len(hashes) != len(stored) or np.any(stored[1:] < stored[:-1]):
+        return False
+    order, stored_order = np.lexsort((seqs, hashes)), np.lexsort((stored_seqs, stored))
+    return bool(
+        np.array_equal(hashes[order], stored[stored_order])
+        and np.array_equal(seqs[order], stored_seqs[stored_order])
+    )

@@ -37,8 +37,7 @@ from pyspark.sql import functions as f
 
 from timeball.model.errors import NotFound, OutOfRange
 from timeball.model.message import SCHEDULE_TOPIC, Kind
-from timeball.spark.endpoint import Endpoint, read_groups
-from timeball.spark.groups import GROUP, group_table_uri
+from timeball.spark.endpoint import GROUP, Endpoint, group_table_uri, read_groups
 from timeball.spark.jobs import ledger
 from timeball.spark.source.spark_api import described, shuffled_by_size
 from timeball.spark.spark_errors import spark_errors

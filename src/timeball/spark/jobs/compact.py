@@ -35,8 +35,7 @@ import pyarrow.compute as pc
 
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import COMPACTED_STRATEGY, Endpoint, Lease
-from timeball.spark.jobs.engine import Engine, Piece
-from timeball.spark.jobs.marked import MarkedJob
+from timeball.spark.jobs.marked import Engine, MarkedJob, Piece
 from timeball.spark.source.pacing import split_range
 from timeball.spark.table_store import Store, chunks
 from timeball.table.attachment import Attachment, FileEntry

@@ -38,7 +38,7 @@ from timeball.model.wire import Campaign as CampaignState
 from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
-from timeball.spark.jobs.archive_writer import PASSED
+from timeball.spark.jobs.archive import PASSED
 from timeball.spark.jobs.bulk import check_table
 from timeball.spark.jobs.campaign import Campaign
 from timeball.spark.source.pushdown import Bounds

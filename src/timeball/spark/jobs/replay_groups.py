@@ -13,8 +13,7 @@ from typing import TypeVar
 import msgspec
 from pyspark.sql import SparkSession
 
-from timeball.spark.endpoint import read_groups
-from timeball.spark.groups import Group, group_table_uri
+from timeball.spark.endpoint import Group, group_table_uri, read_groups
 from timeball.spark.jobs import replay
 from timeball.spark.jobs.replay import ReplayPlan, ReplayReport, Window
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from py4j.protocol import Py4JError
 from pyspark.sql import SparkSession
 
-from timeball.spark.jobs.engine import Piece, Result
+from timeball.spark.jobs.marked import Piece, Result
 from timeball.spark.source.spark_api import described
 from timeball.spark.spark_errors import spark_errors
 

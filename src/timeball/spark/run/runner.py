@@ -33,11 +33,9 @@ from typing import TYPE_CHECKING
 from timeball.io.clock import Clock, SystemClock
 from timeball.model import storage_uris
 from timeball.model.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
-from timeball.spark.endpoint import Endpoint, read_groups
-from timeball.spark.groups import query_name
+from timeball.spark.endpoint import Endpoint, query_name, read_groups
 from timeball.spark.jobs import archive, compact, ledger
-from timeball.spark.jobs.engine import Engine, InProcess
-from timeball.spark.jobs.marked import MarkedJob, Query
+from timeball.spark.jobs.marked import Engine, InProcess, MarkedJob, Query
 from timeball.spark.run.job_status import Board, Epoch, JobStatus, State, parse_progress
 from timeball.spark.table_store import sibling
 
@@ -309,7 +307,7 @@ def _make_job(
     start: Callable[[], Query]
     lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
     if name == DISPATCH:
-        from timeball.spark.dispatch import job as dispatch
+        from timeball.spark import dispatch as dispatch
         from timeball.spark.run.on_spark import OnSpark
 
         assert isinstance(engine, OnSpark)

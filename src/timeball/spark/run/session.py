@@ -35,10 +35,9 @@ from pyspark.sql import SparkSession
 import timeball
 from timeball.model import storage_uris
 from timeball.model.errors import SetupError, TimeballError
-from timeball.spark.dispatch.due_stream import DueDataSource
+from timeball.spark.dispatch import DueDataSource
 from timeball.spark.run import SUBMITTED
-from timeball.spark.source.data_source import TimeballDataSource
-from timeball.spark.source.delta_writer import DeltaDataSource
+from timeball.spark.source.data_source import DeltaDataSource, TimeballDataSource
 from timeball.spark.spark_errors import spark_errors
 
 LOG = logging.getLogger("timeball.spark")

@@ -32,8 +32,7 @@ from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import Status
-from timeball.spark.endpoint import Endpoint, after_last_seq, group_statuses, retrying_read
-from timeball.spark.groups import GROUP, Group
+from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions
 from timeball.spark.source.pacing import divide_rows, split_range

@@ -24,11 +24,9 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 
 from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
-from timeball.spark.endpoint import Endpoint, after_rows, read_groups, retrying_read
-from timeball.spark.groups import Group
+from timeball.spark.endpoint import Endpoint, Group, after_rows, read_groups, retrying_read
 from timeball.spark.source.log_reader import piece_rows, shape
-from timeball.spark.source.option_values import Offsets
-from timeball.spark.source.options import ReadOptions
+from timeball.spark.source.options import Offsets, ReadOptions
 from timeball.spark.source.pacing import divide_rows, split_range
 from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, row_filter
 from timeball.spark.source.spark_api import Filter, ReadLimit

@@ -39,7 +39,7 @@ from pyspark.sql.types import (
 )
 
 from timeball.model.errors import SetupError
-from timeball.spark.groups import GROUP
+from timeball.spark.endpoint import GROUP
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter as DataSourceStreamArrowWriter

@@ -29,8 +29,7 @@ from pyspark.sql.datasource import DataSourceReader, InputPartition
 from timeball.model import storage_uris
 from timeball.model.errors import NotFound, SetupError, StorageError
 from timeball.model.wire import Status
-from timeball.spark.endpoint import group_statuses
-from timeball.spark.groups import GROUP, PLACEHOLDER, Group, group_table_uri
+from timeball.spark.endpoint import GROUP, PLACEHOLDER, Group, group_statuses, group_table_uri
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
 from timeball.spark.source.pushdown import Bounds, RowFilter, row_filter

@@ -29,8 +29,7 @@ import pyarrow.dataset as ds
 
 from timeball.model.errors import NotFound, OverLimit, RequestError, TimeballError
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
-from timeball.spark.endpoint import Endpoint
-from timeball.spark.groups import GROUP, Group, group_table_uri, groups_of
+from timeball.spark.endpoint import GROUP, Endpoint, Group, group_table_uri, groups_of
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID, read_events
 from timeball.spark.table_store import (
     ANY_DUE_TIME,

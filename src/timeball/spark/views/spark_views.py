@@ -21,8 +21,7 @@ from pyspark import StorageLevel
 from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 
 from timeball.model.message import TABLE_SCHEMA
-from timeball.spark.endpoint import Endpoint, read_groups
-from timeball.spark.groups import Group
+from timeball.spark.endpoint import Endpoint, Group, read_groups
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
 from timeball.spark.source.spark_api import described, spark_schema, unite
 from timeball.spark.source.table_reader import read_delta

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from timeball.edges.grpc._generated.service_pb2 import SendMessageResponse, SendResultEntry
 from timeball.edges.grpc.calls import OK
-from timeball.edges.grpc.codec.send_requests import encode_answer, encode_entry
+from timeball.edges.grpc.codec.messages_in import encode_answer, encode_entry
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 ENTRY = st.tuples(TEXT, TEXT, st.integers(0, 2**63 - 1), TEXT)

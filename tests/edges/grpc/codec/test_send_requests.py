@@ -13,10 +13,16 @@ from tests.edges.grpc.sending import message, send_request
 
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated.service_pb2 import SendMessageRequest
-from timeball.edges.grpc.codec import send_requests
-from timeball.edges.grpc.codec.messages_in import check_delivery_time, encode_row, message_type_of
+from timeball.edges.grpc.codec import messages_in
+from timeball.edges.grpc.codec.messages_in import (
+    check_delivery_time,
+    choose_decoder,
+    encode_row,
+    message_type_of,
+    read_plain,
+    topics_in_send,
+)
 from timeball.edges.grpc.codec.messages_out import RESERVED
-from timeball.edges.grpc.codec.send_requests import choose_decoder, read_plain, topics_in_send
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits
 from timeball.model.message import SendRow
@@ -209,7 +215,7 @@ def len_bytes(size: int) -> bytes:
 def test_without_the_compiled_decoder_protobuf_decodes_all_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     data = send_request(typical()).SerializeToString()
     assert choose_decoder("python")(data) == SendMessageRequest.FromString(data)
-    monkeypatch.setattr(send_requests, "read_plain", None)
+    monkeypatch.setattr(messages_in, "read_plain", None)
     assert choose_decoder("auto")(data) == SendMessageRequest.FromString(data)
 
 

@@ -11,7 +11,7 @@ from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.topic import TopicConfig
-from timeball.broker.revoking.recall import encode_handle
+from timeball.broker.revoking.cancel import encode_handle
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.io.clock import ManualClock

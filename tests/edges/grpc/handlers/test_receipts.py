@@ -8,7 +8,7 @@ from tests.edges.grpc.wire import consumer_settings, d, s
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.broker.registry.rates import Stat, of_group
-from timeball.edges.grpc.session import store_settings
+from timeball.edges.grpc.calls import store_settings
 from timeball.model import limits
 
 OK, INVALID = d.Code.OK, d.Code.INVALID_RECEIPT_HANDLE

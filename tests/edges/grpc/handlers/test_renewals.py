@@ -14,8 +14,8 @@ from tests.node_fixture import eventually, running_node
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
 from timeball.edges.grpc.edge import GrpcEdge
-from timeball.edges.grpc.handlers import renewals as module
-from timeball.edges.grpc.handlers.renewals import AHEAD_MS, FIRST_LEASE_MS, TOTAL_MS_MAX, Renewals
+from timeball.edges.grpc.handlers import receipts as module
+from timeball.edges.grpc.handlers.receipts import AHEAD_MS, FIRST_LEASE_MS, TOTAL_MS_MAX, Renewals
 from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 

@@ -16,9 +16,8 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.edges.grpc._generated.definition_pb2 import AddressScheme
-from timeball.edges.grpc.calls import Call
-from timeball.edges.grpc.handlers.routes import Routes, advertised_endpoints, endpoints
-from timeball.edges.grpc.session import GrpcContext
+from timeball.edges.grpc.calls import Call, GrpcContext
+from timeball.edges.grpc.handlers.telemetry import Routes, advertised_endpoints, endpoints
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import EdgeContext, Sessions
 from timeball.model.errors import Unavailable

@@ -9,8 +9,8 @@ from tests.edges.grpc.wire import Wire, consumer_settings, d, producer_settings,
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.edges.grpc.calls import Client
 from timeball.edges.grpc.handlers.telemetry import attempts_max, complete_settings, duration
-from timeball.edges.grpc.session import Client
 from timeball.model import limits
 
 

@@ -15,13 +15,13 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
-from timeball.edges.grpc.handlers.transactions import (
+from timeball.edges.grpc.calls import QUEUED_COMMANDS_MAX
+from timeball.edges.grpc.handlers.sends import (
     SEQ_MAX,
     Transactions,
     parse_transaction_id,
     transaction_id,
 )
-from timeball.edges.grpc.session import QUEUED_COMMANDS_MAX
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 

@@ -17,7 +17,7 @@ from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.edges.http import edge, requests
-from timeball.edges.http.handlers import events
+from timeball.edges.http.handlers import receives
 from timeball.model.access import ANONYMOUS
 
 
@@ -118,7 +118,7 @@ def test_only_messages_with_the_tag_are_shown(node: RunningNode, client: Client)
 def test_a_tail_without_messages_sends_keep_alives(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(events, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(receives, "KEEP_ALIVE_S", 0.01)
     client.send("silent", {"body": "x"})
     with tail(node, "silent") as seen:
         blocks = seen.blocks()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.edges.http.client import Client
 from tests.node_fixture import RunningNode
 
-from timeball.edges.http.handlers.routes import collect_routes
+from timeball.edges.http.edge import collect_routes
 
 
 def test_each_path_and_method_is_in_the_document(client: Client, node: RunningNode) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.edges.remoting.codec import check_points
-from timeball.edges.remoting.codec.check_points import CheckPoint, parse
+from timeball.edges.remoting.codec import records
+from timeball.edges.remoting.codec.records import CheckPoint, parse
 from timeball.model.errors import InvalidMessage
 
 INTS = st.integers(0, 1 << 62)
@@ -47,29 +47,29 @@ def test_an_invalid_check_point_is_refused(text: str) -> None:
 
 def test_the_lists_by_queue_keep_the_order_of_the_answer() -> None:
     places = [("0", 1, 7), ("1", 0, 3), ("0", 1, 9), ("0", 2, 4)]
-    assert check_points.start_offset_info(places) == "0 1 7;1 0 3;0 2 4"
-    assert check_points.msg_offset_info(places) == "0 1 7,9;1 0 3;0 2 4"
+    assert records.start_offset_info(places) == "0 1 7;1 0 3;0 2 4"
+    assert records.msg_offset_info(places) == "0 1 7,9;1 0 3;0 2 4"
 
 
 def test_order_counts_name_single_messages_and_the_least_of_each_queue() -> None:
     places = [("0", 1, 7), ("0", 1, 9), ("0", 2, 4)]
-    assert check_points.order_count_info(places, [2, 0, 3]) == "0 qo1%7 2;0 qo2%4 3;0 1 0;0 2 3"
-    assert check_points.order_count_info(places, [0, 0, 0]) == "0 1 0;0 2 0"
+    assert records.order_count_info(places, [2, 0, 3]) == "0 qo1%7 2;0 qo2%4 3;0 1 0;0 2 3"
+    assert records.order_count_info(places, [0, 0, 0]) == "0 1 0;0 2 0"
 
 
 @given(NAMES, NAMES)
 def test_the_retry_word_names_the_topic(topic: str, group: str) -> None:
-    assert check_points.real_topic(topic, group, "0") == topic
+    assert records.real_topic(topic, group, "0") == topic
     for word in "12":
-        retry = check_points.real_topic(topic, group, word)
-        assert check_points.retry_mark(retry) == word
-        assert check_points.real_topic(retry, group, word) == retry  # clients send either
-    assert check_points.retry_mark(topic) == "0"
+        retry = records.real_topic(topic, group, word)
+        assert records.retry_mark(retry) == word
+        assert records.real_topic(retry, group, word) == retry  # clients send either
+    assert records.retry_mark(topic) == "0"
 
 
 def test_a_java_bit_set_is_decoded() -> None:
-    assert check_points.decode_bit_set("BQE=") == [0, 2, 8]  # BitSet {0, 2, 8}: bytes 05 01
-    assert check_points.decode_bit_set("") == []
+    assert records.decode_bit_set("BQE=") == [0, 2, 8]  # BitSet {0, 2, 8}: bytes 05 01
+    assert records.decode_bit_set("") == []
     for wrong in ("?", "AAAA" * 10_000):
         with pytest.raises(InvalidMessage, match="bits"):
-            check_points.decode_bit_set(wrong)
+            records.decode_bit_set(wrong)

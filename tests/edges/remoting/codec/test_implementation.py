@@ -34,7 +34,7 @@ from timeball.edges.remoting.codec.frame import (
 from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON, Codec, codec_of
 from timeball.edges.remoting.codec.records import BatchRecord, Host, UniqueKeys, encode_batch
 from timeball.edges.remoting.codec.sends import LONG_NAMES, SHORT_NAMES, encode_reply, read_send
-from timeball.edges.remoting.handlers.send_rows import SendRows, Ticket
+from timeball.edges.remoting.handlers.sends import SendRows, Ticket
 from timeball.model import limits
 from timeball.model.config import DELAY_PROPERTIES
 from timeball.model.errors import TimeballError

@@ -19,14 +19,14 @@ from tests.edges.remoting.codec.test_implementation import (
     send,
 )
 
-from timeball.broker.accepting import small_batch
-from timeball.broker.accepting.small_batch import SmallBatch
+from timeball.broker.accepting import admission
+from timeball.broker.accepting.admission import SmallBatch
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.topic import Queues, Topic, TopicConfig, TopicFacts
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.frame import BINARY, FRAME_BYTES_MAX, JSON, Frame
 from timeball.edges.remoting.codec.implementation import COMPILED, Codec
-from timeball.edges.remoting.handlers.send_rows import Runs
+from timeball.edges.remoting.handlers.sends import Runs
 from timeball.log.queue_index import QueueIndexes
 from timeball.log.row_encoder import build_by_pyarrow
 from timeball.model import limits
@@ -87,7 +87,7 @@ def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
 
 
 def encode_by_rows(runs: Runs) -> Written | None:
-    return outcome(lambda known: small_batch.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
+    return outcome(lambda known: admission.log_rows(list(runs), known, NOW_MS, "host:1", build_by_pyarrow))
 
 
 def encode_in_c(runs: Runs, last_ms: int = LAST_MS) -> Written | None:

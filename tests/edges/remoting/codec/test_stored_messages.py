@@ -15,7 +15,7 @@ from tests.edges.remoting.codec.test_implementation import V4, V6, needs_compile
 from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON, Codec
 from timeball.edges.remoting.codec.records import Host
 from timeball.log import format as fmt
-from timeball.log.queue_entry import ENTRY
+from timeball.log.format import ENTRY
 from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA
 

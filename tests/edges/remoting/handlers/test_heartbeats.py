@@ -15,8 +15,7 @@ from tests.node_fixture import RunningNode
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.edges.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
 from timeball.edges.remoting.connection import EXPIRY_MS
-from timeball.edges.remoting.handlers.heartbeats import BODY_BYTES_MAX, HeartBeats
-from timeball.edges.remoting.handlers.rebalance import Locks
+from timeball.edges.remoting.handlers.heartbeats import BODY_BYTES_MAX, HeartBeats, Locks
 from timeball.edges.shared.sessions import Subscription
 
 BEAT, BYE = RequestCode.HEART_BEAT, RequestCode.UNREGISTER_CLIENT

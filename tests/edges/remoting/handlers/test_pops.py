@@ -15,13 +15,13 @@ from tests.edges.remoting.pairs import Pair, context_of
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.edges.remoting.calls import RemotingContext
-from timeball.edges.remoting.codec import check_points
-from timeball.edges.remoting.codec.check_points import CheckPoint
+from timeball.edges.remoting.codec import records
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command
+from timeball.edges.remoting.codec.records import CheckPoint
 from timeball.edges.remoting.connection import Member
+from timeball.edges.remoting.handlers.heartbeats import Assignments
 from timeball.edges.remoting.handlers.pops import Pops
-from timeball.edges.remoting.handlers.rebalance import Assignments
 from timeball.edges.shared.sessions import Membership
 
 GROUP, TOPIC = "g", "orders"
@@ -49,7 +49,7 @@ class PopClient:
 
     async def ack(self, point: CheckPoint, code: int = RequestCode.ACK_MESSAGE, **ext: object) -> Command:
         fields = {
-            "consumerGroup": GROUP, "topic": check_points.real_topic(TOPIC, GROUP, point.retry),
+            "consumerGroup": GROUP, "topic": records.real_topic(TOPIC, GROUP, point.retry),
             "queueId": point.queue_id, "offset": point.offset, "extraInfo": point.encode(),
         }  # fmt: skip
         return await self.pair.ask(self.handlers, code, **{**fields, **ext})
@@ -170,14 +170,14 @@ async def test_a_batch_is_acknowledged_by_a_bit_set(world: World) -> None:
 @on_node()
 async def test_a_batch_with_too_many_acknowledgements_is_refused(world: World) -> None:
     """A body of 4 MiB could name 25 million messages and block the event loop for half a minute."""
-    all_bits = base64.b64encode(b"\xff" * (check_points.BITS_MAX // 8)).decode()
+    all_bits = base64.b64encode(b"\xff" * (records.BITS_MAX // 8)).decode()
     entry = {"c": GROUP, "t": TOPIC, "so": 0, "q": 0, "pt": 0, "r": "0"}
     async with pop_client(world) as client:
         most = await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=[{**entry, "b": all_bits}])
         assert most.code == ResponseCode.NO_MESSAGE
         more = [{**entry, "b": all_bits}, {**entry, "b": "AQ=="}]
         answer = await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=more)
-        assert (answer.code, str(check_points.BITS_MAX) in str(answer.remark)) == (
+        assert (answer.code, str(records.BITS_MAX) in str(answer.remark)) == (
             ResponseCode.INVALID_PARAMETER, True,
         )  # fmt: skip
 

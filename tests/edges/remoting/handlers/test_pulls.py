@@ -30,8 +30,7 @@ from timeball.edges.remoting.codec.frame import (
 )
 from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON
 from timeball.edges.remoting.handlers import pulls as module
-from timeball.edges.remoting.handlers.pulls import Pulls
-from timeball.edges.remoting.stored_frames import StoredFrames
+from timeball.edges.remoting.handlers.pulls import Pulls, StoredFrames
 from timeball.model.access import Caller
 
 PULL, LITE = RequestCode.PULL_MESSAGE, RequestCode.LITE_PULL_MESSAGE

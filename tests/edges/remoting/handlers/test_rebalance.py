@@ -13,13 +13,13 @@ from tests.crash.world import World
 from tests.edges.remoting.pairs import Pair, context_of
 
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
-from timeball.edges.remoting.handlers.heartbeats import HeartBeats
-from timeball.edges.remoting.handlers.rebalance import (
+from timeball.edges.remoting.handlers.heartbeats import (
     ANY_QUEUE,
     CLIENT_ID_CHARACTERS_MAX,
     EXPIRY_MS,
     STRATEGIES,
     TRUST_MS,
+    HeartBeats,
     Locks,
     assign,
 )

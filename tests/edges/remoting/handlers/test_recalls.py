@@ -1,4 +1,4 @@
-"""Recalls over remoting: the response codes of the decisions in broker/revoking/recall.py."""
+"""Recalls over remoting: the response codes of the decisions in broker/revoking/cancel.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.edges.remoting.handlers.test_sends import rows, sent
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.broker.revoking.recall import decode_handle, encode_handle
+from timeball.broker.revoking.cancel import decode_handle, encode_handle
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command
 

@@ -13,7 +13,7 @@ from timeball.broker.accepting.admission import batch_of
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.records import BatchRecord, UniqueKeys, encode_batch
 from timeball.edges.remoting.codec.sends import SendFields, SendHeader
-from timeball.edges.remoting.handlers.send_rows import SendRows, Ticket, with_property
+from timeball.edges.remoting.handlers.sends import SendRows, Ticket, with_property
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.message import decode_properties, encode_properties

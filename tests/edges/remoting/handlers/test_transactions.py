@@ -12,12 +12,12 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.broker.transacting import transaction_checks
+from timeball.broker import transacting
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, JSON, Command
 from timeball.edges.remoting.codec.records import parse_offset_msg_id
 from timeball.edges.remoting.connection import Member
-from timeball.edges.remoting.handlers.transactions import Transactions, add_half_properties
+from timeball.edges.remoting.handlers.sends import Transactions, add_half_properties
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage
@@ -220,7 +220,7 @@ async def test_the_bytes_of_checks_at_one_time_are_limited(
     handler = Transactions(context_of(world.broker))
     pair = await producer(handler)
     seqs = {await prepare(world) for _ in range(5)}
-    monkeypatch.setattr(transaction_checks, "BYTES_PER_LOOK", 1)
+    monkeypatch.setattr(transacting, "BYTES_PER_LOOK", 1)
     for at in range(5):
         assert sum(checks for _, checks in world.broker.transactions.open()) == at
         await run_checks(world, limits.TRANSACTION_FIRST_CHECK_MS if at == 0 else 0)

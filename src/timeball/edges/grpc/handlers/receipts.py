@@ -16,8 +16,15 @@ less than a second by the pause of the policy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
 
+from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.requests import AnyReceipt
 from timeball.broker.registry.groups import PUSH_FIRST
 from timeball.edges.grpc._generated.definition_pb2 import ClientType, Code, Status
@@ -33,6 +40,8 @@ from timeball.edges.grpc._generated.service_pb2 import (
 from timeball.edges.grpc.calls import (
     OK,
     Call,
+    Client,
+    GrpcContext,
     Handlers,
     duration_ms,
     group_name,
@@ -40,12 +49,11 @@ from timeball.edges.grpc.calls import (
     status_of,
     topic_name,
 )
-from timeball.edges.grpc.handlers.renewals import Renewals
-from timeball.edges.grpc.session import GrpcContext
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.receipt_handles import ReceiptHandles, invalid
+from timeball.edges.shared.sessions import Sessions
 from timeball.model import limits
-from timeball.model.errors import InvalidReceipt
+from timeball.model.errors import InvalidReceipt, TimeballError
 
 NO_LONGER_VALID = (
     "it is not valid any more: its message was answered before, or has come back when its time was over"
@@ -158,3 +166,221 @@ def _overall_status(statuses: Sequence[Status]) -> Status:
     if len(codes) == 1:
         return statuses[0]
     return status(Code.MULTIPLE_RESULTS, "each entry has a status of its own")
+
+
+# Auto-renewal: messages held by a push consumer stay invisible for as long as the consumer is connected.
+#
+# A push consumer sets no invisible time, since the duration of its listener is unknown. Its messages begin with an
+# invisible time of one minute. The broker renews it before it ends, for longer each time, up to three hours in total.
+# After that the message is delivered again. Each renewal moves the scheduled redelivery of the message to a later time,
+# and the receipt stays valid. When the client disconnects, its messages are given back.
+#
+# The state is kept in memory only, so after a restart nothing is renewed. A message is then delivered again at the end
+# of its last renewal, unless it is settled by its receipt handle before.
+#
+# The number of renewed messages is bounded, per client and in total. Messages beyond the bound get only the first
+# minute.
+
+logger = logging.getLogger(__name__)
+
+FIRST_LEASE_MS = limits.MINUTE_MS
+LEASE_STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
+TOTAL_MS_MAX = 3 * limits.HOUR_MS
+AHEAD_MS = 10 * limits.SECOND_MS  # how long before the end of its invisible time a message is renewed
+LOOK_S = 1.0  # between two searches for messages to renew
+RENEWED_MAX = limits.POP_HELD_MAX
+RENEWED_PER_CLIENT_MAX = 20_000  # ordinary clients hold a few thousand
+RENEWING_MAX = 64  # concurrent renewals. More would delay the acknowledgements of consumers
+
+
+@dataclass(slots=True, eq=False)
+class _HeldMessage:
+    """One message held by a client. Times are from `now_ms` of Renewals."""
+
+    client: str
+    due_ms: int  # the end of the invisible time
+    received_ms: int
+    renewals: int = 0  # the number of renewals so far
+    is_settling: bool = False  # a call with its receipt runs (see Renewals.settling)
+    renewing: asyncio.Future[None] | None = None  # done at the end of the renewal that runs now
+
+
+class Renewals:
+    """Renews the leases of push consumers. Belongs to the event loop. `close` ends its tasks.
+
+    `now_ms` never decreases. The receipt of each held message is in `_due` or `_ready`, unless the message is renewed
+    or settled at the moment.
+    """
+
+    def __init__(
+        self, consuming: Consuming, sessions: Sessions[str, Client], now_ms: Callable[[], int]
+    ) -> None:
+        self._consuming, self._sessions, self._now_ms = consuming, sessions, now_ms
+        self._held: dict[AnyReceipt, _HeldMessage] = {}
+        self._by_client: dict[str, set[AnyReceipt]] = {}
+        self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
+        self._ready: deque[AnyReceipt] = deque()  # due, but no task has begun to renew them
+        self._renewing: set[asyncio.Task[None]] = set()
+        self.renewed = 0  # the number of renewals so far
+        self._watch: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        sessions.on_session_removed.append(self._end_client)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, client: str, receipts: Sequence[AnyReceipt]) -> None:
+        """Renew these receipts from now on. They were handed to `client` with `FIRST_LEASE_MS` each."""
+        now_ms = self._now_ms()
+        of_client = self._by_client.setdefault(client, set())
+        free_slots = min(RENEWED_MAX - len(self._held), RENEWED_PER_CLIENT_MAX - len(of_client))
+        for receipt in receipts[: max(0, free_slots)]:
+            held = self._held[receipt] = _HeldMessage(client, now_ms + FIRST_LEASE_MS, now_ms)
+            of_client.add(receipt)
+            self._schedule_renewal(receipt, held)
+        if not of_client:
+            del self._by_client[client]
+        if self._held and (self._watch is None or self._watch.done()):
+            self._watch = asyncio.create_task(self._start_due_repeatedly())
+            self._watch.add_done_callback(_log_failure)
+
+    @asynccontextmanager
+    async def settling(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
+        """Suspend the renewal of these messages while the block acknowledges or changes them, then forget them.
+
+        A renewal moves a scheduled message, which cannot be settled (released or cancelled) at the same time. So the
+        block begins after the renewals that run now. If the block fails, the messages are renewed again.
+        """
+        held_messages = [
+            (receipt, held) for receipt in set(receipts) if (held := self._held.get(receipt)) is not None
+        ]
+        try:
+            for _, held in held_messages:
+                held.is_settling = True
+            for _, held in held_messages:
+                if held.renewing is not None:
+                    await asyncio.wait([held.renewing])
+            yield
+        except BaseException:
+            # Also CancelledError, if the client has disconnected. Its messages are unsettled.
+            for receipt, held in held_messages:
+                held.is_settling = False
+                if receipt in self._held:
+                    self._schedule_renewal(receipt, held)
+            raise
+        for receipt, _ in held_messages:
+            self._forget(receipt)
+
+    def start_due(self) -> list[asyncio.Task[None]]:
+        """Start tasks for the renewals that are due, at most RENEWING_MAX at once, and return the new tasks."""
+        now_ms = self._now_ms()
+        for second in sorted(second for second in self._due if second * limits.SECOND_MS <= now_ms):
+            self._ready.extend(self._due.pop(second))
+        tasks = [
+            self._start_task(self._renew_ready())
+            for _ in range(min(RENEWING_MAX - len(self._renewing), len(self._ready)))
+        ]
+        self._renewing.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._renewing.discard)
+        return tasks
+
+    async def close(self) -> None:
+        """Stop renewing: held messages are delivered again when their time ends."""
+        tasks = [*self._tasks, *([self._watch] if self._watch is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one message -------------------------------------------------------------------------------------------
+
+    async def _renew_ready(self) -> None:
+        """Renew messages of `_ready` one after the other until it is empty."""
+        while self._ready:
+            receipt, now_ms = self._ready.popleft(), self._now_ms()
+            held = self._held.get(receipt)
+            if held is None or held.is_settling or held.renewing is not None:
+                continue
+            if held.client not in self._sessions or now_ms - held.received_ms >= TOTAL_MS_MAX:
+                self._forget(receipt)  # the message is delivered again when its invisible time ends
+                continue
+            held.renewing = asyncio.get_running_loop().create_future()
+            try:
+                await self._renew(receipt, held, now_ms)
+            finally:
+                held.renewing.set_result(None)
+                held.renewing = None
+            if self._held.get(receipt) is held and not held.is_settling:
+                self._schedule_renewal(receipt, held)
+
+    async def _renew(self, receipt: AnyReceipt, held: _HeldMessage, now_ms: int) -> None:
+        """Extend the invisible time of one message. A failure is logged, and the next renewal tries again."""
+        remaining_ms = TOTAL_MS_MAX - (now_ms - held.received_ms)
+        step_ms = min(
+            LEASE_STEPS_MS[min(held.renewals, len(LEASE_STEPS_MS) - 1)], max(remaining_ms, AHEAD_MS)
+        )
+        try:
+            if await self._consuming.change_invisible_time(receipt, step_ms) is None:
+                self._forget(receipt)  # it was settled meanwhile, or its invisible time is over
+                return
+            held.due_ms, held.renewals = now_ms + step_ms, held.renewals + 1
+            self.renewed += 1
+        except TimeballError as error:
+            logger.warning("message in flight not renewed reason=%s", error)
+
+    def _schedule_renewal(self, receipt: AnyReceipt, held: _HeldMessage) -> None:
+        # In the next second at the earliest, so that a failed renewal is not tried again at once.
+        renew_at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
+        self._due.setdefault(renew_at_ms // limits.SECOND_MS, set()).add(receipt)
+
+    def _forget(self, receipt: AnyReceipt) -> None:
+        """Renew a message no more."""
+        held = self._held.pop(receipt, None)
+        if held is None:
+            return
+        second = (held.due_ms - AHEAD_MS) // limits.SECOND_MS
+        if (due := self._due.get(second)) is not None:
+            due.discard(receipt)
+            if not due:
+                del self._due[second]
+        of_client = self._by_client[held.client]
+        of_client.discard(receipt)
+        if not of_client:
+            del self._by_client[held.client]
+
+    # -- all messages of a client, and all tasks -----------------------------------------------------------------
+
+    def _end_client(self, client: Client) -> None:
+        """Give back the messages of a client whose session has ended, except those with a running call."""
+        of_client = self._by_client.get(client.client_id, set())
+        unsettled = {
+            receipt: self._held[receipt] for receipt in of_client if not self._held[receipt].is_settling
+        }
+        for receipt in list(of_client):
+            self._forget(receipt)
+        if unsettled:
+            self._start_task(self._give_back_messages(unsettled))
+
+    async def _give_back_messages(self, unsettled: dict[AnyReceipt, _HeldMessage]) -> None:
+        """Give messages back after the renewals that run now."""
+        renewing = [held.renewing for held in unsettled.values() if held.renewing is not None]
+        if renewing:
+            await asyncio.wait(renewing)
+        await self._consuming.give_back(list(unsettled))
+
+    async def _start_due_repeatedly(self) -> None:
+        while self._held:
+            await asyncio.sleep(LOOK_S)
+            self.start_due()
+
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_log_failure)
+        return task
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("messages in flight not renewed reason=%s", error, exc_info=error)

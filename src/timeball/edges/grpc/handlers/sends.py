@@ -2,7 +2,7 @@
 
 The messages of a call are accepted together or refused together, with the code of the first bad message. So the entries
 of the response never have different statuses (RocketMQ's MULTIPLE_RESULTS). Half messages go to a separate batcher. No
-consumer sees them before their transaction is committed (transactions.py).
+consumer sees them before their transaction is committed (sends.py).
 
 A topic may be restricted to messages of one type by RocketMQ's attribute `message.type`. MIXED allows all types. A
 message of another type is refused with MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute accepts all
@@ -20,33 +20,62 @@ RecallMessage is answered with RocketMQ's codes:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from zlib import crc32
+
+import pyarrow as pa
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
 from timeball.broker.registry.topic import MESSAGE_TYPE
 from timeball.broker.registry.topics import Topic
-from timeball.broker.revoking import recall
-from timeball.broker.revoking.recall import RecallRefused
-from timeball.edges.grpc._generated.definition_pb2 import Code, Message, MessageType, Resource
+from timeball.broker.revoking import cancel
+from timeball.broker.revoking.cancel import RecallRefused
+from timeball.broker.transacting import Half, Outcome
+from timeball.edges.grpc._generated.definition_pb2 import (
+    Code,
+    Message,
+    MessageType,
+    Resource,
+    TransactionResolution,
+)
 from timeball.edges.grpc._generated.service_pb2 import (
+    EndTransactionRequest,
+    EndTransactionResponse,
     RecallMessageRequest,
     RecallMessageResponse,
+    RecoverOrphanedTransactionCommand,
     SendMessageRequest,
+    TelemetryCommand,
 )
-from timeball.edges.grpc.calls import OK, Call, Direct, Handlers, Reply, topic_name
+from timeball.edges.grpc.calls import (
+    NAMESPACE_SEPARATOR,
+    OK,
+    Call,
+    Direct,
+    GrpcContext,
+    Handlers,
+    Reply,
+    Stream,
+    choose_producer_stream,
+    resource,
+    topic_name,
+)
 from timeball.edges.grpc.codec.messages_in import (
     TRANSACTION,
+    PlainSend,
     check_delivery_time,
+    choose_decoder,
+    encode_answer,
+    encode_entry,
     encode_row,
     message_type_of,
 )
-from timeball.edges.grpc.codec.send_requests import PlainSend, choose_decoder, encode_answer, encode_entry
-from timeball.edges.grpc.handlers.transactions import transaction_id
-from timeball.edges.grpc.session import GrpcContext
+from timeball.edges.grpc.codec.messages_out import messages
 from timeball.edges.shared.error_codes import Refused
-from timeball.model.access import ANONYMOUS
+from timeball.model.access import ANONYMOUS, Verb
 from timeball.model.errors import NotFound
 from timeball.model.message import SEND_NAMES, SendRow
 
@@ -209,7 +238,7 @@ class Sends:
     def _create_destination(self, name: str) -> Destination:
         settings = self._context.settings
         # ANONYMOUS, because all callers share the cache. The permissions of an account are checked with each call
-        # (required_permissions.py).
+        # (dispatch.py).
         topic = self._context.broker.policy.destination(name, ANONYMOUS)
         if topic is None:
             return Destination(name, None, settings.queues_per_topic, frozenset(accepted_types(None)))
@@ -226,7 +255,7 @@ class Sends:
             transaction = transaction_id(seq, piece.destination.name, message_id)
         recall_handle = ""
         if due_ms is not None:
-            recall_handle = recall.encode_handle(
+            recall_handle = cancel.encode_handle(
                 piece.destination.name, self._context.settings.broker_name, due_ms, message_id
             )
         return encode_entry(message_id, transaction, offset or 0, recall_handle)
@@ -257,3 +286,105 @@ def check_type(topic: Topic | None, name: str, message_type: MessageType) -> Non
 def _type_name(message_type: MessageType) -> str:
     known_types = MessageType.values()
     return MessageType.Name(message_type) if message_type in known_types else f"of type {message_type}"
+
+
+# EndTransaction, and the question to producers about transactions that they have not ended.
+#
+# A half message arrives by SendMessage (sends.py), whose response contains the id of its transaction. Over gRPC a
+# producer has no group, so the topic is used as its group. If a transaction stays open, the broker asks a producer of
+# the topic about it on its Telemetry stream, and the producer answers with EndTransaction.
+# broker/transacting.py decides when to ask. A second EndTransaction with the same resolution succeeds,
+# too. With the opposite resolution it is refused.
+#
+# Clients get the id of a transaction with the response to a half message, and send it back in EndTransaction. It is
+# opaque to them:
+#
+#     | number of the half message, 16 hexadecimal digits | crc32 of topic and message id, 8 |
+#
+# The checksum prevents that a client ends another message's transaction by mistake. It is no secret: a client that may
+# send to a topic may also end its transactions, as in RocketMQ.
+
+_ID_FORMAT = re.compile(r"[0-9A-F]{24}")
+SEQ_MAX = 2**63 - 1
+
+
+class Transactions:
+    """Serves EndTransaction, and asks producers about open half messages."""
+
+    def __init__(self, context: GrpcContext) -> None:
+        self._context, self._transactions = context, context.broker.transactions
+        context.broker.transaction_checks.askers.append(self)
+        self.handlers: Handlers = {"EndTransaction": self._end}
+
+    async def _end(self, call: Call, request: EndTransactionRequest) -> EndTransactionResponse:
+        topic = topic_name(request.topic)
+        seq = parse_transaction_id(request.transaction_id, topic, request.message_id)
+        if seq is None:
+            raise _invalid_transaction("it is no transaction of this topic and message")
+        commit = request.resolution == TransactionResolution.COMMIT
+        if commit or request.resolution == TransactionResolution.ROLLBACK:
+            outcome = await self._transactions.end(seq, topic, commit=commit)
+            if outcome is Outcome.NOT_FOUND:
+                raise _invalid_transaction("it is not known to this broker, or not any more")
+            if outcome is (Outcome.ROLLED_BACK if commit else Outcome.COMMITTED):
+                raise _invalid_transaction(f"it was {outcome.value} before")
+        # Any other resolution means "not known yet": the producer is asked again later.
+        return EndTransactionResponse(status=OK)
+
+    # -- the interface Asker of transacting.py --------------------------------------------------------
+
+    def has_producer(self, half: Half) -> bool:
+        """Return whether the half message arrived by this edge, and a producer of its topic is connected."""
+        return half.group == half.topic and self._choose_stream(half) is not None
+
+    def ask(self, half: Half, row: pa.RecordBatch) -> int:
+        """Send a half message to a producer of its topic, and ask for its resolution.
+
+        Returns the number of bytes queued for the producer, 0 if no producer could be asked.
+        """
+        stream = self._choose_stream(half)
+        if stream is None:
+            return 0
+        namespace, separator, _ = half.topic.partition(NAMESPACE_SEPARATOR)
+        topic = resource(half.topic, namespace if separator else "")
+        [message] = messages(row, topic, half.topic, self._context.settings.host)
+        message.system_properties.message_type = MessageType.TRANSACTION
+        half_id = transaction_id(half.seq, half.topic, message.system_properties.message_id)
+        command = TelemetryCommand(
+            recover_orphaned_transaction_command=RecoverOrphanedTransactionCommand(
+                message=message, transaction_id=half_id
+            )
+        )
+        return command.ByteSize() if stream.push(command) else 0
+
+    def _choose_stream(self, half: Half) -> Stream | None:
+        # An account may have lost its rights since it opened the stream. To see a half message, it needs the right to
+        # send to the topic.
+        allows = self._context.broker.policy.allows
+        return choose_producer_stream(
+            self._context.sessions, half.topic, lambda caller: allows(caller, Verb.SEND, topic=half.topic)
+        )
+
+
+def _invalid_transaction(reason: str) -> Refused:
+    return Refused(Code.INVALID_TRANSACTION_ID, f"transaction_id: {reason}")
+
+
+def transaction_id(seq: int, topic: str, message_id: str) -> str:
+    """Create the id of the transaction whose half message has the number `seq`."""
+    return f"{seq:016X}{_checksum(topic, message_id):08X}"
+
+
+def parse_transaction_id(text: str, topic: str, message_id: str) -> int | None:
+    """Parse a transaction id to the number of its half message.
+
+    Returns None if the id is malformed, or is not that of a transaction of this topic and message id.
+    """
+    if not _ID_FORMAT.fullmatch(text):
+        return None
+    seq = int(text[:16], 16)
+    return seq if seq <= SEQ_MAX and int(text[16:], 16) == _checksum(topic, message_id) else None
+
+
+def _checksum(topic: str, message_id: str) -> int:
+    return crc32(f"{topic} {message_id}".encode())

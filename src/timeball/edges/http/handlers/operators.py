@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from timeball.broker.groups.grouped import GroupedBroker
+from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.registry.rates import shares
+from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
-from timeball.edges.http import codec
-from timeball.edges.http.answers_codec import Health, Jobs, Leads, ReplicaGroups, TopicDeleted, TopicSize
-from timeball.edges.http.problems import Answer
-from timeball.edges.http.requests import Call, Paths, read_request
+from timeball.edges.http import answers_codec, codec
+from timeball.edges.http.answers_codec import (
+    Health,
+    Jobs,
+    Leads,
+    ReplicaGroups,
+    SubscriptionDeleted,
+    TopicDeleted,
+    TopicSize,
+)
+from timeball.edges.http.codec import Answer
+from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, read_request
+from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
+from timeball.model import limits
 from timeball.model.access import Caller, Verb
-from timeball.model.errors import NotFound, Unavailable
+from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
+from timeball.model.wire import CampaignChange
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
+from timeball.monitoring.push_figures import PushFigures
 
 # returns the figures of the broker and its process; raises Forbidden for a caller who may not see them
 Status = Callable[[Caller], dict[str, object]]
@@ -99,3 +114,212 @@ class Operators:
         if writer.no_room:
             raise Unavailable("disk full: free some space, the broker goes on by itself")
         return Answer(200, Health("ready"))
+
+
+# Consumer groups over HTTP: their lag, and listing, resending and deleting their dead letters.
+
+DEAD_LETTERS_PER_PAGE = 50
+
+
+class Groups:
+    """Serves the paths of consumer groups. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        dead_letters_path = "/v1/groups/{group}/dead-letters"
+        self.paths: Paths = {
+            "/v1/groups": {"GET": self._list},
+            "/v1/groups/{group}": {"GET": self._get_group},
+            dead_letters_path: {"GET": self._list_dead_letters},
+            f"{dead_letters_path}/resend": {"POST": self._resend_dead_letters},
+            f"{dead_letters_path}/delete": {"POST": self._delete_dead_letters},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        rows = _parse_row_count(call, limits.LISTED_ROWS_MAX, limits.LISTED_ROWS_MAX)
+        page = await self._broker.groups.page(rows, call.query.get("page"), call.caller)
+        return Answer(200, answers_codec.Groups(page.groups, page.next_page))
+
+    async def _get_group(self, call: Call) -> Answer:
+        return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
+
+    async def _list_dead_letters(self, call: Call) -> Answer:
+        rows = _parse_row_count(call, DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
+        page = await self._broker.dead_letters.page(
+            call.path["group"], rows, call.query.get("page"), call.caller
+        )
+        size_bytes = sum(len(dead_letter.body) for dead_letter in page.dead_letters)
+        return Answer(200, answers_codec.show_dead_letters(page), size_bytes=size_bytes)
+
+    async def _resend_dead_letters(self, call: Call) -> Answer:
+        handles = _named_dead_letters(
+            await read_request(call, codec.Resolving, self._broker.policy, Verb.ADMIN)
+        )
+        result = await self._broker.dead_letters.resend(call.path["group"], handles, call.caller)
+        return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "resent"))
+
+    async def _delete_dead_letters(self, call: Call) -> Answer:
+        handles = _named_dead_letters(
+            await read_request(call, codec.Resolving, self._broker.policy, Verb.ADMIN)
+        )
+        result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
+        return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
+
+
+def _parse_row_count(call: Call, default: int, rows_max: int) -> int:
+    """Parse the query parameter `max`, the number of rows of a page. Raises OutOfRange."""
+    text = call.query.get("max", str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 9 and 1 <= int(text) <= rows_max):
+        raise OutOfRange(f"max={text[:20]}: 1 to {rows_max}")
+    return int(text)
+
+
+def _named_dead_letters(request: codec.Resolving) -> list[str] | None:
+    """Extract the handles of dead letters from a request, None for all. Raises InvalidMessage and OutOfRange."""
+    if (request.dead_letters is None) != request.all:
+        raise InvalidMessage('name "dead_letters", or "all": true')
+    handles_max = limits.DEAD_LETTERS_PER_REQUEST_MAX
+    if request.dead_letters is not None and len(request.dead_letters) > handles_max:
+        raise OutOfRange(f"{len(request.dead_letters)} dead letters: at most {handles_max} in one request")
+    return request.dead_letters
+
+
+# Requests from nodes of other cluster groups. They are answered from this group's log, and never forwarded.
+
+
+class GroupQuestions:
+    """Serves the requests that other nodes make on behalf of their callers. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.paths: Paths = {"/v1/cluster/{group}": {"POST": self._answer}}
+
+    async def _answer(self, call: Call) -> Answer:
+        """Answer a request of another node, if this node leads the requested group."""
+        broker, group = self._broker, call.path["group"]
+        if not isinstance(broker, GroupedBroker):
+            raise NotFound("this broker belongs to no cluster: it was started without --cluster")
+        if group != broker.group:
+            # The asking node has an outdated directory of the groups. An answer from this group would lack the messages
+            # that it asked for.
+            raise NotLeader(f"this node leads group {broker.group}, and not {group}")
+        question: AnyQuestion = await read_request(
+            call,
+            AnyQuestion,  # type: ignore[arg-type]
+            broker.policy,
+            Verb.LOOK,
+        )
+        return Answer(200, await broker.answer(question, call.caller))
+
+
+# Campaigns and push subscriptions over HTTP.
+#
+# A campaign is a bulk write. Spark plans it, and operators can show, pause, resume and cancel it.
+
+
+class Campaigns:
+    """Serves the paths of campaigns, to accounts that may administer. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        campaign_path = "/v1/campaigns/{campaign}"
+        self.paths: Paths = {
+            "/v1/campaigns": {"GET": self._list},
+            campaign_path: {"GET": self._get_campaign},
+            f"{campaign_path}/pause": {"POST": self._handler_for("pause")},
+            f"{campaign_path}/resume": {"POST": self._resume},
+            f"{campaign_path}/cancel": {"POST": self._handler_for("cancel")},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        campaigns = self._broker.campaigns(caller=call.caller)
+        return Answer(
+            200, answers_codec.Campaigns([answers_codec.show_campaign(campaign) for campaign in campaigns])
+        )
+
+    async def _get_campaign(self, call: Call) -> Answer:
+        (campaign,) = self._broker.campaigns(call.path["campaign"], call.caller)
+        return Answer(200, answers_codec.show_campaign(campaign))
+
+    def _handler_for(self, change: CampaignChange) -> Handler:
+        """Build the handler for a change that has no arguments in its body."""
+
+        async def handle(call: Call) -> Answer:
+            await read_request(call, codec.Nothing, self._broker.policy, Verb.ADMIN)
+            return await self._change(call, change)
+
+        return handle
+
+    async def _resume(self, call: Call) -> Answer:
+        request: codec.Resuming = await read_request(call, codec.Resuming, self._broker.policy, Verb.ADMIN)
+        return await self._change(call, "resume", shift=request.shift)
+
+    async def _change(self, call: Call, change: CampaignChange, *, shift: bool = False) -> Answer:
+        campaign = call.path["campaign"]
+        return Answer(
+            200,
+            answers_codec.show_campaign(
+                await self._broker.change_campaign(campaign, change, shift=shift, caller=call.caller)
+            ),
+        )
+
+
+# Push subscriptions. The push edge delivers their messages.
+
+
+class Subscriptions:
+    """Serves the paths of push subscriptions: create, change, show, pause, resume, delete.
+
+    Belongs to the event loop.
+    """
+
+    def __init__(self, broker: Broker, figures: Mapping[str, PushFigures]) -> None:
+        self._push, self._policy, self._figures = broker.push, broker.policy, figures
+        subscription_path = "/v1/subscriptions/{name}"
+        self.paths: Paths = {
+            "/v1/subscriptions": {"GET": self._list},
+            subscription_path: {"GET": self._get, "PUT": self._put, "DELETE": self._delete},
+            f"{subscription_path}/pause": {"POST": self._pause},
+            f"{subscription_path}/resume": {"POST": self._resume},
+        }
+
+    async def _list(self, call: Call) -> Answer:
+        subscriptions = self._push.all(call.caller)
+        return Answer(
+            200,
+            SubscribedMany(
+                [
+                    show_subscription(name, subscription, self._figures.get(name))
+                    for name, subscription in subscriptions.items()
+                ]
+            ),
+        )
+
+    async def _get(self, call: Call) -> Answer:
+        return self._show(call, self._push.get(call.path["name"], call.caller))
+
+    async def _put(self, call: Call) -> Answer:
+        """Create or replace a subscription. A new one is answered with 201 and its secret."""
+        name = call.path["name"]
+        request: Subscribing = await read_request(call, Subscribing, self._policy, Verb.ADMIN)
+        result = await self._push.put(
+            name, request.to_subscription(), call.caller, rotates=request.rotate_secret
+        )
+        answer = show_subscription(name, result.subscription, self._figures.get(name), result.secret)
+        return Answer(201 if result.is_new else 200, answer)
+
+    async def _delete(self, call: Call) -> Answer:
+        await self._push.delete(call.path["name"], call.caller)
+        return Answer(200, SubscriptionDeleted(call.path["name"]))
+
+    async def _pause(self, call: Call) -> Answer:
+        await check_no_body(call, self._policy, Verb.ADMIN)
+        return self._show(call, await self._push.pause(call.path["name"], call.caller))
+
+    async def _resume(self, call: Call) -> Answer:
+        await check_no_body(call, self._policy, Verb.ADMIN)
+        return self._show(call, await self._push.resume(call.path["name"], call.caller))
+
+    def _show(self, call: Call, subscription: PushSubscription) -> Answer:
+        name = call.path["name"]
+        return Answer(200, show_subscription(name, subscription, self._figures.get(name)))

@@ -7,26 +7,27 @@ was received and never answered survives a crash and is delivered again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
+from timeball.broker.consuming.pull import Offsets
 from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
-from timeball.edges.http import codec
-from timeball.edges.http.codec import Answered, AnsweredMany
-from timeball.edges.http.problems import Answer
-from timeball.edges.http.requests import Call, ClientDisconnected, Paths, check_no_body, read_request
+from timeball.edges.http import answers_codec, codec
+from timeball.edges.http.codec import Answer, Answered, AnsweredMany
+from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import limits
 from timeball.model.access import Verb
-from timeball.model.errors import InvalidMessage, InvalidReceipt, OutOfRange
+from timeball.model.errors import InvalidMessage, InvalidReceipt, OutOfRange, TimeballError
 from timeball.model.message import RETRY_PREFIX
 from timeball.model.time_parsing import delay_ms
 
@@ -214,3 +215,50 @@ def _group_of(call: Call) -> str:
 
 def _answer_of(results: list[Answered]) -> Answer:
     return Answer(200, AnsweredMany(results))
+
+
+# A live tail of a topic over HTTP, as server-sent events.
+
+KEEP_ALIVE_S = 15.0
+
+
+class Events:
+    """Serves the live tails of topics. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.paths: Paths = {"/v1/topics/{topic}/events": {"GET": self._open_stream}}
+
+    async def _open_stream(self, call: Call) -> Stream:
+        """Start a live tail, from the header Last-Event-ID on if there is one, else with new messages."""
+        topic, tags, last_event_id = (
+            call.path["topic"],
+            call.query.get("tag", ""),
+            call.headers.get("last-event-id"),
+        )
+        last_offsets = answers_codec.parse_event_id(last_event_id) if last_event_id else None
+        # Check the request before the first byte is sent, so that a refusal has its own status.
+        offsets = self._broker.live_tail.begin(topic, tags, last_offsets, call.caller)
+        return Stream(self._chunks(call, topic, tags, offsets), answers_codec.EVENTS)
+
+    async def _chunks(
+        self, call: Call, topic: str, tags: str, offsets: Offsets
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks of a live tail: its start, events, and a comment after KEEP_ALIVE_S without events."""
+        read_tail = partial(
+            self._broker.live_tail.read, topic, tags, encode=answers_codec.encode_events, caller=call.caller
+        )
+        yield answers_codec.stream_start(offsets)
+        while True:
+            try:
+                result = await read_tail(offsets, KEEP_ALIVE_S)
+            except TimeballError:
+                # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
+                # refused.
+                return
+            if result is None:
+                yield answers_codec.KEEP_ALIVE
+                continue
+            data, offsets = result
+            if data:
+                yield data

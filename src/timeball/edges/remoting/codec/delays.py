@@ -25,7 +25,7 @@ A TIMING is a time of day. The message is due when a clock in the zone shows it 
 If clocks are set forward past that time, the message is due at the first moment after the gap. If clocks are set back
 and show the time twice, the first occurrence counts. So each day has exactly one such time, and a message sent a
 millisecond later is due tomorrow. An unknown zone is refused, because a guess could deliver at the wrong time.
-model/local_time.py contains the rules of the zones.
+model/time_parsing.py contains the rules of the zones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay
-from timeball.model.local_time import DAY_US, Zone, fixed_offset, load_zone
+from timeball.model.time_parsing import DAY_US, Zone, fixed_offset, load_zone
 
 LEVEL = "DELAY"
 TIMER_DONE = "TIMER_OUT_MS"

@@ -1,6 +1,6 @@
 """Select the implementation of the hot codec: the compiled one if the build had a C compiler, otherwise Python's.
 
-    python      frame.py, sends.py, records.py and SendRows (handlers/send_rows.py): one message at a time. It is the
+    python      frame.py, sends.py, records.py and SendRows (handlers/sends.py): one message at a time. It is the
                 reference
     compiled    send_runs.pyx, send_headers.pyx, send_columns.pyx: plain sends in runs. send_frames.pyx: their rows of
                 the log. plain_pulls.pyx: pulls that are answered at once. stored_messages.pyx: the messages in their
@@ -20,8 +20,8 @@ import pyarrow as pa
 from timeball.edges.remoting.codec import frame, records
 from timeball.edges.remoting.codec.frame import Cut, Frame
 from timeball.edges.remoting.codec.records import Host
+from timeball.log.format import EntryArray
 from timeball.log.format import Frame as LogFrame
-from timeball.log.queue_entry import EntryArray
 from timeball.model.config import CodecChoice
 from timeball.model.message import SendRow
 
@@ -82,7 +82,7 @@ class StoredFrame(Protocol):
 
 
 class PlainPull(Protocol):
-    """A pull whose header has only the usual fields. See PullFields (handlers/pulls.py)."""
+    """A pull whose header has only the usual fields. See PullFields (handlers/receives.py)."""
 
     consumer_group: str
     topic: str

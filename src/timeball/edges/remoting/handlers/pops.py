@@ -1,6 +1,6 @@
 """Serve POP_MESSAGE and related requests: the broker leases single messages, so members need not divide the queues.
 
-    POP_MESSAGE                  messages, and the fields of their check points (codec/check_points.py)
+    POP_MESSAGE                  messages, and the fields of their check points (codec/records.py)
     ACK_MESSAGE, BATCH_ACK_…     acknowledge. NO_MESSAGE for a check point that is no longer valid
     CHANGE_MESSAGE_INVISIBLETIME extend or shorten the invisible time. Clients also report failures with it
     NOTIFICATION                 whether there is a message, without a lease
@@ -30,11 +30,11 @@ from timeball.edges.remoting.calls import (
     illegal_queue_error,
     store_host,
 )
-from timeball.edges.remoting.codec import check_points
-from timeball.edges.remoting.codec.check_points import CheckPoint, Position
+from timeball.edges.remoting.codec import records
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import text
 from timeball.edges.remoting.codec.implementation import PYTHON, Codec
+from timeball.edges.remoting.codec.records import CheckPoint, Position
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import OutOfRange, OverLimit
@@ -84,7 +84,7 @@ class _BatchAck(msgspec.Struct):
     q: int  # queueId
     pt: int  # popTime
     b: str  # bitSet
-    r: str = check_points.NORMAL  # retry
+    r: str = records.NORMAL  # retry
 
 
 class _BatchAcks(msgspec.Struct, rename="camel"):
@@ -140,14 +140,14 @@ class Pops:
     def _answer_with(self, call: Call, request: ReceiveRequest, popped: Received) -> Reply:
         """Create the answer with the popped messages and the fields of their check points."""
         positions = [
-            (check_points.retry_mark(receipt.topic), receipt.queue_id, receipt.offset)
+            (records.retry_mark(receipt.topic), receipt.queue_id, receipt.offset)
             for receipt in cast("list[PositionReceipt]", popped.receipts)  # POP's leases are positions
         ]
         ext = _answer_header(request, popped)
-        ext["startOffsetInfo"] = check_points.start_offset_info(positions)
-        ext["msgOffsetInfo"] = check_points.msg_offset_info(positions)
+        ext["startOffsetInfo"] = records.start_offset_info(positions)
+        ext["msgOffsetInfo"] = records.msg_offset_info(positions)
         if request.in_order:
-            ext["orderCountInfo"] = check_points.order_count_info(positions, popped.times)
+            ext["orderCountInfo"] = records.order_count_info(positions, popped.times)
         rows = _rows_for_client(popped, request, positions, self._context.broker_name)
         host = store_host(self._context, call.connection)
         return call.answer(ext=ext, body=b"".join(self._codec.encode_each(rows, store_host=host)))
@@ -191,15 +191,13 @@ class Pops:
         receipts: list[PositionReceipt] = []
         for ack in call.body(_BatchAcks).acks:
             self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=ack.t, group=ack.c)
-            topic = check_points.real_topic(ack.t, ack.c, ack.r)
+            topic = records.real_topic(ack.t, ack.c, ack.r)
             receipts += [
                 PositionReceipt(ack.c, topic, ack.q, ack.so + bit, ack.pt)
-                for bit in check_points.decode_bit_set(ack.b)
+                for bit in records.decode_bit_set(ack.b)
             ]
-            if len(receipts) > check_points.BITS_MAX:
-                raise OutOfRange(
-                    f"more than {check_points.BITS_MAX} messages in one acknowledgement; split it"
-                )
+            if len(receipts) > records.BITS_MAX:
+                raise OutOfRange(f"more than {records.BITS_MAX} messages in one acknowledgement; split it")
         consuming = self._broker.consuming
         if not any(consuming.acknowledge_positions(receipts)) and not any(consuming.was_ended(receipts)):
             return call.answer(
@@ -217,7 +215,7 @@ class Pops:
             return _answer_not_leased(call, receipt)
         # The client builds the new check point from these fields. For an orderly group, the pop time does not change,
         # and the invisible time counts from the pop time.
-        in_order = old_check_point.revive_queue_id == check_points.REVIVE_QUEUE_IN_ORDER
+        in_order = old_check_point.revive_queue_id == records.REVIVE_QUEUE_IN_ORDER
         elapsed_ms = now_ms - new.pop_ms if in_order else 0
         return call.answer(
             ext={
@@ -232,8 +230,8 @@ class Pops:
         topic = self._broker.tables.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise illegal_queue_error(ResponseCode.MESSAGE_ILLEGAL, fields.queue_id, topic)
-        check_point = check_points.parse(fields.extra_info)
-        topic_name = check_points.real_topic(fields.topic, fields.consumer_group, check_point.retry)
+        check_point = records.parse(fields.extra_info)
+        topic_name = records.real_topic(fields.topic, fields.consumer_group, check_point.retry)
         return PositionReceipt(
             fields.consumer_group, topic_name, fields.queue_id, fields.offset, check_point.pop_ms
         ), check_point
@@ -247,7 +245,7 @@ def _filter_of(filters: FilterCache, fields: _Pop, topic: Topic) -> Filter:
 
 def _answer_header(request: ReceiveRequest, popped: Received | None) -> dict[str, str]:
     """Build the header fields that every answer to POP_MESSAGE has."""
-    revive = check_points.REVIVE_QUEUE_IN_ORDER if request.in_order else check_points.REVIVE_QUEUE
+    revive = records.REVIVE_QUEUE_IN_ORDER if request.in_order else records.REVIVE_QUEUE
     return {
         "popTime": str(popped.pop_ms if popped else 0),
         "invisibleTime": str(request.invisible_ms),
@@ -265,7 +263,7 @@ def _rows_for_client(
     """
     rows = popped.rows
     properties_texts, topics = rows.column("properties").to_pylist(), rows.column("topic").to_pylist()
-    if not any(check_points.POP_CK in (text or "") for text in properties_texts) and set(topics) == {
+    if not any(records.POP_CK in (text or "") for text in properties_texts) and set(topics) == {
         request.topic
     }:
         return rows
@@ -273,10 +271,10 @@ def _rows_for_client(
     for row, (retry, queue_id, offset) in enumerate(positions):
         first_offset = first_offsets.setdefault((retry, queue_id), offset)
         properties = decode_properties(properties_texts[row] or "")
-        properties.pop(check_points.POP_CK, None)
+        properties.pop(records.POP_CK, None)
         if topics[row] != request.topic:
-            properties[check_points.POP_CK] = CheckPoint(
-                first_offset, popped.pop_ms, request.invisible_ms, check_points.REVIVE_QUEUE, retry, broker_name,
+            properties[records.POP_CK] = CheckPoint(
+                first_offset, popped.pop_ms, request.invisible_ms, records.REVIVE_QUEUE, retry, broker_name,
                 queue_id, offset,
             ).encode()  # fmt: skip
         properties_texts[row] = encode_properties(properties)

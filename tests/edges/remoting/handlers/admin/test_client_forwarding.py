@@ -9,7 +9,7 @@ from tests.node_fixture import RunningNode
 
 from timeball.edges.remoting.codec.codes import CommandFlag, RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import BINARY, Command, encode
-from timeball.edges.remoting.handlers.admin import client_forwarding as relays
+from timeball.edges.remoting.handlers.admin import groups as relays
 
 STATUS, DIRECT = RequestCode.INVOKE_BROKER_TO_GET_CONSUMER_STATUS, RequestCode.CONSUME_MESSAGE_DIRECTLY
 INFO = RequestCode.GET_CONSUMER_RUNNING_INFO

@@ -17,7 +17,7 @@ from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.edges.remoting.codec.codes import PullFlag, RequestCode, ResponseCode
-from timeball.edges.remoting.handlers.admin.runtime import Runtime
+from timeball.edges.remoting.handlers.admin.topics import Runtime
 from timeball.model import limits
 
 # What `mqadmin clusterList` of 4.9 or 5.3 reads without asking whether it is there.

@@ -17,7 +17,7 @@ from timeball.broker.registry.topic import TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
 from timeball.model import limits
-from timeball.model.reserved_topics import SCHEDULE_TOPIC
+from timeball.model.rules import SCHEDULE_TOPIC
 
 UPDATE, DELETE = RequestCode.UPDATE_AND_CREATE_TOPIC, RequestCode.DELETE_TOPIC_IN_BROKER
 ROUTE, ONE = RequestCode.GET_ROUTEINFO_BY_TOPIC, RequestCode.GET_TOPIC_CONFIG

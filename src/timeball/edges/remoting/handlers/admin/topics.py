@@ -10,10 +10,14 @@ is stored: a write to the table changes it, and a read is computed from it.
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import fields
+
 import msgspec
 
+from timeball import __version__
 from timeball.broker.admin.administration import TopicChange
-from timeball.broker.registry.rates import shares
+from timeball.broker.registry.rates import STATS, Rate, Stat, Window, shares
 from timeball.broker.registry.topic import READ, WRITE, TopicConfig
 from timeball.broker.registry.topics import FilterType, Topic
 from timeball.edges.remoting.calls import (
@@ -25,10 +29,14 @@ from timeball.edges.remoting.calls import (
     data_version,
     encode_by_name,
 )
-from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.codes import BROKER_VERSION, RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import text
 from timeball.edges.shared.error_codes import Refused
-from timeball.model import reserved_topics as reserved
-from timeball.model.errors import RequestError
+from timeball.io.threads import in_thread
+from timeball.log.reader import LogReader
+from timeball.model import limits
+from timeball.model import rules as reserved
+from timeball.model.errors import OutOfRange, RequestError
 
 ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
@@ -225,3 +233,228 @@ def _topic_config(topic: Topic) -> dict[str, object]:
 def order_conf(topic: Topic, broker_name: str) -> str | None:
     """Return RocketMQ's orderTopicConf, `broker:queues`, or None for a topic that is not ordered."""
     return f"{broker_name}:{topic.write_queues}" if topic.config.order else None
+
+
+# Administration: the broker's metrics and settings, under RocketMQ's names.
+#
+# Some metrics of RocketMQ have no counterpart in Timeball (thread pools, page-cache locks). They are 0, since tools
+# fail if a name is missing. Rates are computed from samples that the edge takes once a second. "Yesterday" and "today"
+# are days in UTC. If the broker started today, "today" begins with its start. Settings can be read but not written,
+# because they are fixed when the broker starts. The counts of messages and bytes by topic and group, which exporters
+# and consoles show, are from broker/registry/rates.py.
+
+TPS_WINDOWS_S = (10, 60, 600)  # RocketMQ's three averages
+
+# RocketMQ's metrics without a counterpart.
+_METRICS_ALWAYS_ZERO = (
+    "sendThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills", "pullThreadPoolQueueSize",
+    "pullThreadPoolQueueHeadWaitTimeMills", "queryThreadPoolQueueSize", "ackThreadPoolQueueSize",
+    "queryThreadPoolQueueHeadWaitTimeMills", "ackThreadPoolQueueHeadWaitTimeMills", "EndTransactionQueueSize",
+    "pageCacheLockTimeMills", "dispatchBehindBytes", "timerReadBehind", "timerOffsetBehind",
+)  # fmt: skip
+
+
+# RocketMQ's key for these is the name of the cluster.
+_BROKER_STATS = (Stat.BROKER_PUT_NUMS, Stat.BROKER_GET_NUMS)
+
+
+class _StatsFields(msgspec.Struct, rename="camel"):
+    stats_name: str
+    stats_key: str
+
+
+class Runtime:
+    """Serves the requests for the broker's metrics and settings."""
+
+    def __init__(self, context: RemotingContext) -> None:
+        self._context, self._broker = context, context.broker
+        self._started_ms = self._now_ms()
+        # Per sample: monotonic ms, rows written, rows read.
+        self._samples: deque[tuple[int, int, int]] = deque(maxlen=TPS_WINDOWS_S[-1] + 1)
+        self._day = self._started_ms // limits.DAY_MS
+        # Rows written and read until the last midnights.
+        self._written_yesterday_morning = self._written_this_morning = 0
+        self._read_yesterday_morning = self._read_this_morning = 0
+        self.sample()
+        self.handlers: Handlers = {
+            RequestCode.GET_BROKER_RUNTIME_INFO: self._info,
+            RequestCode.GET_BROKER_CONFIG: self._config,
+            RequestCode.GET_NAMESRV_CONFIG: self._config,
+            RequestCode.UPDATE_BROKER_CONFIG: self._update_config,
+            RequestCode.GET_ALL_DELAY_OFFSET: self._delay_offsets,
+            RequestCode.VIEW_BROKER_STATS_DATA: self._view_stats,
+        }
+
+    def sample(self) -> None:
+        """Record the numbers of rows written and read, and update the rates. Called about once a second."""
+        rows_written, day = self._broker.log.writer.statistics.rows, self._now_ms() // limits.DAY_MS
+        rows_read = self._rows_read()
+        if day > self._day:
+            self._written_yesterday_morning, self._written_this_morning = (
+                self._written_this_morning,
+                rows_written,
+            )
+            self._read_yesterday_morning, self._read_this_morning = self._read_this_morning, rows_read
+            self._day = day
+        now_ms = self._context.monotonic_ms()
+        self._samples.append((now_ms, rows_written, rows_read))
+        self._broker.rates.sample(now_ms)
+
+    def _rows_read(self) -> int:
+        return self._broker.rates.total(Stat.BROKER_GET_NUMS)
+
+    def _now_ms(self) -> int:
+        return self._broker.clock.now_ms()
+
+    async def _info(self, call: Call) -> Reply:
+        earliest_ms = await in_thread(self._broker.threads.reader, first_store_ms, self._broker.log.reader)
+        return call.answer_json({"table": self._runtime_table(earliest_ms or self._now_ms())})
+
+    def _runtime_table(self, earliest_ms: int) -> dict[str, str]:
+        """Collect RocketMQ's BrokerRuntimeInfo."""
+        now_ms = self._now_ms()
+        written, segments = self._broker.log.writer.statistics, self._broker.log.reader.segments
+        put_tps, get_tps = self._tps(1, written.rows), self._tps(2, self._rows_read())
+        metrics: dict[str, object] = dict.fromkeys(_METRICS_ALWAYS_ZERO, 0)
+        metrics |= {
+            "brokerActive": "true",
+            "brokerVersion": BROKER_VERSION,
+            "brokerVersionDesc": f"Timeball {__version__}",
+            "bootTimestamp": self._started_ms,
+            "runtime": _format_duration(now_ms - self._started_ms),
+            "startAcceptSendRequestTimeStamp": self._started_ms,
+            "msgPutTotalYesterdayMorning": self._written_yesterday_morning,
+            "msgPutTotalTodayMorning": self._written_this_morning,
+            "msgPutTotalTodayNow": written.rows,
+            "msgGetTotalYesterdayMorning": self._read_yesterday_morning,
+            "msgGetTotalTodayMorning": self._read_this_morning,
+            "msgGetTotalTodayNow": self._rows_read(),
+            "putTps": put_tps,
+            "getTransferredTps": get_tps,
+            "getTransferedTps": get_tps,  # 4.x's spelling
+            "putMessageTimesTotal": written.rows,
+            "putMessageSizeTotal": written.bytes,
+            "putMessageAverageSize": written.bytes / written.rows if written.rows else 0.0,
+            "earliestMessageTimeStamp": earliest_ms,
+            "commitLogMinOffset": segments.first_seq,
+            "commitLogMaxOffset": segments.next_seq,
+            "commitLogDirCapacity": f"Total : unknown, used : {segments.size_bytes} bytes.",
+            "commitLogDiskRatio": 0.0,
+            "consumeQueueDiskRatio": 0.0,
+            "remainHowManyDataToFlush": "0 B",
+            "timerCongestNum": self._pending_rows(),
+            "timerEnqueueTps": 0.0,
+            "timerDequeueTps": 0.0,
+        }
+        offsets = self._broker.scheduling.levels.offsets()
+        for level in range(1, len(self._broker.scheduling.levels.table) + 1):
+            offset, max_offset = offsets.get(level, (0, 0))
+            metrics[f"scheduleMessageOffset_{level}"] = f"{offset},{max_offset}"
+        return {name: str(value) for name, value in sorted(metrics.items())}
+
+    def _pending_rows(self) -> int:
+        counts = self._broker.schedule_statistics()
+        pending = counts["tail_rows"] + counts["table_rows"] + counts.get("waiting_rows", 0)
+        return pending - counts["cancelled_rows"]
+
+    def _tps(self, sample_index: int, rows: int) -> str:
+        """Compute RocketMQ's three average rates of a count, in rows per second.
+
+        `sample_index` is the index of the count in a sample, and `rows` its current value.
+        """
+        now_ms, rates = self._context.monotonic_ms(), []
+        for window_s in TPS_WINDOWS_S:
+            begin_ms = now_ms - window_s * limits.SECOND_MS
+            sample = next((sample for sample in self._samples if sample[0] >= begin_ms), self._samples[-1])
+            elapsed_ms = now_ms - sample[0]
+            rates.append((rows - sample[sample_index]) * 1_000 / elapsed_ms if elapsed_ms > 0 else 0.0)
+        return " ".join(f"{rate:.1f}" for rate in rates)
+
+    def _view_stats(self, call: Call) -> Reply:
+        """Serve VIEW_BROKER_STATS_DATA: a statistic over the last minute, hour and day."""
+        fields = call.fields(_StatsFields)
+        rates = self._broker.rates
+        return call.answer_json(
+            {
+                "statsMinute": self._stats_item(fields, rates.minute),
+                "statsHour": self._stats_item(fields, rates.hour),
+                "statsDay": self._stats_item(fields, rates.day),
+            }
+        )
+
+    def _stats_item(self, fields: _StatsFields, window: Window) -> dict[str, object]:
+        """Build RocketMQ's BrokerStatsItem of a rate. Raises Refused if there is none yet."""
+        rate = self._rate(fields, window)
+        if rate is None:
+            # RocketMQ's text. Tools interpret it as "no data yet".
+            remark = f"The stats <{fields.stats_name}> <{fields.stats_key}> not exist"
+            raise Refused(ResponseCode.SYSTEM_ERROR, remark)
+        return {"sum": rate.sum, "tps": rate.per_second, "avgpt": rate.average_per_add}
+
+    def _rate(self, fields: _StatsFields, window: Window) -> Rate | None:
+        """Look up the rate of a statistic. None if it is unknown or has no values yet."""
+        stat, key = fields.stats_name, fields.stats_key
+        if stat not in STATS:
+            return None
+        if stat in _BROKER_STATS:
+            if key != self._context.cluster_name:
+                return None
+            key = ""
+        return self._broker.rates.rate(stat, key, window, self._context.monotonic_ms())
+
+    def _config(self, call: Call) -> Reply:
+        """Serve GET_BROKER_CONFIG: the settings, under RocketMQ's names and under Timeball's."""
+        settings, context = self._broker.settings, self._context
+        values = {
+            "brokerName": context.broker_name,
+            "brokerClusterName": context.cluster_name,
+            "brokerId": 0,
+            "listenPort": context.port,
+            "messageDelayLevel": settings.delay_levels,
+            "defaultTopicQueueNums": settings.queues_per_topic,
+            "autoCreateTopicEnable": settings.auto_create_topics,
+            "autoCreateSubscriptionGroup": True,
+            "fileReservedTime": settings.retention_ms // limits.HOUR_MS,
+            "flushDiskType": "SYNC_FLUSH" if settings.durability == "sync" else "ASYNC_FLUSH",
+            "maxMessageSize": limits.BODY_BYTES_MAX,
+            "timerMaxDelaySec": settings.delay_ms_max // limits.SECOND_MS,
+            **{f"timeball.{field.name}": getattr(settings, field.name) for field in fields(settings)},
+        }
+        lines = [f"{name}={text(value)}\n" for name, value in values.items()]
+        return call.answer(body="".join(lines).encode(), ext={"version": '{"counter":0,"timestamp":0}'})
+
+    def _update_config(self, call: Call) -> Reply:
+        raise Refused(
+            ResponseCode.NO_PERMISSION,
+            "the settings of a running Timeball do not change: stop it, and start it with other options",
+        )
+
+    def _delay_offsets(self, call: Call) -> Reply:
+        """Serve GET_ALL_DELAY_OFFSET: the offset of each delay level."""
+        levels = self._broker.scheduling.levels
+        offsets = dict.fromkeys(range(1, len(levels.table) + 1), (0, 0)) | levels.offsets()
+        return call.answer_json(
+            {
+                "dataVersion": data_version(0, self._started_ms),
+                "offsetTable": {str(level): offset for level, (offset, _) in offsets.items()},
+            }
+        )
+
+
+def first_store_ms(reader: LogReader) -> int | None:
+    """Read the store time of the oldest row in the log, or None for an empty log (reader thread)."""
+    try:
+        _, rows = next(reader.frames(reader.first_seq, reader.first_seq + 1))
+    except (StopIteration, OutOfRange):  # retention may delete it at this moment
+        return None
+    store_ms = rows.column("store_ms")[0].as_py()
+    return None if store_ms is None else int(store_ms)
+
+
+def _format_duration(ms: int) -> str:
+    """Format a duration as RocketMQ does: [ 0 days, 0 hours, 0 minutes, 0 seconds ]."""
+    seconds = max(0, ms) // 1_000
+    days, seconds = divmod(seconds, 86_400)
+    hours, seconds = divmod(seconds, 3_600)
+    minutes, seconds = divmod(seconds, 60)
+    return f"[ {days} days, {hours} hours, {minutes} minutes, {seconds} seconds ]"

@@ -1,0 +1,554 @@
+"""Half messages: seen by nobody until committed, ended once, never forgotten, and asked about in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.crash.lives import run, until_cut
+from tests.crash.world import HOUR_MS, CutFiles, World
+
+from timeball.broker import transacting
+from timeball.broker.transacting import Half, Outcome
+from timeball.io.clock import ManualClock
+from timeball.log import checkpoint
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, OverLimit
+from timeball.model.message import NO_DUE_TIME_MS, Kind, encode_properties
+
+FIRST_MS, EACH_MS = limits.TRANSACTION_FIRST_CHECK_MS, limits.TRANSACTION_CHECK_INTERVAL_MS
+GROUP = "payers"
+
+
+def halves(rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> pa.RecordBatch:
+    properties = encode_properties({"TRAN_MSG": "true", "PGROUP": GROUP, **(more or {})})
+    ids = [f"A{number}" for number in range(rows)]
+    whole = {"properties": [properties] * rows, "unique_key": ids, "sys_flag": [5] * rows, **columns}
+    return batch(rows, **whole)
+
+
+async def prepare(world: World, rows: int = 1, more: dict[str, str] | None = None, **columns: Any) -> int:
+    """The first half's number."""
+    accepted, durable = world.broker.prepare_nowait(halves(rows, more, **columns))
+    await durable
+    return int(accepted.first_seq)
+
+
+async def commit(world: World, seq: int, **delay: int) -> Outcome:
+    return await world.broker.transactions.end(seq, GROUP, commit=True, delay=lambda _: delay)
+
+
+async def roll_back(world: World, seq: int) -> Outcome:
+    return await world.broker.transactions.end(seq, GROUP, commit=False)
+
+
+async def visible(world: World) -> list[Any]:
+    return sorted(row.key for row in (await world.outcome()).rows)
+
+
+def log(world: World, *kinds: Kind) -> list[dict[str, Any]]:
+    reader = world.broker.log.reader
+    return [row for rows in reader.rows(1, reader.next_seq, kinds) for row in rows.to_pylist()]
+
+
+def halves_in_log(world: World) -> list[dict[str, Any]]:
+    return [row for row in log(world, Kind.SCHEDULED) if row["due_ms"] is None]
+
+
+def due(world: World) -> list[int]:
+    """Numbers of all halves that are to be asked about now."""
+    found = []
+    while (half := world.broker.transactions.take_due(world.clock.wall)) is not None:
+        found.append(half.seq)
+    return found
+
+
+async def left_after_a_cut(world: World) -> World:
+    left = World(world.files.crash(survival="nothing"), world.clock, retention_ms=world.settings.retention_ms)
+    await left.start()
+    return left
+
+
+# ---- ending -----------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_nobody_sees_a_half(world: World) -> None:
+    seq = await prepare(world, 2)
+    assert [(row["kind"], row["topic"], row["queue_offset"]) for row in halves_in_log(world)] == [
+        (Kind.SCHEDULED, "orders", None)
+    ] * 2
+    assert "orders" in world.broker.topics()
+    assert (await visible(world)) == []
+    assert world.broker.transactions.open() == [(seq, 0), (seq + 1, 0)]
+    assert world.broker.status()["transactions"] == {"open": 2, "oldest_seq": seq}
+
+
+@on_node()
+async def test_a_committed_message_becomes_visible_unchanged(world: World) -> None:
+    whole = {
+        "tag": ["t"],
+        "keys": ["k"],
+        "queue_id": [1],
+        "born_ms": [7],
+        "flag": [3],
+        "reconsume_times": [2],
+    }
+    seq = await prepare(world, **whole)
+    world.clock.advance(10)
+    assert await commit(world, seq) is Outcome.COMMITTED
+    [half], [row] = halves_in_log(world), log(world, Kind.RELEASE)
+    changed = {name for name in half if half[name] != row[name]}
+    assert changed == {"seq", "kind", "queue_offset", "store_ms", "sys_flag", "accepted_ms", "source_seq"}
+    assert (row["source_seq"], row["queue_id"], row["queue_offset"]) == (seq, 1, 0)
+    assert row["sys_flag"] == 9  # compressed, and committed instead of prepared
+    assert world.broker.transactions.open() == []
+    assert await visible(world) == ["A0"]
+
+
+@on_node()
+async def test_a_rolled_back_message_stays_invisible(world: World) -> None:
+    seq = await prepare(world)
+    assert await roll_back(world, seq) is Outcome.ROLLED_BACK
+    assert (await visible(world)) == world.broker.transactions.open() == []
+    [row] = log(world, Kind.CANCEL)
+    assert (row["source_seq"], row["unique_key"], row["body"]) == (seq, "A0", None)
+
+
+@on_node()
+async def test_a_delay_begins_with_the_commit(world: World) -> None:
+    seq = await prepare(world, delay_ms=[5])
+    assert [half["unique_key"] for half in halves_in_log(world)] == ["A0"]  # its delay is not looked at
+    await world.advance(HOUR_MS)
+    assert await commit(world, seq, delay_ms=1_000) is Outcome.COMMITTED
+    [moved] = log(world, Kind.MOVED)
+    assert (moved["due_ms"], moved["source_seq"]) == (world.clock.wall + 1_000, seq)
+    assert (moved["accepted_ms"], moved["from_due_ms"]) == (world.clock.wall, NO_DUE_TIME_MS)
+    assert await visible(world) == []
+    await world.advance(1_000)
+    assert await visible(world) == ["A0"]
+
+
+@pytest.mark.parametrize("strategy", ["hour_log", "timer_wheel", "level_cascade"])
+@pytest.mark.parametrize("delay", [{"delay_ms": HOUR_MS}, {"delay_level": 17}], ids=["instant", "level"])
+@pytest.mark.parametrize("after", ["nothing", "restart", "without caches", "compaction"])
+def test_a_half_message_committed_with_a_delay_keeps_its_number(
+    strategy: str, delay: dict[str, int], after: str
+) -> None:
+    """Its id and its number name it, however it is moved then, and each of these scheduled messages ends once."""
+
+    @on_node()
+    async def live(world: World) -> None:
+        await world.restart(strategy=strategy, timer_wheel_ms=60_000)
+        halves = [await prepare(world, unique_key=[f"A{n}"]) for n in range(3)]
+        for seq in halves:
+            assert await commit(world, seq, **delay) is Outcome.COMMITTED
+        if after == "compaction" and strategy == "hour_log":
+            await world.compact()
+        elif after != "nothing":
+            await world.stop()
+            if after == "without caches":
+                world.files.remove("checkpoint")
+            await world.start()
+        assert world.broker.transactions.open() == []
+        kept, cancelled, moved = halves
+        told = await world.broker.cancel(ids=["A1"])
+        told += await world.broker.cancel(seqs=[cancelled])
+        told += await world.broker.reschedule(seqs=[moved], delay_ms=2 * HOUR_MS)
+        assert [(one.verdict, one.seq) for one in told] == [
+            ("cancelled", cancelled), ("already_cancelled", cancelled), ("rescheduled", moved),
+        ]  # fmt: skip
+        for seq in halves:  # the producer asks again
+            assert await commit(world, seq) is Outcome.COMMITTED
+        await world.advance(HOUR_MS)
+        assert await visible(world) == ["A0"]
+        await world.advance(HOUR_MS)
+        assert await visible(world) == ["A0", "A2"]
+        told = [v for n in halves for v in await world.broker.cancel(seqs=[n])]
+        assert [one.verdict for one in told] == ["released", "already_cancelled", "released"]
+        ends = [(row["source_seq"], row["kind"]) for row in log(world, Kind.RELEASE, Kind.CANCEL)]
+        assert sorted(ends) == [(kept, Kind.RELEASE), (cancelled, Kind.CANCEL), (moved, Kind.RELEASE)]
+
+    live()
+
+
+@on_node()
+async def test_a_repeated_end_has_the_first_outcome(world: World) -> None:
+    first = await prepare(world, 2)
+    second = first + 1
+    outcomes = await asyncio.gather(*[commit(world, first) for _ in range(5)], roll_back(world, second))
+    assert outcomes == [Outcome.COMMITTED] * 5 + [Outcome.ROLLED_BACK]
+    assert await commit(world, first) is await roll_back(world, first) is Outcome.COMMITTED
+    assert await commit(world, second) is await roll_back(world, second) is Outcome.ROLLED_BACK
+    assert len(log(world, Kind.RELEASE)) == len(log(world, Kind.CANCEL)) == 1
+
+
+@on_node()
+async def test_of_concurrent_ends_the_first_decides(world: World) -> None:
+    seq = await prepare(world)
+    assert await asyncio.gather(roll_back(world, seq), commit(world, seq)) == [Outcome.ROLLED_BACK] * 2
+    assert log(world, Kind.MESSAGE, Kind.RELEASE) == []
+
+
+@on_node()
+async def test_a_half_message_of_another_group_is_not_found(world: World) -> None:
+    seq = await prepare(world)
+    other = (await world.broker.send(batch())).first_seq
+    end = world.broker.transactions.end
+    assert await end(seq, "others", commit=True) is Outcome.NOT_FOUND
+    for number in (other, 0, -5, 10**9):
+        assert await end(number, GROUP, commit=True) is Outcome.NOT_FOUND
+    await roll_back(world, seq)
+    assert await end(seq, "others", commit=True) is Outcome.NOT_FOUND
+    assert world.broker.transactions.open() == []
+
+
+@on_node()
+async def test_without_an_id_the_outcome_is_ended(world: World) -> None:
+    seq = await prepare(world, unique_key=[None])
+    await commit(world, seq)
+    assert await commit(world, seq) is Outcome.ENDED
+    assert len(log(world, Kind.RELEASE)) == 1
+
+
+@on_node()
+async def test_a_refused_commit_leaves_the_half_message_open(world: World) -> None:
+    seq = await prepare(world)
+
+    def refuse(properties: dict[str, str]) -> dict[str, int]:
+        raise InvalidMessage(properties["PGROUP"])
+
+    with pytest.raises(InvalidMessage, match=GROUP):
+        await world.broker.transactions.end(seq, GROUP, commit=True, delay=refuse)
+    assert await commit(world, seq) is Outcome.COMMITTED
+
+
+@on_node()
+async def test_commits_that_come_together_share_an_append_and_not_their_mistakes(world: World) -> None:
+    first = await prepare(world, 4)
+    commits = world.broker.log.writer.statistics.commits
+
+    def delay_of(seq: int) -> dict[str, int]:
+        if seq == first + 1:
+            raise OverLimit("not this one")
+        return {"delay_ms": 1_000} if seq == first + 3 else {}
+
+    outcomes = await asyncio.gather(
+        *[
+            world.broker.transactions.end(seq, GROUP, commit=True, delay=lambda _, seq=seq: delay_of(seq))
+            for seq in range(first, first + 4)
+        ],
+        return_exceptions=True,
+    )
+    assert [str(outcome) for outcome in outcomes] == [
+        "Outcome.COMMITTED", "not this one", "Outcome.COMMITTED", "Outcome.COMMITTED",
+    ]  # fmt: skip
+    assert world.broker.log.writer.statistics.commits == commits + 1
+    published = log(world, Kind.RELEASE, Kind.MOVED)
+    assert [(row["unique_key"], row["source_seq"], row["kind"]) for row in published] == [
+        ("A0", first, Kind.RELEASE), ("A2", first + 2, Kind.RELEASE), ("A3", first + 3, Kind.MOVED),
+    ]  # fmt: skip
+    assert world.broker.transactions.open() == [(first + 1, 0)]
+
+
+@on_node()
+async def test_a_caller_who_goes_away_leaves_nothing_half_done(world: World) -> None:
+    seq = await prepare(world)
+    task = asyncio.ensure_future(commit(world, seq))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await roll_back(world, seq) is Outcome.COMMITTED
+
+
+@on_node()
+async def test_too_many_open_half_messages_raise_over_limit(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "HALVES_OPEN_MAX", 3)
+    seq = await prepare(world, 2)
+    with pytest.raises(OverLimit, match="3 transactions are open"):
+        world.broker.prepare_nowait(halves(2))
+    pending = [world.broker.prepare_nowait(halves(1))[1]]
+    with pytest.raises(OverLimit):  # those on their way to the disk count
+        world.broker.prepare_nowait(halves(1))
+    await asyncio.gather(*pending)
+    await commit(world, seq)
+    await prepare(world)
+
+
+# ---- asking -----------------------------------------------------------------------------------------------
+
+
+@on_node()
+async def test_asked_first_after_six_seconds_and_then_each_half_minute(world: World) -> None:
+    seq = await prepare(world)
+    world.clock.advance(FIRST_MS - 1)
+    assert due(world) == []
+    world.clock.advance(1)
+    assert due(world) == [seq] and due(world) == []
+    world.clock.advance(EACH_MS - 1)
+    assert due(world) == []
+    world.clock.advance(1)
+    assert due(world) == [seq]
+
+
+@pytest.mark.parametrize(
+    ("text", "first_ms"),
+    [("1", 1_000), ("0", 0), ("90", 90_000), ("999999999", limits.DAY_MS)]
+    + [(text, FIRST_MS) for text in ("-1", "", "x", "9" * 10, "٣")],
+)
+@on_node()
+async def test_a_producer_may_want_to_be_asked_at_another_time(
+    world: World, text: str, first_ms: int
+) -> None:
+    seq = await prepare(world, more={"CHECK_IMMUNITY_TIME_IN_SECONDS": text})
+    if first_ms:
+        world.clock.advance(first_ms - 1)
+        assert due(world) == []
+        world.clock.advance(1)
+    assert due(world) == [seq]
+
+
+@on_node()
+async def test_nobody_is_asked_about_what_has_ended(world: World) -> None:
+    first = await prepare(world, 3)
+    kept = first + 2
+    await commit(world, first)
+    await roll_back(world, first + 1)
+    world.clock.advance(FIRST_MS)
+    assert due(world) == [kept]
+
+
+@on_node()
+async def test_what_has_ended_is_not_kept_until_it_would_have_been_asked_about(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transacting, "SWEEP_ENTRIES_MIN", 3)
+    staying = await prepare(world)
+    for _ in range(20):
+        await roll_back(world, await prepare(world, more={"CHECK_IMMUNITY_TIME_IN_SECONDS": "86400"}))
+    assert len(world.broker.transactions._due) <= 3 + 2 * 2
+    world.clock.advance(FIRST_MS)
+    assert due(world) == [staying]
+
+
+@on_node()
+async def test_nobody_is_asked_about_what_is_just_ending(world: World) -> None:
+    seq = await prepare(world)
+    world.clock.advance(FIRST_MS)
+    ending = asyncio.ensure_future(commit(world, seq))
+    await asyncio.sleep(0)
+    assert world.broker.transactions.open() == [(seq, 0)] and due(world) == []
+    assert await ending is Outcome.COMMITTED
+
+
+@on_node()
+async def test_a_postponed_check_is_not_due_before_its_time(world: World) -> None:
+    seq = await prepare(world)
+    world.clock.advance(FIRST_MS)
+    half = world.broker.transactions.take_due(world.clock.wall)
+    world.broker.transactions.postpone(half, world.clock.wall + 1)
+    assert due(world) == []
+    world.clock.advance(1)
+    assert due(world) == [seq]
+    world.clock.advance(EACH_MS - 1)
+    assert due(world) == []  # when it would have been without
+    world.clock.advance(1)
+    assert due(world) == [seq]
+
+
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, 30 * 24 * HOUR_MS])
+@on_node()
+async def test_checks_come_when_their_time_has_passed_however_the_clock_is_set(
+    world: World, step_ms: int
+) -> None:
+    first, clock = await prepare(world), world.broker.clock
+    world.clock.step_wall(step_ms)
+    clock.now_ms()
+    world.clock.advance(FIRST_MS - 1)
+    assert clock.now_ms() == world.clock.wall, "the step is believed"
+    second = await prepare(world)
+    transacting = world.broker.transactions
+    assert transacting.take_due(clock.elapsed_ms()) is None
+    world.clock.advance(1)
+    half = transacting.take_due(clock.elapsed_ms())
+    assert half.seq == first and transacting.reason_to_give_up(half, clock.elapsed_ms()) is None
+    world.clock.advance(FIRST_MS - 1)
+    assert transacting.take_due(clock.elapsed_ms()).seq == second
+
+
+@on_node()
+async def test_checks_come_again_behind_a_restart_with_the_clock_set_back(world: World) -> None:
+    seq = await prepare(world)
+    await world.stop()
+    world.clock.step_wall(-HOUR_MS)
+    await world.start()
+    assert due(world) == []
+    world.clock.advance(FIRST_MS)
+    assert due(world) == [seq]
+
+
+@on_node()
+async def test_a_half_message_is_given_up_after_fifteen_checks_or_the_retention_time(world: World) -> None:
+    half = Half(1, GROUP, "orders", None, store_ms=0, check_ms=0, checks=14)
+    give_up, retention_ms = world.broker.transactions.reason_to_give_up, world.settings.retention_ms
+    assert give_up(half, retention_ms) is None
+    assert give_up(half, retention_ms + 1) == "it is older than the retention time"
+    half.checks = 15
+    assert give_up(half, 0) == "its producer was asked 15 times"
+
+
+@on_node()
+async def test_discarding_rolls_back_and_logs(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    seq = await prepare(world)
+    world.clock.advance(FIRST_MS)
+    half = world.broker.transactions.take_due(world.clock.wall)
+    logging.disable(logging.NOTSET)
+    await world.broker.transactions.discard(half, "its producer was asked 15 times")
+    await world.broker.transactions.discard(half, "and again")
+    assert f"half message rolled back seq={seq} group=payers topic=orders unique_key=A0 " in caplog.text
+    [row] = log(world, Kind.CANCEL)
+    assert row["body"] == b"its producer was asked 15 times"
+    assert await commit(world, seq) is Outcome.ROLLED_BACK
+
+
+# ---- after a cut --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("saved", [(), (0,), (1,), (0, 1), (0, 1, 2)])
+@on_node()
+async def test_open_half_messages_survive_a_restart(world: World, saved: tuple[int, ...]) -> None:
+    """Whichever checkpoints there are: before the halves, between them and their ends, behind."""
+
+    async def save(at: int) -> None:
+        if at in saved:
+            await world.checkpoint()
+
+    await world.send("a", [None])
+    await save(0)
+    first = await prepare(world, 4)
+    world.broker.transactions.take_due(world.clock.wall + FIRST_MS).checks += 1
+    await save(1)
+    await commit(world, first + 1)
+    await roll_back(world, first + 2)
+    await commit(world, first + 3, delay_ms=HOUR_MS)
+    await save(2)
+    left = await left_after_a_cut(world)
+    checks = 1 if saved and saved[-1] else 0
+    assert left.broker.transactions.open() == [(first, checks)]
+    assert await commit(left, first + 1) is Outcome.COMMITTED
+    assert await commit(left, first + 2) is Outcome.ROLLED_BACK
+    left.clock.advance(FIRST_MS)
+    assert due(left) == [first]
+    assert await commit(left, first) is Outcome.COMMITTED
+    await left.advance(HOUR_MS)
+    assert await visible(left) == ["A0", "A1", "A3", "k00000"]
+    await left.stop()
+
+
+@on_node()
+async def test_a_late_check_is_due_at_the_start(world: World) -> None:
+    seq = await prepare(world)
+    left = await left_after_a_cut(world)
+    left.clock.advance(24 * HOUR_MS)
+    assert due(left) == [seq] and due(left) == []
+    await left.stop()
+
+
+async def twice(world: World, told: list[str], delay: dict[str, int]) -> None:
+    """A transaction that is committed and one that is rolled back; `told`: what was answered."""
+    await world.start()
+    first = await prepare(world, 2)
+    told.append("prepared")
+    await world.checkpoint()
+    assert await commit(world, first, **delay) is Outcome.COMMITTED
+    told.append("committed")
+    await world.checkpoint()
+    assert await roll_back(world, first + 1) is Outcome.ROLLED_BACK
+    told.append("rolled back")
+    await world.stop()
+
+
+def lived(crash_at: int | None, delay: dict[str, int]) -> tuple[World, list[str]]:
+    files, told = CutFiles(crash_at=crash_at), []  # type: ignore[var-annotated]
+    world = World(files, ManualClock())
+    run(until_cut(world, files, lambda: twice(world, told, delay)))
+    return world, told
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "delay", [{}, {"delay_ms": 5_000}, {"delay_level": 2}], ids=["now", "later", "level"]
+)
+def test_at_whichever_call_the_power_goes_it_is_ended_once(step: int, delay: dict[str, int]) -> None:
+    whole, told = lived(None, delay)
+    assert told == ["prepared", "committed", "rolled back"]
+    begun = 0
+    for crash_at in range(1, whole.files.calls + 1, step):
+        world, told = lived(crash_at, delay)
+        for survival in ("nothing", "everything"):
+            left = World(world.files.crash(survival=survival), world.clock)
+            begun += run(ended_once(left, told, delay))
+    assert begun > 20 // step  # or the cuts came before there was anything to lose
+
+
+async def ended_once(left: World, told: list[str], delay: dict[str, int]) -> int:
+    await left.start()
+    found = {row["unique_key"]: row["seq"] for row in halves_in_log(left)}
+    assert not told or len(found) == 2
+    still = [seq for seq, _ in left.broker.transactions.open()]
+    if found:
+        assert ("committed" in told) <= (found["A0"] not in still)
+        assert ("rolled back" in told) <= (found["A1"] not in still)
+        assert await commit(left, found["A0"], **delay) is Outcome.COMMITTED
+        assert await roll_back(left, found["A1"]) is Outcome.ROLLED_BACK
+    if delay:
+        await left.advance(5_000)
+    assert await visible(left) == ["A0"] * bool(found)
+    released = log(left, Kind.RELEASE)
+    assert [row["source_seq"] for row in released] == [found[key] for key in ("A0",) if found]
+    assert all(row["store_ms"] >= (row["due_ms"] or 0) for row in released)
+    assert len(log(left, Kind.CANCEL)) == bool(found)
+    await left.stop()
+    await left.abandon()
+    return len(found)
+
+
+# ---- retention ------------------------------------------------------------------------------------------------
+
+
+@on_node(retention_ms=HOUR_MS)
+async def test_retention_keeps_an_open_half_and_lets_it_go_when_it_has_ended(world: World) -> None:
+    seq = await prepare(world)
+    for _ in range(3):  # segments of 1 MiB
+        await world.broker.send(batch(8, body=[bytes(100_000)] * 8))
+    world.clock.advance(2 * HOUR_MS)
+    await world.broker.send(batch(1))
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.log.reader.first_seq == 1
+    left = await left_after_a_cut(world)
+    assert left.broker.transactions.open() == [(seq, 0)]
+    await left.stop()
+    assert await commit(world, seq) is Outcome.COMMITTED
+    await world.checkpoint()
+    await world.let_go()
+    assert world.broker.log.reader.first_seq > seq
+    assert await commit(world, seq) is Outcome.NOT_FOUND
+
+
+@on_node()
+async def test_a_checkpoint_has_halves_only_while_a_half_message_is_open(world: World) -> None:
+    await world.send("a", [None])
+    await world.checkpoint()
+    saved = checkpoint.load(world.files)
+    assert saved is not None and saved.facts.halves == []
+    assert b"halves" not in world.files.content(checkpoint.NAME)
+    await prepare(world)
+    await world.checkpoint()
+    assert b"halves" in world.files.content(checkpoint.NAME)

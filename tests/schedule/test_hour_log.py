@@ -1,0 +1,264 @@
+"""The live files of the table, compared with a list of all their rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.crash_files import CrashFiles
+from tests.schedule.table_files import table_rows
+
+from timeball.broker.tables.compact import write_files
+from timeball.model import limits
+from timeball.model.message import READ_SCHEMA, Int64Array, Kind
+from timeball.schedule import hour_log
+from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.hour_log import OPEN_MS, PendingFiles, close_far, load, survey
+from timeball.schedule.outcomes import Settled
+from timeball.table.attachment import Attachment, FileEntry
+from timeball.table.data_file import DataFile
+from timeball.table.file_keys import FileSet
+
+Pair = tuple[int, int]
+
+NOW_MS = 1_700_000_000_000
+FIRST, LAST = (-(1 << 62), 0), (1 << 62, 0)
+# Hours, days and months away, and several for one instant: few rows, many files.
+DUES = st.lists(
+    st.one_of(st.integers(0, 50), st.integers(0, 100 * limits.DAY_MS)).map(lambda ms: NOW_MS + ms),
+    min_size=1,
+    max_size=25,
+)
+NEAR_DUES = st.lists(st.integers(NOW_MS, NOW_MS + 40), min_size=1, max_size=25)
+BATCHES = st.lists(DUES, min_size=1, max_size=3)
+
+
+def write(files: CrashFiles, dues: list[int], first_seq: int = 0) -> list[FileEntry]:
+    return write_files(files, table_rows(dues, range(first_seq, first_seq + len(dues)), NOW_MS), NOW_MS)
+
+
+def table(batches: list[list[int]]) -> tuple[PendingFiles, list[Pair]]:
+    """Write files for each batch. Returns the table and all (due_ms, seq) in it."""
+    files, entries, pairs = CrashFiles(), [], []
+    for dues in batches:
+        entries += write(files, dues, len(pairs))
+        pairs += [(due, len(pairs) + i) for i, due in enumerate(dues)]
+    return PendingFiles(files, entries), sorted(pairs)
+
+
+def listed(columns: tuple[Int64Array, Int64Array]) -> list[Pair]:
+    return list(zip(columns[0].tolist(), columns[1].tolist(), strict=True))
+
+
+def opened(live: PendingFiles, until_ms: int) -> list[Pair]:
+    """Open once, as the backlog does."""
+    files, until_ms = live.to_open(until_ms)
+    window = survey(files, until_ms)
+    live.opened(window.next_ms)
+    return sorted(listed((window.due_ms, window.seq)))
+
+
+@given(BATCHES, DUES)
+def test_openings_return_every_row_before_the_time_once(batches: list[list[int]], untils: list[int]) -> None:
+    live, pairs = table(batches)
+    seen: list[Pair] = []
+    for until_ms in sorted(untils):
+        opening = opened(live, until_ms)
+        assert opening == [pair for pair in pairs if pair[0] < until_ms and pair not in seen]
+        seen += opening
+        later_due_times = [due for due, _ in pairs if due >= until_ms]
+        assert not later_due_times or live.first_due_ms <= min(later_due_times)
+
+
+@given(BATCHES, st.integers(0, 5), st.integers(1, 40 * limits.DAY_MS))
+def test_load_returns_the_rows_of_a_window(batches: list[list[int]], first: int, width_ms: int) -> None:
+    live, pairs = table(batches)
+    low = pairs[min(first, len(pairs) - 1)]
+    high = (low[0] + width_ms, 0)
+    rows = load(live.over(low[0], high[0]), low, high)
+    assert rows is not None
+    assert sorted(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)) == [
+        pair for pair in pairs if low <= pair < high
+    ]
+
+
+@given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
+def test_behind_lists_files_without_later_rows(batches: list[list[int]], due_ms: int) -> None:
+    live, pairs = table(batches)
+    behind = {entry.path for entry in live.behind(due_ms)}
+    for file in live.all():
+        assert (file.entry.path in behind) == (file.entry.max_due_ms < due_ms)
+    rows_left = sum(file.entry.rows for file in live.all() if file.entry.path not in behind)
+    assert rows_left >= sum(due >= due_ms for due, _ in pairs)
+
+
+@settings(max_examples=30)
+@given(st.lists(NEAR_DUES, min_size=1, max_size=3), st.integers(1, 40))
+def test_window_is_bounded_and_advances(batches: list[list[int]], rows_max: int) -> None:
+    live, pairs = table(batches)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hour_log, "WINDOW_ROWS_MAX", rows_max)
+        seen: list[Pair] = []
+        for _ in range(1_000):
+            if live.first_due_ms == FAR_MS:
+                break
+            before_ms = live.first_due_ms
+            seen += opened(live, NOW_MS + 1_000)
+            assert live.first_due_ms > before_ms
+    assert sorted(seen) == pairs
+
+
+@given(BATCHES, st.integers(1, 6), st.integers(1, 40 * limits.DAY_MS))
+def test_openings_of_few_files_at_a_time_find_every_row(
+    batches: list[list[int]], files_max: int, step_ms: int
+) -> None:
+    """The next due time that an opening learns hides no row."""
+    live, pairs = table(batches)
+    seen: list[Pair] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hour_log, "WINDOW_FILES_MAX", files_max)
+        while (upcoming := live.first_due_ms) < FAR_MS:
+            files, until_ms = live.to_open(upcoming + step_ms)
+            assert upcoming < until_ms <= upcoming + step_ms
+            assert len(files) <= files_max or until_ms == upcoming + 1, "only those of one instant are more"
+            later_pairs = [pair for pair in pairs if pair not in seen]
+            assert not later_pairs or upcoming <= later_pairs[0][0]
+            seen += opened(live, upcoming + step_ms)
+    assert sorted(seen) == pairs
+
+
+def test_file_with_few_rows_is_opened_once_per_row() -> None:
+    """One row a week for a month. The time between two rows is skipped."""
+    dues = [NOW_MS + 100 * limits.DAY_MS + week * 7 * limits.DAY_MS for week in range(4)]
+    files = CrashFiles()
+    live = PendingFiles(files, write(files, dues))
+    looks = 0
+    while (upcoming := live.first_due_ms) < FAR_MS:
+        opened(live, upcoming + limits.HOUR_MS)
+        looks += 1
+    assert looks <= 2 * len(dues) + len(live)
+
+
+def test_overdue_new_rows_are_opened_and_moved_rows_are_not_opened_again() -> None:
+    """A bulk job's file has not been opened before. A compaction's rows were opened from the tail."""
+    files = CrashFiles()
+    live = PendingFiles(files, write(files, [NOW_MS, NOW_MS + 100]))
+    assert len(opened(live, NOW_MS + 50)) == 1
+    late = write(files, [NOW_MS + 10, NOW_MS + 60], first_seq=10)
+    live.attach(Attachment(job="bulk", job_id="b", epoch=1, files=late, removes=[]), NOW_MS + 50)
+    assert live.first_due_ms == NOW_MS + 10
+    assert live.has_unopened([late[0].path], NOW_MS + 50)
+    assert opened(live, NOW_MS + 50) == [(NOW_MS + 10, 10)]
+    assert not live.has_unopened([late[0].path], NOW_MS + 50)
+    moved = write(files, [NOW_MS + 20, NOW_MS + 70], first_seq=20)
+    live.attach(Attachment(job="compact", job_id="c", epoch=1, files=moved, removes=[]), NOW_MS + 50)
+    assert opened(live, NOW_MS + 200) == [(NOW_MS + 60, 11), (NOW_MS + 70, 21), (NOW_MS + 100, 1)]
+    assert live.first_due_ms == FAR_MS
+
+
+def test_start_skips_rows_that_the_mark_covers_except_in_later_files() -> None:
+    files = CrashFiles()
+    old = write(files, [NOW_MS, NOW_MS + 100], first_seq=1)
+    bulk = write(files, [NOW_MS + 1, NOW_MS + 101], first_seq=50)
+    live = PendingFiles(files, [*old, *bulk])
+    none = np.empty(0, np.int64)
+    live.skip_settled(Settled(NOW_MS + 50, none, none, before_seq=90, late=((50, 2),)))
+    assert live.first_due_ms == NOW_MS + 1
+    assert [seq for _, seq in opened(live, NOW_MS + 500)] == [50, 2, 51]
+
+
+def test_file_that_is_not_local_delays_no_other_and_is_opened_later() -> None:
+    """A file in an object store. None of its rows may count as settled."""
+    files, local = CrashFiles(), set[str]()
+    [missing] = write(files, [NOW_MS + 1, NOW_MS + 2])
+    [there] = write(files, [NOW_MS + 5, NOW_MS + 200], first_seq=10)
+    local.add(there.path)
+    live = PendingFiles(files, [missing, there], local.__contains__)
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 1)
+    assert opened(live, NOW_MS + 100) == [(NOW_MS + 5, 10)]
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+    assert live.due_between(NOW_MS, NOW_MS + 100) == [missing, there]
+    local.add(missing.path)
+    live.look_again()
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 1, FAR_MS)
+    assert opened(live, NOW_MS + 100) == [(NOW_MS + 1, 0), (NOW_MS + 2, 1)]
+    # A missing file of which rows were opened is not skipped: reading it fails instead of returning no rows.
+    local.clear()
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [missing, there]
+    # After a start nothing has been opened, also of files whose beginnings are settled.
+    none = np.empty(0, np.int64)
+    live = PendingFiles(files, [missing, there], [there.path].__contains__)
+    live.skip_settled(Settled(NOW_MS + 2, none, none))
+    assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 2)
+    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+
+
+def test_files_two_hours_away_are_closed() -> None:
+    files = CrashFiles()
+    hour = limits.HOUR_MS
+    entries = write(files, [NOW_MS - NOW_MS % hour + n * hour for n in range(10)])
+    live = PendingFiles(files, entries)
+    for file in live.all():
+        file.check()
+    assert live.open_files == 10
+    now_ms = entries[5].min_due_ms
+    close_far(live.all(), now_ms)
+    assert [file.is_open for file in live.all()] == [3 <= n <= 7 for n in range(10)]
+    close_far(live.all(), entries[5].max_due_ms + OPEN_MS)
+    assert live.all()[5].is_open
+    close_far(live.all(), entries[5].max_due_ms + OPEN_MS + 1)
+    assert not live.all()[5].is_open
+
+
+def test_an_attach_replaces_files_at_once() -> None:
+    files = CrashFiles()
+    old = write(files, [NOW_MS, NOW_MS + limits.DAY_MS])
+    new = write(files, [NOW_MS + 5], first_seq=7)
+    live = PendingFiles(files, old)
+    before = live.all()
+    removed_path = old[0].path
+    live.attach(
+        Attachment(job="rewrite", job_id="j", epoch=1, files=new, removes=[removed_path, "unknown"]), 0
+    )
+    assert live.live_entries() == [old[1], *new]
+    assert live.entries([removed_path, new[0].path]) == new
+    assert (len(live), live.rows) == (2, 2)
+    # A gather that began before the attach works on the old files.
+    assert sum(len(file.positions_between(FIRST, LAST)[0]) for file in before) == 2
+
+
+def test_rows_of_the_table_equal_those_of_the_log() -> None:
+    files = CrashFiles()
+    (entry,) = write(files, [NOW_MS + 5, NOW_MS + 6], first_seq=70)
+    rows = load([DataFile(files, entry)], FIRST, LAST)
+    assert rows is not None
+    assert rows.schema == READ_SCHEMA
+    assert rows["kind"].to_pylist() == [Kind.SCHEDULED] * 2
+    assert rows["body"].to_pylist() == [b"bulk 70", b"bulk 71"]
+    assert rows["store_ms"].to_pylist() == [NOW_MS] * 2, "accepted when the table says so"
+    assert np.array_equal(rows["due_ms"], [NOW_MS + 5, NOW_MS + 6])
+
+
+def test_empty_table_has_no_files_and_no_due_time() -> None:
+    live = PendingFiles(CrashFiles(), [])
+    assert live.first_due_ms == FAR_MS
+    assert live.to_open(NOW_MS) == ([], NOW_MS)
+    assert len(survey([], NOW_MS).seq) == 0
+    assert load([], FIRST, LAST) is None
+
+
+def test_attach_during_a_look_up_is_seen_by_the_next_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = CrashFiles()
+    first, second = write(files, [NOW_MS]), write(files, [NOW_MS + 1], 1)
+    live = PendingFiles(files, first)
+    attachments = [Attachment(job="bulk", job_id="b", epoch=1, files=second)]
+
+    def made(entries: list[FileEntry]) -> FileSet:
+        while attachments:  # on the loop, as it were
+            live.attach(attachments.pop(), NOW_MS)
+        return FileSet(entries)
+
+    monkeypatch.setattr(hour_log, "FileSet", made)
+    assert live.live.entries == tuple(first)
+    assert live.live.entries == (*first, *second) and live.live is live.live
