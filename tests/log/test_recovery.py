@@ -177,6 +177,17 @@ def test_frame_of_a_newer_version_raises_setup_error() -> None:
     assert files.content(segment_name(1)) == before
 
 
+def test_flipped_version_of_a_frame_is_damage_and_not_a_newer_version() -> None:
+    files = CrashFiles()
+    fill(files, 3)
+    first, second = last_frames(files)[:2]
+    content = bytearray(files.content(segment_name(1))[first:second])
+    content[5] ^= 1  # the high byte of the version
+    overwrite(files, segment_name(1), first, bytes(content))
+    with pytest.raises(Corrupt, match="version 257"):
+        reopened(files, durable_before_seq=7)
+
+
 # ---- segments --------------------------------------------------------------------------------------------
 
 

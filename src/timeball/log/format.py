@@ -150,15 +150,19 @@ def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame |
     frame = read_frame_header(segment, position, origin=origin)
     if frame is None:
         return None
+    if not _has_its_checksum(segment, position, frame.length):
+        raise Corrupt(f"frame at byte {position} (seq {frame.first_seq}) does not match its checksum")
+    return frame
+
+
+def _has_its_checksum(segment: pa.Buffer, position: int, length: int) -> bool:
+    """Check the frame of `length` bytes at `position` against the checksum in its header."""
     # Only the header is copied, to set its checksum to zero. The payload is checked in the mapping.
-    stored = FRAME.unpack_from(segment, position)
     header = bytearray(segment.slice(position, ALIGN))
     header[_CRC_OFFSET : _CRC_OFFSET + 4] = bytes(4)
     crc = google_crc32c.value(bytes(header))
-    crc = google_crc32c.extend(crc, segment.slice(position + ALIGN, frame.length - ALIGN))
-    if crc != stored[10]:
-        raise Corrupt(f"frame at byte {position} (seq {frame.first_seq}) does not match its checksum")
-    return frame
+    crc = google_crc32c.extend(crc, segment.slice(position + ALIGN, length - ALIGN))
+    return bool(crc == FRAME.unpack_from(segment, position)[10])
 
 
 def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:
@@ -187,8 +191,10 @@ def read_frame_header(segment: pa.Buffer, position: int, *, origin: int = 0) -> 
     )
     if not is_consistent:
         raise Corrupt(f"frame header at byte {position} contradicts itself")
-    # Checked last, so that damage is not reported as a newer version.
+    # Checked last, and with the checksum, so that damage is not reported as a newer version.
     if version != SCHEMA_VERSION:
+        if not _has_its_checksum(segment, position, length):
+            raise Corrupt(f"frame at byte {position} (version {version}) does not match its checksum")
         raise SetupError(
             f"frame of version {version}; this Timeball reads version {SCHEMA_VERSION}: use a newer one"
         )
