@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.stored_message import StoredMessage
+from benchmarks.versus import small_calls
 from benchmarks.versus.__main__ import main
 from benchmarks.versus.delays import wrong
 from benchmarks.versus.delivery import Account, body_of
@@ -155,3 +156,39 @@ def test_a_run_of_deliveries_alone_has_a_table_a_page_and_a_document() -> None:
     assert found.table() == []
     assert page(found).count("- Timeball 0.1.0, sync") == 1
     assert "NaN" not in json.dumps(found.as_dict())
+
+
+@pytest.mark.parametrize(
+    ("client", "answer"),
+    [
+        ("redis", b":1\r\n"),
+        ("beanstalkd", b"INSERTED 17\r\n"),
+        ("nats", b'MSG _INBOX.small.0 1 29\r\n{"stream":"delivery","seq":7}\r\n'),
+        ("http", b'HTTP/1.1 201 Created\r\nContent-Length: 12\r\n\r\n{"id": "17"}'),
+    ],
+)
+def test_an_answer_is_taken_when_it_is_complete(client: str, answer: bytes) -> None:
+    wire, data = small_calls.WIRES[client], bytearray()
+    for byte in answer[:-1]:
+        data.append(byte)
+        assert wire.answer(data) is None
+    data += answer[-1:] + answer[:1]
+    found = wire.answer(data)
+    assert found is not None and wire.token(7, 1_800_000_000_000, found) and data == answer[:1]
+
+
+@pytest.mark.parametrize(
+    ("client", "answer"),
+    [
+        ("redis", b"-ERR no\r\n"),
+        ("beanstalkd", b"JOB_TOO_BIG\r\n"),
+        ("nats", b'MSG _INBOX.small.0 1 22\r\n{"error":{"code":503}}\r\n'),
+        ("http", b"HTTP/1.1 429 Too Many\r\ncontent-length: 2\r\n\r\n{}"),
+    ],
+)
+def test_a_refused_message_is_noticed(client: str, answer: bytes) -> None:
+    wire = small_calls.WIRES[client]
+    found = wire.answer(bytearray(answer))
+    assert (
+        found is not None and wire.token(7, 1_800_000_000_000, found) is None and not wire.is_cancelled(found)
+    )

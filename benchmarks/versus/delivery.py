@@ -5,6 +5,8 @@ lateness is that of the user, not of the queue. A message that is early, missing
 
     steady   calls of 20 at 2,000 messages a second, due 2 to 5 s later at random milliseconds; one consumer
     burst    many messages due at one instant; one consumer; the time until it has the last
+
+The rows of small_calls.py are measured on the same brokers.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import BODY_BYTES, now_ms, quantiles
+from benchmarks.versus import small_calls
 from benchmarks.versus.delayed_queues import CLIENTS
 from benchmarks.versus.other_peers import BeanstalkdPeer, NatsPeer, RedisPeer
 from benchmarks.versus.peers import DELIVERY, FLIGHT, HTTP, Flush, Peer, TimeballPeer
@@ -206,6 +209,7 @@ class DeliveryRow:
 
     row: Row
     measure: Callable[[str, Peer, Bench], Sample]
+    clients: Container[str] = frozenset(CLIENTS)  # those that can do the work
 
 
 GROUP_NAME = "delivery"
@@ -220,4 +224,14 @@ STARTS = [
 ROWS = [
     DeliveryRow(Row(f"steady {RATE:,}/s in calls of {CALL_ROWS}, one consumer: sent", "msg/s"), steady),
     DeliveryRow(Row(f"{BURST:,} due at one instant, one consumer: the last after", "s", "lower"), burst),
-]
+    DeliveryRow(
+        Row(f"single delayed sends, {small_calls.CONNECTIONS} connections", "msg/s"), small_calls.single_sends,
+        small_calls.WIRES,
+    ),
+    DeliveryRow(
+        Row(f"cancels by id, {small_calls.CONNECTIONS} connections", "msg/s"), small_calls.cancels, small_calls.WIRES
+    ),
+    DeliveryRow(
+        Row("memory of a pending message", "bytes", "lower"), small_calls.pending_bytes, small_calls.WIRES
+    ),
+]  # fmt: skip

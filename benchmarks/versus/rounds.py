@@ -80,6 +80,8 @@ def _delivery_rounds(figures: Figures, bench: Bench, folder: Path, flush: Flush)
     for at, row in enumerate(delivery.ROWS):
         for number in range(figures.rounds):
             for start in in_turn(delivery.STARTS, number):
+                if start.client not in row.clients:
+                    continue
                 own = folder / f"delivery-{at}-{number}-{start.name}".replace(" ", "-")
                 own.mkdir(parents=True)
                 peer = start.make(own, flush)
@@ -90,10 +92,11 @@ def _delivery_rounds(figures: Figures, bench: Bench, folder: Path, flush: Flush)
                 figures.at_consumer.add(
                     ConsumerPeer(start.name, peer.settings, start.durable), row.row, sample
                 )
+                late = "" if sample.p99_ms is None else f", p99 {sample.p99_ms:.1f} ms"
                 cpu = "" if sample.cpu_us is None else f", {sample.cpu_us:.1f} us CPU a message"
                 say(
                     f"{row.row.name}, round {number + 1} of {figures.rounds}: {start.name} {brief(sample.value)}"
-                    f" {row.row.unit}, p99 {sample.p99_ms} ms{cpu}, {sample.failures} failed"
+                    f" {row.row.unit}{late}{cpu}, {sample.failures} failed"
                 )
                 shutil.rmtree(own)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from shutil import which
 
@@ -18,7 +19,7 @@ import psutil
 import pytest
 from benchmarks.harness import wait_until
 from benchmarks.remoting import pull_request, send_request
-from benchmarks.versus import delivery
+from benchmarks.versus import delivery, small_calls
 from benchmarks.versus.load import Generator
 from benchmarks.versus.work import Bench
 from tests.interop.environments import Missing
@@ -95,6 +96,28 @@ def test_each_broker_delivers_to_a_consumer(start: delivery.Start, tmp_path: Pat
     assert sample.failures == 0 and sample.value > 0
     assert sample.p50_ms is not None and sample.p99_ms is not None and 0 <= sample.p50_ms <= sample.p99_ms
     assert processes_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("start", delivery.STARTS, ids=lambda start: start.name)
+def test_each_broker_answers_small_calls(start: delivery.Start, tmp_path: Path) -> None:
+    if start.client not in small_calls.WIRES:
+        pytest.skip("its client is a library")
+    bench = Bench(None, small=True, waiting=0)  # type: ignore[arg-type]
+    try:
+        peer = start.make(tmp_path, "sync")
+        peer.start()
+    except Missing as error:
+        pytest.skip(str(error))
+    try:
+        for measure in (small_calls.single_sends, small_calls.cancels):
+            sample = measure(start.client, peer, bench)
+            assert sample.failures == 0 and sample.value > 0
+            assert (
+                sample.p50_ms is not None and sample.p99_ms is not None and 0 < sample.p50_ms <= sample.p99_ms
+            )
+        assert not isnan(small_calls.pending_bytes(start.client, peer, bench).value)
+    finally:
+        peer.stop()
 
 
 @contextmanager
