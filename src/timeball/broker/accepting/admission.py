@@ -1,12 +1,19 @@
-"""Admission: validate a batch from outside, complete its rows, and classify each row as immediate or scheduled.
+"""Admission: validate sends from outside, complete their rows, and classify each row as immediate or scheduled.
 
 A refusal raises an error that names the field and the first bad row. The admission refuses all values that a stock
-RocketMQ broker refuses, and due times that are negative, not a number or too far away. It never delivers a message
-with a bad due time at once (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py decides
-which topics the caller may use.
+RocketMQ broker refuses, and due times that are negative, not a number or too far away. It never delivers a message with
+a bad due time at once (RocketMQ #10872 did that). A batch is accepted as a whole or not at all. policy.py decides which
+topics the caller may use.
 
 A due time in the past is allowed, and the message is due at once: the caller's clock may be slow, and a replay is
 legitimate.
+
+Three paths give the same rows (`tests/broker/accepting/test_small_batch.py` and
+`tests/edges/remoting/codec/test_send_frames.py` check this):
+
+    columns    `admit`: any batch. Only this path raises errors, so each error has one source
+    rows       `are_plain`, then `log_rows`: at most ROWS_MAX rows that break no rule
+    in C       `SendRuns`: any number of rows that an edge has parsed in C. Costs a tenth of the other paths
 """
 
 from __future__ import annotations
@@ -263,18 +270,10 @@ def _first_true(mask: pa.Array) -> int:
     return int(pc.index(mask, True).as_py())
 
 
-# The fast path for small batches of sends: check the rows, choose queue offsets and encode them, row by row.
-#
-# Nearly every commit has only a few rows. The path for columns (admission.py, `Topics.place`) makes a hundred calls of
-# Arrow and numpy, and each takes some microseconds even for one row. Up to ROWS_MAX rows, working row by row costs
-# less.
-#
-# A batch takes this path only if it is *plain*: no delay level, no column of another type, no row that breaks a rule.
-# Otherwise it takes the path for columns. Only that path raises errors, so each error has one source.
-# `tests/broker/accepting/test_small_batch.py` checks that both paths give the same rows.
-#
-# An edge that parses sends in C also encodes their rows in C, for any number of rows: `SendRuns`. This costs a tenth of
-# either path, and gives the same rows (`tests/edges/remoting/codec/test_send_frames.py`).
+# ---- few rows: check them, choose queue offsets and encode them, row by row ----------------------------------
+# Nearly every commit has only a few rows. The path for columns (`admit`, `Topics.place`) makes a hundred calls of Arrow
+# and numpy, and each takes some microseconds even for one row. Up to ROWS_MAX rows, working row by row costs less. A
+# batch takes this path only if it is *plain*: no delay level, no column of another type, no row that breaks a rule.
 
 ROWS_MAX = 256  # at twice as many rows both paths cost about the same
 
@@ -308,7 +307,7 @@ def rows_in(batch: pa.RecordBatch) -> list[SendRow] | None:
 
 
 def are_plain(rows: Sequence[SendRow], now_ms: int, delay_ms_max: int, *, may_schedule: bool) -> bool:
-    """Check whether these rows obey all rules of admission.py and have no delay level.
+    """Check whether these rows obey all rules of `admit` and have no delay level.
 
     Without `may_schedule`, a row with a due time is not plain either, because its backlog may refuse it or change its
     row.

@@ -6,9 +6,9 @@ A row belongs to such a message (a duration) in these cases:
     a relative delay       it is a SCHEDULED row with `accepted_ms`: the delay counts from that time
     RocketMQ's timers      its properties contain TIMER_DELAY_MS or TIMER_DELAY_SEC
 
-Messages of a delay level are durations too, but they are in the queue of their level (schedule/delay_levels). A start
-recovers the durations from the rows of the log. The data files of the pending table do not contain these columns, so
-messages that are in files at a start are due by the wall clock.
+Messages of a delay level are durations too, but they are in the queue of their level (schedule/delay_levels.py). A
+start recovers the durations from the rows of the log. The data files of the pending table do not contain these columns,
+so messages that are in files at a start are due by the wall clock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Sends with an idempotency key: the first send is appended, a repetition gets the states of its messages.
+"""Sends that may be repeated without doubles: with an idempotency key, or from a source such as a Kafka topic.
+
+With a key, the first send is appended, and a repetition gets the states of its messages:
 
     put -> the key is new        -> batch -> in the log, with the row of its key -> answer: created
         -> its send is under way -> wait for the outcome of that send            -> answer: exists
@@ -14,6 +16,11 @@ With an attempt, a client may also ask to send anew. If no message of the earlie
 are appended, and from then on the key refers to the new send. A repetition of that attempt appends nothing. A message
 that is no longer pending never becomes pending again. So an await between the look-up and the append cannot cause a
 second pending message.
+
+A source has a position for each partition. A batch must begin at this position, and its rows move it:
+
+    put -> the batch begins at the source's position -> rows and the new position, in one frame -> answer
+        -> it begins elsewhere                       -> Conflict
 """
 
 from __future__ import annotations
@@ -235,11 +242,7 @@ class KeyedSends:
         ]
 
 
-# Sends from a source (for example a Kafka topic): each record of the source is in the log once, despite repetitions.
-#
-#     put -> the batch begins at the source's position -> rows and the new position, in one frame -> answer
-#         -> it begins elsewhere                       -> Conflict
-#
+# ---- sends from a source -------------------------------------------------------------------------------------
 # Unlike other sends, these do not share batches (ingress.py), because a bridge sends large batches. The position moves
 # with the append, on the event loop. So several batches of one source may be under way, one after the other.
 

@@ -1,12 +1,15 @@
-"""Consumers that wait for visible messages, by topic and by queue.
+"""Waiting on the event loop: consumers wait for visible messages, and cancels and moves wait while a campaign resumes.
 
-A consumer that finds no message waits for its topic. The commit that makes a message visible wakes it, so a consumer
-gets a released message without a polling interval. The waiting time and the number of waiting consumers are limited.
+A consumer that finds no message waits for its topic (`Waiters`). The commit that makes a message visible wakes it, so a
+consumer gets a released message without a polling interval. The waiting time and the number of waiting consumers are
+limited.
 
-Consumers that wait for the same messages form a queue (`WaitQueue`). Only the first consumer watches the topic. When
-it leaves the queue, the next consumer becomes the first. A thousand consumers of a group may wait for one topic. If
-each message woke all of them, serving one consumer would cost a thousand reads. With the queue it costs two reads: by
-the consumer that gets the message, and by the next consumer.
+Consumers that wait for the same messages form a queue (`WaitQueue`). Only the first consumer watches the topic. When it
+leaves the queue, the next consumer becomes the first. A thousand consumers of a group may wait for one topic. If each
+message woke all of them, serving one consumer would cost a thousand reads. With the queue it costs two reads: by the
+consumer that gets the message, and by the next consumer.
+
+`Gate` is a lock that cancels and reschedules share. The resume of a campaign excludes them.
 """
 
 from __future__ import annotations
@@ -141,7 +144,7 @@ class WaitQueue:
                 del self._lines[key]
 
 
-# A shared and exclusive lock: cancels and reschedules share it, the resume of a campaign excludes them.
+# ---- a shared and exclusive lock -----------------------------------------------------------------------------
 
 
 class Gate:
