@@ -1,8 +1,12 @@
-"""Administrative operations on topics, consumer groups and the offsets of a group.
+"""Administration of a broker: changes of topics and groups, the states of groups, and the reports of Spark jobs.
 
-Each operation first checks the caller's permission. Its changes are durable when it returns. Deleting a topic also
-removes its messages. Scheduled messages for that topic stay pending. When they are due, they create the topic again, as
-the first message to a new topic does.
+    JobReports       reads the status files of the Spark jobs and the result of the last audit
+    Administration   creates, changes and deletes topics, groups and the offsets of groups. Each operation first checks
+                     the caller's permission. Its changes are durable when it returns
+    GroupStates      lags, leases and dead letters of groups: figures for users, tools and metrics
+
+Deleting a topic also removes its messages. Scheduled messages for that topic stay pending. When they are due, they
+create the topic again, as the first message to a new topic does.
 """
 
 from __future__ import annotations
@@ -44,8 +48,7 @@ from timeball.model.answers import GroupPage, GroupState, TopicState
 from timeball.model.errors import GroupNotFound, OutOfRange
 from timeball.model.message import DLQ_PREFIX
 
-# Read the status files of the Spark jobs and the result of the last audit.
-#
+# ---- reports of Spark jobs, and of the last audit ------------------------------------------------------------
 #     pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
 #     pipeline/audit.json           written by `timeball audit`
 #
@@ -182,6 +185,8 @@ class JobReports:
 
 
 logger = logging.getLogger(__name__)
+
+# ---- changes of topics and groups ----------------------------------------------------------------------------
 
 # Counts the pending messages of a topic. The result is None if there are too many to count.
 CountPending = Callable[[str], Awaitable[int | None]]
@@ -335,7 +340,7 @@ class Administration:
         await self._writer.flushed()
 
 
-# Lags, leases and dead letters of consumer groups: figures for users, tools and metrics.
+# ---- states of groups ----------------------------------------------------------------------------------------
 
 QUEUES_AT_ONCE = 1_024  # queues that are counted before the event loop gets control back
 

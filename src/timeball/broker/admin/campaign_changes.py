@@ -1,4 +1,6 @@
-"""Plan, pause, resume and cancel campaigns. One row of the log decides each change.
+"""Changes of campaigns and of push subscriptions, and notifications about them.
+
+One row of the log decides each change of a campaign:
 
     pause     append a META row. From then on all messages of the campaign are held: the schedule does not load them
     resume    rewrite the data files with the campaign's messages: they are due later by the shift, and not before now.
@@ -10,6 +12,9 @@ Numbers, ids and recall handles stay the same through pause and resume. If a com
 campaign stays as it was. It is paused until the frame of the resume is in the log, and cancelled as soon as the first
 META row of the cancel is in the log. If a cancel stops after that row, the remaining messages are held, so none is
 released, and the broker cancels them later (`finish_cancels`).
+
+A change of a push subscription is durable when the operation returns, and the edge that delivers its messages is
+notified.
 """
 
 from __future__ import annotations
@@ -207,11 +212,10 @@ class CampaignChanges:
         )
 
 
-# Changes of push subscriptions, and notifications about them.
-#
+# ---- push subscriptions --------------------------------------------------------------------------------------
 # Only administrators change subscriptions. An account that may look at the topic and group of a subscription can see
-# it, but never its secret. A change is durable when the operation returns. The edge that delivers messages registers
-# with `watch`, and receives the name of each changed subscription.
+# it, but never its secret. The edge that delivers messages registers with `watch`, and receives the name of each
+# changed subscription.
 
 EXPRESSION_TYPES: dict[FilterKind, str] = {"tag": TAG, "sql": SQL92}
 
