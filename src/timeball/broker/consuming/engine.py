@@ -1,4 +1,8 @@
-"""The consuming engine: hands messages out to consumer groups, for all protocols with receipts.
+"""The consuming engine hands messages out to consumer groups, and reports members that subscribe differently.
+
+    Consuming         hands messages out and takes answers, for all protocols with receipts
+    TracedConsuming   the same, with a span for each message that a group receives, acknowledges or gives up
+    Subscriptions     the filters that the members of each group use, and their conflicts
 
 A request is served in three steps:
 
@@ -67,18 +71,11 @@ from timeball.model.message import READ_SCHEMA
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.file_cache import FileCache
 
-# Detect members of one group that subscribe differently: log the conflict, and show it to operators.
-#
+# ---- members of one group that subscribe differently ---------------------------------------------------------
 # The members of a group share the messages of a topic, even if their filters differ. A member with the filter `red`
 # skips messages with tag `blue` for the whole group, so another member with the filter `blue` never gets them. The same
 # happens when RocketMQ's members subscribe to different topics: queues of a topic are assigned to members that do not
-# read it. The members get no error, so the broker reports the conflict.
-#
-# Members repeat their filters with each heartbeat, request or settings. Two filters conflict while both are repeated:
-# the older filter was repeated after the first use of the newer filter, and both were used within `WINDOW_MS`. So a
-# rollout that changes the filter of a group is a conflict only while members of both versions run.
-#
-# The state is in memory only: after a restart, members repeat their filters.
+# read it. The members get no error, so the broker logs the conflict and shows it to operators.
 
 # RocketMQ's members send a heartbeat every 30 s and are given up after 120 s.
 WINDOW_MS = 2 * limits.MINUTE_MS
@@ -100,7 +97,14 @@ class _FilterUse:
 
 
 class Subscriptions:
-    """The filters of the members of all groups. Belongs to the event loop."""
+    """The filters of the members of all groups. Belongs to the event loop.
+
+    Members repeat their filters with each heartbeat, request or settings. Two filters conflict while both are repeated:
+    the older filter was repeated after the first use of the newer filter, and both were used within `WINDOW_MS`. So a
+    rollout that changes the filter of a group is a conflict only while members of both versions run.
+
+    The state is in memory only: after a restart, members repeat their filters.
+    """
 
     def __init__(self, monotonic_ns: Callable[[], int]) -> None:
         self._monotonic_ns = monotonic_ns
@@ -195,6 +199,8 @@ class Subscriptions:
 
 
 logger = logging.getLogger(__name__)
+
+# ---- the operations of consumers -----------------------------------------------------------------------------
 
 # The nack reason of messages whose consumer disconnected. The next delivery shows it.
 CONSUMER_GONE = "its consumer went away without an answer"
@@ -652,8 +658,7 @@ def _position_receipts(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
     return [receipt for receipt in receipts if isinstance(receipt, PositionReceipt)]
 
 
-# The consuming engine with tracing: a span for each message that a group receives, acknowledges or gives up.
-#
+# ---- the operations with tracing -----------------------------------------------------------------------------
 # A separate class, so that the engine without tracing has no overhead. Changes of invisible times have no spans,
 # because workers that renew their leases would make most of them.
 

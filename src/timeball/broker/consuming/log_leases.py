@@ -11,9 +11,9 @@
 If a message is not acknowledged, the schedule releases its scheduled message like any other: exactly once, also after a
 crash. Messages that a group has received and not acknowledged take no memory here.
 
-A CANCEL and the row that replaces its scheduled message are one append: both are in the log or none is. log_leases.py
-describes how concurrent answers to a lease are decided. After that decision the append must not fail, so all checks
-that may refuse it run before.
+A CANCEL and the row that replaces its scheduled message are one append: both are in the log or none is. Like every
+cancel, an answer to a lease is decided on the event loop, by the newest version of the scheduled message. After that
+decision the append must not fail, so all checks that may refuse it run before.
 
 An append costs nearly the same for one row as for a hundred, so requests that arrive together share one (AsyncBatcher).
 """
@@ -419,8 +419,7 @@ class LogLeases:
         return groups.retry_delay_ms(policy, max(1, times), first=change.first)
 
 
-# Acknowledge leases kept in the log: cancel their scheduled messages, with one append for many requests.
-#
+# ---- acknowledgements: one append for many requests ----------------------------------------------------------
 # Nearly all requests are decided and their rows appended within the turn of the loop that begins them, and the commit
 # answers them. If a scheduled message was already settled or moved, a task decides again once the row of that change is
 # durable.
@@ -557,12 +556,10 @@ def _refuse(requests: list[_Request], error: BaseException) -> None:
         settle(future, error)
 
 
-# The scheduled messages of leases in the log: their newest versions, and concurrent answers to a lease.
-#
-# Like every cancel, an answer is decided on the event loop, by the newest version of the scheduled message. A receipt
-# is no longer valid once the release of its scheduled message has begun, and a cancelled scheduled message is never
-# released. If another request moved the scheduled message first, its newest version is looked up when that request's
-# row is durable, and the answer is decided again.
+# ---- newest versions, and concurrent answers to a lease ------------------------------------------------------
+# A receipt is no longer valid once the release of its scheduled message has begun, and a cancelled scheduled message is
+# never released. If another request moved the scheduled message first, its newest version is looked up when that
+# request's row is durable, and the answer is decided again.
 
 Versions = tuple[Int64Array, Int64Array]  # due_ms and version: the key of a scheduled message in the schedule
 # Settles or moves the scheduled messages of receipts, durably, and returns which of them were pending. The second
@@ -624,11 +621,10 @@ async def decide(
     return valid
 
 
-# The CANCEL rows that end leases kept in the log: as columns, or as values when they are few. No I/O.
-#
-# The rows have no id, because the message's id belongs to its sender. Each names the scheduled message that it ends. If
-# the scheduled message was moved, it also names the row that gave the scheduled message its current due time.
-# `tests/broker/consuming/test_lease_ends.py` checks that both ways build the same rows.
+# ---- the CANCEL rows that end leases -------------------------------------------------------------------------
+# They are built as columns, or as values when they are few. `tests/broker/consuming/test_lease_ends.py` checks that
+# both ways build the same rows. A row has no id, because the message's id belongs to its sender. It names the scheduled
+# message that it ends. If that message was moved, it also names the row that gave it its current due time.
 
 
 def cancel_rows(

@@ -1,12 +1,15 @@
-"""Leases kept in memory: positions stay in flight until their receipts come back or their leases end.
+"""Leases kept in memory, and the leases of all groups across a restart.
 
-A crash forgets these leases. The group's stored offset is the first position that is not done, so after a crash the
-broker hands out the messages in flight again, and none is lost. The number of leases is limited: a full queue hands out
-no more messages until a lease ends. A lease that is prolonged in a queue that is more than half full is written to the
-log as a scheduled message.
+Positions stay in flight until their receipts come back or their leases end. The number of leases is limited: a full
+queue hands out no more messages until a lease ends. A lease that is prolonged in a queue that is more than half full is
+written to the log as a scheduled message.
 
-This module waits for the disk only to write a message to its group again. It needs no lock, because each decision is
-made between two awaits.
+A crash forgets the leases in memory. The group's stored offset is the first position that is not done, so after a crash
+the broker hands out the messages in flight again, and none is lost. It skips the positions whose leases are in the log
+(log_leases.py). After an orderly stop, receipts stay valid and nothing is handed out twice.
+
+While it serves, `MemoryLeases` waits for the disk only to write a message to its group again. It needs no lock, because
+each decision is made between two awaits.
 """
 
 from __future__ import annotations
@@ -181,20 +184,11 @@ class MemoryLeases:
         return self._leases.ack_ahead(queue, receipt.offset)
 
 
-# Leases across a restart: recovery after a crash, and saved leases after an orderly stop.
-#
-# After a crash, the log shows which positions of a group's queues are done. A group's offsets are saved once a second,
-# but each scheduled message is saved before a consumer sees its message. So the log may contain scheduled messages of
-# positions that the saved offsets do not count as done. Without this module, these positions would be handed out again,
-# and their scheduled messages would bring the messages back a second time. Each scheduled message names its group, and
-# the row that it is a copy of, which has queue and position.
-#
-# The log is read from the row on that was saved with the offsets. Earlier scheduled messages do not count, because the
-# group may have been moved back since, and then these messages must be handed out again.
-#
-# After an orderly stop, receipts stay valid and nothing is handed out twice. The broker writes one META row for each
-# queue when it stops, and deletes these rows before the next start serves, so that a crash never finds old ones. A
-# queue whose stored offset has changed by then (a crash during the stop, or a group that was moved) is forgotten.
+# ---- after a crash: skip the positions that are done ---------------------------------------------------------
+# A group's offsets are saved once a second, but each scheduled message is saved before a consumer sees its message. So
+# the log may contain scheduled messages of positions that the saved offsets do not count as done. If these positions
+# were handed out again, their scheduled messages would bring the messages back a second time. Each scheduled message
+# names its group, and the row that it is a copy of, which has queue and position.
 
 _COLUMNS = ["seq", "kind", "properties", "source_seq"]
 _BATCH_ROWS = 65_536
@@ -203,7 +197,11 @@ Positions = dict[Key, set[int]]  # (group, topic, queue) -> positions
 
 
 def done_positions(reader: LogReader, parked: Parked) -> Positions:
-    """Find the done positions, in the state saved with the offsets and in later rows of the log (reader thread)."""
+    """Find the done positions, in the state saved with the offsets and in later rows of the log (reader thread).
+
+    The log is read from the row on that was saved with the offsets. Earlier scheduled messages do not count, because
+    the group may have been moved back since, and then these messages must be handed out again.
+    """
     positions: Positions = defaultdict(set)
     for group, topics in parked.ahead.items():
         for topic, queues in topics.items():
@@ -245,7 +243,10 @@ def skip_done(leases: Leases, done: Positions, *, topics: Topics, offsets: Offse
             leases.skip_done(group, topic, queue_id, positions)
 
 
-# ---- an orderly stop -----------------------------------------------------------------------------------------------
+# ---- an orderly stop: save the leases, and restore them ------------------------------------------------------
+# The broker writes one META row for each queue when it stops, and deletes these rows before the next start serves, so
+# that a crash never finds old ones. A queue whose stored offset has changed by then (a crash during the stop, or a
+# group that was moved) is forgotten.
 
 
 def save(kept: MetaTable[SavedLeases], queues: Iterable[QueueLeases], as_wall: Callable[[int], int]) -> None:

@@ -1,9 +1,11 @@
-"""Reads by offset: from several queues at once, from one queue through a filter, and by time.
+"""Reads without leases: by offset from several queues, through a filter, by time, and as a live tail.
 
 A pull with a filter has two steps. The tag hashes in the queue's index exclude most messages without reading them
 (`candidates`). The rows of the remaining messages are read for the exact decision (`decide`). The answer contains the
 offset up to which the queue was searched, so a consumer of a rare tag advances with every pull. One pull searches a
 limited number of index entries.
+
+A live tail (`LiveTail`) reads the messages of a topic as they become visible, without a consumer group.
 """
 
 from __future__ import annotations
@@ -120,7 +122,6 @@ def decide(selection: FilteredPull, reader: LogReader, wanted: Filter) -> Filter
 
 
 # ---- by time -----------------------------------------------------------------------------------------------
-
 # A bisection over a queue, whose store times grow except where the clock was set back. Even then it ends at a valid
 # position. It reads one row in each step: about 17 for 100,000 messages.
 
@@ -161,8 +162,7 @@ def _store_ms(reader: LogReader, index: QueueIndex, offset: int) -> int:
     return int(reader.read_rows(seqs).column("store_ms")[0].as_py())
 
 
-# Live tail: read the messages of a topic as they become visible, without a consumer group and without leases.
-#
+# ---- live tail -----------------------------------------------------------------------------------------------
 # A reader's position is an offset for each queue, and never moves back. Readers at the same position share one read.
 # With a thousand live tails of one topic, each message still costs one read of the log and one encoding. Messages that
 # retention removes before a reader reaches them are skipped.

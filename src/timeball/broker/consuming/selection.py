@@ -150,7 +150,7 @@ def check_invisible(invisible_ms: int, least_ms: int) -> None:
         raise OutOfRange(f"invisible for {invisible_ms} ms: between {least_ms} and {limits.INVISIBLE_MS_MAX}")
 
 
-# ---- the rows of the leased positions: from memory while they are new, otherwise from the log ----
+# ---- the rows of the leased positions: from memory while they are new, otherwise from the log ----------------
 
 _TOPIC = READ_SCHEMA.get_field_index("topic")
 
