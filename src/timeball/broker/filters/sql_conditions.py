@@ -1,13 +1,18 @@
-"""The syntax tree of SQL filters. Its conditions are evaluated for many messages at once.
+"""The conditions of SQL filters: the nodes of the syntax tree, and their evaluation for many messages at once.
 
-Properties and constants are operands. All other nodes are conditions, which have an outcome (sql_conditions.py) for
-each message. A condition is built only for operands that can be compared, so that its evaluation cannot fail:
+Properties and constants are operands. All other nodes are conditions, which have an outcome for each message. A
+condition is built only for operands that can be compared, so that its evaluation cannot fail:
 
     property  with an integer            as 64-bit integers; the outcome for other text is ERROR
               with a decimal number      as doubles; the outcome for other text is ERROR
               with a string              = and <> only, as text
               with TRUE, FALSE or a condition: = and <> only. The text "true" in any case is TRUE, all else FALSE
               with a property            = and <> as text; > >= < <= as doubles
+
+A condition has four outcomes, one byte per message. SQL has three: TRUE, FALSE, and NULL for a comparison with a
+property that the message does not have. The fourth is ERROR, for a property that is no number where one is needed. As
+in RocketMQ, an error ends the evaluation and the message is not delivered, unless the left side has already decided
+(FALSE AND …, TRUE OR …).
 """
 
 from __future__ import annotations
@@ -67,7 +72,7 @@ Operand = Property | Constant
 class Always:
     """TRUE, FALSE or NULL as a condition, or a comparison of two constants."""
 
-    outcome: int  # TRUE, FALSE or NULL of sql_conditions.py
+    outcome: int  # TRUE, FALSE or NULL
 
     def truth(self, values: Values) -> TruthArray:
         return constant(self.outcome, values.count)
@@ -223,8 +228,7 @@ class Ordered:
         return values.doubles(side.name) if self.decimal else values.longs(side.name)
 
 
-# ---- building conditions, with a check of their operands
-# --------------------------------------------------------------
+# ---- building conditions, with a check of their operands -----------------------------------------------------
 
 
 def ordered(sign: str, left: Operand, right: Operand) -> Condition:
@@ -340,19 +344,7 @@ def _of_arrow(mask: pa.Array) -> TruthArray:
     return outcome
 
 
-# Values and outcomes of SQL filters: properties as columns of text and numbers, and the tables of the logic.
-#
-# A message's properties are one text (message.py). Arrow splits it once for all names, for many messages at a time. If
-# a name occurs twice, the last value counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have their own columns, which a
-# producer may fill without the text.
-#
-# Properties are text. A text counts as a number if Java's Long.valueOf or Double.valueOf accepts it, except for special
-# cases (NaN, Infinity, hexadecimal). Where a number is needed, any other text is an error, and never zero.
-#
-# A condition has four outcomes, one byte per message. SQL has three: TRUE, FALSE, and NULL for a comparison with a
-# property that the message does not have. The fourth is ERROR, for a property that is no number where one is needed. As
-# in RocketMQ, an error ends the evaluation and the message is not delivered, unless the left side has already decided
-# (FALSE AND …, TRUE OR …).
+# ---- outcomes, and the tables of the logic -------------------------------------------------------------------
 
 TruthArray = npt.NDArray[np.uint8]
 
@@ -391,6 +383,13 @@ def constant(outcome: int, count: int) -> TruthArray:
     """Build a column of `count` equal outcomes."""
     return np.full(count, outcome, dtype=np.uint8)
 
+
+# ---- properties as columns of text and numbers ---------------------------------------------------------------
+# A message's properties are one text (message.py). Arrow splits it once for all names, for many messages at a time. If
+# a name occurs twice, the last value counts, as in RocketMQ. TAGS, KEYS and UNIQ_KEY have their own columns, which a
+# producer may fill without the text. A text counts as a number if Java's Long.valueOf or Double.valueOf accepts it,
+# except for special cases (NaN, Infinity, hexadecimal). Where a number is needed, any other text is an error, never
+# zero.
 
 LONG_MIN, LONG_MAX = -(1 << 63), (1 << 63) - 1
 LONG_DIGITS = 19  # the number of digits of LONG_MAX

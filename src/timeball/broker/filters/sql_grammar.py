@@ -211,7 +211,7 @@ class _Actions(Transformer[Token, Part]):
         return Part(part.value, opening.start_pos or 0, _next_depth(part), in_parentheses=True)
 
 
-# ---- checks of parts ---------------------------------------------------------------------------
+# ---- checks of parts -----------------------------------------------------------------------------------------
 
 
 def _combine(parts: tuple[Part, ...], condition: Condition) -> Part:
@@ -258,7 +258,7 @@ def _build(sign: Token, make: Callable[[], Condition]) -> Condition:
         raise _error_at(sign.start_pos, str(mismatch)) from None
 
 
-# ---- tokens -----------------------------------------------------------------------------------------------
+# ---- tokens --------------------------------------------------------------------------------------------------
 
 
 def _unquote(token: Token) -> Token:
@@ -293,7 +293,7 @@ def _number(token: Token, *, negative: bool) -> int | float:
     return -decimal if negative else decimal
 
 
-# ---- errors --------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------
 
 
 def _lexer_error(text: str, start: int) -> InvalidFilter:
