@@ -1,17 +1,20 @@
-"""Drain this group: hand over its pending messages to another group of the cluster, the *heir*, until none is left.
+"""Drain a group: hand over its pending messages to another group of the cluster, the *heir*, until none is left.
 
-    close       this group accepts no new messages. Its queues stay readable
-    look        read a page of the pending messages that are due later than MARGIN_MS from now
-    hand over   append one frame: CANCEL rows that contain the messages, and a META row with the transfer's number
+`Draining` is the side of the group that is drained, `DrainReceiver` is the side of the heir:
+
+    close       the drained group accepts no new messages. Its queues stay readable
+    look        it reads a page of its pending messages that are due later than MARGIN_MS from now
+    hand over   it appends one frame: CANCEL rows that contain the messages, and a META row with the transfer's number
     adopt       the heir appends the messages as its own, in one frame with the transfer's number
-    confirm     append a META row. Only then the next transfer begins
+    confirm     the drained group appends a META row. Only then the next transfer begins
 
-After the frame of "hand over" the messages have ended here. After the frame of "adopt" they are pending at the heir. A
-crash between the two leaves an unconfirmed transfer. It is read from the log and sent again, and the heir adopts it
-once. So exactly one of the two groups releases each message. A lookup between the two frames returns `unavailable`.
+After the frame of "hand over" the messages have ended in the drained group. After the frame of "adopt" they are pending
+at the heir. A crash between the two leaves an unconfirmed transfer. It is read from the log and sent again, and the
+heir adopts it once. So exactly one of the two groups releases each message. A lookup between the two frames returns
+`unavailable`.
 
 Draining is a periodic task of the leader. It continues after a change of leader, with the account that requested it.
-Two kinds of messages stay: those that are due within MARGIN_MS, and retries for this group's consumers.
+Two kinds of messages stay: those that are due within MARGIN_MS, and retries for the drained group's consumers.
 """
 
 from __future__ import annotations
@@ -397,11 +400,10 @@ def _without_level(rows: pa.RecordBatch) -> pa.RecordBatch:
     return with_column(rows, "properties", pa.array(texts, pa.string()))
 
 
-# The receiving side of a drain: adopt the messages that another group hands over, each transfer exactly once.
-#
+# ---- the heir: adopt each transfer exactly once --------------------------------------------------------------
 # One frame contains the SCHEDULED rows of a transfer and a META row with the transfer's number. If the sending group
-# was killed before it received the answer, it sends the transfer again. This group then finds the number and answers
-# without adoption_row it again.
+# was killed before it received the answer, it sends the transfer again. The heir then finds the number, and answers
+# without adopting the messages again.
 
 
 class DrainReceiver:
