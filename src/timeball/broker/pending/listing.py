@@ -1,9 +1,12 @@
-"""A page of the pending messages, by due time.
+"""Pages of the pending messages by due time, and the walk through the table that reads them.
 
 Messages with the same due time are sorted by version, the order in which they got this due time. A page shows the state
 at one moment. A message that is rescheduled between two pages may be in both or in neither. Any other message is in
 exactly one page. The work for a page is bounded. So a page may have fewer messages than requested, or none, and still
 name a next page.
+
+A page merges two sources: the sorted messages of the log (`LogTail` of snapshot.py) and those of the table
+(`TableWalk`, which the drain of a group uses, too).
 """
 
 from __future__ import annotations
@@ -284,8 +287,7 @@ def _find_campaigns(numbers: Int64Array, ranges: CampaignRanges) -> list[str | N
     ]
 
 
-# Read the pending scheduled messages of the table from a position on, row group by row group.
-#
+# ---- the messages of the table, row group by row group -------------------------------------------------------
 # Files and row groups are read in the order of their first due times, so that a page reads only as many as it needs.
 # Due times, numbers and topics are read of a whole row group, the other columns only of the rows that a page shows.
 

@@ -9,6 +9,8 @@
 
 A snapshot is taken on the event loop without an await, and between two attaches. So all three belong to the same time,
 and a message that an attach moves from the log to the table is in exactly one of them.
+
+`LogTail` reads the messages of the log, and keeps them sorted by due time between two reads.
 """
 
 from __future__ import annotations
@@ -129,14 +131,10 @@ def is_shown(topic: str, requested_topic: str | None) -> bool:
     )
 
 
-# The pending scheduled messages of the log, sorted by due time, and kept between two reads.
-#
+# ---- the messages of the log, sorted by due time -------------------------------------------------------------
 # A page needs the messages that are due next, but the log is in the order of arrival. So its scheduled messages are
-# kept sorted in memory, 29 bytes each, as long as a client reads pages. `ROWS_MAX` bounds their number. If the log has
-# more, the earliest ones up to some due time are kept, and a page after that time reads the log again.
-#
-# A message may have several rows in the log: one row sets its due time, and later rows write it again with the same due
-# time (hops, rolls). The last row of a message counts.
+# kept sorted in memory as long as a client reads pages. `ROWS_MAX` bounds their number. If the log has more, the
+# earliest ones up to some due time are kept, and a page after that time reads the log again.
 
 # 29 bytes each. During a read there are up to twice as many.
 ROWS_MAX = 4_000_000
@@ -171,6 +169,9 @@ class TopicCodes:
 @dataclass(frozen=True, slots=True)
 class Logged(Columns):
     """Scheduled messages in the log, as columns.
+
+    A message may have several rows in the log: one row sets its due time, and later rows write it again with the same
+    due time (hops, rolls). The last row of a message counts.
 
     `seq`: version. `row_seq`: row. `is_level`: in a delay level's queue.
     """
