@@ -1,4 +1,6 @@
-r"""Campaigns: the scheduled messages of one bulk attach, which can be paused, resumed and cancelled together.
+r"""Campaigns of scheduled messages, and the attaches by which files join the pending table.
+
+A campaign is the scheduled messages of one bulk attach, which can be paused, resumed and cancelled together:
 
     planned --attach--> running --pause--> paused --resume--> running --> finished
        \__________________\___________________\__cancel--> cancelled
@@ -7,6 +9,8 @@ A campaign is planned before its files are written. Its ranges of numbers are se
 While it is paused, `held_from_ms` is the due time from which on its scheduled messages are held (schedule/outcomes.py).
 It is finished when all its due times have passed, which is computed and not stored. The META rows contain only the
 decisions. The outcome of each scheduled message is in other rows of the log.
+
+`AttachState` remembers the attaches of all jobs (bulk, compact, rewrite) and the reserved numbers.
 """
 
 from __future__ import annotations
@@ -164,20 +168,9 @@ class Campaigns:
         return self._table.values.get(attachment.job_id) if attachment.job == "bulk" else None
 
 
-# Check whether an attach is valid: whether a job's files may join the pending table, with its ranges of numbers.
-#
+# ---- attaches: may the files of a job join the pending table -------------------------------------------------
 # Refused: a compact that does not begin at the watermark (rows would be lost or doubled), ranges that are not reserved
 # or were used before, files whose footers contradict the attach, and invalid due times.
-#
-# A repeated attach is answered as done, because Spark repeats an epoch when it cannot know whether the first attempt
-# succeeded:
-#
-#     compact         repeated when the watermark has passed its range
-#     bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same: another
-#                     digest, or an epoch before the last, is another write under an old name, and refused
-#
-# A job with a digest is remembered for at least JOB_KEPT_MS, because it may run again the next day. A job without a
-# digest has a generated name, and is repeated only while its writer waits for the answer.
 
 _REPEAT_ADVICE = (
     "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
@@ -187,7 +180,11 @@ _REPEAT_ADVICE = (
 
 @dataclass(slots=True)
 class AttachState:
-    """The attaches and reservations so far. Rebuilt from the checkpoint and the rows after it."""
+    """The attaches and reservations so far. Rebuilt from the checkpoint and the rows after it.
+
+    A job with a digest is remembered for at least JOB_KEPT_MS, because it may run again the next day. A job without a
+    digest has a generated name, and is repeated only while its writer waits for the answer.
+    """
 
     # All rows of the log before this sequence number have been compacted into the table.
     watermark: int = 1
@@ -205,7 +202,15 @@ class AttachState:
         self.reserved = dict(facts.reserved)
 
     def is_repeated(self, attachment: Attachment) -> bool:
-        """Check whether this attach is already in the log. Raise RequestError if its name was used for other rows."""
+        """Check whether this attach is already in the log. Raise RequestError if its name was used for other rows.
+
+        A repeated attach is answered as done, because Spark repeats an epoch when it cannot know whether the first
+        attempt succeeded:
+
+            compact         repeated when the watermark has passed its range
+            bulk, rewrite   repeated when the job's last epoch is this one. With a digest, its rows must be the same:
+                            another digest, or an epoch before the last, is another write under an old name, and refused
+        """
         if attachment.job == "compact":
             return attachment.from_seq < attachment.to_seq <= self.watermark
         last_facts = self.jobs.get(attachment.job_id)

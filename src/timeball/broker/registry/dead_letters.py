@@ -1,9 +1,13 @@
-"""State of dead letters as META rows. Values contain offsets in the queues of `%DLQ%<group>`.
+"""State of dead letters and of expired messages, as META rows.
 
-dead/<group>        positions that operators have resolved (resent or deleted):
+dead/<group>        positions of dead letters that operators have resolved (resent or deleted):
                     {queue: [[begin, end], …]}, disjoint and in order, end exclusive
-repeated/<group>    positions whose rows retention has removed, and the later rows that repeat them:
+repeated/<group>    positions of dead letters whose rows retention has removed, and the later rows that repeat them:
                     {queue: [[offset, seq, rows, bytes, died_ms], …]}, disjoint and in order
+expired/<group>     counts of the messages that retention has removed before the group read them:
+                    {"topics": {topic: {"rows", "at_ms", "counted_to": {queue: offset}}}, "is_deleted"}
+
+Offsets of dead letters are those in the queues of `%DLQ%<group>`.
 """
 
 from __future__ import annotations
@@ -203,10 +207,7 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-# Counts of the messages that retention has removed before a group read them, as META rows.
-#
-# expired/<group>    {"topics": {topic: {"rows", "at_ms", "counted_to": {queue: offset}}}, "is_deleted"}
-#
+# ---- messages that expired before a group read them ----------------------------------------------------------
 # The row is appended before the messages are removed. After a crash between the two, retention examines the same
 # messages again, and `counted_to` shows which of them have been counted. Dead letters are counted under the topic
 # `%DLQ%<group>`.

@@ -1,8 +1,9 @@
-"""The configuration of consumer groups: whether they may consume, how often a message is tried, how many queues.
+"""Consumer groups: their configuration, retry delays, request modes and stored offsets. Also the epoch of the log.
 
-A group is created with its first member, with RocketMQ's defaults, and stays until an operator deletes it. Names and
-values are RocketMQ's, because its tools write them and read them back. Settings without a function in Timeball (the
-broker for slow consumers) are stored and returned unchanged.
+A group is created with its first member, with RocketMQ's defaults, and stays until an operator deletes it. Its
+configuration says whether it may consume, how often a message is tried, and how many queues it has. Names and values
+are RocketMQ's, because its tools write them and read them back. Settings without a function in Timeball (the broker for
+slow consumers) are stored and returned unchanged.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ class Groups:
         self.version += 1
 
 
+# ---- delays between two attempts -----------------------------------------------------------------------------
+
 _S, _M, _H = limits.SECOND_MS, limits.MINUTE_MS, limits.HOUR_MS
 # RocketMQ's 18 default delay levels.
 LEVELS_MS = (
@@ -184,6 +187,8 @@ def _exponential(policy: ExponentialRetry, reconsume_times: int) -> int:
     return min(policy.max, policy.initial * factor)
 
 
+# ---- request modes -------------------------------------------------------------------------------------------
+
 Mode = Literal["PULL", "POP"]
 
 
@@ -220,7 +225,8 @@ class RequestModes:
         self._modes.put([(key, mode)])
 
 
-# The epoch of a replicated log: the first row that its leader writes (docs/cluster-protocol.md).
+# ---- the epoch of a replicated log ---------------------------------------------------------------------------
+# The META row of the epoch is the first row that a leader writes (docs/cluster-protocol.md).
 
 PREFIX = "cluster"
 EPOCH_KEY = f"{PREFIX}/epoch"
@@ -236,18 +242,13 @@ class EpochFacts(msgspec.Struct, frozen=True):
     wall_ms: int  # by the leader's clock
 
 
-# The stored offsets of consumer groups, per topic and queue.
+# ---- stored offsets, per topic and queue ---------------------------------------------------------------------
+#     offsets/<group>@<topic>   {queue: offset}
+#     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
 #
 # Changed offsets are appended as one frame of META rows, at most once a second (RocketMQ: every five seconds). After a
 # crash a group may see the messages of its last second again (G4, at least once). It never misses any, because the rows
 # of offsets stand after the messages that they cover.
-#
-# A group does not see messages again that were leased to it in the log (consuming/log_leases.py). For this purpose
-# `Parked` is written in the same frame as the offsets that it belongs to. It lists the positions after these offsets
-# that are done. It also names a row of the log (`from_seq`): later rows may contain leases of further positions.
-#
-#     offsets/<group>@<topic>   {queue: offset}
-#     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
 
 PARKED = "parked"
 
@@ -259,7 +260,11 @@ Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]
 
 
 class Parked(msgspec.Struct, frozen=True):
-    """Positions done after the offsets: those in `ahead`, and those of messages in the log from `from_seq` on."""
+    """Positions done after the offsets: those in `ahead`, and those of messages in the log from `from_seq` on.
+
+    With it, a group does not see messages again after a crash that were leased to it in the log
+    (consuming/log_leases.py). It is written in the same frame as the offsets that it belongs to.
+    """
 
     from_seq: int
     ahead: Ahead

@@ -1,10 +1,14 @@
-"""Idempotency keys: a send with a known key is not executed again. Each key leads to the messages of its first send.
+"""Protection against repeated sends: idempotency keys, and positions of external sources such as Kafka topics.
 
-A key is text that a client chooses for one send. Its row is in the same frame as the messages, so both are on disk or
-neither is. The log and the snapshots contain a hash of the key and the account, never the key.
+An idempotency key is text that a client chooses for one send. A send with a known key is not executed again: the key
+leads to the messages of its first send. Its row is in the same frame as the messages, so both are on disk or neither
+is. The log and the snapshots contain a hash of the key and the account, never the key.
 
 A key stays known for some time after its send, and for the same time after the due time of its last message, even if
 that message was rescheduled. So a pending message cannot be sent a second time with its key.
+
+A source has a position for each partition, up to which its records were sent. The new position is in the same frame as
+the messages, too. Unlike a key it never expires.
 """
 
 from __future__ import annotations
@@ -26,11 +30,9 @@ from timeball.model.message import SEND_COLUMNS
 from timeball.model.trace_context import without_context
 from timeball.model.wire import SourceStep
 
-# Positions of external sources such as Kafka topics: up to which position their records were sent, per partition.
-#
-# A program that forwards the records names with each batch the begin and end positions in the source. The new position
-# is written in the frame of the messages, so both are on disk or neither is. Unlike an idempotency key it never
-# expires. A batch with another begin is refused: it was sent before, or another process forwards the same source.
+# ---- positions of sources ------------------------------------------------------------------------------------
+# A program that forwards the records names with each batch the begin and end positions in the source. A batch with
+# another begin is refused: it was sent before, or another process forwards the same source.
 
 
 class SourceState(msgspec.Struct, frozen=True, array_like=True):
@@ -90,12 +92,14 @@ def _key(caller: str, source: str) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode([caller, source]), digest_size=_HASH_BYTES).hexdigest()
 
 
+# ---- idempotency keys ----------------------------------------------------------------------------------------
+
 DROPPED_AT_ONCE_MAX = 10_000  # expired keys deleted in one frame
 _HASH_BYTES = 16
 # The columns that make up the content. Address and time stamp may differ in a repeated send, and so may the trace
 # context, which `key_use` removes from the properties.
 _CONTENT = [name for name in SEND_COLUMNS if name not in ("born_ms", "born_host")]
-# The heap of expiry_heap is rebuilt when it has more entries than twice the number of keys, and this many more.
+# The heap `_expiry_heap` is rebuilt when it has more entries than twice the number of keys, and this many more.
 STALE_MAX = 1_000
 
 # (first seq, number of messages) -> the latest due time in ms to which one of these messages was rescheduled.

@@ -1,10 +1,11 @@
-"""Count the leases that are kept in the log, by group and topic: held leases and nacked leases.
+"""State of leases: counts of the leases in the log, the leases saved by an orderly stop, and the secret of receipts.
 
-A lease takes 13 bytes: the number of its scheduled message, its group and topic, its state. Receives, acknowledgements
-and releases change whole batches of leases by number. An unknown number changes nothing.
+`LeaseCounts` counts the leases that are kept in the log, by group and topic: held leases and nacked leases. A lease
+takes 13 bytes: the number of its scheduled message, its group and topic, its state. Receives, acknowledgements and
+releases change whole batches of leases by number. An unknown number changes nothing.
 
-This is a cache: all of it follows from the log, and the checkpoint contains a copy (`facts`). Recovery starts with that
-copy and applies the later rows (`replay`), in the order of the log.
+The counts are a cache: all of them follow from the log, and the checkpoint contains a copy (`facts`). Recovery starts
+with that copy and applies the later rows (`replay`), in the order of the log.
 """
 
 from __future__ import annotations
@@ -300,10 +301,9 @@ def _property(texts: pa.Array, name: str) -> pa.Array:
     return pc.struct_field(pc.extract_regex(filled(texts, ""), pattern), "value")
 
 
-# State of leases as META rows: the secret that seals receipts, and the leases saved by an orderly stop.
-#
-# There is one row for each queue that was not idle. It is written when the broker stops and deleted before the next
-# start serves, so that a crash never finds old ones (consuming/memory_leases.py).
+# ---- META rows: saved leases, and the secret that seals receipts ---------------------------------------------
+# There is one row of saved leases for each queue that was not idle. It is written when the broker stops and deleted
+# before the next start serves, so that a crash never finds old ones (consuming/memory_leases.py).
 
 
 class SavedLease(msgspec.Struct, array_like=True):

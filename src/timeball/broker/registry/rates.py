@@ -1,15 +1,16 @@
-"""Count messages and bytes per topic and group, and compute sums and rates per minute, hour and day. In memory only.
+"""Counters of messages and bytes per topic and group, in memory only, and loops over many topics or groups.
 
-A counter only grows. Copies of all counters (states) are saved periodically for three windows:
+`Rates` counts, and computes sums and rates per minute, hour and day. A counter only grows. Copies of all counters
+(states) are saved periodically for three windows:
 
     minute   every 10 s, 6 intervals back
     hour     every 10 min, 6 intervals back
     day      every hour, 24 intervals back
 
-The value of a window is the difference between the current counter and the window's oldest state. So counting costs
-one addition, and a counter needs 39 pairs of numbers, independent of the load. There are at most COUNTERS_MAX counters.
-If there are more topics and groups, counters that were idle for an hour are removed. If that is not enough, the new
-ones are not counted.
+The value of a window is the difference between the current counter and the window's oldest state. So counting costs one
+addition, and a counter needs 39 pairs of numbers, independent of the load. There are at most COUNTERS_MAX counters. If
+there are more topics and groups, counters that were idle for an hour are removed. If that is not enough, the new ones
+are not counted.
 
 Names and keys are those of RocketMQ's BrokerStatsManager, because its tools ask for them.
 """
@@ -263,8 +264,7 @@ def of_dead_letter(topic: str, properties: str | None) -> str:
     return of_group(origin.removeprefix(f"{RETRY_PREFIX}{group}_"), group)
 
 
-# Process a long list in small shares, between which the event loop does other work.
-#
+# ---- loops over many topics or groups, in small shares -------------------------------------------------------
 # There may be a hundred thousand groups or topics. A loop over all of them would delay every message for seconds. In
 # shares the loop takes a little longer, and delays a message by one share at most.
 

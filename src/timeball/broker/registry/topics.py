@@ -1,4 +1,4 @@
-"""All topics and their queues, and the offset that the next message of each queue gets.
+"""All topics and their queues, the offset that the next message of each queue gets, and the entries of the queue index.
 
 A row gets its offset when it is appended, and its index entry when it is durable. Both happen in log order on the event
 loop. So offsets have no gaps, and no index entry names a row that may disappear in a crash.
@@ -407,8 +407,7 @@ def check_name(name: str, bytes_max: int, what: str) -> None:
         raise InvalidName(f"{what} {name[:80]!r}: 1 to {bytes_max} of the characters % | a-z A-Z 0-9 _ -")
 
 
-# Build queue index entries from rows: the tag fields of entries, and all entries of a range of the log.
-#
+# ---- index entries from rows ---------------------------------------------------------------------------------
 # The same functions serve messages that become visible, recovery, and the rebuild of a damaged index file.
 
 # Rows per batch; frames may be small, and replaying them one by one would cost seconds per million rows.
