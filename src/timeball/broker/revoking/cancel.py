@@ -1,4 +1,4 @@
-"""Cancel of pending scheduled messages by name, with a definite verdict for each.
+"""Cancel of pending scheduled messages, by name or with a recall handle, with a definite verdict for each.
 
     cancelled           it was pending, and will never be delivered; the CANCEL row is durable
     rescheduled         it was pending, and now has another due time (reschedule.py)
@@ -226,21 +226,9 @@ def _remembered_verdict(outcomes: Outcomes, candidate: Candidate) -> Verdict:
     return Verdict("", CANCELLED if was_cancelled else "expired", candidate.number)
 
 
-# Recall: a producer cancels a message with the handle that the send returned. Both RocketMQ protocols use it.
-#
-#     definite   success means that the message is settled and will not be delivered. A handle that is too late,
-# unknown,                or older than the broker remembers is refused, and the error text states which.     rocketmq
-# the answers of a RocketMQ broker (`--recall-answers rocketmq`), which stores a deletion mark without a
-# search for the message. A well-formed handle succeeds before its due time and is refused afterwards.
-#
-# In both modes a pending message is cancelled, durably, before the answer, and a second recall succeeds too. A handle
-# contains the message's id, so it also finds a message that was moved. Only its due time is outdated then.
-#
-#     base64url( "v1" topic broker-name timestamp-ms unique-key )   single blanks between, with padding
-#
-# The handle has RocketMQ's form, because its remoting clients decode it to find the broker. Only gRPC clients pass it
-# on unread. A decoder must ignore items after the fifth. The timestamp is the due time itself. (RocketMQ adds 1 ms, so
-# that its wheel rounds it to the right slot. Timeball finds the scheduled message by its key.)
+# ---- recall: cancel with the handle that the send returned ---------------------------------------------------
+# Both RocketMQ protocols use it. A handle contains the message's id, so it also finds a message that was moved. Only
+# its due time is outdated then.
 
 VERSION = "v1"  # of RocketMQ's handles
 ITEMS = 5
@@ -248,7 +236,14 @@ HANDLE_CHARACTERS_MAX = 2_048  # checked before the text is decoded: names and i
 
 
 class Handle(NamedTuple):
-    """The message that a recall handle names."""
+    """The message that a recall handle names.
+
+        base64url( "v1" topic broker-name timestamp-ms unique-key )   single blanks between, with padding
+
+    The handle has RocketMQ's form, because its remoting clients decode it to find the broker. Only gRPC clients pass it
+    on unread. A decoder must ignore items after the fifth. The timestamp is the due time itself. (RocketMQ adds 1 ms,
+    so that its wheel rounds it to the right slot. Timeball finds the scheduled message by its key.)
+    """
 
     topic: str
     broker_name: str  # RocketMQ's clients send the recall to this broker
@@ -309,6 +304,15 @@ async def recall(
     reader_thread: Executor,
 ) -> str:
     """Cancel the message that a handle names, and return its id. `act`: `cancel` on behalf of the requesting account.
+
+    The setting `recall_answers` chooses the answers:
+
+        definite   success means that the message is settled and will not be delivered. A handle that is too late,
+                   unknown, or older than the broker remembers is refused, and the error text states which
+        rocketmq   the answers of a RocketMQ broker, which stores a deletion mark without a search for the message. A
+                   well-formed handle succeeds before its due time and is refused afterwards
+
+    In both modes a pending message is cancelled, durably, before the answer, and a second recall succeeds too.
 
     Raise NotFound for an unknown topic, InvalidMessage for an invalid handle or a handle of another topic or broker,
     and RecallRefused if the message cannot be cancelled.

@@ -1,7 +1,10 @@
-"""Find the messages with an id: their states, their queue positions and, if permitted, their content.
+"""Find the messages with an id, and the states of the messages of a send that is repeated.
 
-The lookup only reads. It ends no scheduled message. A `MessagePlace` (model/wire.py) describes one message. Copies that
-return to a consumer after a failed delivery are left out unless the caller names their topic (scheduled_lookup.py).
+`find_message` returns states, queue positions and, if permitted, the content. A `MessagePlace` (model/wire.py)
+describes one message. Copies that return to a consumer after a failed delivery are left out unless the caller names
+their topic (scheduled_lookup.py). `sent_states` returns only states.
+
+Both only read. They end no scheduled message.
 """
 
 from __future__ import annotations
@@ -191,8 +194,7 @@ def _content(row: dict[str, Any], body: bytes | None) -> Content:
     )
 
 
-# The current states of the messages of a send that is repeated with its idempotency key. Only reads.
-#
+# ---- states of a send that is repeated with its idempotency key ----------------------------------------------
 # The caller has sent these messages, so it needs no permission to look them up.
 
 # "not_found": a message that was sent with a past due time was never scheduled. It was visible at once.

@@ -124,15 +124,7 @@ class OtherGroups(Protocol):
         """Find the address of a group's leader for RocketMQ 5's clients. None while the group has no leader."""
 
 
-# Merge of the answers that the groups of a cluster give for the messages that a caller has named.
-#
-#     some groups have messages    their verdicts
-#     no group has a message       `not_found`, if all groups have answered
-#     a group does not answer      `unavailable`, before all other verdicts: this group may have messages, too. The
-#                                  same for a message that is on its way from one group to another
-#     a message was handed over    the verdict of the group that has it now. If no group has it, `handed` remains: the
-#                                  others may have answered before it arrived, so the caller should ask them again
-#
+# ---- merge of the answers ------------------------------------------------------------------------------------
 # The other verdicts follow after `unavailable`, because these cancels and moves are durable. If the request is
 # repeated, the groups report them again. A lookup changes nothing, so one group that finds messages is enough.
 
@@ -144,6 +136,13 @@ def merge_verdicts(
     subjects: Iterable[str], group_verdicts: Sequence[Sequence[Verdict] | None]
 ) -> list[Verdict]:
     """Merge the verdicts of all groups, in the order of `subjects`, the requested names.
+
+        some groups have messages    their verdicts
+        no group has a message       `not_found`, if all groups have answered
+        a group does not answer      `unavailable`, before all other verdicts: this group may have messages, too. The
+                                     same for a message that is on its way from one group to another
+        a message was handed over    the verdict of the group that has it now. If no group has it, `handed` remains: the
+                                     others may have answered before it arrived, so the caller should ask them again
 
     `group_verdicts` has an element for each group: None for a group that did not answer.
     """

@@ -12,8 +12,8 @@ their producer's id and keys, but the producer's message has been delivered, and
 
 Log and files are searched in a separate thread, so that no release waits for a search. Consumers wait only while the
 keys of the log are searched. A search uses the list of files from its beginning. So a scheduled message that compaction
-moves meanwhile from the log to a file, or between files, is still found. A lookup is repeated if retention has removed
-some of its input (scheduled_lookup.py).
+moves meanwhile from the log to a file, or between files, is still found. A search is repeated if retention has removed
+some of its input (`LookUps`).
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class NameKind(Enum):
 class Search:
     """One search for several callers.
 
-    Call `search` (lookup thread). Then, for each caller: scan the log for the numbers in `missing` (look_ups.scan),
+    Call `search` (lookup thread). Then, for each caller: scan the log for the numbers in `missing` (`scan`),
     pass the rows to `add_rows`, and call `result`.
     """
 
@@ -419,11 +419,9 @@ def due_version_columns(candidates: Sequence[Candidate]) -> tuple[Int64Array, In
     )
 
 
-# Look up scheduled messages by id, key or number. Requests that arrive during a search share the next search.
-#
+# ---- requests that arrive during a search share the next search ----------------------------------------------
 # A search of the log's key index and the files' key runs costs nearly the same for ten names as for one, and the lookup
-# thread runs one search at a time. The result for each caller depends only on that caller's names
-# (scheduled_lookup.py).
+# thread runs one search at a time. The result for each caller depends only on that caller's names (`Search.result`).
 
 
 class LookUps:
@@ -494,13 +492,11 @@ class LookUps:
                     return search
 
 
-# ---- scan of the log by number ----------------------------------------------------------------------------------
-
+# ---- scan of the log by number -------------------------------------------------------------------------------
 # No index maps a message number to the rows that move or end it. Such an index would need an entry for each release,
 # and most scheduled messages have an id, because RocketMQ's and Timeball's clients set one. For the others the log is
 # read, from the lowest number to its end. A scan may take long, so it does not run in the broker's reader thread, for
 # which consumers wait. Rows that retention removes during the scan are missing from the result.
-
 
 _BATCH_ROWS = 65_536
 
