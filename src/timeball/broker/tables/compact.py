@@ -1,8 +1,12 @@
-"""Compaction by the broker (without Spark): move scheduled messages from the log to files of the pending table.
+"""Writes of the pending table by the broker (without Spark): compaction of the log, and rewrites of files.
 
-One run reads the scheduled messages of [from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes
-one file for each bucket of due times. It runs in a separate thread, and has at most the rows of one run in memory. The
-attach that follows is the same as for files of any other writer.
+A compaction moves scheduled messages from the log to files of the table. One run reads the scheduled messages of
+[from_seq, to_seq) from the log, leaves out settled ones, sorts them, and writes one file for each bucket of due times.
+A rewrite merges or splits files, so that reads of the schedule open few and small files. A resume of a campaign writes
+its files again with new due times.
+
+All of them run in a separate thread, and have at most the rows of one run in memory. The attach that follows is the
+same as for files of any other writer.
 """
 
 from __future__ import annotations
@@ -197,18 +201,11 @@ def as_table_rows(rows: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
 
 
-# Merge and split files of the pending table, so that reads of the schedule open few and small files.
-#
+# ---- rewrite: merge and split files, postpone the rows of a campaign -----------------------------------------
 # A bucket is an hour, a day or a month of due times: the nearer, the shorter. Each compaction adds a file to every
-# bucket it touches, and a bulk job adds more. A rewrite reads some files and writes new ones without settled messages,
-# in two cases:
-#
-#     many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
-#     coarse   the due times of a day or month bucket are near: its files are split into shorter buckets
-#
-# Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times
-# in all, and not in every run. Scheduled messages that are cancelled during a rewrite stay cancelled, because the log
-# records it. The schedule does not load rows again that it has already loaded.
+# bucket it touches, and a bulk job adds more. A rewrite reads some files and writes new ones without settled messages.
+# Scheduled messages that are cancelled during a rewrite stay cancelled, because the log records it. The schedule does
+# not load rows again that it has already loaded.
 
 REWRITE_JOB_ID = "broker-rewrite"
 FILES_MIN = 12
@@ -223,7 +220,14 @@ HOUR_NAME_LENGTH = len("2026-11-21T13")
 
 
 def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
-    """Choose files to rewrite together, at most ROWS_MAX rows. The list is empty if no rewrite is worthwhile."""
+    """Choose files to rewrite together, at most ROWS_MAX rows. The list is empty if no rewrite is worthwhile.
+
+        many     a bucket has at least `FILES_MIN` files of similar size: they are merged into one
+        coarse   the due times of a day or month bucket are near: its files are split into shorter buckets
+
+    Files are merged only with files of at most `SIZE_RATIO` times their size, so that a row is rewritten O(log n) times
+    in all, and not in every run.
+    """
     buckets: dict[str, list[FileEntry]] = defaultdict(list)
     for entry in entries:
         buckets[entry.bucket].append(entry)
@@ -245,7 +249,6 @@ def choose(entries: list[FileEntry], now_ms: int) -> list[FileEntry]:
         similar_files = [
             entry for entry in bucket_files if entry.rows <= SIZE_RATIO * max(1, bucket_files[0].rows)
         ]
-        # The minimum number and the size ratio ensure that a row is rewritten O(log n) times.
         if len(similar_files) >= FILES_MIN:
             return _limit_rows(similar_files)
     return []

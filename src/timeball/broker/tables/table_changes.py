@@ -1,7 +1,10 @@
-"""Change the pending table: reserve numbers, attach files, compact the log, rewrite files. One change at a time.
+"""Change the pending table: reserve numbers, attach files, compact the log, rewrite files, undo changes by others.
 
-An attach takes effect with its TABLE row in the log. Steps before and after the row (see table/catalog.py) run under
-one lock, because each attach begins where the previous one ended, and no checkpoint may be saved between the steps.
+One change at a time. An attach takes effect with its TABLE row in the log. Steps before and after the row (see
+table/catalog.py) run under one lock, because each attach begins where the previous one ended, and no checkpoint may be
+saved between the steps.
+
+`TableWatch` makes the table match the log again, after a commit of another program or a failed commit of this broker.
 """
 
 from __future__ import annotations
@@ -347,7 +350,7 @@ class TableChanges:
                 await in_thread(self._threads.background, give_back)
 
     async def rewrite(self) -> Attached | None:
-        """Merge or split some files of the pending table. None if no rewrite is worth its cost (rewrite.choose)."""
+        """Merge or split some files of the pending table. None if no rewrite is worth its cost (compact.choose)."""
         self._check_store()
         async with self._compact_lock:
             now_ms = self._clock.now_ms()
@@ -503,11 +506,10 @@ def _may_contain(run: list[FileEntry], numbers: Int64Array) -> bool:
     return any(((numbers >= entry.min_seq) & (numbers <= entry.max_seq)).any() for entry in run)
 
 
-# A periodic task for the pending table: undo changes by other programs, and update a table that is behind the log.
-#
-# Once a second it checks whether another program has committed to the Delta table, which costs two checks for a file
-# name. If so, the catalog commits the state of the log again (table/catalog.py). The schedule does not open data files
-# that the other program deleted until they are restored.
+# ---- watch the table: undo changes by other programs, update a table behind the log --------------------------
+# Once a second the task checks whether another program has committed to the Delta table, which costs two checks for a
+# file name. If so, the catalog commits the state of the log again (table/catalog.py). The schedule does not open data
+# files that the other program deleted until they are restored.
 
 LOOK_MS = 1_000
 
