@@ -1,4 +1,4 @@
-"""Builds the state of a broker from the log: at a start from the checkpoint, on a follower with each committed row.
+"""Build the state of a broker from the log: at a start from the checkpoint, on a follower with each committed row.
 
 All caches are rebuilt from the log, beginning at the checkpoint, at the last snapshot, or at the first row.
 
@@ -23,6 +23,12 @@ as a checkpoint. *Settled* means released or cancelled.
        on.
 
 Invariant: the same log gives the same state, however often a recovery was interrupted.
+
+`starting_point` chooses where to begin. `Applying` applies the rows to topics, queue indexes and META tables itself,
+and to the caches of two other classes:
+
+    TailScheduled   the scheduled messages in the log's tail
+    Replayed        attaches, settled pairs, moves, leases and half messages
 """
 
 from __future__ import annotations
@@ -106,19 +112,10 @@ def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resume
     return applying
 
 
-# Apply rows of the log to the broker's caches, in steps. Then build the state with which a broker starts.
-#
+# ---- apply rows in steps, and build the state of a start -----------------------------------------------------
 # A start applies the whole log in one step. A follower of a replicated log applies committed rows as they arrive, so it
 # has nothing left to replay when it becomes leader. Both reach the same state, because the size of the steps does not
 # matter.
-#
-#     apply    rows -> topics and queue indexes, META tables, attaches, leases, pending messages, settled pairs
-#     finish   check the data files, and build `Recovered`
-#
-# *Settled* means released or cancelled. A committed snapshot contains the state of all rows before it
-# (log/checkpoint.py). When its row is applied, the snapshot becomes the starting point, and the settled pairs that it
-# covers are dropped. So memory holds the pending messages, and the pairs settled since the last snapshot. A snapshot
-# covers the rows up to the number where it was taken. The rows from there to its own row are applied again.
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +146,13 @@ class Recovered:
 
 
 class Applying:
-    """The caches of one log up to a row. Blocking. Belongs to one thread until it is finished."""
+    """The caches of one log up to a row. Blocking. Belongs to one thread until it is finished.
+
+    A committed snapshot contains the state of all rows before it (log/checkpoint.py). When its row is applied, the
+    snapshot becomes the starting point, and the settled pairs that it covers are dropped. So memory holds the pending
+    messages, and the pairs settled since the last snapshot. A snapshot covers the rows up to the number where it was
+    taken. The rows from there to its own row are applied again.
+    """
 
     def __init__(
         self, start: Checkpoint, reader: LogReader, tables: Tables, *, resumes: bool = False
@@ -308,14 +311,10 @@ class Applying:
         return max(self.ledger.watermark, self.reader.first_seq)
 
 
-# The scheduled messages in the log's tail while rows are applied: each at the last of its rows, as three int64.
-#
-# Rows are added in log order. They are folded from time to time: of a message that was written again, only the last row
-# stays, and settled messages (released or cancelled) and messages in the table are removed. So a follower that applies
-# rows for days holds the pending messages, and the messages since the last fold.
-#
-# Compaction needs the number of scheduled messages since the watermark, including settled ones. They are counted in
-# blocks of sequence numbers. The block that contains the watermark is counted from the log.
+# ---- the scheduled messages in the log's tail ----------------------------------------------------------------
+# Each message takes three int64. Rows are folded from time to time: of a message that was written again, only the last
+# row stays, and settled messages and messages in the table are removed. So a follower that applies rows for days holds
+# the pending messages, and the messages since the last fold.
 
 COUNT_BLOCK = 4_096  # sequence numbers in a block
 _COLUMNS = ("seq", "kind", "due_ms", "queue_offset", "source_seq", "version_seq", "from_due_ms")
@@ -326,6 +325,9 @@ class TailScheduled:
     """The scheduled messages in rows from `from_seq` on. Belongs to the thread that applies the rows.
 
     After a fold, settled messages are removed and each message has one row.
+
+    Compaction needs the number of scheduled messages since the watermark, including settled ones. They are counted in
+    blocks of sequence numbers. The block that contains the watermark is counted from the log.
     """
 
     def __init__(self, from_seq: int) -> None:
@@ -434,17 +436,13 @@ def _clear_settled(tail: Int64Array, settled: Int64Array, is_pending: npt.NDArra
     is_pending[index[tail[index] == settled]] = False
 
 
-# Apply rows of the log to the state of a starting point: all except topics, queues and pending messages.
-#
-# A starting point is a checkpoint or a snapshot. Rows are applied in log order from the starting point's number on, in
-# any number of steps: the same rows give the same facts. *Settled* means released or cancelled.
+# ---- the rest: attaches, settled pairs, moves, leases, half messages -----------------------------------------
+# Rows are applied in log order from the starting point's number on, in any number of steps: the same rows give the same
+# facts.
 #
 #     settled(p)  =  p is named by a release or cancel record from the starting point on, or by its list,
 #                    or p is covered by its mark: below settled_before_seq, due before settled_before_ms,
 #                    and not of a bulk attach that came later than the mark
-#
-# A MOVED row to another due time settles the version that it names, and is the newest version of its scheduled message.
-# A half message is open until a row names it. The cursor advances with every RELEASE row of a message with a due time.
 
 _NAMES = ("seq", "kind", "due_ms", "source_seq", "version_seq", "from_due_ms")
 _SETTLING = frozenset({Kind.RELEASE, Kind.CANCEL})

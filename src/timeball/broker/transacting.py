@@ -55,8 +55,7 @@ from timeball.model.message import (
     with_seq,
 )
 
-# Transaction checks: ask producers about half messages that they have neither committed nor rolled back.
-#
+# ---- checks: ask producers about open half messages ----------------------------------------------------------
 # One loop serves the producers of all edges. Each edge registers an `Asker`, which knows its connected producers. The
 # first edge that has a producer for a half message asks it. If no producer is connected, this does not count as a
 # check. So a producer that was down for an hour finds its transactions when it returns. A half message is rolled back
@@ -155,6 +154,8 @@ class TransactionChecks:
 
 
 logger = logging.getLogger(__name__)
+
+# ---- open half messages, and the rows that end them ----------------------------------------------------------
 
 GROUP = "PGROUP"  # RocketMQ's property with the group of producers that may be asked
 IMMUNITY = "CHECK_IMMUNITY_TIME_IN_SECONDS"  # RocketMQ's property: seconds before the first check
