@@ -1,18 +1,20 @@
 """The job `dispatch`: Spark reads due messages from the pending table and sends them to the broker for release.
 
-The job reads the Spark format `timeball_due`: a stream of pointers to rows of the pending table that are due soon.
+Without this job, the broker reads the due messages itself. The job is for clusters with more cores than one broker
+process can use. Its tasks read and decode the message bodies, wait until their rows are due, and send them to the
+broker over Flight. A task occupies a core while it waits, usually for at most `lead_ms`. See docs/pipeline/dispatch.md.
+
+    stream      the source of the Spark format `timeball_due`: pointers to rows that are due soon
+    due rows    on the driver: find the rows of a window as positions in files, and divide them among tasks
+    sink        the sink of `timeball_due`: a task reads the rows of its pointers and sends them when they are due
+    job         the query from the source to the sink, and its lease
 
     spark.readStream.format("timeball_due").option("endpoint", …).load()     rows: POINTER_SCHEMA
          .writeStream.format("timeball_due").option("endpoint", …)           releases them
 
-An offset is a time on the broker's clock: all rows due before it are *planned*, which means assigned to a task. A
-micro-batch plans the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run when
-their rows are due. All its rows are from one version of the table, which its offset names. `latestOffset` returns the
-start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while no message is due soon.
-
-No message depends on the stream. The broker releases a row once even if it is planned twice. It also releases by itself
-the rows that are planned too late or never. Rows that were due more than `behind_ms` ago are never planned, because the
-broker has already loaded them.
+The broker decides which rows are released, and writes the release records. It releases a row once even if two tasks
+send it. It also releases by itself the rows that tasks send too late or never. So no message depends on the job. If
+Spark dies or lags, messages are at most `--dispatch-grace-ms` (a setting of the broker) late.
 """
 
 from __future__ import annotations
@@ -51,6 +53,13 @@ from timeball.spark.source.spark_api import (
 from timeball.spark.source.streams import BrokerStream, Offset
 from timeball.spark.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
+
+# ---- the stream: when rows are planned ------------------------------------------------------------------------
+# An offset is a time on the broker's clock: all rows due before it are *planned*, which means assigned to a task. A
+# micro-batch plans the rows due from the end of the previous one until `lead_ms` from now, so its tasks already run
+# when their rows are due. Its rows are from one version of the table, which its offset names. `latestOffset` returns
+# the start offset until a row is due within `lead_ms` / 2. So Spark starts no micro-batch while no message is due soon.
+# Rows that were due more than `behind_ms` ago are never planned, because the broker has already loaded them.
 
 NAME = "timeball_due"
 LEAD_MS = 1_000
@@ -215,8 +224,7 @@ class DueStream(BrokerStream):
         return {**super().__getstate__(), "_files": None}  # tasks do not need the driver's columns
 
 
-# Find the rows of the pending table that are due within a window, as positions in files.
-#
+# ---- the driver's side: find due rows in files ----------------------------------------------------------------
 # Files are sorted by due time, so the rows due within a window form one contiguous span of each file. The driver reads
 # only the column `due_ms` (8 bytes per row) of the row groups that the windows have reached. It drops the column of a
 # row group when a window begins after the group. A task gets *pointers* (file, first row, number of rows) and reads the
@@ -341,7 +349,7 @@ def read_rows(uri: str, first_row: int, rows: int, columns: Sequence[str]) -> pa
     return table.slice(first_row - int(starts[begin]), rows)
 
 
-# ---- dividing rows among tasks ----------------------------------------------------------------------------
+# ---- dividing rows among tasks --------------------------------------------------------------------------------
 
 
 def count_rows(spans: Sequence[Span]) -> int:
@@ -419,19 +427,12 @@ def encode_pointers(spans: Sequence[Span]) -> pa.RecordBatch:
     )
 
 
-# The sink of `timeball_due`: a task reads the rows of its pointers, waits until they are due, and sends them.
-#
-#     read the rows -> sort by (due_ms, seq) -> wait for the broker's clock -> send due rows to the broker, batch by
-# batch
-#
-# The task estimates the broker's clock. It reads that clock with a `status` call, adds the time that has passed on its
-# own monotonic clock, and reads the broker's clock again every second. A reading is already old when the answer
-# arrives. So the estimate is a little late and never ahead. If the broker refuses a batch as early nevertheless, its
-# clock was set back. The task then sends these rows again later.
-#
-# The broker decides which rows are released (broker/accepting/delivery.py), so a repeated task changes nothing. If a
-# file no longer exists, the broker has rewritten it, and its pending rows are in another file. A task waits for at most
-# `lead_ms` + `PATIENCE_MS`.
+# ---- the sink: release rows when they are due -----------------------------------------------------------------
+# A task reads its rows, sorts them by (due_ms, seq), waits for the broker's clock, and sends the due rows batch by
+# batch. The estimate of that clock is a little late and never ahead, because a reading is already old when the answer
+# arrives. If the broker refuses a batch as early nevertheless, its clock was set back, and the task sends these rows
+# again later. A task waits for at most `lead_ms` + `PATIENCE_MS`. The broker decides which rows are released
+# (broker/accepting/delivery.py), so a repeated task changes nothing.
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -454,7 +455,10 @@ class ReleaseCounts(WriterCommitMessage):
 
 
 class BrokerClock:
-    """An estimate of the broker's clock that is never ahead of it."""
+    """An estimate of the broker's clock that is never ahead of it.
+
+    It is the last reading, plus the time that has passed since then on the task's own monotonic clock.
+    """
 
     def __init__(self, endpoint: Endpoint, clock: Clock | None = None) -> None:
         self._endpoint, self._clock = endpoint, clock or SystemClock()
@@ -520,6 +524,7 @@ def read_all(spans: list[dict[str, object]]) -> pa.RecordBatch | None:
                 )
             )
         except FileNotFoundError:
+            # The broker has rewritten the file. Its pending rows are in another file.
             LOG.warning("file rewritten meanwhile, the broker releases its rows file=%s", span["uri"])
     if not tables:
         return None
@@ -595,14 +600,7 @@ def _count_due(due_ms: Int64Array, now_ms: int) -> int:
     return int(np.searchsorted(due_ms, now_ms, side="right"))
 
 
-# The job `dispatch`: a streaming query that reads due messages from the pending table and sends them to the broker.
-#
-# Without it, the broker reads them itself. The job is for clusters with more cores than one broker process can use. Its
-# tasks read and decode the message bodies, wait until their rows are due and send them to the broker over Flight. The
-# broker decides which rows are released, and writes the release records. If Spark dies or lags, no message is lost, and
-# messages are at most `--dispatch-grace-ms` (a setting of the broker) late. See docs/pipeline/dispatch.md.
-#
-# A task occupies a core while it waits for its rows, which takes at most `lead_ms`.
+# ---- the job: a query and its lease ---------------------------------------------------------------------------
 
 JOB_NAME = "dispatch"
 LEASE_MS = 10_000

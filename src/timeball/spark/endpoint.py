@@ -1,13 +1,20 @@
-"""The calls that processes of the pipeline make to a broker, over the client's connection (client/calls.py).
+"""The endpoint of a broker or a cluster: calls to it, reads that resume, its groups, and leases of jobs.
 
-Every call is safe to repeat, and is repeated for up to `patience_s` seconds. An attach contains its job and epoch, by
-which the broker recognises a repeat. A repeated reserve only leaves unused sequence numbers. An error has the type that
-the broker raised. A broker that cannot be reached raises `Unavailable`, so that a runner can distinguish "wait" from
-"give up".
+An endpoint is the address that the user gives. The pipeline reads all groups of the cluster at this address:
 
-An endpoint may be pinned to one group of a cluster (endpoint.py). Before its first call it asks the given node for its
-group. If that is another group, it connects to the nodes of the requested group instead. So no call reaches a wrong
-group.
+    grpc://a:7400               this broker, or all groups of the cluster if it is in one
+    grpc://a:7400,b:7400        the same, through any of these nodes that answers
+    grpc://a:7400#g2            only the group g2, on any node (the option `group` produces this form)
+
+The status of a node lists the cluster's groups and the nodes of each (wire.Status.groups), so each query includes
+groups that were added since the last one. Each group is read from its leader, to which followers forward requests.
+Each group has its own row numbers, table and versions, so a row number or version is meaningful only together with
+its group. If there is only one group, or if the broker is in no cluster, groups appear neither in columns nor in names.
+
+Processes of the pipeline call a broker over the client's connection (client/calls.py). Every call is safe to repeat,
+and is repeated for up to `patience_s` seconds. An attach contains its job and epoch, by which the broker recognises a
+repeat. A repeated reserve only leaves unused sequence numbers. An error has the type that the broker raised. A broker
+that cannot be reached raises `Unavailable`, so that a runner can distinguish "wait" from "give up".
 """
 
 from __future__ import annotations
@@ -39,10 +46,16 @@ LEASE_CHECK_S = 0.1  # interval at which a lease that is not held checks whether
 COMPACTED_STRATEGY = "hour_log"  # the only strategy whose scheduled messages move to the pending table
 
 
+# ---- calls to one broker --------------------------------------------------------------------------------------
+
+
 class Endpoint:
     """A connection to one broker, or to the leader of one group of a cluster.
 
     Processes do not share a connection. Each task opens its own, which is cheap.
+
+    If the endpoint is pinned to a group, the given node is asked for its group before the first call. If that is
+    another group, the connection goes to the nodes of the requested group instead. So no call reaches a wrong group.
     """
 
     def __init__(self, uri: str, *, patience_s: float = PATIENCE_S, clock: Clock | None = None) -> None:
@@ -232,7 +245,6 @@ def read_groups(endpoint: str) -> list[Group]:
 
 
 # ---- a read that resumes after interruptions ------------------------------------------------------------------
-
 # Rows of the log and of queues have numbers and never change. So a reader that remembers the last number can continue
 # after a restart of the broker, and yields every row exactly once. It waits for the broker as long as any call does.
 
@@ -282,7 +294,7 @@ def after_rows(batch: pa.RecordBatch, position: int) -> int:
     return position + int(batch.num_rows)
 
 
-# ---- all groups -----------------------------------------------------------------------------------------------
+# ---- connections to all groups --------------------------------------------------------------------------------
 
 
 class Connections:
@@ -329,7 +341,7 @@ class Connections:
         return {**self.__dict__, "_opened": {}}
 
 
-# ---- leases of running jobs -----------------------------------------------------------------------------------------
+# ---- leases of running jobs -----------------------------------------------------------------------------------
 
 
 class Lease:
@@ -385,18 +397,7 @@ class Lease:
             LOG.warning("lease not renewed job=%s reason=%s", self._job, error)
 
 
-# The groups of a cluster: the user gives one address, and the pipeline reads all groups.
-#
-#     grpc://a:7400               this broker; if it is in a cluster, all groups of the cluster
-#     grpc://a:7400,b:7400        the same, through any of these nodes that answers
-#     grpc://a:7400#g2            only the group g2, on any node; the option `group` produces this form
-#
-# The status of a node lists the cluster's groups and the nodes of each (wire.Status.groups), so each query includes
-# groups that were added since the last one. Each group is read from its leader, to which followers forward requests.
-# Each group has its own row numbers, table and versions, so a row number or version is meaningful only together with
-# its group.
-#
-# If there is only one group, or if the broker is in no cluster, groups appear neither in columns nor in names.
+# ---- endpoints and their groups -------------------------------------------------------------------------------
 
 GROUP = "group"  # name of the column and of the option
 PLACEHOLDER = "{group}"  # replaced by the group's name in the URI of a table that each group has

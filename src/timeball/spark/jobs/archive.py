@@ -4,8 +4,12 @@ The table is beside the pending table by default. It has one row for each messag
 MESSAGE and RELEASE rows of the log with all their columns. A message has *passed* when it became visible, at its
 `store_ms`. A cancelled message never becomes visible, so it is only in the ledger.
 
-Each epoch extends the archive from its mark to the end of the log (archive.py). So no state outside the table
-decides where it continues. A repeated epoch adds nothing, and retention cannot leave an unnoticed gap.
+    day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
+
+Each epoch extends the archive from its mark to the end of the log. Tasks write ranges of the log as files, and one
+Delta commit adds the files. The mark is the row of the log up to which the archive is complete. It is stored in the
+table, as Delta's application version. So no state outside the table decides where the job continues. A repeated epoch
+adds nothing, and retention cannot leave an unnoticed gap.
 
 Every TIDY_EVERY versions, the job joins neighbouring small files of one day into one sorted file. A week later it
 deletes the replaced files and the files of dead tasks. The delay protects readers that still use an older version.
@@ -45,23 +49,12 @@ from timeball.spark.log_events import ARCHIVE_SCHEMA
 from timeball.spark.source.pacing import split_range
 from timeball.spark.table_store import Store, chunks, create_table, default_table_uri, open_table
 
-# Write files of the archive: tasks write ranges of the log as sorted files, and one Delta commit adds them.
-#
-# A task gets a range (from_seq, to_seq), fetches its rows over Flight and writes them. It runs on Spark's executors, or
-# without Spark in the job's own process. Message bodies never enter the JVM. The files are:
-#
-#     day=2026-11-22/<32 hex>.parquet      rows of one day (UTC) and one range of the log, by (topic, seq)
-#
-# The table is partitioned by day only. With partitions by topic, each epoch would write a file per topic, and a broker
-# may have thousands of topics (one for each consumer group with retries). So a file contains a range of time, sorted by
-# topic. A reader of one topic skips files and row groups by their smallest and largest topic.
-#
-# Each row is added exactly once. The archive stores its mark, the row of the log up to which it is complete, as Delta's
-# application version. An epoch that covers the rows [low, high) is committed as follows, with M the mark:
-#
-#     high <= M     the rows are in the archive already: nothing is added
-#     low == M      the files are added, and the mark moves to high
-#     else          OutOfRange: another job has extended the archive; the loop plans again from M
+# ---- files of the archive -------------------------------------------------------------------------------------
+# A task fetches a range of the log over Flight and writes its rows, on Spark's executors or without Spark in the job's
+# own process. Message bodies never enter the JVM. The table is partitioned by day only. With partitions by topic, each
+# epoch would write a file per topic, and a broker may have thousands of topics (one for each consumer group with
+# retries). Instead, each file is sorted by topic. A reader of one topic skips files and row groups by their smallest
+# and largest topic.
 
 APP_ID = "timeball-archive"
 PARTITION = "day"
@@ -87,7 +80,7 @@ class ArchiveFile:
         return AddAction(self.path, self.size_bytes, {PARTITION: self.day}, now_ms, data_change, self.stats)
 
 
-# ---- rows -> files ----------------------------------------------------------------------------------------
+# ---- rows -> files --------------------------------------------------------------------------------------------
 
 
 def by_topic(rows: pa.Table) -> pa.Table:
@@ -146,7 +139,12 @@ def statistics(rows: pa.Table) -> str:
     )
 
 
-# ---- an epoch ---------------------------------------------------------------------------------------------
+# ---- an epoch -------------------------------------------------------------------------------------------------
+# An epoch adds the rows from_seq <= seq < to_seq of the log exactly once. `mark` is the mark of the archive:
+#
+#     to_seq <= mark      the rows are in the archive already: nothing is added
+#     from_seq == mark    the files are added, and the mark moves to `to_seq`
+#     else                OutOfRange: another job has extended the archive, and the loop plans again from the mark
 
 
 def write_piece(endpoint: str, uri: str, piece: tuple[int, int]) -> list[ArchiveFile]:
@@ -204,6 +202,8 @@ def commit(table: DeltaTable, actions: list[AddAction | RemoveAction], *marks: T
     )
 
 
+# ---- settings of the job --------------------------------------------------------------------------------------
+
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
 
@@ -229,7 +229,7 @@ JOINED_ROWS = 1_000_000
 JOINED_BYTES = 64 * 1024 * 1024  # of Parquet; several times as much in memory while files are joined
 
 
-# ---- the table --------------------------------------------------------------------------------------------
+# ---- the table ------------------------------------------------------------------------------------------------
 
 
 def open_archive(uri: str, endpoint: Endpoint) -> DeltaTable:
@@ -359,7 +359,7 @@ def _messages(
     return rows.where(rows["topic"].isin(*topics)) if topics else rows
 
 
-# ---- from the log to the archive --------------------------------------------------------------------------
+# ---- from the log to the archive ------------------------------------------------------------------------------
 
 
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = PIECE_ROWS) -> int:
@@ -395,7 +395,7 @@ JOB = MarkedJob(
 )
 
 
-# ---- joining small files ----------------------------------------------------------------------------------
+# ---- joining small files --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

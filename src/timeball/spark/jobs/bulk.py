@@ -1,5 +1,7 @@
-"""The job `bulk` schedules the rows of any DataFrame that has a column with a due time, as one campaign.
+"""The job `bulk` checks the rows of any DataFrame with a column of due times, and schedules them as one campaign.
 
+    preflight check that tasks can use the pending table, before the rows are read
+    screen    convert the rows to the columns of scheduled messages, and mark the rows that break a rule
     survey    count, in one pass, the invalid rows by the rule that they break, and the valid rows by the minute of
               their due time
     plan      create the campaign at the broker; all later tries use the time of this plan as the current time
@@ -7,10 +9,18 @@
     write     distribute the rows to tasks by due time; the tasks sort and write files (source/scheduled_writer.py)
     attach    append one record with the campaign's id to the broker's log, which schedules all rows at once
 
+A due time must be an exact point in time. So a wall-clock time without a time zone is refused unless the caller gives
+the zone. The types of the due column are:
+
+    timestamp               a point in time
+    bigint, int             milliseconds since 1970
+    timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date (InvalidMessage without `zone`)
+    string                  any of these as text (without an offset and without `zone`, the row is rejected)
+
 A job may be killed at any step. Run it again under the same id to continue. Rejected rows are written once, because the
 campaign's id is the application id of their commit in the Delta table. Messages are scheduled once, because the attach
 contains the campaign's id. Attached rows are not written again. The source must not change until the job is done,
-because the survey and the write each read it once. The write checks each row again.
+because the survey and the write each read it once. The write checks each row again, in Arrow.
 
 In a cluster, a hash distributes the rows among the groups. The part of each group is attached separately under the same
 id, so all messages of a part are scheduled, or none. A later try continues with the missing parts. The plan of each
@@ -54,6 +64,8 @@ from timeball.spark.views.due_histogram import Load, merge
 from timeball.table.attachment import Attachment
 
 LOG = logging.getLogger("timeball.spark")
+
+# ---- the job and its steps ------------------------------------------------------------------------------------
 
 REJECTS = "rejects"
 REJECT_SCHEMA = pa.schema([("campaign", pa.string()), ("reason", pa.string()), ("row", pa.string())])
@@ -203,7 +215,7 @@ class Job:
             check_table(self._spark, part.table_uri, part.broker.status().table.version, "--table-uri")
 
     def survey(self, screened: DataFrame) -> list[Survey]:
-        """Count the rows of each part, in one pass. `screened`: the result of bulk_input.screen."""
+        """Count the rows of each part, in one pass. `screened`: the result of `screen`."""
         with self._step("survey"):
             return count_surveys(screened, len(self._parts))
 
@@ -274,7 +286,7 @@ class Job:
         return attachments
 
 
-# ---- the survey -------------------------------------------------------------------------------------------
+# ---- the survey -----------------------------------------------------------------------------------------------
 
 
 def _no_values() -> Int64Array:
@@ -331,7 +343,7 @@ def _build_survey(counts: pa.Table) -> Survey:
     return Survey(minute_, rows, size_, dict(reasons))
 
 
-# ---- dividing rows among tasks ----------------------------------------------------------------------------
+# ---- dividing rows among tasks --------------------------------------------------------------------------------
 
 
 class TaskPlan(msgspec.Struct, frozen=True):
@@ -393,8 +405,7 @@ def partition_by_task(valid: DataFrame, survey: Survey) -> DataFrame:
     return valid.repartitionById(task_plan.total, task_of_span(0, len(task_plan.minute)).cast("int"))
 
 
-# ---- preflight: can tasks use the pending table? --------------------------------------------------------------------
-#
+# ---- preflight: check that tasks can use the pending table ----------------------------------------------------
 # If executors and broker do not share the table's folder, a job would run for minutes and then fail at its attach. Or
 # it would write into a folder of the same name on another machine. So, before a job starts, a task opens the table at
 # the given URI, compares its version with the broker's, and writes and removes an empty file. With a local master, this
@@ -439,21 +450,11 @@ def _find_problem_in_task(spark: SparkSession, uri: str, version: int) -> str | 
     return None if reason is None else str(reason)
 
 
-# Convert any DataFrame to the columns of scheduled messages, and mark rows that break a rule, as Spark expressions.
-#
-# The rules are rules.RULES. The `shape` of each rule becomes a Spark expression. So Spark finds, counts and separates
-# invalid rows without a Python function, before anything is written. The writer checks all rows once more, in Arrow.
-#
-# A due time must be an exact point in time. So a wall-clock time without a time zone is refused unless the caller gives
-# the zone. The types of the due column are:
-#
-#     timestamp               a point in time
-#     bigint, int             milliseconds since 1970
-#     timestamp_ntz, date     a wall-clock time in `zone`, midnight for a date; InvalidMessage without `zone`
-#     string                  any of these as text; a text without an offset needs `zone`, else its row is rejected
-#
-# A text must match one of the patterns completely, because Spark's own cast would ignore a zone at its end. Wall-clock
-# times are resolved by time_parsing.py on Arrow batches. The time zone rules of Java are never used.
+# ---- screen: convert the rows, and mark those that break a rule -----------------------------------------------
+# The `shape` of each rule in rules.RULES becomes a Spark expression. So Spark finds, counts and separates invalid rows
+# without a Python function, before anything is written. A text with a due time must match one of the patterns
+# completely, because Spark's own cast would ignore a zone at its end. Wall-clock times are resolved by
+# model/time_parsing.py on Arrow batches. The time zone rules of Java are never used.
 
 REASON = "reason"
 ROW = "row"  # column with the original row, for the table of rejects
@@ -556,7 +557,7 @@ def check(schema: StructType, columns: Columns) -> None:
             raise InvalidMessage(f"zone {error}") from error
 
 
-# ---- the columns of a scheduled message -----------------------------------------------------------------------------
+# ---- the columns of a scheduled message -----------------------------------------------------------------------
 
 
 def _kind(schema: StructType, name: str) -> str:
@@ -643,7 +644,7 @@ def _bad_pairs(column: str) -> Column:
     )
 
 
-# ---- the due time -----------------------------------------------------------------------------------------
+# ---- the due time ---------------------------------------------------------------------------------------------
 
 
 def _due_ms(frame: DataFrame, columns: Columns) -> Column:
@@ -693,7 +694,7 @@ def _up_to_ms(timestamp: Column) -> Column:
     return f.unix_millis(timestamp) + has_microseconds.cast("bigint")
 
 
-# ---- the rules --------------------------------------------------------------------------------------------
+# ---- the rules ------------------------------------------------------------------------------------------------
 
 
 def reason(screened: DataFrame, now_ms: int) -> Column:

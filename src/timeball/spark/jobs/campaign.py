@@ -1,6 +1,6 @@
-"""Show and change a campaign: its state at the broker, and the progress of its messages.
+"""Show and change a campaign, as a whole or as parts in several groups: its state, and the progress of its messages.
 
-The broker stores the state of a campaign and carries out pause, resume and cancel (docs/pipeline/bulk.md). This module
+The broker stores the state of a campaign and carries out pause, resume and cancel (docs/pipeline/bulk.md). `progress`
 counts the outcomes of its messages from the log and the pending table. It uses Arrow in the calling process, and needs
 a few bytes of memory per message:
 
@@ -8,6 +8,9 @@ a few bytes of memory per message:
 
 `waiting` messages are pending and will be released. `held` messages are pending too, but their campaign is paused. The
 numbers of the messages form few ranges (first_seq, rows), about one for each task that has written the campaign.
+
+In a cluster, a campaign has a part in each group that has some of its messages. Calls go to all its parts, and the
+answers are added up. With one group, the only part is the campaign itself.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from timeball.spark.table_store import TableFile, read_files, table_files
 from timeball.spark.views.snapshot import status_with_all_attaches
 from timeball.table import attachment as att
 from timeball.table.attachment import Ranges, within
+
+# ---- the answers ----------------------------------------------------------------------------------------------
 
 STATES = ("planned", "running", "paused", "cancelled", "finished")
 
@@ -80,6 +85,9 @@ class Cancelled(msgspec.Struct, frozen=True, kw_only=True):
     newly: int
     cancelled: int
     released: int  # the others, including those whose release is under way
+
+
+# ---- the campaign of one group --------------------------------------------------------------------------------
 
 
 class Campaign:
@@ -275,11 +283,9 @@ def _may_hold(file: TableFile, ranges: Ranges) -> bool:
     return any(first <= file.max_seq and file.min_seq < first + rows for first, rows in ranges)
 
 
-# A campaign with parts in several groups of a cluster: calls go to all its parts, and the answers are added up.
-#
+# ---- campaigns with parts in several groups -------------------------------------------------------------------
 # The plan of each part names all groups of the campaign. So a group that no longer exists raises an error, and its part
-# is not silently left out. A part that is not planned, because the job died before, has no messages yet. With one
-# group, the only part is the campaign itself.
+# is not silently left out. A part that is not planned, because the job died before, has no messages yet.
 
 T = TypeVar("T")
 

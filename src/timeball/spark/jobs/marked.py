@@ -1,4 +1,7 @@
-"""Jobs that follow the log, as loops. Each epoch extends the job's sink up to the end of the log.
+"""Jobs that follow the log, as loops, and the engines that run their tasks.
+
+Each epoch extends the job's sink up to the end of the log. A job cuts the rows of an epoch into pieces, and an engine
+runs the job's task for each piece.
 
 The sink stores its own *mark*: the row (sequence number) before which it is complete. For a Delta table of events or
 messages, the commit of an epoch contains the mark. For `compact` the mark is the broker's watermark. No other state
@@ -37,6 +40,9 @@ PROGRESS_KEPT = 100  # progress reports of epochs; the runner reads them several
 
 # Name of a group -> (its endpoint, the URI of its sink). The name is None for a broker that is in no cluster.
 Sinks = dict[str | None, tuple[str, str]]
+
+
+# ---- the definition of a job ----------------------------------------------------------------------------------
 
 
 class Extend(Protocol):
@@ -88,6 +94,9 @@ class MarkedJob:
             )
             for group, status in statuses
         }
+
+
+# ---- the loop of a running job --------------------------------------------------------------------------------
 
 
 class Query(Protocol):
@@ -278,13 +287,10 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
         )
 
 
-# Engines run the tasks of a job: Spark (run/on_spark.py), or this process.
-#
-# A job cuts rows of the log into pieces, and has one function that processes a piece: its task. An engine runs the task
-# for each piece and returns the results in order. So a job does not depend on where its tasks run, and it writes the
-# same files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink
-# (jobs/marked.py). The files that other tasks of the failed epoch have written are not in any version of a table, and
-# are deleted later.
+# ---- engines: Spark (run/on_spark.py), or this process --------------------------------------------------------
+# A job has one function that processes a piece: its task. A job does not depend on where its tasks run, and it writes
+# the same files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink.
+# The files that other tasks of the failed epoch have written are not in any version of a table, and are deleted later.
 
 Piece = tuple[int, int]  # (begin, end): the rows begin <= seq < end of the log
 Result = TypeVar("Result")

@@ -1,4 +1,6 @@
-"""The data source `timeball`: reads log, topics, pending table and ledger, and writes a DataFrame as messages.
+"""The Spark data sources `timeball`, for the messages of a broker, and `timeball_delta`, for appends to a Delta table.
+
+`timeball` reads log, topics, pending table and ledger, and writes a DataFrame as messages:
 
     spark.read.format("timeball").option("endpoint", "grpc://host:7400").load()
     spark.readStream.format("timeball").option("read", "queue").option("topic", "orders").load()
@@ -21,7 +23,11 @@ keep too many rows, but never too few.
 In a cluster, all groups are read, each from its own leader. The column `group`, if the option `columns` names it,
 contains each row's group. Schemas do not depend on the number of groups, so a stream continues when a group is added.
 
-This module chooses the reader or writer. Each reader and writer is in a module of its own.
+`timeball_delta` appends a DataFrame to a Delta table exactly once, without a Java Delta library:
+
+    df.write.format("timeball_delta").options(uri=…, app_id=…, app_version="17").mode("append").save()
+
+Only the writer of `timeball_delta` is in this file. All other readers and writers are in modules of their own.
 """
 
 from __future__ import annotations
@@ -59,6 +65,8 @@ from timeball.spark.source.queue_reader import QueueReader, QueueStream
 from timeball.spark.source.spark_api import DataSourceStreamArrowWriter, check_streams, spark_schema
 from timeball.spark.source.table_reader import FilesReader, HistoryReader, TableReader
 from timeball.spark.table_store import open_table
+
+# ---- the data source `timeball`: choose the reader or writer --------------------------------------------------
 
 READERS: dict[str, type[LogReader | QueueReader | TableReader | HistoryReader]] = {
     "log": LogReader,
@@ -154,12 +162,8 @@ def options_for_schema(schema: StructType, given_options: Mapping[str, str]) -> 
     )
 
 
-# The data source `timeball_delta`: append a DataFrame to a Delta table exactly once, without a Java Delta library.
-#
-# Tasks write Parquet files. The driver adds them in one Delta commit that contains the application's version number:
-#
-#     df.write.format("timeball_delta").options(uri=…, app_id=…, app_version="17").mode("append").save()
-#
+# ---- the data source `timeball_delta` -------------------------------------------------------------------------
+# Tasks write Parquet files. The driver adds them in one Delta commit that contains the application's version number.
 # delta_append.py explains `app_version` and `app_since` (`since` there). The DataFrame must have the table's columns,
 # in the table's order.
 

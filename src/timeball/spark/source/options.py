@@ -1,8 +1,8 @@
-"""Options of the data source `timeball`: parse and check them, with errors that name the option.
+"""Parse and check the options of Spark data sources: parsers for texts, and the options of `timeball`.
 
 Spark passes options as text under lower-case names, whether they come from `.option(...)` or from `.load(path)`. An
 unknown option is refused, because a misspelt `max_rows_per_bach` would otherwise have no effect. An option that does
-not apply to the read, for example `kinds` with read=pending, is refused, too.
+not apply to the read, for example `kinds` with read=pending, is refused, too. Errors name the option.
 
 Some option names of Kafka's and Delta's sources are accepted as aliases. `ALIASES` lists all of them.
 """
@@ -22,8 +22,7 @@ from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import GROUP, pin_to_group, split_endpoint
 from timeball.spark.log_events import EVENT_SCHEMA
 
-# Parsers for the texts of options: one parser for each kind of value.
-#
+# ---- parsers: one for each kind of value ----------------------------------------------------------------------
 # A parser raises ValueError with a description of the allowed values. `parse` prepends the option's name and text.
 
 Offsets = dict[int, int]  # queue -> offset
@@ -221,6 +220,8 @@ def instant_ms(text: str) -> int:
         raise ValueError("names no time zone: end it with Z or an offset such as +01:00")
     return round(time.timestamp() * 1000)
 
+
+# ---- the options of `timeball` --------------------------------------------------------------------------------
 
 DEFAULT_ENDPOINT = "grpc://127.0.0.1:7400"
 RANGE_SCHEMA = pa.schema([("from_seq", pa.int64()), ("to_seq", pa.int64())])

@@ -1,4 +1,4 @@
-"""`df.write.format("timeball")`: write rows as files of the pending table, and schedule them by one attach.
+"""`df.write.format("timeball")`: check rows, write them to files of the pending table, and schedule them by one attach.
 
 Tasks write files. The driver attaches all of them in one record of the broker's log. So either every row of the
 DataFrame becomes a scheduled message or none does, however often a task or the whole job is repeated. No row is visible
@@ -7,13 +7,24 @@ before the attach. The files of a dead task belong to no table.
     task     collect up to CHUNK_ROWS / CHUNK_BYTES -> check -> sort by due -> reserve numbers -> cut and write files
     driver   commit: one attach of all files and number ranges (job "bulk", job_id, epoch, digest)
 
+The columns of the DataFrame are:
+
+    topic     string             required
+    body      binary or string   required
+    due_ms    bigint             or  due  timestamp (without either column all rows are due at once)
+    tag unique_key               string (a row without unique_key gets 32 random hexadecimal characters)
+    keys                         string for one key a row, array<string> for several
+    properties                   string in RocketMQ's form, or map<string,string>
+    queue_id                     int (a queue is chosen at release when it is left out)
+    flag sys_flag                int, as RocketMQ's clients set them (0)
+
 The broker recognises a repeated write by its name. The name of a batch write is the option `job_id`, by default random.
 The name of a stream is the query id in its checkpoint. Batch ids start at 0 in each new checkpoint, so no other name
 could distinguish a repeated micro-batch from a new one. The broker also compares the digest of the rows, and refuses
 other rows under a known name.
 
-After it has tried an attach, this module never deletes the files: if only the answer was lost, the files belong to the
-table. The broker deletes the files of a refused attach later, like all files that belong to no table.
+After an attach was tried, the files are never deleted here. If only the answer was lost, they belong to the table. The
+broker deletes the files of a refused attach later, like all files that belong to no table.
 """
 
 from __future__ import annotations
@@ -45,6 +56,9 @@ from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 
 LOG = logging.getLogger("timeball.spark")
 QUERY_ID = "sql.streaming.queryId"  # a property that Spark sets for each task of a stream
+
+
+# ---- in a task: write the rows to files -----------------------------------------------------------------------
 
 
 @dataclass
@@ -123,6 +137,9 @@ def invalid_rows_message(rows: pa.Table, broken: np.ndarray) -> str:
     )
 
 
+# ---- on the driver: attach the files, or delete them ----------------------------------------------------------
+
+
 def attach_all(
     messages: Sequence[WriterCommitMessage | None],
     options: WriteOptions,
@@ -198,6 +215,9 @@ def remove_written(messages: Sequence[WriterCommitMessage | None], options: Writ
             Store(options.table_uri or endpoint.status().table.uri).remove(entry.path for entry in files)
 
 
+# ---- the sinks of batches and streams -------------------------------------------------------------------------
+
+
 class ScheduledWriter(DataSourceArrowWriter):
     """The sink of a batch write: `write` runs in tasks, `commit` and `abort` on the driver."""
 
@@ -248,21 +268,8 @@ class ScheduledStreamWriter(DataSourceStreamArrowWriter):
         remove_written(messages, self.options)
 
 
-# Convert a DataFrame's columns to those of the pending table, and check each row.
-#
-#     topic     string             required
-#     body      binary or string   required
-#     due_ms    bigint             or  due  timestamp; without either column all rows are due at once
-#     tag unique_key               string; a row without unique_key gets 32 random hexadecimal characters
-#     keys                         string for one key a row, array<string> for several
-#     properties                   string in RocketMQ's form, or map<string,string>
-#     queue_id                     int; a queue is chosen at release when it is left out
-#     flag sys_flag                int, as RocketMQ's clients set them; 0
-#
-# The rules are those of `send` (rules.py). A row that breaks several rules is reported under the first of them.
-# Timestamps finer than a millisecond are rounded up, because a message must never be early.
-#
-# All functions are pure functions on columns. This module does not import Spark.
+# ---- convert the columns of a DataFrame to those of the pending table -----------------------------------------
+# All functions from here on are pure functions on columns. None of them needs a Spark session.
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -379,7 +386,7 @@ def _properties(column: pa.Array) -> pa.Array:
     return pc.if_else(column.is_valid(), pc.binary_join(lists, ""), pa.scalar(None, pa.string()))
 
 
-# ---- completing valid rows --------------------------------------------------------------------------------
+# ---- check, sort and complete rows ----------------------------------------------------------------------------
 
 
 def with_unique_keys(rows: pa.Table) -> pa.Table:
@@ -423,7 +430,7 @@ def checksum(rows: pa.Table) -> int:
 def first_broken(
     raw_rows: pa.Table, rows: pa.Table, now_ms: int, *, as_stored: bool = False
 ) -> npt.NDArray[np.int8]:
-    """Find for each row the index in rules.RULES of the first rule that it breaks, or -1.
+    """Find for each row the index in rules.RULES of the first rule that it breaks, or -1. `send` has the same rules.
 
     `raw_rows`: the columns of the DataFrame. `rows`: the same rows `to_table_columns`d, with keys and properties as one
     text each. `as_stored`: texts in `raw_rows` have the form of the log (keys separated by blanks), so their form is

@@ -241,9 +241,7 @@ def _open_database(scratch: Path, memory_bytes: int) -> duckdb.DuckDBPyConnectio
     return database
 
 
-# ---- the base relations of the views, for one group and one snapshot
-# ---------------------------------------------------
-#
+# ---- the base relations of the views, for one group and one snapshot ------------------------------------------
 # DuckDB reads the files of tables through Arrow, without a copy of them. Rows of the log are first written to a
 # temporary file of the session, so that memory holds only one batch of them. Each relation is made when a view first
 # needs it. All groups share one database, so the names of a group's relations end in the group's number.

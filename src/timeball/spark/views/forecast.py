@@ -1,8 +1,14 @@
-"""The forecast: reports on a due load, compares an older forecast with the actual releases, and reads loads from files.
+"""The forecast: build a load of due messages, report on it, check it later, and model how late its consumers are.
+
+    check      compare an older forecast with the actual releases
+    load       read the load of a file of rows that may be sent later
+    report     the curve of a load and its peaks
+    model      compute how late messages are when consumers of a fixed rate process a load
+    spread     build a planned load
 
 Pending messages are counted by SQL on one snapshot (due_histogram.count_due), with DuckDB in this process or Spark on a
 cluster. So all counts are of one version. Messages that are already due are not part of a forecast. The functions work
-on loads, so they serve scheduled messages as well as a file of rows that may be sent later.
+on loads, so they serve scheduled messages as well as a file.
 
 This module does not use Spark: a forecast of some million scheduled messages should not wait for the start of a JVM.
 """
@@ -39,6 +45,8 @@ from timeball.spark.views.due_histogram import (
 )
 from timeball.spark.views.snapshot import Snapshot
 
+# ---- the parts of a report ------------------------------------------------------------------------------------
+
 DUE_COLUMNS = ("due_ms", "due")  # columns of a file that may contain the due time, if the user names none
 TOPIC_COLUMN = "topic"
 FORMATS = {".parquet": "parquet", ".csv": "csv"}
@@ -72,7 +80,7 @@ class Report(msgspec.Struct, frozen=True):
     topics: dict[str, TopicLoad]
 
 
-# ---- the version of a time --------------------------------------------------------------------------------
+# ---- the version of a time ------------------------------------------------------------------------------------
 
 
 def version_at(uri: str, time_ms: int) -> int:
@@ -80,7 +88,7 @@ def version_at(uri: str, time_ms: int) -> int:
     return int(load_version_at(open_version(uri), time_ms).version())
 
 
-# ---- comparing a forecast with the releases ---------------------------------------------------------------
+# ---- comparing a forecast with the releases -------------------------------------------------------------------
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -130,7 +138,7 @@ def check(said: Load, came: Load, due: Due, now_ms: int) -> Check:
     return Check(until_ms // SECOND_MS * SECOND_MS, said.total, came.total, *equal_shares)
 
 
-# ---- from a file to a load --------------------------------------------------------------------------------
+# ---- from a file to a load ------------------------------------------------------------------------------------
 
 
 def load_of_file(path: Path, column: str | None = None, topic: str | None = None) -> Load:
@@ -190,7 +198,7 @@ def _due_times_ms(column: pa.Array, label: str) -> Int64Array:
     return np.asarray(due_ms, dtype=np.int64)
 
 
-# ---- reports on a load ------------------------------------------------------------------------------------
+# ---- reports on a load ----------------------------------------------------------------------------------------
 
 
 def report(load: Load, by: Unit = Unit.AUTO, *, peaks: int = 5, by_topic: bool = False) -> Report:
@@ -222,20 +230,11 @@ def _bars(curve: Curve) -> Iterator[Bar]:
         yield Bar(start_s * SECOND_MS, rows)
 
 
-# A model of consumers: computes how late messages are when consumers of a fixed rate process a given due load.
-#
+# ---- a model of consumers: how late messages are --------------------------------------------------------------
 # The model is a fluid queue. The rows of a second enter the queue at the beginning of that second, and consumers take
-# `rate` rows per second, in order of arrival. Let a(k) rows arrive at second t(k), when P(k) rows are waiting already:
-#
-#     X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        the rows left if the consumers were never idle
-#     P(k) = X(k) - min(X(0), …, X(k))                       they were idle wherever X fell below its minimum so far
-#
-# So one pass over the seconds with due rows is enough, however far apart these seconds are. The waits of the rows of a
-# second are distributed evenly between P/rate and (P + a)/rate seconds. Quantiles over messages are computed exactly
-# from the sum of these spans.
-#
-# The model ignores due times within a second (so each figure is exact to 1 s, or to the width of the load's cells), the
-# lateness of the broker itself (milliseconds), messages that are not accepted yet, and consumers that become slower.
+# `rate` rows per second, in order of arrival. The model ignores due times within a second (so each figure is exact to
+# 1 s, or to the width of the load's cells), the lateness of the broker itself (milliseconds), messages that are not
+# accepted yet, and consumers that become slower.
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -315,6 +314,13 @@ def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) 
     """Model one queue: all rows of `load`, and consumers that take `rate` rows per second.
 
     `backlog` rows are in the queue at second `from_s` already, by default when the first row is due.
+
+    Let a(k) rows arrive at second t(k), when P(k) rows are waiting already:
+
+        X(k) = a(0) + … + a(k-1) - rate * (t(k) - t(0))        the rows left if the consumers were never idle
+        P(k) = X(k) - min(X(0), …, X(k))                       they were idle wherever X fell below its minimum so far
+
+    So one pass over the seconds with due rows is enough, however far apart these seconds are.
     """
     second, rows = load.per_second()
     if backlog:
@@ -336,7 +342,11 @@ def queue(load: Load, rate: float, backlog: int = 0, from_s: int | None = None) 
 
 
 def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
-    """Compute quantiles of lateness, in seconds, over all messages of all queues. `shares` are between 0 and 1."""
+    """Compute quantiles of lateness, in seconds, over all messages of all queues. `shares` are between 0 and 1.
+
+    The waits of the rows of a second are distributed evenly between before/rate and after/rate seconds. The result is
+    exact, because it is computed from the sum of these spans.
+    """
     low = np.concatenate([q.before / q.rate for q in queues])
     high = np.concatenate([q.after / q.rate for q in queues])
     rates = np.concatenate([np.full(len(q.second), q.rate) for q in queues])
@@ -351,7 +361,7 @@ def quantiles(queues: Sequence[Queue], shares: Sequence[float]) -> list[float]:
     return [float(np.interp(share * messages_so_far[-1], messages_so_far, lateness)) for share in shares]
 
 
-# ---- consumers of several topics --------------------------------------------------------------------------
+# ---- consumers of several topics ------------------------------------------------------------------------------
 
 
 class WhatIf(msgspec.Struct, frozen=True):
@@ -435,7 +445,7 @@ def rate_needed(load: Load, lateness_max_ms: int, backlog: int = 0, from_s: int 
     return high
 
 
-# ---- a planned load ---------------------------------------------------------------------------------------
+# ---- a planned load -------------------------------------------------------------------------------------------
 
 
 def spread(rows: int, at_ms: int, over_ms: int = 0, topic: str = ALL_TOPICS) -> Load:
