@@ -1,8 +1,9 @@
-"""Receiving as a member of a consumer group: each message is leased to one member of the group.
+"""Receiving as a member of a consumer group: lease messages, answer for them, and the loop behind `consume`.
 
-A lease ends with the member's answer or after its time. A message that is not acknowledged by then is delivered again,
-to any member, with one more attempt counted. After the group's last attempt it goes to the dead letters,
-`%DLQ%<group>`. So a message is consumed at least once, even if a member or the broker dies.
+Each message is leased to one member of the group. A lease ends with the member's answer or after its time. A message
+that is not acknowledged by then is delivered again, to any member, with one more attempt counted. After the group's
+last attempt it goes to the dead letters, `%DLQ%<group>`. So a message is consumed at least once, even if a member or
+the broker dies.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from timeball.model import limits, wire
 from timeball.model.errors import RequestError
 from timeball.model.rules import valid
 from timeball.model.time_parsing import After, delay_ms
+
+# ---- starts and filters ---------------------------------------------------------------------------------------
 
 Start = Literal["earliest", "latest"]
 _STARTS = ("earliest", "latest")
@@ -48,6 +51,9 @@ def make_filter(tag: str | None, sql: str | None) -> MessageFilter:
     if tag and sql:
         raise RequestError("filter by tag= or by sql=, one of them")
     return MessageFilter(tag or "", sql or "")
+
+
+# ---- receive and answer ---------------------------------------------------------------------------------------
 
 
 class Consumer:
@@ -167,11 +173,10 @@ class Consumer:
         return list(by_member.values())
 
 
-# The loop behind `consume`: it pulls messages, hands them out one by one, and acknowledges the processed ones.
-#
+# ---- the loop behind `consume` --------------------------------------------------------------------------------
 # A message counts as processed when the program asks for the next one. `next` returns a message and never blocks. If it
 # returns None, the caller must call `work`, which calls the broker and blocks. `Timeball` and `AsyncTimeball` share
-# this class. They differ only in the thread in which they call `work`.
+# `ConsumeLoop`. They differ only in the thread in which they call `work`.
 
 # Time between acknowledgements. After a crash of the consumer, the messages of at most this time are repeated.
 ACK_INTERVAL_MS = 1_000

@@ -1,4 +1,4 @@
-"""Conversion of the program's messages to the record batches of a send stream, and the creation of message ids.
+"""Prepare messages for a send stream: conversion to record batches, message ids, and trace context.
 
 A single message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or dicts.
 Their columns are those of the Flight protocol, and two more for convenience:
@@ -16,6 +16,9 @@ A message id has 32 hexadecimal characters, and is unique without coordination:
 Like a unique key of RocketMQ, an id exists before the message is sent. So a program can cancel a message whose
 acknowledgement was lost, or send it again as the same message. The ids of one process sort by age. Many ids are made in
 one vectorized pass.
+
+If the program uses OpenTelemetry, a sent message carries the context of the current span (model/trace_context.py). On
+the receiving side, a Worker runs its handler in a span whose parent is that context.
 """
 
 from __future__ import annotations
@@ -49,6 +52,8 @@ from timeball.model.rules import (
 )
 from timeball.model.time_parsing import when
 from timeball.model.trace_context import with_contexts
+
+# ---- conversion to record batches -----------------------------------------------------------------------------
 
 ONE_SCHEMA = pa.schema(
     [
@@ -375,7 +380,7 @@ def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from halves(batch.slice(middle))
 
 
-# ---- ids --------------------------------------------------------------------------------------------------
+# ---- ids ------------------------------------------------------------------------------------------------------
 
 ID_CHARACTERS = 32
 COUNTER_END = 2**32
@@ -432,11 +437,9 @@ IDENTIFIERS = Identifiers()
 os.register_at_fork(after_in_child=IDENTIFIERS.after_fork)
 
 
-# Trace context between a program and its messages, for programs that use OpenTelemetry.
-#
-# A sent message carries the context of the current span (trace_context.py). A Worker runs its handler in a span whose
-# parent is that context. The program must set up OpenTelemetry itself. Without a tracer provider, no span is recorded.
-# Without the package `opentelemetry-api`, this module does nothing.
+# ---- trace context, for programs that use OpenTelemetry -------------------------------------------------------
+# The program must set up OpenTelemetry itself. Without a tracer provider, no span is recorded. Without the package
+# `opentelemetry-api`, the functions below do nothing.
 
 try:
     from opentelemetry.trace import SpanKind, get_tracer

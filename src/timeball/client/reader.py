@@ -1,5 +1,8 @@
 """The reading methods of a client: consume as a member of a group, or browse by offset.
 
+`Timeball` inherits the methods from `Reader`. The loop and the leases of consuming are in consumer.py. The positions of
+browsing are in this file.
+
 In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
 """
 
@@ -21,6 +24,8 @@ from timeball.model import limits, wire
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.time_parsing import After, delay_ms
 from timeball.model.wire import QueueRange
+
+# ---- the methods of `Timeball` --------------------------------------------------------------------------------
 
 
 class Reader:
@@ -260,10 +265,9 @@ class Reader:
         return offsets(self._calls, group, topic)
 
 
-# Browsing: reading queues by offset, with a position per queue that advances with each read.
-#
-# Browsing leases nothing, so every browser gets every message. The client keeps the position. For a group, `commit`
-# stores the position at the broker, and the next browser of the group begins there.
+# ---- positions of browsing ------------------------------------------------------------------------------------
+# The client keeps the next offset of each queue, which advances with each read. For a group, `commit` stores the
+# offsets at the broker, and the next browser of the group begins there.
 
 
 class Positions:
@@ -388,6 +392,9 @@ class Browser:
     def _pull(self, topic: str, next_offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
         ticket = wire.Pull(topic=topic, offsets=dict(next_offsets), rows=rows, wait_ms=wait_ms)
         return self._calls.rows(ticket, wait_ms)
+
+
+# ---- calls about queues and offsets ---------------------------------------------------------------------------
 
 
 def queues(calls: Calls, topic: str) -> dict[int, QueueRange]:
