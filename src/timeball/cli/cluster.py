@@ -1,4 +1,7 @@
-"""`timeball cluster`: create, inspect and change a cluster, from any machine that reaches its etcd."""
+"""`timeball cluster`: create, inspect and change a cluster, from any machine that reaches its etcd.
+
+Only `timeball cluster drain` connects to a broker of the cluster instead of its etcd.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,10 @@ from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
 
-# `timeball cluster drain`: hand over the pending messages of a group to another group, and show the progress.
-#
+# ---- hand over the pending messages of a group to another group -----------------------------------------------
 # The leader of the drained group does the work (broker/groups/draining.py). This process repeats its request every
-# `POLL_S` seconds until nothing is left to hand over. If this process ends, the leader continues.
+# `POLL_S` seconds until nothing is left to hand over, and shows the progress. If this process ends, the leader
+# continues.
 
 if TYPE_CHECKING:
     from timeball.model.wire import Drained
@@ -114,6 +117,8 @@ def _drain_sentence(progress: Drained, *, dry_run: bool) -> str:
         f"group {progress.group} is drained to {progress.heir}: {progress.moved:,} messages handed over{rest}"
     )
 
+
+# ---- create, show and change groups ---------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
@@ -430,7 +435,7 @@ def _run_with_coordinator(settings: Settings, call: Callable[[Coordinator], Awai
     return asyncio.run(run())
 
 
-# Format the output of `timeball cluster status` for people.
+# ---- the output of `timeball cluster status` for people -------------------------------------------------------
 
 HEADINGS = ("node", "role", "log", "committed", "applied", "lag", "clock", "version", "since")
 

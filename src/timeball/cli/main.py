@@ -1,7 +1,8 @@
 """The command `timeball`: all commands in one app, and the boundary where errors become exit codes.
 
 Each command imports its dependencies when it runs, so that `timeball send` does not wait for the modules of Spark or
-Parquet. No code below this boundary prints an error or ends the process.
+Parquet. For the same reason, most options are read without Typer's validators. No code below this boundary prints an
+error or ends the process.
 """
 
 from __future__ import annotations
@@ -126,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     sys.exit(0)
 
 
-# Readers of options that avoid Typer's validators: Pydantic takes as long to import as numpy and Arrow together.
-#
-# Typer reads every parameter with a Pydantic model, even if the user did not give it. Texts, whole numbers, paths and
-# parameters with one of Timeball's parsers need no model. Typer reads all other parameters. It also reads each value
-# that a reader here refuses, because its error names the option.
+# ---- read options without Typer's validators ------------------------------------------------------------------
+# Typer reads every parameter with a Pydantic model, even if the user did not give it. Pydantic takes as long to import
+# as numpy and Arrow together. Texts, whole numbers, paths and parameters with one of Timeball's parsers need no model.
+# Typer reads all other parameters. It also reads each value that a reader here refuses, because its error names the
+# option.
 
 
 class PlainParameter:

@@ -1,8 +1,9 @@
-"""`timeball send` and `timeball schedule`: send a message for now, or for a due time.
+"""The commands for messages: `timeball send`, `schedule`, `get`, `pull`, `cancel` and `reschedule`.
 
-The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as
-columns, `CHUNK_LINES` at a time, so a file of any size needs bounded memory. The client splits a large chunk into
-pipelined batches.
+send, schedule        send a message for now, or for a due time
+get                   show the state of a message, by its id, and the progress of each consumer group with it
+pull                  read the visible messages of a topic, as a group's member or, with --peek, without taking them
+cancel, reschedule    cancel or move pending messages, with one verdict for each
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
     from timeball.client import Timeball
     from timeball.client.sender import Receipt
+
+# ---- send and schedule ----------------------------------------------------------------------------------------
+# The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as
+# columns, `CHUNK_LINES` at a time, so a file of any size needs bounded memory. The client splits a large chunk into
+# pipelined batches.
 
 AFTER_ADVICE = "write 250ms, 90s, 1h30m or 7d, or a time with --at"
 CHUNK_LINES = 50_000
@@ -259,7 +265,7 @@ def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.Record
         yield pa.RecordBatch.from_pydict(arrays)
 
 
-# `timeball get`: show the state of a message, by its id, and the progress of each consumer group with it.
+# ---- get ------------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from timeball.model.wire import GroupPlace, MessagePlace
@@ -317,7 +323,7 @@ def _group_words(progress: GroupPlace) -> Iterator[str]:
         yield f"attempt {progress.attempts}"
 
 
-# `timeball pull`: read the visible messages of a topic, as a group's member or, with --peek, without taking them.
+# ---- pull -----------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from timeball.client.messages import Message
@@ -428,7 +434,7 @@ def _decode_text(body: bytes) -> str | None:
         return None
 
 
-# `timeball cancel` and `timeball reschedule`: cancel or move pending messages, with one verdict for each.
+# ---- cancel and reschedule ------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from timeball.model.wire import Verdict

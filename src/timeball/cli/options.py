@@ -1,10 +1,20 @@
-"""Options that several commands share: the settings as options, and the options of a Spark session.
+"""The shared parts of commands: common options, the connection to a broker, and the error for a missing package.
 
 `Settings` lists the choices of an operator. `settings_options` makes one option of each of its fields, with the field's
 help text and default. A value comes from the first of these sources that has it: the option, the environment
 (TIMEBALL_PORT for --port), the file named with --settings (TOML, with the same names), the default.
 
+`spark_options` adds the options of a Spark session.
+
 `connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failure.
+
+`not_installed` builds the error for a missing package, which names the extra to install. The plain package contains the
+dependencies of a client. The extras add others:
+
+    broker   the broker, and the commands that read a data folder or the pending table
+    spark    the pipeline
+    kafka    Kafka's client
+    picture  matplotlib
 """
 
 from __future__ import annotations
@@ -29,6 +39,8 @@ from timeball.model.errors import RequestError, SetupError, Unavailable
 if TYPE_CHECKING:
     from timeball.client import Timeball
 
+
+# ---- settings and options of several commands -----------------------------------------------------------------
 
 EndpointOption = Annotated[
     str,
@@ -309,15 +321,7 @@ def addresses_of(endpoint: str) -> str:
     return endpoint.partition("#")[0]
 
 
-# The error for a missing package, which names the extra to install.
-#
-# The plain package contains the dependencies of a client. The extras add others:
-#
-#     broker   the broker, and the commands that read a data folder or the pending table
-#     spark    the pipeline
-#     kafka    Kafka's client
-#     picture  matplotlib
-#
+# ---- missing packages -----------------------------------------------------------------------------------------
 # A command imports its dependencies when it runs, so the list of commands and every help text work in a plain
 # installation too.
 

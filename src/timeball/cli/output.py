@@ -1,7 +1,23 @@
-"""The output of commands: results go to stdout, progress and notes to stderr.
+"""The output and the exit codes of commands: results go to stdout, and progress, notes and errors to stderr.
 
 With --json, stdout has only JSON documents, one per line, so that a pipe can rely on it. Progress bars appear on a
 terminal only.
+
+Only this file turns an error into a sentence and an exit code:
+
+    0   done
+    1   a check failed: the audit does not balance, a cancel or a reschedule came too late, or no message has
+        the id or key
+    2   usage: the broker or the command refuses an option, an argument or a request
+    3   the broker cannot be reached, or is starting or stopping, or Spark has failed and a new start may help
+    4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
+        in use
+    5   storage: disk full, over a limit, corrupt bytes, a failed write
+    70  a fault in Timeball itself (TIMEBALL_DEBUG=1 shows where)
+    130 interrupted
+
+Each code stands for a class of errors in model/errors.py, and each class for the person who must act. A stack trace is
+shown only with TIMEBALL_DEBUG=1, because it would hide the sentence that helps a user.
 """
 
 from __future__ import annotations
@@ -26,6 +42,7 @@ from timeball.model.errors import (
     Unavailable,
 )
 
+# ---- results, notes and progress ------------------------------------------------------------------------------
 # Rich is imported on its first use: a broker does not print with it, and starts sooner without the import.
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,25 +123,11 @@ def bars(counts: Mapping[str, int], width: int = 40) -> list[str]:
     return lines
 
 
-# The exit codes of the commands, and the one place where an error becomes a sentence and a code.
-#
-#     0   done
-#     1   a check failed: the audit does not balance, a cancel or a reschedule came too late, or no message has
-#         the id or key
-#     2   usage: the broker or the command refuses an option, an argument or a request
-#     3   the broker cannot be reached, or is starting or stopping; or Spark has failed, and a new start may help
-#     4   set-up: a package that is not installed, port in use, no Java, data folder of a newer format, not ours, or
-#         in use
-#     5   storage: disk full, over a limit, corrupt bytes, a failed write
-#     70  a fault in Timeball itself; TIMEBALL_DEBUG=1 shows where
-#     130 interrupted
-#
-# Each code stands for a class of errors in `errors.py`, and each class for the person who must act. A stack trace is
-# shown only with TIMEBALL_DEBUG=1, because it would hide the sentence that helps a user.
+# ---- exit codes -----------------------------------------------------------------------------------------------
 
 
 class ExitCode(IntEnum):
-    """The codes in this module's table. Scripts depend on them, so a number never changes its meaning."""
+    """The codes of the module's table. Scripts depend on them, so a number never changes its meaning."""
 
     OK = 0
     CHECK_FAILED = 1

@@ -1,4 +1,9 @@
-"""`timeball serve`: run the broker alone in the foreground, until SIGTERM or SIGINT.
+"""`timeball serve` and `timeball name-server`: run a server in the foreground, until SIGTERM or SIGINT.
+
+    serve                              the broker alone, in one process
+    serve --cluster …                  one replica of a group of the cluster
+    serve --cluster … --group g1,g2    one process per group on this machine, and a process that supervises them
+    name-server                        RocketMQ's name server for all groups of a cluster, on a machine without replicas
 
 The ready line is printed once clients can connect, so a program that starts the broker waits for that line. systemd
 waits for READY=1. Without a pipeline, the broker compacts by itself.
@@ -25,14 +30,12 @@ from timeball.io.threads import watch_stop_signals
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, StorageError
 
-# `timeball serve --group g1,g2`: run one process per group on this machine, and restart those that end.
-#
+# ---- one process per group, and their supervisor --------------------------------------------------------------
 # Each group's process is a separate node. Its name consists of this node's name and the group (`a.g1`). It has its own
 # folder in the data folder, and its own ports, which are `PORTS_APART` above those of the group before it. The
-# supervising process runs the name server, which answers for all groups.
-#
-# A process that ends is started again, after a pause that doubles each time the process ends early. If a process cannot
-# start at all, all processes are ended: then an option is wrong, which only an operator can correct.
+# supervisor runs the name server, which answers for all groups. A process that ends is started again, after a pause
+# that doubles each time the process ends early. If a process cannot start at all, all processes are ended: then an
+# option is wrong, which only an operator can correct.
 
 PORTS_APART = 100
 RESTART_S, RESTART_S_MAX = 0.5, 10.0
@@ -186,6 +189,8 @@ def current_command() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
+# ---- the command `serve`, and the broker alone ----------------------------------------------------------------
+
 if TYPE_CHECKING:
     from timeball.node.node import Node
 
@@ -309,10 +314,9 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-# The event loop of the server processes: uvloop's, which is built on libuv (docs/decisions/0076-uvloop.md).
-#
-# Only the server commands use uvloop. No other code depends on the kind of loop: tests and client commands use
-# asyncio's.
+# ---- the event loop -------------------------------------------------------------------------------------------
+# uvloop is built on libuv (docs/decisions/0076-uvloop.md). Only the server commands use uvloop. No other code depends
+# on the kind of loop: tests and client commands use asyncio's.
 
 
 def runner() -> asyncio.Runner:
@@ -322,8 +326,7 @@ def runner() -> asyncio.Runner:
     return asyncio.Runner(loop_factory=uvloop.new_event_loop)
 
 
-# `timeball serve --cluster …`: run one replica in the foreground, until SIGTERM or SIGINT.
-#
+# ---- one replica ----------------------------------------------------------------------------------------------
 # A process that has lost the lead, or whose disk has failed once, replaces itself by a new process with the same
 # process id (execv). The new process starts with empty memory and reads the log from the disk.
 
@@ -403,7 +406,7 @@ def _restart_process() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-# `timeball name-server`: RocketMQ's name server for all groups of a cluster, on a machine without replicas.
+# ---- the name server ------------------------------------------------------------------------------------------
 
 
 @settings_options

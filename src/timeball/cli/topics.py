@@ -1,4 +1,8 @@
-"""`timeball topics`: list the topics of a broker, or the queues of one topic."""
+"""`timeball topics` and `timeball groups`: list the topics of a broker, and its consumer groups.
+
+topics    all topics, or the queues of one topic
+groups    how far consumer groups are behind
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from rich.table import Table
 
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
 from timeball.cli.output import out, print_json, print_note
+
+# ---- topics ---------------------------------------------------------------------------------------------------
 
 
 def topics(
@@ -61,7 +67,7 @@ def _print(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) 
         out().print(table)
 
 
-# `timeball groups`: show how far consumer groups are behind.
+# ---- groups ---------------------------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
     from timeball.model.wire import GroupState

@@ -2,8 +2,7 @@
 
 command    the command itself: count, add an extra load, answer
 options    the request: a window, consumers, an extra load
-report     counting, and the answer as a document and for people
-picture    the answer as PNG, SVG or PDF
+report     counting, and the answer as a document, for people, and as a picture
 """
 
 from timeball.cli.forecast.command import forecast

@@ -1,7 +1,10 @@
-"""The answer of `timeball forecast`: scheduled messages counted on one snapshot, and an assumed extra load.
+"""The answer of `timeball forecast`, as a document, as text for people and as a picture.
 
-With an extra load, every what-if figure appears twice: without it, and with it. Only the extra rows within the window
-count. The number of the others is reported, so that a mistyped time is noticed.
+The scheduled messages are counted on one snapshot, and an assumed extra load is added. With an extra load, every
+what-if figure appears twice: without it, and with it. Only the extra rows within the window count. The number of the
+others is reported, so that a mistyped time is noticed.
+
+The picture shows the messages due over time, and below it the messages that wait for consumers.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from timeball.spark.views.forecast import (
 )
 from timeball.spark.views.snapshot import Snapshot, check_version
 
-# ---- counting -----------------------------------------------------------------------------------------------
+# ---- counting -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def _open_engine(spark: SparkOptions | None, quiet: bool) -> Iterator[Count]:
         yield count_on_spark
 
 
-# ---- the document -------------------------------------------------------------------------------------------
+# ---- the document ---------------------------------------------------------------------------------------------
 
 
 class Forecast(msgspec.Struct, kw_only=True, frozen=True):
@@ -395,8 +398,7 @@ def show_span(span_ms: int) -> str:
     return f"{seconds // 60} min {seconds % 60} s"
 
 
-# A forecast as a picture: messages due over time, and below it the messages that wait for consumers.
-#
+# ---- the picture ----------------------------------------------------------------------------------------------
 # Drawn without a display. The colours can be distinguished by the colour-blind and in grey.
 
 KINDS = (".png", ".svg", ".pdf")
