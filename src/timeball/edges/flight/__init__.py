@@ -5,13 +5,10 @@ Keeps: one window of unanswered batches per stream, bounded in batches and bytes
     has checked the caller, none longer than a batch may be, and decodes none that would become longer than it is.
 Hands on: requests to the broker's verbs. Answers travel back in the order of the requests.
 
-    codec      JSON <-> typed requests, answers, errors, tickets; bounds    (no I/O)
-    protobuf   Flight's protobuf messages                                   (no I/O)
-    window     unanswered batches of a stream, in order; back-pressure
-    sends      batches to the broker's batcher, and their answers back
-    calls      one call: its caller, its slot in the limit, its status
-    exchange   one stream of batches
-    reads      the rows of a ticket, as far as the client takes them
+    codec      JSON <-> typed requests, answers, errors, tickets; Flight's protobuf messages; bounds    (no I/O)
+    exchange   one call: its caller, its slot in the limit, its status. A stream of batches: the batches to the broker,
+               their answers back, and the window of unanswered batches (back-pressure)
     verbs      from a decoded request to the broker's verb
-    server     FlightEdge: the methods, and the server of http2/
+    server     FlightEdge: the methods, and the server of http2/. Reads: the rows of a ticket, as far as the client
+               takes them
 """

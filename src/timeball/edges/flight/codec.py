@@ -1,11 +1,14 @@
-"""JSON of the Flight edge: actions, tickets and acknowledgements as typed values. Does no I/O.
+"""Codec of the Flight edge: its JSON (actions, tickets, answers), and Flight's protobuf messages. Does no I/O.
 
 All JSON from clients is decoded here, once, after its size was checked. The results are structs of wire.py, which limit
-every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a
-typed error that names the field. Decoding costs no more than reading the bytes.
+every number and length. A wrong type, an unknown field, a number beyond 64 bits or too many items is a typed error that
+names the field. Decoding costs no more than reading the bytes.
 
 Invariant: the results of `decode_action` and `decode_ticket` satisfy every bound of `wire.py`, so the server checks
 nothing again.
+
+The protobuf codec is handwritten, because the body of a batch makes up most of a message. The body is not copied on
+reading, and copied once on writing. The classes of protobuf would copy it more often.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from timeball.model.message import READ_SCHEMA
 from timeball.model.rules import with_valid_fields
 from timeball.table import attachment
 
-# ---- actions --------------------------------------------------------------------------------------------
+# ---- actions -------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, tuple[type[wire.Request] | None, int, str]] = {
     # verb: (type of the body, largest size of the body in bytes, description); `attach` has a separate decoder
@@ -124,7 +127,7 @@ def _check_single_selector(verb: str, request: wire.Cancel | wire.Reschedule) ->
         )
 
 
-# ---- tickets --------------------------------------------------------------------------------------------
+# ---- tickets -------------------------------------------------------------------------------------------------
 
 
 def decode_ticket(data: bytes) -> wire.Ticket:
@@ -144,7 +147,7 @@ def decode_ticket(data: bytes) -> wire.Ticket:
     return ticket
 
 
-# ---- answers --------------------------------------------------------------------------------------------
+# ---- answers -------------------------------------------------------------------------------------------------
 
 _encoder = msgspec.json.Encoder()
 _IO_ERROR = "5"  # Arrow's StatusCode, which its clients read as a FlightServerError
@@ -220,7 +223,7 @@ def _shortened(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
-# ---- decoding -------------------------------------------------------------------------------------------
+# ---- decoding of JSON ----------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -245,11 +248,8 @@ def _decode(data: bytes, kind: Any, subject: str) -> Any:
         raise InvalidMessage(f"{subject} is not JSON: {error}") from error
 
 
-# Flight's protobuf messages <-> bytes: the few fields of Flight.proto that this edge reads or writes.
-#
-# This codec is handwritten, because the body of a batch makes up most of a message. The body is not copied on reading,
-# and copied once on writing. The classes of protobuf would copy it more often. Does no I/O. Raises InvalidMessage for
-# bytes that are not protobuf.
+# ---- Flight's protobuf messages ------------------------------------------------------------------------------
+# The few fields of Flight.proto that this edge reads or writes. Bytes that are not protobuf raise InvalidMessage.
 #
 #     Action          1 type, 2 body            Ticket    1 ticket
 #     FlightData      1 descriptor, 2 header (an Arrow IPC message without its body), 3 app_metadata, 1000 body

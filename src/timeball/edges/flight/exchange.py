@@ -1,8 +1,15 @@
-"""One stream of batches (DoExchange). Batches are read without waiting for their answers, and answered in their order.
+"""Calls of Flight, the streams of batches (DoExchange), and the window of their unanswered batches.
 
-    DATA        message -> decode and check -> window.enter -> sink
-    broker      sink -> slot.settle                                        (exchange.py)
-    answers     window.pop_answer -> acknowledgements, as far as the client reads them
+    FlightCall                        one call: its caller, its slot in the limit, its status
+    Sends, SourcedSends, Releases     from a stream to the broker, and the broker's answers back
+    Upload                            one stream of batches
+    Window                            the unanswered batches of one stream, in order
+
+Batches are read without waiting for their answers, and answered in their order:
+
+    DATA        message -> decode and check -> Window.enter -> sink (Sends, SourcedSends or Releases)
+    broker      sink -> Slot.settle
+    answers     Window.pop_answer -> acknowledgements, as far as the client reads them
 
 The stream reads on while its batches wait for the disk, so that one group commit can contain many batches of a stream.
 A refused batch is answered, and the stream continues. When the client disconnects, the broker still decides the batches
@@ -45,10 +52,9 @@ from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Timeb
 from timeball.model.message import SendBatch
 from timeball.model.wire import END_OF_STREAM
 
-# One call of Flight. Its headers identify the caller, then the call takes a slot, and then its message is received.
-#
-# A call that fails ends as with Arrow's own server: with the status UNKNOWN, and trailers with Timeball's error code
-# and text.
+# ---- one call ------------------------------------------------------------------------------------------------
+# The headers identify the caller, then the call takes a slot, and then its message is received. A call that fails ends
+# as with Arrow's own server: with the status UNKNOWN, and trailers with Timeball's error code and text.
 
 # identifies the caller of a call, or raises the TimeballError that refuses the call
 Admit = Callable[[Call], Caller]
@@ -114,8 +120,7 @@ def framed_in_two(*segments: Payload) -> tuple[bytes, Payload]:
     return b"".join((PREFIX.pack(0, sum(map(len, segments))), *head_segments)), last
 
 
-# Passes batches from streams to the broker, and the broker's answers back to the slots of the batches.
-#
+# ---- from a stream to the broker, and back -------------------------------------------------------------------
 # broker/accepting/ingress.py joins small neighbouring batches of one schema. The batches of a release stream contain
 # rows of the pending table's files, sent by a dispatcher. The broker decides them in the order in which they arrive.
 #
@@ -212,6 +217,8 @@ def refusal_answer(error: BaseException) -> bytes:
     log_failure(logger, "send", error)
     return codec.encode_refusal(error)
 
+
+# ---- one stream of batches -----------------------------------------------------------------------------------
 
 READ_AHEAD_BYTES = 1024 * 1024  # a client may send so many bytes after the message being received
 # up to this size the event loop decodes a message itself: some 30 us, as long as a hand-over to a thread takes
@@ -520,19 +527,10 @@ class Upload(FlightCall):
         super().release()
 
 
-# The unanswered batches of one send stream, in order, with limits for their number and bytes.
-#
-#     the stream reads     enter(bytes) … None while the window is full. Then the stream stops reading, and HTTP/2 stops
-#                          the client: this is the back-pressure
-#     the broker answers   slot.settle(answer) … in any order
-#     the stream answers   pop_answer() … the settled answers at the front, in the order of their batches
-#
-# To settle a slot means to give it the answer to its batch. A slot counts towards the number of batches until its
-# answer is taken. So a client that does not read its answers cannot send further batches. The bytes of a slot only
-# count until it is settled. So such a client does not occupy the bytes that all streams share.
-#
-# Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
-# callback is called again.
+# ---- the unanswered batches of a stream ----------------------------------------------------------------------
+# A slot counts towards the number of batches until its answer is taken. So a client that does not read its answers
+# cannot send further batches. The bytes of a slot only count until it is settled. So such a client does not occupy the
+# bytes that all streams share.
 
 BATCHES_MAX = 1_024  # of one stream
 BYTES_MAX = 16 * 1024 * 1024  # of one stream
@@ -555,7 +553,16 @@ class Slot:
 
 
 class Window:
-    """The slots of one stream. Belongs to the event loop."""
+    """The slots of one stream, in the order of their batches. Belongs to the event loop.
+
+        the stream reads     enter(bytes) … None while the window is full. Then the stream stops reading, and HTTP/2
+                             stops the client: this is the back-pressure
+        the broker answers   slot.settle(answer) … in any order: gives the slot the answer to its batch
+        the stream answers   pop_answer() … the settled answers at the front
+
+    Invariant: each entered slot is settled at most once, and its answer is taken at most once. After `abort` neither
+    callback is called again.
+    """
 
     def __init__(
         self,

@@ -1,8 +1,11 @@
 """FlightEdge: the broker's verbs over Arrow Flight, on the HTTP/2 of http2/ and the broker's event loop.
 
+    FlightEdge    the server, and the methods of Flight
+    Reads         DoGet: the rows of a ticket, as fast as the client reads them
+
 pyarrow's own server reads a request of any length into memory, decompresses it and resolves its dictionaries before it
 checks the caller. This server first checks the caller, then the number of calls, then receives one message of bounded
-length, and then decodes it. `protobuf` reads Flight's few messages, and `arrow_ipc` the batches. Decision 0050.
+length, and then decodes it. codec.py reads Flight's few messages, and arrow_ipc.py the batches. Decision 0050.
 
 An action or a read is a task. A read ends when its client disconnects. A verb that changes something is left to finish,
 because it waits for a group commit that other requests wait for too. A send stream has no task: arriving batches and
@@ -52,6 +55,8 @@ from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
 logger = logging.getLogger(__name__)
+
+# ---- the server, and Flight's methods ------------------------------------------------------------------------
 
 SERVICE = "/arrow.flight.protocol.FlightService/"
 MESSAGE_BYTES_MAX = limits.BATCH_BYTES_MAX + 64 * 1024  # a batch and its header
@@ -262,10 +267,10 @@ async def _refuse_method(call: FlightCall, message: bytes) -> None:
     raise RequestError("this method is not offered; use DoExchange, DoAction or DoGet")
 
 
-# DoGet: rows of the log, of a queue, of a long poll, or leased to a group. They are sent as fast as the client reads.
-#
-# Rows that the client has not read yet count towards a limit for the answers of all calls. Threads read and encode the
-# rows of the log, one batch at a time. A client that stops reading occupies one batch in memory and no thread.
+# ---- DoGet: the rows of a ticket -----------------------------------------------------------------------------
+# Rows come from the log, a queue, a long poll, or a group's leases. Rows that the client has not read yet count towards
+# a limit for the answers of all calls. Threads read and encode the rows of the log, one batch at a time. A client that
+# stops reading occupies one batch in memory and no thread.
 
 ANSWER_PART_BYTES = 4 * 1024 * 1024  # the largest message of an answer; larger batches are split
 # read and not yet taken, of all calls; one address alone may hold half of it
