@@ -1,4 +1,4 @@
-"""Definitions that all handlers of this edge share: calls, replies, names of topics and groups, long polls, statuses.
+"""Definitions that all handlers of this edge share: calls, replies, names, long polls, statuses, clients' sessions.
 
 A handler has one of four forms. `call` contains the headers and the caller, `request` is the decoded message:
 
@@ -51,6 +51,8 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import OverLimit
 from timeball.model.message import RETRY_PREFIX
+
+# ---- calls, names, long polls, statuses ----------------------------------------------------------------------
 
 CLIENT_ID = "x-mq-client-id"
 NAMESPACE_SEPARATOR = "%"
@@ -235,11 +237,10 @@ def status_of(error: BaseException) -> Status:
     return Status(code=code_name, message=sentence(error))
 
 
-# The session of a client of the gRPC edge: its settings, and its open Telemetry streams.
-#
-# A session begins with the client's first settings. It lasts while one of its streams is open or while it sends
-# heartbeats. The edge ends the session of a client that has been silent for `EXPIRY_MS`, or that announces its
-# termination.
+# ---- sessions of clients -------------------------------------------------------------------------------------
+# A session has the client's settings and its open Telemetry streams. It begins with the client's first settings. It
+# lasts while one of its streams is open or while it sends heartbeats. The edge ends the session of a client that has
+# been silent for `EXPIRY_MS`, or that announces its termination.
 
 # Clients send heartbeats every 10 s. Not longer, because a killed client holds its messages until then.
 EXPIRY_MS = 30_000

@@ -1,8 +1,8 @@
-"""Find the handler of a call by its name, run it, and convert its error to a response.
+"""Find the handler of a call by its name, check permissions, run the handler, and convert its error to a response.
 
 RocketMQ's service definition lists the calls. A call without a handler gets NOT_IMPLEMENTED, with its name in the text.
-Errors are returned in the `status` field of the response, as RocketMQ's clients expect. Only calls that do not reach
-this module end with a gRPC error. Permissions are checked before a handler runs (dispatch.py).
+Permissions are checked before a handler runs. Errors are returned in the `status` field of the response, as RocketMQ's
+clients expect. Only calls that do not reach this module end with a gRPC error.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from timeball.edges.shared.error_codes import Refused, log_failure
 from timeball.model.access import ANONYMOUS, Caller, Verb
 
 logger = logging.getLogger(__name__)
+
+# ---- the dispatch of calls -----------------------------------------------------------------------------------
 
 _SERVICE = service_pb2.DESCRIPTOR.services_by_name["MessagingService"]
 SERVICE_NAME = _SERVICE.full_name
@@ -137,8 +139,7 @@ class Dispatch:
         return METHODS[name].response(status=status_of(error))
 
 
-# Check the permissions that a call requires, before a handler runs.
-#
+# ---- required permissions ------------------------------------------------------------------------------------
 # REQUIRED_PERMISSIONS lists the permission that each call requires, and the fields that name its topics and group. A
 # call without an entry requires ADMIN. A Telemetry stream names its topics and its group in its messages. So the
 # handler that reads the stream checks them (`check_settings`).

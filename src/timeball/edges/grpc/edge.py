@@ -1,4 +1,4 @@
-"""The edge for RocketMQ 5's clients: builds the handlers, and connects them to the HTTP/2 server."""
+"""The edge for RocketMQ 5's clients: builds the handlers, and serves their calls by the HTTP/2 server of http2/."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.errors import OverLimit, TimeballError
+
+# ---- the edge ------------------------------------------------------------------------------------------------
 
 EXPIRY_CHECK_S = 5.0  # between two searches for expired sessions
 UNREAD_BYTES_MAX = 256 * 1024 * 1024  # of messages in responses that clients have not read yet
@@ -111,9 +113,9 @@ class GrpcEdge:
                     self.context.sessions.remove(client.key)
 
 
-# The rest of this module is the service of this edge for http2/server.py: the methods by their paths, and the tasks
-# that answer calls. A call with a direct handler has no task. Most calls are sends, and a task costs as much as all
-# other work for a send.
+# ---- the service for http2/server.py -------------------------------------------------------------------------
+# The methods by their paths, and the tasks that answer calls. A call with a direct handler has no task. Most calls are
+# sends, and a task costs as much as all other work for a send.
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""Convert a client's message to a row for the broker. Every field is checked, and every error has RocketMQ's code.
+"""Decode SendMessage requests to rows for the broker, and encode their answers. Every error has RocketMQ's code.
 
-The system properties of a message determine its type:
+Every field of a message is checked. The system properties of a message determine its type:
 
     message_group          FIFO         one queue per group, the same for all senders: by a hash of the group
     delivery_timestamp     DELAY        to the millisecond; a fraction is rounded up, since nothing is early
@@ -13,6 +13,10 @@ the message would be delivered at once. Messages to lite topics are refused, bec
 behaviour that their senders expect.
 
 Invariant: each message either becomes a row or raises Refused, independently of other messages.
+
+If the build had a compiler, plain_sends.pyx decodes requests of the usual form ("plain sends") in C. protobuf decodes
+all others. protobuf and the checks of this module are the reference: for the same bytes, plain_sends.pyx gives the same
+row at a tenth of the cost. `--codec python` forces the reference.
 """
 
 from __future__ import annotations
@@ -52,6 +56,8 @@ from timeball.model import limits, rules
 from timeball.model.config import CodecChoice
 from timeball.model.message import PRIORITY, SendRow
 from timeball.model.rows import send_row
+
+# ---- from a message to a row ---------------------------------------------------------------------------------
 
 USER_PROPERTIES_MAX = 128  # RocketMQ's userPropertyMaxNum
 USER_PROPERTIES_BYTES_MAX = 16 * 1024  # RocketMQ's maxUserPropertySize, which includes tag and keys
@@ -360,11 +366,7 @@ def _encode_transaction_properties(system: SystemProperties, topic: str, message
     return text
 
 
-# Decode SendMessage requests and encode their answers.
-#
-# If the build had a compiler, plain_sends.pyx decodes requests of the usual form ("plain sends") in C. protobuf decodes
-# all others. protobuf and the checks of messages_in.py are the reference: for the same bytes, plain_sends.pyx gives the
-# same row at a tenth of the cost. `--codec python` forces the reference.
+# ---- the decoder of requests ---------------------------------------------------------------------------------
 
 try:
     from timeball.edges.grpc.codec.plain_sends import read_plain  # type: ignore[import-not-found]
@@ -408,9 +410,10 @@ def topics_in_send(request: Any) -> list[Resource]:
     return [Resource(resource_namespace=namespace, name=name)]
 
 
-# The answer to accepted messages is encoded by hand, because every send gets one. protobuf's objects for an answer (one
-# for the answer, and two for each message) would cost more than all other work for a send at this edge. The bytes equal
-# those that protobuf writes (tests/edges/grpc/codec/test_send_answers.py):
+# ---- answers -------------------------------------------------------------------------------------------------
+# Encoded by hand, because every send gets one. protobuf's objects for an answer (one for the answer, and two for each
+# message) would cost more than all other work for a send at this edge. The bytes equal those that protobuf writes
+# (tests/edges/grpc/codec/test_send_answers.py):
 #
 #     SendMessageResponse   1 status, 2 an entry for each message
 #     SendResultEntry       1 status, 2 message_id, 3 transaction_id, 4 offset, 5 recall_handle; empty ones are left out

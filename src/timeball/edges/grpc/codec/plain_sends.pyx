@@ -64,7 +64,7 @@ cdef struct Fields:
 
 
 cdef class PlainSend:
-    """A decoded plain send (see send_requests.PlainSend). `topic` is a namespace and a name."""
+    """A decoded plain send (see messages_in.PlainSend). `topic` is a namespace and a name."""
 
     cdef readonly tuple topic
     cdef readonly int message_type

@@ -1,8 +1,9 @@
-"""Calls with the receipt handle of a received message: acknowledge it, deliver it later, or make it a dead letter.
+"""Leases of received messages: the calls that settle or change them by receipt handles, and their auto-renewal.
 
     AckMessage                        ends the leases. The response has one status per handle
     ChangeInvisibleDuration           changes the invisible time. The response has a new handle, valid for the new time
     ForwardMessageToDeadLetterQueue   moves the message to the group's dead letters, after any number of attempts
+    auto-renewal                      messages held by a push consumer stay invisible for as long as it is connected
 
 The status is INVALID_RECEIPT_HANDLE if this broker did not create the handle for this group and topic, or if the
 message has returned to the group meanwhile. A repeated acknowledgement is OK, because the first response may have been
@@ -54,6 +55,8 @@ from timeball.edges.shared.receipt_handles import ReceiptHandles, invalid
 from timeball.edges.shared.sessions import Sessions
 from timeball.model import limits
 from timeball.model.errors import InvalidReceipt, TimeballError
+
+# ---- the calls with a receipt handle -------------------------------------------------------------------------
 
 NO_LONGER_VALID = (
     "it is not valid any more: its message was answered before, or has come back when its time was over"
@@ -168,18 +171,11 @@ def _overall_status(statuses: Sequence[Status]) -> Status:
     return status(Code.MULTIPLE_RESULTS, "each entry has a status of its own")
 
 
-# Auto-renewal: messages held by a push consumer stay invisible for as long as the consumer is connected.
-#
+# ---- auto-renewal --------------------------------------------------------------------------------------------
 # A push consumer sets no invisible time, since the duration of its listener is unknown. Its messages begin with an
 # invisible time of one minute. The broker renews it before it ends, for longer each time, up to three hours in total.
 # After that the message is delivered again. Each renewal moves the scheduled redelivery of the message to a later time,
 # and the receipt stays valid. When the client disconnects, its messages are given back.
-#
-# The state is kept in memory only, so after a restart nothing is renewed. A message is then delivered again at the end
-# of its last renewal, unless it is settled by its receipt handle before.
-#
-# The number of renewed messages is bounded, per client and in total. Messages beyond the bound get only the first
-# minute.
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +203,10 @@ class _HeldMessage:
 
 class Renewals:
     """Renews the leases of push consumers. Belongs to the event loop. `close` ends its tasks.
+
+    The state is kept in memory only, so after a restart nothing is renewed. A message is then delivered again at the
+    end of its last renewal, unless it is settled by its receipt handle before. The number of renewed messages is
+    bounded, per client and in total. Messages beyond the bound get only the first minute.
 
     `now_ms` never decreases. The receipt of each held message is in `_due` or `_ready`, unless the message is renewed
     or settled at the moment.

@@ -1,4 +1,6 @@
-"""ReceiveMessage: hand out messages with receipt handles, at once or after a wait (a long poll).
+"""Receiving: ReceiveMessage hands out messages with receipt handles, PullMessage reads a queue without leases.
+
+ReceiveMessage answers at once or after a wait (a long poll):
 
     messages       status OK, the messages, the time at which they were handed out
     no messages    status MESSAGE_NOT_FOUND, after the waiting time of the request
@@ -7,8 +9,10 @@ A consumer gets messages of any queue of the topic, whichever queue its request 
 Consumers ask the queues of a route in turn, so they would otherwise wait at an empty queue while another queue has a
 message. Only a push consumer that consumes in order gets messages of the queue in its request, which is assigned to it.
 
-If a client disconnects before it has read its messages, they are given back at once. A client that does not read its
-responses delays only itself (shared_limits.py).
+PullMessage and the calls about offsets are for a consumer that keeps its own position in each queue.
+
+If a client disconnects before it has read its leased messages, they are given back at once. A client that does not read
+its responses delays only itself (shared_limits.py).
 """
 
 from __future__ import annotations
@@ -58,6 +62,8 @@ from timeball.log.row_encoder import read_bytes
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import OutOfRange
+
+# ---- ReceiveMessage ------------------------------------------------------------------------------------------
 
 ATTEMPT_ID_CHARACTERS_MAX = 128  # the broker keeps one per queue that is consumed in order. A UUID has 36
 INVISIBLE_MS_MIN = limits.SECOND_MS  # RocketMQ's minimum is 10 s
@@ -168,21 +174,21 @@ def _invisible_ms(request: ReceiveMessageRequest) -> int:
     return invisible_ms
 
 
-# PullMessage and the calls about offsets, for a consumer that keeps its own position in each queue.
-#
-#     PullMessage     returns a status, messages, and the offset to continue at. The offset is also returned if there is
-#                     no message, or with ILLEGAL_OFFSET
-#     UpdateOffset    stores the group's offset in a queue, as durable as all stored offsets of the broker
-#     GetOffset       returns the stored offset, or OFFSET_NOT_FOUND
-#     QueryOffset     returns the first or last offset of a queue, or the offset for a time
-#
+# ---- PullMessage and the calls about offsets -----------------------------------------------------------------
 # A pull creates no lease: the message has no receipt handle, and a pull at the same offset returns it again.
 
 TIME_SECONDS_MAX = limits.INSTANT_MS_MAX // limits.SECOND_MS
 
 
 class Pulls:
-    """Serves PullMessage and the calls about offsets. Belongs to the event loop."""
+    """Serves PullMessage and the calls about offsets. Belongs to the event loop.
+
+    PullMessage     returns a status, messages, and the offset to continue at. The offset is also returned if there is
+                    no message, or with ILLEGAL_OFFSET
+    UpdateOffset    stores the group's offset in a queue, as durable as all stored offsets of the broker
+    GetOffset       returns the stored offset, or OFFSET_NOT_FOUND
+    QueryOffset     returns the first or last offset of a queue, or the offset for a time
+    """
 
     def __init__(self, context: GrpcContext, long_polls: LongPolls, response_buffer: MemoryQuota) -> None:
         self._context, self._broker = context, context.broker

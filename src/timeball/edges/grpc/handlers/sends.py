@@ -1,8 +1,9 @@
-"""SendMessage, which broker/accepting/ingress.py batches with other sends, and RecallMessage.
+"""SendMessage, RecallMessage and EndTransaction, and the question to producers about open transactions.
 
-The messages of a call are accepted together or refused together, with the code of the first bad message. So the entries
-of the response never have different statuses (RocketMQ's MULTIPLE_RESULTS). Half messages go to a separate batcher. No
-consumer sees them before their transaction is committed (sends.py).
+broker/accepting/ingress.py batches the messages of a call with other sends. They are accepted together or refused
+together, with the code of the first bad message. So the entries of the response never have different statuses
+(RocketMQ's MULTIPLE_RESULTS). Half messages go to a separate batcher. No consumer sees them before their transaction is
+committed.
 
 A topic may be restricted to messages of one type by RocketMQ's attribute `message.type`. MIXED allows all types. A
 message of another type is refused with MESSAGE_PROPERTY_CONFLICT_WITH_TYPE. A topic without the attribute accepts all
@@ -78,6 +79,8 @@ from timeball.edges.shared.error_codes import Refused
 from timeball.model.access import ANONYMOUS, Verb
 from timeball.model.errors import NotFound
 from timeball.model.message import SEND_NAMES, SendRow
+
+# ---- SendMessage and RecallMessage ---------------------------------------------------------------------------
 
 ALL_TYPES = [
     MessageType.NORMAL,
@@ -288,21 +291,11 @@ def _type_name(message_type: MessageType) -> str:
     return MessageType.Name(message_type) if message_type in known_types else f"of type {message_type}"
 
 
-# EndTransaction, and the question to producers about transactions that they have not ended.
-#
-# A half message arrives by SendMessage (sends.py), whose response contains the id of its transaction. Over gRPC a
-# producer has no group, so the topic is used as its group. If a transaction stays open, the broker asks a producer of
-# the topic about it on its Telemetry stream, and the producer answers with EndTransaction.
-# broker/transacting.py decides when to ask. A second EndTransaction with the same resolution succeeds,
-# too. With the opposite resolution it is refused.
-#
-# Clients get the id of a transaction with the response to a half message, and send it back in EndTransaction. It is
-# opaque to them:
-#
-#     | number of the half message, 16 hexadecimal digits | crc32 of topic and message id, 8 |
-#
-# The checksum prevents that a client ends another message's transaction by mistake. It is no secret: a client that may
-# send to a topic may also end its transactions, as in RocketMQ.
+# ---- transactions --------------------------------------------------------------------------------------------
+# The response to a half message contains the id of its transaction. Over gRPC a producer has no group, so the topic is
+# used as its group. If a transaction stays open, the broker asks a producer of the topic about it on its Telemetry
+# stream, and the producer answers with EndTransaction. broker/transacting.py decides when to ask. A second
+# EndTransaction with the same resolution succeeds, too. With the opposite resolution it is refused.
 
 _ID_FORMAT = re.compile(r"[0-9A-F]{24}")
 SEQ_MAX = 2**63 - 1
@@ -331,7 +324,7 @@ class Transactions:
         # Any other resolution means "not known yet": the producer is asked again later.
         return EndTransactionResponse(status=OK)
 
-    # -- the interface Asker of transacting.py --------------------------------------------------------
+    # -- the interface Asker of broker/transacting.py --------------------------------------------------------
 
     def has_producer(self, half: Half) -> bool:
         """Return whether the half message arrived by this edge, and a producer of its topic is connected."""
@@ -371,7 +364,13 @@ def _invalid_transaction(reason: str) -> Refused:
 
 
 def transaction_id(seq: int, topic: str, message_id: str) -> str:
-    """Create the id of the transaction whose half message has the number `seq`."""
+    """Create the id of the transaction whose half message has the number `seq`. It is opaque to clients.
+
+        | number of the half message, 16 hexadecimal digits | crc32 of topic and message id, 8 |
+
+    The checksum prevents that a client ends another message's transaction by mistake. It is no secret: a client that
+    may send to a topic may also end its transactions, as in RocketMQ.
+    """
     return f"{seq:016X}{_checksum(topic, message_id):08X}"
 
 

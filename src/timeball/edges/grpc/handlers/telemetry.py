@@ -1,4 +1,4 @@
-"""Telemetry, Heartbeat and NotifyClientTermination: clients register, and the broker sends them settings.
+"""Clients register and get settings (Telemetry, Heartbeat, NotifyClientTermination), and ask for queues (routes).
 
     client                                broker
     Telemetry: settings            ->
@@ -6,6 +6,8 @@
     Heartbeat, every ten seconds   ->     OK; UNRECOGNIZED_CLIENT_TYPE before the first settings
                                    <-     on the open stream: a check of a transaction (sends.py)
     NotifyClientTermination        ->     OK
+
+A client also asks for the queues of a topic (QueryRoute), and for those that a consumer reads (QueryAssignment).
 
 The answer to the settings is the first message on the stream, because two of RocketMQ's clients wait for it without a
 time limit. It contains:
@@ -89,6 +91,8 @@ from timeball.edges.shared.sessions import advertised
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import Unavailable
+
+# ---- Telemetry, Heartbeat and NotifyClientTermination --------------------------------------------------------
 
 PRODUCER_ATTEMPTS = 3
 RECEIVE_ROWS = 32  # how many messages a consumer asks for in one call
@@ -256,17 +260,10 @@ def _exponential(attempts: int, initial_ms: int, max_ms: int, factor: int) -> Re
     )
 
 
-# QueryRoute and QueryAssignment: the queues of a topic, and those that a consumer reads.
-#
+# ---- QueryRoute and QueryAssignment --------------------------------------------------------------------------
 # A single broker has all queues of a topic. In a cluster, the broker groups share the topics. The route then contains
 # the queues of all broker groups that have the topic, each with the address of the group's leader. It does not contain
-# a broker group without a leader, or whose leader does not answer; the client will ask again.
-#
-# If topics are created on first use, a topic that does not exist yet also gets a route, with queues of this broker
-# group. Clients ask for the route before their first message, and most do not start without it.
-#
-# A consumer group without order reads from any queue of a topic (queue -1). For a consumer group in order, the
-# assignment lists each queue.
+# a broker group without a leader, or whose leader does not answer. The client will ask again.
 
 ANY_QUEUE = -1  # the broker chooses the queue of each receive
 PERMISSIONS = {
@@ -288,7 +285,14 @@ class _BrokerQueues(NamedTuple):
 
 
 class Routes:
-    """Serves QueryRoute and QueryAssignment."""
+    """Serves QueryRoute and QueryAssignment.
+
+    If topics are created on first use, a topic that does not exist yet also gets a route, with queues of this broker
+    group. Clients ask for the route before their first message, and most do not start without it.
+
+    A consumer group without order reads from any queue of a topic (queue -1). For a consumer group in order, the
+    assignment lists each queue.
+    """
 
     def __init__(self, context: GrpcContext) -> None:
         self._context = context
