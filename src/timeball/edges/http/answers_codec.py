@@ -1,7 +1,10 @@
-"""Structs for the JSON answers, built from the results of the broker's verbs. No I/O.
+"""Codec of the HTTP answers: structs for JSON, server-sent events, and pages and forecasts of pending messages. No I/O.
 
-Times are given twice, as text and as a number, and bodies as text or base64. The OpenAPI document is made from the same
-structs, so it always agrees with the answers. Empty fields are left out.
+The structs are built from the results of the broker's verbs. Times are given twice, as text and as a number, and bodies
+as text or base64. The OpenAPI document is made from the same structs, so it always agrees with the answers. Empty
+fields are left out.
+
+The ids of events and the queries for pending messages are parsed here, too.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from timeball.model.answers import (
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.message import decode_properties, lateness_ms
 from timeball.monitoring.replica_figures import ReplicaGroup
+
+# ---- structs of the answers ----------------------------------------------------------------------------------
 
 
 class GroupAt(msgspec.Struct, omit_defaults=True):
@@ -294,8 +299,7 @@ def _format_optional_time(time_ms: int | None) -> str | None:
     return None if time_ms is None else format_time(time_ms)
 
 
-# Encodes visible messages as server-sent events, and parses the ids of events. No I/O.
-#
+# ---- server-sent events --------------------------------------------------------------------------------------
 # The id of an event is the position after it: one offset for each queue, as in "12-7-0-4". A client that sends the last
 # id it has seen continues from there.
 
@@ -364,7 +368,7 @@ def encode_events(rows: pa.RecordBatch, offsets: Sequence[int]) -> bytes:
     return b"".join(encoded)
 
 
-# Parses the queries for pending messages, and builds their answers: pages of messages, and forecasts. No I/O.
+# ---- pending messages: queries, pages and forecasts ----------------------------------------------------------
 
 PAGE_ROWS = 100
 _PAGE = re.compile(r"([0-9]{1,18})-([0-9]{1,19})")

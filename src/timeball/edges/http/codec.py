@@ -1,4 +1,7 @@
-"""JSON of receives, receipts and reschedules as structs, and the formats of times, delays and leases. No I/O."""
+"""Codec of HTTP requests and answers: receives, receipts, reschedules, times, leases and problem documents. No I/O.
+
+This module is separate from requests.py, so that the answers during a recovery (recovering.py) need no HTTP library.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ from timeball.model.errors import (
 )
 from timeball.model.message import decode_properties, lateness_ms
 from timeball.model.rules import with_valid_fields
+
+# ---- structs of requests and answers -------------------------------------------------------------------------
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 
@@ -193,7 +198,7 @@ def decoding_error(error: Exception, kind: Any) -> InvalidDelay | InvalidMessage
     )
 
 
-# ---- times ------------------------------------------------------------------------------------------------------
+# ---- times ---------------------------------------------------------------------------------------------------
 
 
 def due_and_delay_ms(
@@ -247,7 +252,7 @@ def start_ms(text: str) -> int:
         raise InvalidMessage(f"start={text[:40]}: {advice}") from error
 
 
-# ---- answers ----------------------------------------------------------------------------------------------------
+# ---- received messages ---------------------------------------------------------------------------------------
 
 
 def leased_messages(rows: pa.RecordBatch, topic: str, receipts: Sequence[str]) -> LeasedMany:
@@ -298,9 +303,7 @@ def text_or_bytes(body: bytes) -> tuple[str | None, bytes | None]:
         return None, body
 
 
-# The answer to a request, and problem documents (RFC 9457) for errors. No I/O.
-#
-# This is separate from requests.py, so that the answers during a recovery (recovering.py) need no HTTP library.
+# ---- answers, and problem documents (RFC 9457) for errors ----------------------------------------------------
 
 PROBLEM = "application/problem+json"
 

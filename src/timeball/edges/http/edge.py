@@ -1,4 +1,9 @@
-"""The edge for HTTP: one table of paths, served by uvicorn on the broker's event loop.
+"""The edge for HTTP: the server on the broker's event loop, its connections, the dashboard, and the table of paths.
+
+    HttpEdge          one table of paths, served by uvicorn
+    BoundedHttp       one connection, with limits for the head of a request
+    Dashboard         the dashboard's files
+    collect_routes    all paths, with the handler of each method
 
 Surplus connections are closed by shared_limits.py, as on every port.
 """
@@ -47,6 +52,8 @@ from timeball.io.security import OPEN, Security
 from timeball.monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+# ---- the server ----------------------------------------------------------------------------------------------
 
 IDLE_S = 75  # the longest pause between two requests of a connection
 STOP_S = 1  # for requests under way at a stop; longer polls end without an answer
@@ -175,8 +182,7 @@ class HttpEdge:
         return Answer(200, self._document)
 
 
-# One HTTP connection: uvicorn's protocol, with limits for the head of a request, and with one write for each answer.
-#
+# ---- one connection ------------------------------------------------------------------------------------------
 # A head is the request line with the headers. uvicorn limits neither its size nor the time until it is complete.
 # uvicorn also writes the head and the body of an answer separately, which costs two system calls and two TCP segments.
 
@@ -303,11 +309,10 @@ class BoundedHttp(HttpToolsProtocol):
             self._head_deadline = None
 
 
-# Serves the dashboard's files below /dashboard/. Redirects browsers from `/` to it, and from `/docs` to the API's
-# pages.
-#
-# The files contain no data, so they need no account. The requests that they make do. Each file is read from the
-# installed package when it is first requested, by a name that cannot lead out of the package's folder.
+# ---- the dashboard -------------------------------------------------------------------------------------------
+# The files are below /dashboard/. Browsers are redirected from `/` to it, and from `/docs` to the API's pages. The
+# files contain no data, so they need no account. The requests that they make do. Each file is read from the installed
+# package when it is first requested, by a name that cannot lead out of the package's folder.
 
 FILES_PACKAGE = "timeball.dashboard"  # not imported, because it contains files and no code
 MEDIA_TYPES = {
@@ -381,7 +386,7 @@ def _read_file(name: str) -> bytes | None:
         return None
 
 
-# All paths of the HTTP edge, with the handler of each method.
+# ---- all paths -----------------------------------------------------------------------------------------------
 
 
 class Routes(NamedTuple):

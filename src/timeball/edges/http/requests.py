@@ -1,5 +1,6 @@
-"""Handles one HTTP request: its caller, its parameters, its body if the handler reads it, and its answer or problem.
+"""Handles one HTTP request: its caller, parameters and body, the check for foreign pages, its answer or problem.
 
+page            the check for requests that a browser sends for a page of another site
 caller          identified by the headers, before the body is read
 permission      checked by the policy before the body is read, if the path identifies the operation
 body            at most BODY_BYTES_MAX, within BODY_S, and within the byte quota of the client's address
@@ -41,6 +42,8 @@ from timeball.model.errors import Forbidden, OverLimit, RequestError
 from timeball.model.rules import valid
 
 logger = logging.getLogger(__name__)
+
+# ---- requests and answers ------------------------------------------------------------------------------------
 
 BODY_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # a message body of 4 MiB in base64, and the fields beside it
 RECEIVED_BYTES_MAX = 64 * 1024 * 1024  # for the bodies of all requests until they are answered
@@ -347,21 +350,9 @@ async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
     await send({"type": "http.response.body", "body": b"" if is_head else data})
 
 
-# Refuses requests that a browser sends for a page of another site (CSRF, DNS rebinding). No I/O.
-#
+# ---- requests for pages of other sites (CSRF, DNS rebinding) -------------------------------------------------
 # A page can make a browser send requests to every address that the browser reaches, including a broker on the same
-# machine. A broker without accounts would carry them out. Two checks prevent that:
-#
-#     host    The name by which the client reached the broker. The owner of a name can point it to the broker's address
-#             (DNS rebinding), and the browser then treats the broker as the page's own site. So a broker without
-#             accounts only answers to names that are local or configured. With accounts, such a page lacks a key.
-#     page    The site of the page that sends the request, with accounts and without. `Sec-Fetch-Site` tells it.
-# Browsers             only send that to HTTPS and loopback addresses. Without it, `Origin` counts, which they send with
-# everything             but a plain GET. A plain GET without either is answered: GET changes nothing, and the page
-# cannot read the             answer.
-#
-# An IP address in `Host` is always accepted: an address cannot be pointed to another one. Programs other than browsers
-# send neither of the two page headers.
+# machine. A broker without accounts would carry them out. `ForeignPageCheck` prevents that. It does no I/O.
 
 OWN_SITE_VALUES = ("same-origin", "none")  # `none`: the user typed the address
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -374,7 +365,19 @@ _QUOTED_MAX = 80  # characters
 
 
 class ForeignPageCheck:
-    """Checks the requests to one broker or follower."""
+    """Checks the requests to one broker or follower, in two ways.
+
+    host    The name by which the client reached the broker. The owner of a name can point it to the broker's address
+            (DNS rebinding), and the browser then treats the broker as the page's own site. So a broker without
+            accounts only answers to names that are local or configured. With accounts, such a page lacks a key.
+    page    The site of the page that sends the request, with accounts and without. `Sec-Fetch-Site` tells it. Browsers
+            only send that to HTTPS and loopback addresses. Without it, `Origin` counts, which they send with everything
+            but a plain GET. A plain GET without either is answered: GET changes nothing, and the page cannot read the
+            answer.
+
+    An IP address in `Host` is always accepted: an address cannot be pointed to another one. Programs other than
+    browsers send neither of the two page headers.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Information for operators and their tools: the broker, the cluster, jobs, topics, metrics and health."""
+"""Requests of operators and their tools: the broker, topics, groups, the cluster, campaigns and push subscriptions."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRang
 from timeball.model.wire import CampaignChange
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
 from timeball.monitoring.push_figures import PushFigures
+
+# ---- the broker, the cluster, jobs, topics, metrics and health -----------------------------------------------
 
 # returns the figures of the broker and its process; raises Forbidden for a caller who may not see them
 Status = Callable[[Caller], dict[str, object]]
@@ -116,7 +118,7 @@ class Operators:
         return Answer(200, Health("ready"))
 
 
-# Consumer groups over HTTP: their lag, and listing, resending and deleting their dead letters.
+# ---- consumer groups, and their dead letters -----------------------------------------------------------------
 
 DEAD_LETTERS_PER_PAGE = 50
 
@@ -184,7 +186,8 @@ def _named_dead_letters(request: codec.Resolving) -> list[str] | None:
     return request.dead_letters
 
 
-# Requests from nodes of other cluster groups. They are answered from this group's log, and never forwarded.
+# ---- requests from nodes of other cluster groups -------------------------------------------------------------
+# They are answered from this group's log, and never forwarded.
 
 
 class GroupQuestions:
@@ -212,8 +215,7 @@ class GroupQuestions:
         return Answer(200, await broker.answer(question, call.caller))
 
 
-# Campaigns and push subscriptions over HTTP.
-#
+# ---- campaigns -----------------------------------------------------------------------------------------------
 # A campaign is a bulk write. Spark plans it, and operators can show, pause, resume and cancel it.
 
 
@@ -264,7 +266,8 @@ class Campaigns:
         )
 
 
-# Push subscriptions. The push edge delivers their messages.
+# ---- push subscriptions --------------------------------------------------------------------------------------
+# The push edge delivers their messages.
 
 
 class Subscriptions:

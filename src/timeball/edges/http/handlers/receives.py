@@ -1,7 +1,7 @@
-"""Receives of consumer groups over HTTP, and the requests that settle or extend their leases.
+"""Receives of consumer groups over HTTP, the requests that settle or extend their leases, and live tails of topics.
 
 Receipts are sealed texts (receipt_handles.py), as over gRPC and Flight. Leases are stored in the log, so a message that
-was received and never answered survives a crash and is delivered again.
+was received and never answered survives a crash and is delivered again. A live tail creates no leases.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from timeball.model.access import Verb
 from timeball.model.errors import InvalidMessage, InvalidReceipt, OutOfRange, TimeballError
 from timeball.model.message import RETRY_PREFIX
 from timeball.model.time_parsing import delay_ms
+
+# ---- receives and leases -------------------------------------------------------------------------------------
 
 DEFAULT_LEASE_MS = 60_000
 _TOPIC_PATH = "/v1/topics/{topic}"
@@ -217,7 +219,7 @@ def _answer_of(results: list[Answered]) -> Answer:
     return Answer(200, AnsweredMany(results))
 
 
-# A live tail of a topic over HTTP, as server-sent events.
+# ---- live tails, as server-sent events -----------------------------------------------------------------------
 
 KEEP_ALIVE_S = 15.0
 

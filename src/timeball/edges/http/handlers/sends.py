@@ -1,4 +1,7 @@
-"""Sends over HTTP: the messages of a request go to the broker's batcher. The answer has their positions in the log."""
+"""Sends over HTTP, requests about single scheduled messages, and queries for pending messages.
+
+The messages of a send go to the broker's batcher. The answer has their positions in the log.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,8 @@ from timeball.model.answers import CREATED, EXISTS
 from timeball.model.errors import InvalidMessage
 from timeball.model.trace_context import context_from_headers, with_contexts
 from timeball.model.wire import UNAVAILABLE, Verdict
+
+# ---- sends ---------------------------------------------------------------------------------------------------
 
 # up to this size a body is decoded on the event loop, and larger ones in a thread
 INLINE_DECODE_BYTES_MAX = 64 * 1024
@@ -153,7 +158,7 @@ def _media_type(content_type: str) -> str:
         raise Refused(415, f"{error}; for a body as it is, add the header timeball-raw: true") from error
 
 
-# Single scheduled messages over HTTP: look up, cancel and reschedule.
+# ---- single scheduled messages: look up, cancel and reschedule -----------------------------------------------
 
 # the status for each verdict of a cancel or reschedule that was not carried out; all other verdicts mean success
 _REFUSAL_STATUSES = {
@@ -224,7 +229,7 @@ def _verdict_answer(verdicts: list[Verdict]) -> Answer:
     )
 
 
-# Queries for pending messages: pages of messages, and forecasts of how many are due when.
+# ---- pending messages: pages, and forecasts of how many are due when -----------------------------------------
 
 
 class PendingMessages:
