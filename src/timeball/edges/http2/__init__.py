@@ -5,10 +5,9 @@ Keeps: flow-control windows, incomplete messages and deadlines. It does not inte
 Hands on: each decoded request to the edge that has the method.
 
     frames           encodes and decodes frames, encodes the header blocks of answers     (no I/O)
-    header_blocks    decodes the header blocks of requests                                (no I/O)
     streams          the sending side of one connection: streams and their windows
-    connection       the receiving side of one connection, and the bounds for its client
-    calls            methods, headers, and the limits that all calls of an edge share     (no I/O)
-    exchange         one call: messages, compression, deadlines, statuses
+    connection       the receiving side of one connection: the bounds for its client, the header blocks of requests
+    exchange         one call: messages, compression, deadlines, statuses. Methods, and the limits that all calls of an
+                     edge share
     server           listens, and creates a call for each new stream
 """

@@ -1,4 +1,4 @@
-"""One client's HTTP/2 connection: decodes frames, opens streams, and disconnects a client that breaks a rule.
+"""One client's HTTP/2 connection: decodes frames and headers, opens streams, disconnects a client that breaks a rule.
 
 A stream is one call. streams.py contains its sending side, exchange.py its gRPC part.
 
@@ -76,11 +76,11 @@ from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.edges.shared.shared_limits import exceeds_share
 from timeball.model.config import CodecChoice
 
-# Decode the header blocks of requests: in C (hpack_decoder.pyx) if the build had a compiler, otherwise by jh2.
-#
-# jh2's decoder is the reference, and `--codec python` forces it. It returns a list of all header fields. Timeball needs
-# only the first value of each name and the total size of the fields. To get these from the list takes as much time as
-# the decoding. The decoder in C returns them directly.
+# ---- the header blocks of requests ---------------------------------------------------------------------------
+# If the build had a compiler, hpack_decoder.pyx decodes them in C. Otherwise jh2 does. jh2's decoder is the reference,
+# and `--codec python` forces it. It returns a list of all header fields. Timeball needs only the first value of each
+# name and the total size of the fields. To get these from the list takes as much time as the decoding. The decoder in C
+# returns them directly.
 
 try:
     from timeball.edges.http2.hpack_decoder import HpackDecoder  # type: ignore[import-not-found]
@@ -130,6 +130,8 @@ def choose_decoder(choice: CodecChoice) -> Callable[[int], HeaderDecoder]:
     compiled: Callable[[int], HeaderDecoder] | None = HpackDecoder
     return compiled if compiled is not None and choice == "auto" else Jh2Decoder
 
+
+# ---- the connection ------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""One gRPC call on its HTTP/2 stream: incoming requests, outgoing responses, and exactly one status at its end.
+"""One gRPC call: its method and limits, and its exchange on an HTTP/2 stream, with exactly one status at its end.
 
     request     its memory is reserved in the edge's MemoryQuota as soon as its length is known. If the quota is used
                 up, the request waits, and HTTP/2's flow control holds its client back. For a compressed request the
@@ -34,6 +34,8 @@ from timeball.edges.http2.frames import (
 from timeball.edges.http2.streams import WINDOW_BYTES, Stream, Streams
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
 from timeball.model.access import ANONYMOUS, Caller
+
+# ---- the exchange of requests and responses ------------------------------------------------------------------
 
 WAITING_MAX = 4_096  # calls that wait for memory. Each holds the bytes of its first window
 
@@ -420,10 +422,9 @@ class Exchange(Stream):
         self._asked_bytes = self._counted_bytes = 0
 
 
-# Decompression of gRPC messages, each as a whole and within the maximum size of a request.
-#
-# A message that cannot be decompressed breaks no rule of HTTP/2. So its call ends with a status that states the reason,
-# and the connection continues.
+# ---- decompression -------------------------------------------------------------------------------------------
+# A message is decompressed as a whole, within the maximum size of a request. A message that cannot be decompressed
+# breaks no rule of HTTP/2. So its call ends with a status that states the reason, and the connection continues.
 
 # By grpc-encoding, the `wbits` argument of zlib: for a gzip stream, and for zlib's own format.
 WBITS_BY_ENCODING = {"gzip": 31, "deflate": 15}
@@ -461,7 +462,7 @@ def decompress(data: bytes, encoding: str, bytes_max: int) -> bytes:
     return result
 
 
-# The parts of a gRPC call that do not depend on HTTP/2: its method, its headers, and the limits of its edge.
+# ---- method, call and limits: the parts that do not depend on HTTP/2 -----------------------------------------
 
 
 class Method(NamedTuple):

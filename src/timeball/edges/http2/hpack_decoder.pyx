@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""An HPACK decoder (RFC 7541) in C, for the header blocks of requests: the compiled twin of header_blocks.Jh2Decoder.
+"""An HPACK decoder (RFC 7541) in C, for the header blocks of requests: the compiled twin of connection.Jh2Decoder.
 
     field    1 index | 01 index or name, value: kept | 0000, 0001 the same: not kept | 001 size of the table
     text     a bit for Huffman's code, length, bytes
