@@ -6,7 +6,7 @@
     Hands on: the same records to other topics of Kafka. A record that cannot be accepted goes to a dead letter topic,
       with the reason
 
-The bridge is a separate process beside the broker (`timeball kafka`), and a client of it. `records` does no I/O.
-`intake` goes from Kafka to Timeball, `delivery` goes back, and `bridge` runs both. Only this package uses Kafka's
-client.
+The bridge is a separate process beside the broker (`timeball kafka`), and a client of it. `options` has the settings
+and the topics. `records` converts between records and messages, and writes the local file. `intake` goes from Kafka to
+Timeball, `delivery` goes back, and `bridge` runs both. Only this package uses Kafka's client.
 """

@@ -1,11 +1,11 @@
-"""Writes messages from Timeball to Kafka: each visible message becomes one committed record, at its due time.
+"""Writes messages from Timeball to Kafka, each as one committed record at its due time, and keeps the position.
 
     pull (a long poll) -> begin -> the records, and the position after them -> commit
 
 A transaction contains records and the position after them, so a crash cannot separate them. The next process begins
 with `init_transactions`, which ends the transaction of the earlier process and fences that process. Then it reads the
-position. All messages that are visible when a transaction ends go into the next one. Between two transactions lie only
-the few milliseconds that Kafka needs to end the first one.
+position: the next offset of Timeball's queue. All messages that are visible when a transaction ends go into the next
+one. Between two transactions lie only the few milliseconds that Kafka needs to end the first one.
 
 A record that Kafka refuses permanently ends its transaction: it is too large for its topic, or its topic may not be
 written. The bridge finds its message by halving the batch. The message is then written in the next of four forms:
@@ -59,11 +59,11 @@ from timeball.edges.kafka.records import (
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 
-# Limits of topics: whether the bridge may write to a topic, and the largest record batch.
-#
-# A record that Kafka refuses ends its whole transaction, and requires a new producer. So the bridge asks for the limits
-# before it writes, and writes no record that exceeds them. If Kafka does not report the limits (an old version, or no
-# permission to ask), the bridge tries to write the record.
+# ---- limits of Kafka's topics --------------------------------------------------------------------------------
+# The limits of a topic are its largest record batch, and whether the bridge may write to it. A record that Kafka
+# refuses ends its whole transaction, and requires a new producer. So the bridge asks for the limits before it writes,
+# and writes no record that exceeds them. If Kafka does not report the limits (an old version, or no permission to ask),
+# the bridge tries to write the record.
 
 LIMITS_KEPT_MS = 10_000  # after this time Kafka is asked for a limit again
 LIMITS_WAIT_S = 0.5  # for the answers; no message is delivered meanwhile
@@ -152,6 +152,8 @@ class TopicLimits:
                 size_bytes=int(setting.value)
             )
 
+
+# ---- the delivery --------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -625,8 +627,7 @@ class Delivery:
             return RecordLocation(self._queue.topic, 0, self._offset)
 
 
-# The position of a bridge: the next offset of Timeball's queue, stored as a record in Kafka.
-#
+# ---- the position of a bridge, a record in Kafka -------------------------------------------------------------
 # It is the last record of each transaction, in a separate topic of the bridge. So records and position are committed or
 # aborted together. A transaction could also commit the offset of a consumer group instead. But Kafka deletes that
 # offset when the group has committed none for a week (`offsets.retention.minutes`). A compacted topic keeps the last

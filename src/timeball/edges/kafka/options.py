@@ -1,4 +1,10 @@
-"""The settings of a bridge: its topics, Kafka's brokers, and the properties of Kafka's client."""
+"""A bridge's settings, its counts, and its access to topics: those of Kafka, and its own in Timeball.
+
+BridgeOptions   the settings: topics, Kafka's brokers, and the properties of Kafka's client
+Counts          the counts since the start, for the status lines
+Topics          Kafka's topics and their numbers of partitions
+BridgeQueue     the bridge's topic in Timeball
+"""
 
 from __future__ import annotations
 
@@ -15,6 +21,8 @@ from timeball.client.calls import Calls
 from timeball.io.clock import Clock
 from timeball.model import limits, wire
 from timeball.model.errors import SetupError
+
+# ---- settings ------------------------------------------------------------------------------------------------
 
 NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 # A record's id contains topic, partition and offset, and has at most 255 bytes in Timeball.
@@ -108,7 +116,7 @@ def read_properties(text: str, file_name: str) -> dict[str, str]:
     return properties
 
 
-# The counts of a bridge since its start, for its status lines.
+# ---- counts --------------------------------------------------------------------------------------------------
 
 
 class Counts(msgspec.Struct):
@@ -136,7 +144,7 @@ class Counts(msgspec.Struct):
     late_ms: int = 0
 
 
-# The topics of Kafka and their numbers of partitions, cached for a few seconds.
+# ---- Kafka's topics, cached for a few seconds ----------------------------------------------------------------
 
 TOPICS_KEPT_MS = 10_000
 UNKNOWN_TOPIC_RETRY_MS = 1_000  # the shortest time between two requests for names that are not in the cache
@@ -175,9 +183,9 @@ class Topics:
         return self.partitions(name) > 0
 
 
-# The bridge's topic in Timeball. Its single queue receives the bridge's messages at their due times.
-#
-# One queue is enough, because a queue of Timeball has no rate limit. With one queue, the position is a single number.
+# ---- the bridge's topic in Timeball --------------------------------------------------------------------------
+# Its single queue receives the bridge's messages at their due times. One queue is enough, because a queue of Timeball
+# has no rate limit. With one queue, the position is a single number.
 
 QUEUE = 0
 

@@ -1,4 +1,4 @@
-"""A Kafka record as a message of Timeball, and back. Bytes and decisions, no I/O.
+"""A Kafka record as a message of Timeball, and back, and the local file for records that Kafka does not accept.
 
 The body of the message is the value of the record, byte for byte. One property contains the rest of the record and its
 destination: base64 of `Envelope` in MessagePack. A Kafka key or header may be any bytes, and a header may occur twice.
@@ -9,7 +9,10 @@ destination: base64 of `Envelope` in MessagePack. A Kafka key or header may be a
     cancel       header, of any value: cancel all pending messages with the key of this record
 
 A record that cannot be accepted becomes a message that is due now, addressed to the dead letter topic. So it takes the
-same path, exactly once. Its headers then contain the reason.
+same path, exactly once. Its headers then contain the reason. A record that Kafka accepts neither unchanged nor as a
+dead letter is written to the local file.
+
+Only `UndeliverableFile` does I/O.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from timeball.model.errors import InvalidDelay, SetupError
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.model.time_parsing import due_ms as parse_due_ms
 from timeball.model.time_parsing import duration_ms
+
+# ---- records and messages ------------------------------------------------------------------------------------
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
 RENAMED_HEADERS = {"deliver-at": AT, "delay": AFTER}
@@ -293,8 +298,7 @@ def _destination(record: Record, rules: TopicRules) -> str:
     return topic
 
 
-# The local file for records that Kafka accepts neither unchanged nor as dead letters.
-#
+# ---- the local file of undeliverable records -----------------------------------------------------------------
 # Each line is a JSON document, synced before the bridge goes on. A bridge that is killed between the line and the
 # commit of its position writes the line again. So a line may occur twice, with the same `id`. Bytes are in base64,
 # because a key, a value or a header of Kafka may be any bytes.
