@@ -1,4 +1,4 @@
-"""Sends requests to receivers, over aiohttp, and protects the broker's network from their URLs.
+"""Builds signed requests, and sends them to receivers over aiohttp. Protects the broker's network from their URLs.
 
 Each receiver has its own pool of connections. A host name is resolved, forbidden addresses are removed from the result,
 and the connection goes to one of the remaining addresses. The name is not resolved again between check and connection,
@@ -35,6 +35,8 @@ from timeball.model.errors import InvalidMessage
 from timeball.model.message import decode_properties
 from timeball.model.trace_context import TRACEPARENT, TRACESTATE
 from timeball.monitoring.push_figures import Outcome
+
+# ---- connections to receivers --------------------------------------------------------------------------------
 
 ANSWER_BYTES_MAX = 64 * 1024  # an answer up to this size is read, so that its connection can be reused
 HEADER_BYTES_MAX = 8 * 1024  # of one header line of an answer
@@ -214,8 +216,7 @@ def _is_forbidden(error: BaseException | None) -> bool:
     return False
 
 
-# Builds the request that delivers a message: its headers and its signature. No I/O.
-#
+# ---- the request that delivers a message: its headers and its signature --------------------------------------
 # The scheme is Standard Webhooks 1.0. `webhook-id` identifies the message and is the same in each attempt. The
 # signature is HMAC-SHA256 over id, timestamp and body, joined with dots. There is one signature for each valid secret.
 # Characters that a header cannot contain are percent-encoded (%XX), and so are spaces, double quotes and percent signs,

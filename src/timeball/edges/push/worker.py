@@ -1,5 +1,8 @@
-"""The worker of one subscription. It receives messages as a member of the consumer group, sends them to the receiver,
-and settles each lease by the receiver's answer.
+"""The push edge and its workers: a worker delivers the messages of one subscription, within the limits of its pace.
+
+The edge has a worker for each subscription that is not paused, and replaces it when the subscription changes. A worker
+receives messages as a member of the consumer group, sends them to the receiver, and settles each lease by the
+receiver's answer:
 
     2xx                            acknowledged
     410                            given back without counting an attempt; the subscription is paused
@@ -32,8 +35,7 @@ from timeball.model.addresses import Allowed
 from timeball.model.errors import NotFound, RequestError, TimeballError
 from timeball.monitoring.push_figures import PushFigures
 
-# The push edge: a worker for each subscription that is not paused, replaced when the subscription changes.
-#
+# ---- the push edge -------------------------------------------------------------------------------------------
 # The import of the HTTP client library takes 200 ms and 9 MB. So the library is imported when the first subscription
 # exists. The import runs in another thread, because the event loop has messages to release.
 
@@ -152,6 +154,8 @@ class PushEdge:
         self._workers[name] = worker
         worker.start()
 
+
+# ---- the worker of one subscription --------------------------------------------------------------------------
 
 if TYPE_CHECKING:  # the library behind it is imported with the first subscription
     from timeball.edges.push.sender import Receiver
@@ -380,8 +384,7 @@ def _limited(retry_after_ms: int) -> int:
     return min(retry_after_ms, limits.PUSH_RETRY_AFTER_MS_MAX)
 
 
-# The limits on the requests of a subscription. No I/O.
-#
+# ---- the pace of a subscription's requests -------------------------------------------------------------------
 # in flight   a maximum of requests at the same time
 # rate        a token bucket that holds the tokens of BURST_S, so that a quiet hour is not followed by a burst
 # circuit     a circuit breaker. After FAILURES_MAX failures in a row it is open: one request at a time is sent, each
