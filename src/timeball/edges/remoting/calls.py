@@ -1,4 +1,4 @@
-"""Types and helpers that all handlers of this edge share: the request of a client, its answer, and JSON tables.
+"""Requests of RocketMQ's clients: types and helpers that all handlers share, their dispatch, and their permissions.
 
 A handler gets a `Call` and returns its answer, at once or as an awaitable. None means that there is no answer, or that
 it was sent already. An error that a handler raises also becomes an answer (error_codes.py).
@@ -41,6 +41,8 @@ from timeball.edges.shared.error_codes import Refused, codes_of, log_failure, se
 from timeball.edges.shared.sessions import EdgeContext, advertised
 from timeball.model.access import ASK, Access, Caller, Verb
 from timeball.model.errors import InvalidFilter, SetupError
+
+# ---- the call, its answer, and JSON tables -------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -248,8 +250,7 @@ def data_version(counter: int, since_ms: int) -> dict[str, int]:
     return {"stateVersion": 0, "timestamp": since_ms, "counter": counter}
 
 
-# Route each request to its handler and send the answer.
-#
+# ---- dispatch ------------------------------------------------------------------------------------------------
 # The table of handlers joins the tables of all handler classes. A request code without a handler is answered with
 # REQUEST_CODE_NOT_SUPPORTED, which every client can handle. Every request gets exactly one answer, unless it is
 # one-way. If a handler fails because of a fault in the broker, the client gets SYSTEM_ERROR and the log gets the
@@ -353,13 +354,7 @@ def _answer_not_supported(call: Call) -> Command:
     )
 
 
-# Check the signature of a request and the permissions that it requires.
-#
-# A request is signed with the ACL signature of RocketMQ's clients:
-#
-#     Signature = base64(HMAC-SHA1(secret, the values of all other extFields in the order of their names, then the
-# body))
-#
+# ---- signatures and permissions ------------------------------------------------------------------------------
 # `REQUIRED_PERMISSIONS` maps each request code to a verb and to the header fields that name the topic and the group.
 # For some requests, the topic or group is only in the body or in a stored row. For them the table requires only an
 # account (LOOK), and the handler checks the rest (`Policy.allow`) when it has read the topic or group. A code without
@@ -427,7 +422,13 @@ REQUIRED_PERMISSIONS: dict[int, RequiredPermission] = {
 
 
 def verify_signer(access: Access, command: Command) -> Caller:
-    """Verify the signature of a request and return its account. Raises Unauthorized."""
+    """Verify the signature of a request and return its account. Raises Unauthorized.
+
+    RocketMQ's clients compute the ACL signature as follows. `signed_content` returns the signed bytes.
+
+        Signature = base64(HMAC-SHA1(secret, content))
+        content = the values of all other extFields in the order of their names, then the body
+    """
     key = command.ext.get(ACCESS_KEY)
     if not key:
         raise access.refusal(ASK)

@@ -82,7 +82,7 @@ class StoredFrame(Protocol):
 
 
 class PlainPull(Protocol):
-    """A pull whose header has only the usual fields. See PullFields (handlers/receives.py)."""
+    """A pull whose header has only the usual fields. See PullFields (handlers/pulls.py)."""
 
     consumer_group: str
     topic: str

@@ -1,6 +1,7 @@
-"""Encode and decode message records: stored messages in answers, and the messages in a producer's batch. Big-endian.
+"""Encode and decode stored messages, the messages in a producer's batch, and POP's check points.
 
-A stored message (`MessageDecoder` decodes it; version 2 only has a longer topic length):
+Numbers are big-endian. A stored message (RocketMQ's `MessageDecoder` decodes it, and version 2 only has a longer topic
+length):
 
     | total 4 | magic 4 | body crc 4 | queue id 4 | flag 4 | queue offset 8 | physical offset 8 | sys flag 4 |
     | born ms 8 | born host 4 or 16 + port 4 | store ms 8 | store host 4 or 16 + port 4 | reconsume times 4 |
@@ -12,6 +13,8 @@ A record of a producer's batch. The body of SEND_BATCH_MESSAGE is a sequence of 
 
 The physical offset of a message is its sequence number in Timeball's log. An offsetMsgId is the store host followed by
 that number, in hexadecimal. Clients connect to this host, so it must be an address that they can reach.
+
+A check point identifies a popped message. The consumer sends it back to acknowledge the message (`CheckPoint`).
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from timeball.log.format import EntryArray
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.message import RETRY_PREFIX, with_seq
+
+# ---- stored messages, batches and ids ------------------------------------------------------------------------
 
 MAGIC_V1 = 0xDAA320A7
 MAGIC_V2 = 0xDAA320AB
@@ -333,7 +338,7 @@ class UniqueKeys:
         )
 
 
-# ---- answers to pulls -----------------------------------------------------------------------------------------
+# ---- answers to pulls ----------------------------------------------------------------------------------------
 
 
 def pull_fields(next_offset: int, min_offset: int, max_offset: int) -> dict[str, str]:
@@ -346,17 +351,9 @@ def pull_fields(next_offset: int, min_offset: int, max_offset: int) -> dict[str,
     }
 
 
-# Encode and parse POP's check points, and the header fields from which clients build them.
-#
-# A check point identifies a popped message. The consumer sends it back to acknowledge the message. As the property
-# POP_CK of a message, it has eight words, separated by spaces:
-#
-#     first offset · pop time · invisible time · revive queue · retry · broker · queue · offset
-#
-# `retry` states the topic of the queue: 0 is the requested topic, 1 is `%RETRY%<group>_<topic>`, and 2 is the same with
-# "+" instead of "_". The revive queue is an internal queue of RocketMQ's broker, and 999 means an orderly group. An
-# answer does not repeat all eight words for every message. Its header has lists by queue, from which the client builds
-# the check points:
+# ---- POP's check points --------------------------------------------------------------------------------------
+# An answer does not repeat all words of a check point for every message. Its header has lists by queue, from which the
+# client builds the check points:
 #
 #     startOffsetInfo   retry queue first;…          msgOffsetInfo   retry queue offset,offset,…;…
 #     orderCountInfo    retry queue least times;…  and for single messages  retry qo<queue>%<offset> times;…
@@ -370,7 +367,15 @@ POP_CK = "POP_CK"
 
 
 class CheckPoint(msgspec.Struct, frozen=True):
-    """The check point of a popped message. Clients use its text as the receipt handle."""
+    """The check point of a popped message. Clients use its text as the receipt handle.
+
+    As the property POP_CK of a message, it has eight words, separated by spaces:
+
+        first offset · pop time · invisible time · revive queue · retry · broker · queue · offset
+
+    `retry` states the topic of the queue: 0 is the requested topic, 1 is `%RETRY%<group>_<topic>`, and 2 is the same
+    with "+" instead of "_". The revive queue is an internal queue of RocketMQ's broker, and 999 means an orderly group.
+    """
 
     first_offset: int
     pop_ms: int

@@ -1,9 +1,13 @@
-"""Heartbeats: every 30 s a client names its groups. The members of a group are notified when the group changes.
+"""Members of groups: heartbeats, notifications of changes, locks on queues, and assignments of queues to members.
 
-The first heartbeat of a consumer creates its group and the group's retry topic. Otherwise the client's next request,
-which asks for the route of that topic, would fail. When members join or leave, or the topics of a group change, every
-member is notified (request 40) and rebalances at once. Without the notification it would rebalance within 20 s. A group
-in broadcast mode is not notified, since each of its members reads all queues.
+Every 30 s a client names its groups in a heartbeat. The first heartbeat of a consumer creates its group and the group's
+retry topic. Otherwise the client's next request, which asks for the route of that topic, would fail. When members join
+or leave, or the topics of a group change, every member is notified (request 40) and rebalances at once. Without the
+notification it would rebalance within 20 s. A group in broadcast mode is not notified, since each of its members reads
+all queues.
+
+When a client rebalances, it may ask the broker for locks on its queues (orderly consumers), or for the queues
+themselves.
 
 Java and Node clients send enumerations as words, the C++ client as numbers. Both are accepted.
 """
@@ -29,6 +33,8 @@ from timeball.model import limits
 from timeball.model.access import Verb
 from timeball.model.errors import InvalidFilter
 from timeball.model.message import RETRY_PREFIX
+
+# ---- heartbeats ----------------------------------------------------------------------------------------------
 
 _WORD_CHARACTERS_MAX = 64  # of the name of an enumeration value
 BODY_BYTES_MAX = 256 * 1024  # small, since the broker keeps the content for each of thousands of connections
@@ -246,20 +252,9 @@ def _enum_name(what: str, value: int | str, names: tuple[str, ...]) -> str:
     return by_number.get(word, word)
 
 
-# Rebalancing: locks on queues, and assignments of queues to the members of a group.
-#
-# Orderly consumers lock the queues that they read. A client renews its locks every 20 s and relies on a lock for 30 s
-# after the answer. Here a lock lasts 60 s, so it never expires while its holder relies on it. A client that unregisters
-# gives up its locks at once. A client that has only lost its connection may still process messages that it pulled: its
-# locks expire when it does not rely on them any more, 30 s after the last renewal. No other client gets the queue
-# before. Locks are not saved, as in RocketMQ: after a start of the broker, the first client that asks for a queue gets
-# its lock.
-#
-# Only existing queues can be locked, and only by existing groups. This limits the memory of the locks.
-#
-# A client can also ask the broker for its queues (QUERY_ASSIGNMENT). Assignments follow RocketMQ's rules. For a group
-# that pulls, the broker divides the queues among the members as the clients would do themselves. A member of a group
-# that pops gets "any queue", or its own share and the shares of the next few members.
+# ---- locks on queues, and assignments of queues --------------------------------------------------------------
+# Locks are not saved, as in RocketMQ: after a start of the broker, the first client that asks for a queue gets its
+# lock.
 
 EXPIRY_MS = 60_000  # RocketMQ's rebalance.lockMaxLiveTime of the broker
 TRUST_MS = 30_000  # time for which a client relies on a lock after the answer
@@ -301,7 +296,16 @@ class _Lock:
 
 
 class Locks:
-    """Serves LOCK_BATCH_MQ and UNLOCK_BATCH_MQ. All times are from the monotonic clock."""
+    """Serves LOCK_BATCH_MQ and UNLOCK_BATCH_MQ. All times are from the monotonic clock.
+
+    Orderly consumers lock the queues that they read. A client renews its locks every 20 s and relies on a lock for 30 s
+    after the answer. Here a lock lasts 60 s, so it never expires while its holder relies on it. A client that
+    unregisters gives up its locks at once. A client that has only lost its connection may still process messages that
+    it pulled: its locks expire when it does not rely on them any more, 30 s after the last renewal. No other client
+    gets the queue before.
+
+    Only existing queues can be locked, and only by existing groups. This limits the memory of the locks.
+    """
 
     def __init__(self, context: RemotingContext) -> None:
         self._context = context
@@ -391,7 +395,12 @@ class Locks:
 
 
 class Assignments:
-    """Serves QUERY_ASSIGNMENT and SET_MESSAGE_REQUEST_MODE: which queues a member consumes, and whether it pops."""
+    """Serves QUERY_ASSIGNMENT and SET_MESSAGE_REQUEST_MODE: which queues a member consumes, and whether it pops.
+
+    Assignments follow RocketMQ's rules. For a group that pulls, the broker divides the queues among the members as the
+    clients would do themselves. A member of a group that pops gets "any queue", or its own share and the shares of the
+    next few members.
+    """
 
     def __init__(self, context: RemotingContext) -> None:
         self._context, self._broker = context, context.broker

@@ -1,4 +1,6 @@
-"""Serve PULL_MESSAGE: messages of one queue from an offset on, with long polling.
+"""Serve PULL_MESSAGE and the requests about offsets, and read the pulled messages from the log.
+
+A pull returns messages of one queue from an offset on, with long polling:
 
     offset            answer                       the client then
     below the first   PULL_OFFSET_MOVED            continues at the offset in the answer
@@ -55,6 +57,8 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.errors import Corrupt, GroupNotFound, OutOfRange, TimeballError
 from timeball.model.message import RETRY_PREFIX
+
+# ---- pulls ---------------------------------------------------------------------------------------------------
 
 ROWS_MAX = 1_024
 BYTES_MAX = 4 * 1024 * 1024  # of one answer. A single message may be larger
@@ -323,8 +327,7 @@ def _offset_fields(queue: Queue, next_offset: int) -> dict[str, str]:
     return pull_fields(next_offset, queue.index.min_offset, queue.index.max_offset)
 
 
-# Offsets: the committed offsets of a group, and the minimum, maximum and time-based offsets of queues.
-#
+# ---- offsets: those of a group, and the minimum, maximum and time-based ones of queues -----------------------
 # If a group has no offset in a queue yet, the answer is QUERY_NOT_FOUND, and its client begins where its setting
 # `ConsumeFromWhere` says. RocketMQ answers 0 while the queue's first message is in memory: a new group then gets the
 # history of a young topic, even if it is set to begin at the end. Here, a new group gets 0 only for a queue that had no
@@ -456,8 +459,7 @@ class Offsets:
         return call.answer(ext={"timestamp": str(earliest_ms)})
 
 
-# Read stored messages from the frames of the commit log, for the answers to pulls.
-#
+# ---- pulled messages, from the frames of the log -------------------------------------------------------------
 # A frame is opened, and its checksum verified, only once. It stays in a cache for the pulls of other queues and groups.
 # A small frame with recently written rows is opened on the event loop, because it is in the page cache. Any other frame
 # is opened in the reader thread, because the disk may have to be read. The thread also opens the frames that follow: a

@@ -1,8 +1,9 @@
-"""Serve message queries: by unique key, by KEYS, or by the sequence number in an offsetMsgId.
+"""Serve queries: for messages by key or sequence number, and those to a name server for routes, brokers and topics.
 
-A message can be found as soon as it is accepted. A pending message is returned as it is in the log, without a queue
-offset (RocketMQ finds it only when it is due). A pending message that was compacted away from the tail of the log is no
-longer a row of the log. `timeball pending` finds it, but this module does not.
+A message is found by its unique key, by KEYS, or by the sequence number in an offsetMsgId, as soon as it is accepted. A
+pending message is returned as it is in the log, without a queue offset (RocketMQ finds it only when it is due). A
+pending message that was compacted away from the tail of the log is no longer a row of the log. `timeball pending` finds
+it, but these queries do not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from timeball.model.errors import OutOfRange
 from timeball.model.key_hash import hash_text
 from timeball.model.message import RETRY_PREFIX, Int64Array, Kind, byte_lengths
 from timeball.model.rules import AUTO_CREATE_TOPIC
+
+# ---- messages ------------------------------------------------------------------------------------------------
 
 ROWS_MAX = 64  # RocketMQ's maxMsgsNumBatch: only the newest messages of a key are returned
 CANDIDATES_MAX = 4_096  # rows with the key's hash that are read at most
@@ -186,8 +189,7 @@ def _is_of_topic(rows: pa.RecordBatch, topic: str) -> pa.Array:
     return pc.or_(pc.equal(rows.column("topic"), topic), pc.and_(is_pending, has_real_topic.fill_null(False)))
 
 
-# Serve the requests to a name server: the route of a topic, and the lists of brokers and topics.
-#
+# ---- the name server: routes, and the lists of brokers and topics --------------------------------------------
 # There is one broker, so every route contains it. A topic that does not exist yet has no route. A producer then asks
 # for the route of RocketMQ's template topic TBW102 and sends to it, and the first message creates the topic. The names
 # of the cluster and of the broker are topics too, because administration tools ask for their routes.

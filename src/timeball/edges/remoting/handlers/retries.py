@@ -1,8 +1,14 @@
-"""Retries of failed messages: a consumer returns one (CONSUMER_SEND_MSG_BACK), or sends it to a %RETRY% topic itself.
+"""Messages that a consumer sends back: failed messages to be retried, and replies to requests (request-reply).
 
-broker/consuming/retry.py decides where the message goes. This module reads it again from the log and sends a copy. The
-client identifies the message by its sequence number, which it got as the physical offset. Nothing else that the client
-states about the message is trusted.
+A consumer returns a failed message (CONSUMER_SEND_MSG_BACK), or sends it to a %RETRY% topic itself.
+broker/consuming/retry.py decides where the message goes. `Retries` reads a returned message again from the log and
+sends a copy. The client identifies the message by its sequence number, which it got as the physical offset. Nothing
+else that the client states about the message is trusted.
+
+In request-reply, the broker pushes a consumer's reply to the producer that waits for it:
+
+    producer --- request, REPLY_TO_CLIENT=its id, CORRELATION_ID ---> topic ---> consumer
+    producer <------- PUSH_REPLY_MESSAGE_TO_CLIENT (326) ------------ broker <--- SEND_REPLY_MESSAGE (324, 325)
 """
 
 from __future__ import annotations
@@ -32,6 +38,8 @@ from timeball.model.access import Verb
 from timeball.model.errors import OutOfRange, TimeballError, Unavailable
 from timeball.model.message import SEND_COLUMNS, Kind, decode_properties, encode_properties
 from timeball.model.rules import reply_topic
+
+# ---- retries of failed messages ------------------------------------------------------------------------------
 
 HAS_TIMES_MAX_VERSION = 121  # MQVersion.V3_4_9: older clients send no maxReconsumeTimes
 VISIBLE = [Kind.MESSAGE, Kind.RELEASE]
@@ -208,11 +216,7 @@ def _int_property(properties: dict[str, str], name: str) -> int | None:
         return None
 
 
-# Request-reply: the broker pushes a consumer's reply to the producer that waits for it.
-#
-#     producer --- request, REPLY_TO_CLIENT=its id, CORRELATION_ID ---> topic ---> consumer
-#     producer <------- PUSH_REPLY_MESSAGE_TO_CLIENT (326) ------------ broker <--- SEND_REPLY_MESSAGE (324, 325)
-#
+# ---- request-reply -------------------------------------------------------------------------------------------
 # A request is an ordinary message. The broker adds the name of the cluster to it, from which clients derive the reply
 # topic. A reply is not stored: the broker pushes it to the connected producer. The answer to the consumer states
 # whether the producer has accepted it. So a reply to a producer that has disconnected is refused at once.

@@ -1,8 +1,13 @@
-"""Serve the send requests. `Ingress` batches the sends of all clients. A send is answered when its batch is durable.
+"""Serve the send requests, RECALL_MESSAGE, and the end of transactions, and send checks of transactions.
 
-A send that breaks a rule is refused at once and does not enter a batch. Two kinds of sends are redirected. A message
-for a %RETRY% topic goes to the topic that broker/consuming/retry.py decides. A half message goes to an ingress of its
-own (`Broker.halves`), so that no consumer sees it before the commit.
+`Ingress` batches the sends of all clients. A send is answered when its batch is durable. A send that breaks a rule is
+refused at once and does not enter a batch. Two kinds of sends are redirected. A message for a %RETRY% topic goes to the
+topic that broker/consuming/retry.py decides. A half message goes to an ingress of its own (`Broker.halves`), so that no
+consumer sees it before the commit.
+
+    Sends           checks sends, passes them to an ingress, and answers them
+    SendRows        converts a send to rows of a batch
+    Transactions    END_TRANSACTION (37) from producers, and CHECK_TRANSACTION_STATE (39) to them
 """
 
 from __future__ import annotations
@@ -71,6 +76,8 @@ from timeball.model.message import (
     decode_properties,
     encode_properties,
 )
+
+# ---- send requests and recalls -------------------------------------------------------------------------------
 
 # Plain numbers: arithmetic with an IntFlag creates an object per result.
 TRANSACTION_BITS = int(MessageFlag.TRANSACTION_PREPARED | MessageFlag.TRANSACTION_COMMIT)
@@ -351,8 +358,7 @@ def refusal(error: BaseException, opaque: int, serialisation: int) -> Command:
     )
 
 
-# Convert sends to rows of a batch, and keep the fields that their answers need.
-#
+# ---- from sends to rows of a batch, with the fields that their answers need ----------------------------------
 # `SendRows` converts a single send to a `Ticket`. The compiled codec splits received bytes into runs of sends, and each
 # run is a `RunTicket`. Both give the same rows. If a batch has pieces of both kinds, its runs are converted to rows
 # too.
@@ -546,12 +552,11 @@ def with_property(properties: str, name: str, value: str) -> str:
     return f"{properties}{end}{name}\x01{value}\x02"
 
 
-# Transactions: serve END_TRANSACTION (37) from producers, and send them CHECK_TRANSACTION_STATE (39).
-#
-# Half messages arrive as sends (sends.py). A client ends a transaction with the sequence number that it got as the
-# message's physical offset, nearly always in a one-way request. broker/transacting.py decides when to
-# check a transaction that was not ended. This module then pushes the half message to a producer of the group, which
-# answers with another END_TRANSACTION.
+# ---- transactions --------------------------------------------------------------------------------------------
+# Half messages arrive as sends. A client ends a transaction with the sequence number that it got as the message's
+# physical offset, nearly always in a one-way request. broker/transacting.py decides when to check a transaction that
+# was not ended. `Transactions` then pushes the half message to a producer of the group, which answers with another
+# END_TRANSACTION.
 
 PREPARED, GROUP = "TRAN_MSG", core.GROUP
 TRANSACTION_ID, UNIQUE_KEY = "__transactionId__", "UNIQ_KEY"

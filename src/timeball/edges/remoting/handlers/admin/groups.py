@@ -1,7 +1,7 @@
-"""Administration of consumer groups: configure, list and delete groups, list their members and all connected clients.
+"""Administration of consumer groups: their settings, members and connected clients, and requests to a consumer.
 
-A change is saved before the answer. A group that is deleted while it has members is created again with default settings
-by their next heartbeat, as in RocketMQ.
+Tools configure, list and delete groups. A change is saved before the answer. A group that is deleted while it has
+members is created again with default settings by their next heartbeat, as in RocketMQ.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from timeball.edges.remoting.handlers.queries import stored_message
 from timeball.edges.shared.error_codes import Refused
 from timeball.edges.shared.sessions import Subscription
 from timeball.model.errors import InvalidMessage, Unavailable
+
+# ---- groups and connected clients ----------------------------------------------------------------------------
 
 
 class _Named(msgspec.Struct, rename="camel"):
@@ -264,10 +266,9 @@ def _subscription_data(subscription: Subscription) -> dict[str, object]:
     }
 
 
-# Forward requests of administration tools to a consumer, and its answer to the tool.
-#
-# A request names the consumer by group and client id. The consumer has `ANSWER_TIMEOUT_S` to answer. Tools wait about
-# as long.
+# ---- requests that are forwarded to a consumer ---------------------------------------------------------------
+# A request names the consumer by group and client id. The consumer has `ANSWER_TIMEOUT_S` to answer, and its answer
+# goes to the tool. Tools wait about as long.
 
 ANSWER_TIMEOUT_S = 10.0  # RocketMQ's, for a request to one consumer
 STATUS_TIMEOUT_S = 5.0  # RocketMQ's, for the offsets of a group's members

@@ -1,11 +1,14 @@
-"""Administration of topics: create, change, list and delete them, and the name server's table of ordered topics.
+"""Administration of topics and of the broker: topics, the table of ordered topics, metrics and settings.
 
-broker/admin/administration.py implements the changes. A change is saved before the answer.
+Tools create, change, list and delete topics. broker/admin/administration.py implements the changes. A change is saved
+before the answer.
 
 The name server's key-value table has one namespace that tools still use: ordered topics. In RocketMQ, a topic is marked
 as ordered in two places, in the broker and in this table. The route of an ordered topic contains the number of queues
 of each broker, so that clients do not redistribute queues while a broker is down. Here only the topic's configuration
 is stored: a write to the table changes it, and a read is computed from it.
+
+The metrics and settings have RocketMQ's names.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model import rules as reserved
 from timeball.model.errors import OutOfRange, RequestError
+
+# ---- topics --------------------------------------------------------------------------------------------------
 
 ORDER_NAMESPACE = "ORDER_TOPIC_CONFIG"
 
@@ -235,17 +240,16 @@ def order_conf(topic: Topic, broker_name: str) -> str | None:
     return f"{broker_name}:{topic.write_queues}" if topic.config.order else None
 
 
-# Administration: the broker's metrics and settings, under RocketMQ's names.
-#
-# Some metrics of RocketMQ have no counterpart in Timeball (thread pools, page-cache locks). They are 0, since tools
-# fail if a name is missing. Rates are computed from samples that the edge takes once a second. "Yesterday" and "today"
-# are days in UTC. If the broker started today, "today" begins with its start. Settings can be read but not written,
-# because they are fixed when the broker starts. The counts of messages and bytes by topic and group, which exporters
-# and consoles show, are from broker/registry/rates.py.
+# ---- the broker's metrics and settings -----------------------------------------------------------------------
+# Rates are computed from samples that the edge takes once a second. "Yesterday" and "today" are days in UTC. If the
+# broker started today, "today" begins with its start. The counts of messages and bytes by topic and group, which
+# exporters and consoles show, are from broker/registry/rates.py. Settings can be read but not written, because they are
+# fixed when the broker starts.
 
 TPS_WINDOWS_S = (10, 60, 600)  # RocketMQ's three averages
 
-# RocketMQ's metrics without a counterpart.
+# RocketMQ's metrics without a counterpart in Timeball (thread pools, page-cache locks). They are 0, since tools fail if
+# a name is missing.
 _METRICS_ALWAYS_ZERO = (
     "sendThreadPoolQueueSize", "sendThreadPoolQueueHeadWaitTimeMills", "pullThreadPoolQueueSize",
     "pullThreadPoolQueueHeadWaitTimeMills", "queryThreadPoolQueueSize", "ackThreadPoolQueueSize",
