@@ -1,4 +1,4 @@
-"""Read and write Arrow IPC messages. Does no I/O.
+"""Read and write Arrow IPC messages, and check the columns of the batches that a client sends. Does no I/O.
 
 A message has a header (a flatbuffer) and a body. Flight sends the two separately. An IPC stream joins them.
 
@@ -12,6 +12,8 @@ cast reads. So a client's bytes reach it only after these checks:
     length    a compressed body states its own decompressed length, and a dictionary gives each row a value of any
               length. Both are refused. The columns of the batch are then views of the body, so the limit on the
               message also limits the batch
+
+`SendColumns` and `ReleaseColumns` then check the columns: names and types once per stream, and each batch in full.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from timeball.model.access import Verb
 from timeball.model.config import CodecChoice
 from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.model.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
+
+# ---- messages ------------------------------------------------------------------------------------------------
 
 SCHEMA_BYTES_MAX = 16 * 1024  # Timeball's widest schema takes 3 KiB
 HEADER_BYTES_MAX = 64 * 1024
@@ -253,16 +257,7 @@ def _message_type(header: memoryview) -> tuple[int, bool, int]:
         raise InvalidMessage("not an Arrow message: its header is cut off") from error
 
 
-# Check the Arrow columns that a client sends: the schema once per stream, and each batch in full. Does no I/O.
-#
-# The columns of a send may come in any order. Only `topic` and `body` are required. An unknown column is refused: a
-# producer that writes `delay` for `delay_ms` must not see its messages delivered at once. ACCEPTED lists the types that
-# each column may have. Types with the same meaning (large strings, wider or narrower integers) are converted,
-# and a value that does not fit refuses its batch. A batch is also refused if its values take more bytes than a request
-# may have: with shared buffers, a few kilobytes can contain one value a hundred times.
-#
-# The rows of a release have all columns of TABLE_SCHEMA, in any order, because the client has read them from the table.
-#
+# ---- columns of sends and releases ---------------------------------------------------------------------------
 # A batch from a socket is not trusted. Arrow's `validate(full=True)` checks all offsets, lengths and UTF-8 before any
 # code follows them. This check is sufficient for the types in ACCEPTED, but not for all Arrow types: a view column
 # passes it and then breaks a cast. The topics are validated first, and the caller's right to send to them is checked
@@ -293,7 +288,14 @@ RELEASE_REQUIRED = ("seq", "due_ms", "topic", "body", "accepted_ms")
 
 
 class SendColumns:
-    """The columns of one send stream, and the conversions that they need."""
+    """The columns of one send stream, and the conversions that they need.
+
+    The columns may come in any order. Only `topic` and `body` are required. An unknown column is refused: a producer
+    that writes `delay` for `delay_ms` must not see its messages delivered at once. ACCEPTED lists the types that each
+    column may have. Types with the same meaning (large strings, wider or narrower integers) are converted, and a value
+    that does not fit refuses its batch. A batch is also refused if its values take more bytes than a request may have:
+    with shared buffers, a few kilobytes can contain one value a hundred times.
+    """
 
     rows_min = 1
 
@@ -381,7 +383,10 @@ class SourceColumns(SendColumns):
 
 
 class ReleaseColumns:
-    """The columns of one release stream."""
+    """The columns of one release stream.
+
+    The rows have all columns of TABLE_SCHEMA, in any order, because the client has read them from the table.
+    """
 
     def __init__(self, schema: pa.Schema) -> None:
         """Check names and types. Raises InvalidMessage naming the column."""

@@ -1,4 +1,4 @@
-"""Serve TLS and plain text on one port: the first byte that a client sends shows whether it uses TLS.
+"""Serve TLS and plain text on one port by the first byte of a client, and log clients of another protocol.
 
     0x16         a TLS handshake record: the connection continues with TLS
     other bytes  plain text, if allowed for this client. Otherwise the connection is closed and its protocol logged
@@ -20,10 +20,10 @@ from typing import Literal, TypeAlias
 
 from timeball.model.config import is_loopback
 
-# Log clients that connect to the wrong port or send broken frames, once a minute per edge and protocol. No I/O.
-#
-# A client that connects to a wrong port usually retries forever, and a line per attempt would fill the log. The line
-# names the client's protocol and the ports of this broker for that protocol.
+# ---- clients of another protocol -----------------------------------------------------------------------------
+# They connect to the wrong port, or send broken frames. Such a client usually retries forever, and a line per attempt
+# would fill the log. So there is one line a minute per edge and protocol. It names the client's protocol and the ports
+# of this broker for that protocol. The recognition does no I/O.
 
 PAUSE_S = 60.0  # between two log lines about one protocol at one edge
 _HTTP = re.compile(rb"[A-Z]{3,7} [ -~]* HTTP/1\.|(?:GET|HEAD|POST|PUT|DELETE|PATCH|OPTIONS|CONNECT) ")
@@ -111,6 +111,8 @@ class WrongProtocols:
 
 WRONG_PROTOCOLS = WrongProtocols()  # of this process
 
+
+# ---- the server ----------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 

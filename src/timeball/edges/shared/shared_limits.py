@@ -1,4 +1,6 @@
-"""Limits that all clients of an edge share, with a fair share per address: for bytes, and for calls or connections.
+"""Limits that all clients share: for bytes, for calls or connections of an edge, and for descriptors of the process.
+
+Bytes, calls and connections have a fair share per address.
 
 MemoryQuota limits the bytes of requests or answers that an edge holds:
 
@@ -15,6 +17,8 @@ SharedLimit limits the number of calls, streams or connections:
 
 So one address alone, or one account alone, gets at most half and cannot keep the others out. This limit never makes a
 caller wait. It refuses at once, before a byte of the request is received.
+
+IdleConnections closes idle connections of all edges when the process runs out of file descriptors.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from typing import NamedTuple
 
 from timeball.io.files import in_use
 from timeball.model.errors import OverLimit
+
+# ---- bytes ---------------------------------------------------------------------------------------------------
 
 Granted = Callable[[], None]  # called when a request that had to wait is counted
 
@@ -161,6 +167,9 @@ class MemoryQuota:
             granted()
 
 
+# ---- calls and connections -----------------------------------------------------------------------------------
+
+
 class SharedLimit:
     """Counts open calls or connections per address and per account. Belongs to the event loop."""
 
@@ -235,16 +244,11 @@ def _subtract(counts: dict[str, int], holder: str) -> None:
         del counts[holder]
 
 
-# Close idle connections when the process runs out of file descriptors.
-#
-# Connections on which no byte has ever arrived are closed first, then those that have been silent for the longest time.
-# Live clients send heartbeats, polls or messages. The client of a closed connection sees an ordinary end of stream.
-#
-# All edges share one table of descriptors, and two of them accept connections in libraries without a limit. So this
-# module reads the table of the process once a second. For each connection to the broker's ports, it asks the kernel
-# whether bytes have arrived, and how long ago.
-#
-# The descriptors that the broker needs for its own files are reserved separately (io/files.py).
+# ---- idle connections ----------------------------------------------------------------------------------------
+# All edges share one table of descriptors, and two of them accept connections in libraries without a limit. So
+# `IdleConnections` reads the table of the process once a second. For each connection to the broker's ports, it asks the
+# kernel whether bytes have arrived, and how long ago. The descriptors that the broker needs for its own files are
+# reserved separately (io/files.py).
 
 logger = logging.getLogger(__name__)
 
@@ -266,7 +270,12 @@ class Connection(NamedTuple):
 
 
 class IdleConnections:
-    """Closes idle connections to `ports`, on which the edges listen. `limit`: descriptors that the process may have."""
+    """Closes idle connections to `ports`, on which the edges listen. `limit`: descriptors that the process may have.
+
+    Connections on which no byte has ever arrived are closed first, then those that have been silent for the longest
+    time. Live clients send heartbeats, polls or messages. The client of a closed connection sees an ordinary end of
+    stream.
+    """
 
     def __init__(self, limit: int, ports: Collection[int]) -> None:
         self._limit, self._ports = limit, ports
