@@ -20,7 +20,6 @@ from importlib.resources import files
 from typing import Any, NamedTuple, cast
 
 import uvicorn
-from starlette.routing import BaseRoute, Route, Router
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
@@ -39,13 +38,14 @@ from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
 from timeball.edges.http.openapi import document, query_parameters
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import (
+    EXCHANGE,
     Call,
     Endpoint,
     ForeignPageCheck,
     Handler,
     Paths,
+    PathTable,
     RequestLimits,
-    not_found,
 )
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, FirstByteServer, protocol_of
 from timeball.io.security import OPEN, Security
@@ -106,15 +106,16 @@ class HttpEdge:
         handlers = collect_routes(broker, metrics, status)
         open_paths = handlers.open_paths | Dashboard().open_paths
         self._document: dict[str, Any] | None = None  # built at the first request for it
-        routes: list[BaseRoute] = [
-            *(
-                self._route(path, methods, is_open=False, former_methods=handlers.former_methods.get(path))
-                for path, methods in handlers.paths.items()
-            ),
-            *(self._route(path, methods, is_open=True) for path, methods in open_paths.items()),
-            self._route("/openapi.json", {"GET": self._openapi}, is_open=True),
-        ]
-        self._app = Router(routes, redirect_slashes=False, default=not_found)
+        self._app = PathTable(
+            {
+                **{
+                    path: self._endpoint(path, methods, former_methods=handlers.former_methods.get(path))
+                    for path, methods in handlers.paths.items()
+                },
+                **{path: self._endpoint(path, methods, is_open=True) for path, methods in open_paths.items()},
+                "/openapi.json": self._endpoint("/openapi.json", {"GET": self._openapi}, is_open=True),
+            }
+        )
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -161,20 +162,19 @@ class HttpEdge:
         await self._serving
         self._server = None
 
-    def _route(
+    def _endpoint(
         self,
         path: str,
         methods: dict[str, Handler],
         *,
-        is_open: bool,
+        is_open: bool = False,
         former_methods: dict[str, str] | None = None,
-    ) -> Route:
-        """Build the route of one path, with the handlers of its methods."""
-        endpoint = Endpoint(
+    ) -> Endpoint:
+        """Build the endpoint of one path, with the handlers of its methods."""
+        return Endpoint(
             methods, self._security, self._pages, self._clock.wall_ms, self.limits, is_open=is_open,
             former_methods=former_methods or {}, parameters=query_parameters(path),
         )  # fmt: skip
-        return Route(path, endpoint)
 
     async def _openapi(self, call: Call) -> Answer:
         if self._document is None:
@@ -297,6 +297,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Cancel the time limit, and start the handling of the request. Its body has separate limits."""
         self._cancel_head_deadline()
         super().on_headers_complete()
+        # The task of the request begins after this turn of the loop, and then has its exchange.
+        self.scope["extensions"] = {EXCHANGE: {"cycle": self.cycle}}
 
     def _start_head_deadline(self) -> None:
         """Start to count the bytes and the time of a head."""

@@ -17,7 +17,9 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
+from starlette.routing import compile_path
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from timeball.broker.policy import Policy
 from timeball.edges.http.codec import (
@@ -54,6 +56,10 @@ STREAMS_MAX = 2_000
 STREAM_READ_S = 20.0  # for a client to read the earlier chunks of a stream before the next one is sent
 BODY_S = 20.0  # for reserving its bytes and receiving the whole body
 ANSWER_S = 60.0  # for a client to read an answer
+# The extension of an ASGI scope that contains uvicorn's state of the request.
+EXCHANGE = "timeball.exchange"
+PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
+_SAFE_HEADERS = b"cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
 
 
 class Stream(NamedTuple):
@@ -76,6 +82,10 @@ class Call:
         self.headers, self.path = headers, scope["path_params"]
         self.query = QueryParams(scope["query_string"])
         self.peer = peer_of(scope)
+        # uvicorn's state of this request, where it serves the request
+        self.exchange: RequestResponseCycle | None = (
+            scope.get("extensions", {}).get(EXCHANGE, {}).get("cycle")
+        )
         self.caller: Caller
         self.account = ""  # the account that the request counts for, once it is known
         self.held_bytes = 0
@@ -89,6 +99,22 @@ class Call:
             raise Refused(
                 413, f"a body of {reserved_bytes} bytes; at most {BODY_BYTES_MAX}: send fewer at once"
             )
+        exchange = self.exchange
+        # Usually the body comes with the head, and there is room for it.
+        if (
+            exchange is not None
+            and not exchange.more_body
+            and not exchange.disconnected
+            and self._request_limits.received.add_if_fits(self.peer, reserved_bytes)
+        ):
+            self.held_bytes = reserved_bytes
+            if len(exchange.body) > BODY_BYTES_MAX:
+                raise Refused(413, f"a body of more than {BODY_BYTES_MAX} bytes: send fewer at once")
+            # The next event is that the client disconnects. A large body has paused the reading.
+            exchange.flow.resume_reading()
+            data, exchange.body = bytes(exchange.body), bytearray()
+            exchange.message_event.clear()
+            return data
         chunks, size_bytes = [], 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -233,6 +259,9 @@ class Endpoint:
         if isinstance(answer, Stream):
             await self._send_stream(answer, call, send, is_head=scope["method"] == "HEAD")
             return
+        if call.exchange is not None and not call.exchange.flow.write_paused:
+            write_whole(answer, call.exchange, is_head=scope["method"] == "HEAD")
+            return
         self._request_limits.sent.add(call.peer, answer.size_bytes)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -333,6 +362,58 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
             problem(404, "not_found", f"no path {scope['path'][:200]!r}; GET /openapi.json has them all"),
             send,
         )
+
+
+class PathTable:
+    """The endpoints by path template. An ASGI application that answers unknown paths with 404."""
+
+    def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
+        """Serve these endpoints. Templates are Starlette's (`/v1/topics/{topic}`). The first match counts."""
+        self._routes = [(*compile_path(template), endpoint) for template, endpoint in endpoints.items()]
+        # The last paths that were found. Clients choose topics and ids, so their number is limited.
+        self._found: dict[str, tuple[Endpoint, dict[str, Any]]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        found = self._found.get(scope["path"]) or self._find(scope["path"])
+        if found is None:
+            await not_found(scope, receive, send)
+            return
+        endpoint, scope["path_params"] = found
+        await endpoint(scope, receive, send)
+
+    def _find(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
+        for pattern, _, converters, endpoint in self._routes:
+            if match := pattern.match(path):
+                params = {name: converters[name].convert(text) for name, text in match.groupdict().items()}
+                if len(self._found) >= PATHS_KEPT_MAX:
+                    self._found.clear()
+                if len(path) <= PATH_KEPT_CHARACTERS_MAX:
+                    self._found[path] = endpoint, params
+                return endpoint, params
+        return None
+
+
+def write_whole(answer: Answer, exchange: RequestResponseCycle, *, is_head: bool) -> None:
+    """Write an answer at once, head and body together. The client must be able to take it (`flow.write_paused`).
+
+    uvicorn's `send` does the same in two events, and checks headers that do not come from Timeball.
+    """
+    if exchange.disconnected:
+        return
+    exchange.response_started, exchange.waiting_for_100_continue = True, False
+    data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
+    head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b" % (
+        STATUS_LINE[answer.status], answer.media_type.encode(), len(data), _SAFE_HEADERS,
+    )  # fmt: skip
+    more = b"".join(b"%b: %b\r\n" % header for header in answer.headers)
+    closing = b"" if exchange.keep_alive else b"connection: close\r\n"
+    exchange.transport.write(head + more + closing + b"\r\n" + (b"" if is_head else data))
+    exchange.response_complete = True
+    exchange.message_event.set()
+    if not exchange.keep_alive:
+        exchange.transport.close()
+    exchange.on_response()
 
 
 async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
