@@ -23,7 +23,6 @@ def test_the_defaults_work_and_are_durable() -> None:
     [
         {"port": 0},
         {"port": 65_535},
-        {"recall_answers": "rocketmq"},
         {"durability": "async"},
         {"segment_bytes": 1 * MIB},
         {"segment_bytes": 2048 * MIB},
@@ -53,7 +52,6 @@ def test_a_zone_that_no_message_could_use_is_refused(zone: str) -> None:
         {"port": -1},
         {"port": 65_536},
         {"durability": "sometimes"},
-        {"recall_answers": "sometimes"},
         {"segment_bytes": 1 * MIB - 1},
         {"segment_bytes": 2048 * MIB + 1},
         {"queues_per_topic": 0},

@@ -324,7 +324,7 @@ class Broker:
         """
         self.policy.allow(caller, Verb.CANCEL, topic=topic)
         return await recall(
-            self.look_ups, self._cancel_for(caller), topic, handle, settings=self.settings, clock=self.clock,
+            self.look_ups, self._cancel_for(caller), topic, handle, settings=self.settings,
             reader=self.log.reader, topics=self.tables.topics, drains=self.tables.drains,
             reader_thread=self.threads.reader,
         )  # fmt: skip

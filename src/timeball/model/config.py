@@ -25,7 +25,6 @@ Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 Acks = Literal["majority", "all"]
-RecallAnswers = Literal["definite", "rocketmq"]
 CodecChoice = Literal["auto", "python"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -87,10 +86,6 @@ class Settings:
     cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.")
     advertise: str = _of(
         "", "host[:port] that RocketMQ clients connect to; empty: the address that they used."
-    )
-    recall_answers: RecallAnswers = _of(  # docs/cancel.md
-        "definite",
-        "'definite': success means that the message will not be delivered; 'rocketmq': answer as a stock broker does.",
     )
 
     codec: CodecChoice = _of(

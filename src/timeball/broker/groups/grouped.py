@@ -159,7 +159,7 @@ class GroupedBroker(Broker):
                 raise Unavailable(
                     "a group of the cluster did not answer; recall the message again in a moment"
                 )
-            if verdict.verdict not in SETTLED and self.settings.recall_answers != "rocketmq":
+            if verdict.verdict not in SETTLED:
                 raise RecallRefused(verdict.verdict, verdict.at_ms, f"too late, it is {verdict.verdict}")
         return named.unique_key
 

@@ -297,7 +297,6 @@ async def recall(
     handle_text: str,
     *,
     settings: Settings,
-    clock: SchedulerClock,
     reader: LogReader,
     topics: Topics,
     drains: Drains,
@@ -305,14 +304,9 @@ async def recall(
 ) -> str:
     """Cancel the message that a handle names, and return its id. `act`: `cancel` on behalf of the requesting account.
 
-    The setting `recall_answers` chooses the answers:
-
-        definite   success means that the message is settled and will not be delivered. A handle that is too late,
-                   unknown, or older than the broker remembers is refused, and the error text states which
-        rocketmq   the answers of a RocketMQ broker, which stores a deletion mark without a search for the message. A
-                   well-formed handle succeeds before its due time and is refused afterwards
-
-    In both modes a pending message is cancelled, durably, before the answer, and a second recall succeeds too.
+    Success means that the message is cancelled, durably, and will not be delivered. A second recall succeeds too. A
+    handle that is too late, unknown, or older than the broker remembers is refused, and the error text states which.
+    (RocketMQ stores a deletion mark without a search for the message, so each recall before the due time succeeds.)
 
     Raise NotFound for an unknown topic, InvalidMessage for an invalid handle or a handle of another topic or broker,
     and RecallRefused if the message cannot be cancelled.
@@ -324,34 +318,16 @@ async def recall(
         raise InvalidMessage("recall handle belongs to another topic")
     if handle.broker_name != settings.broker_name:
         raise InvalidMessage("recall handle belongs to another broker")
-    if settings.recall_answers == "rocketmq":
-        await _recall_as_rocketmq(look_ups, act, handle, clock=clock, drains=drains)
-        return handle.unique_key
+    # Limited to the topic, because producers of other topics may use the same id.
+    names = Names(ids=[handle.unique_key], topic=topic)
     # An id may belong to several messages, if its producer used it twice. All of them must be settled.
-    for verdict in await _cancel(look_ups, act, handle):
+    for verdict in await settle(look_ups, names, act):
         # An earlier cancel counts as success, because a recall that is repeated after a lost answer must succeed.
         if verdict.verdict not in SETTLED or _is_handed_over(verdict, drains=drains):
             raise await _explain_refusal(
                 handle, verdict, reader=reader, drains=drains, reader_thread=reader_thread
             )
     return handle.unique_key
-
-
-async def _cancel(look_ups: LookUps, act: Act, handle: Handle) -> list[Verdict]:
-    """Cancel the messages with the id and topic of a handle."""
-    # Limited to the topic, because producers of other topics may use the same id.
-    names = Names(ids=[handle.unique_key], topic=handle.topic)
-    return await settle(look_ups, names, act)
-
-
-async def _recall_as_rocketmq(
-    look_ups: LookUps, act: Act, handle: Handle, *, clock: SchedulerClock, drains: Drains
-) -> None:
-    """Succeed for each handle whose due time is ahead, as RocketMQ does."""
-    if handle.timestamp_ms <= clock.now_ms():
-        raise RecallRefused("released", None, f"too late, the due time {handle.timestamp_ms} has passed")
-    if any(_is_handed_over(verdict, drains=drains) for verdict in await _cancel(look_ups, act, handle)):
-        raise RecallRefused(HANDED, None, HANDED_OVER_TEXT)
 
 
 def _is_handed_over(verdict: Verdict, *, drains: Drains) -> bool:

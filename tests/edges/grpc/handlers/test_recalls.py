@@ -93,19 +93,6 @@ def test_a_recall_in_a_topic_that_accepts_no_delays_is_refused(
     assert recall(wire, entry.recall_handle)[0] == Code.OK
 
 
-def test_with_recall_answers_rocketmq_codes_are_rocketmq_s(tmp_path: Path, clock: ManualClock) -> None:
-    with running_node(tmp_path / "data", clock, recall_answers="rocketmq") as node, Wire.to(node) as wire:
-        entry, late = delayed(wire, clock), delayed(wire, clock)
-        due_ms = clock.wall_ms() + DELAY_MS
-        unknown = encode_handle("orders", node.settings.broker_name, due_ms, "unknown")
-        assert recall(wire, entry.recall_handle) == (Code.OK, "OK", entry.message_id)
-        assert recall(wire, unknown)[0] == Code.OK
-        clock.advance(DELAY_MS)
-        eventually(lambda: rows(node), "the message is delivered")
-        assert recall(wire, late.recall_handle)[0] == Code.INTERNAL_SERVER_ERROR
-        assert [row["unique_key"] for row in rows(node)] == [late.message_id]
-
-
 def test_a_rescheduled_message_can_be_recalled_by_its_old_handle(
     node: RunningNode, wire: Wire, clock: ManualClock
 ) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from tests.edges.remoting.handlers.test_sends import rows, sent
 from tests.edges.remoting.wire import Wire
-from tests.node_fixture import RunningNode, eventually, running_node
+from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.revoking.cancel import decode_handle, encode_handle
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
@@ -77,13 +75,3 @@ def test_an_unknown_handle_is_refused(node: RunningNode, wire: Wire, what: str) 
 
 def test_a_recall_from_an_unknown_topic_is_refused(wire: Wire) -> None:
     assert recalled(wire, "x", topic="nobody").code == ResponseCode.TOPIC_NOT_EXIST
-
-
-def test_a_stock_brokers_answers_when_asked_for(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", recall_answers="rocketmq") as node, Wire.to(node) as wire:
-        handle = scheduled(node, wire)
-        forged = encode_handle("orders", "timeball", decode_handle(handle).timestamp_ms, "nobody")
-        late = encode_handle("orders", "timeball", 5, "nobody")
-        assert [recalled(wire, one).code for one in (forged, handle, handle)] == [0, 0, 0]
-        assert recalled(wire, late).code == ResponseCode.ILLEGAL_OPERATION
-        assert pending_count(node) == 0

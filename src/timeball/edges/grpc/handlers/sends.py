@@ -14,7 +14,6 @@ RecallMessage is answered with RocketMQ's codes:
 
     OK                                    settled (cancelled): it will not be delivered
     NOT_FOUND                             too late, unknown, or no longer known; the text states which
-    INTERNAL_SERVER_ERROR                 too late, with --recall-answers rocketmq, as RocketMQ's proxy answers
     BAD_REQUEST                           no handle, or one of another topic or broker
     TOPIC_NOT_FOUND, MESSAGE_PROPERTY_CONFLICT_WITH_TYPE    no topic, or none for delayed messages
 """
@@ -179,17 +178,15 @@ class Sends:
         The status is never MESSAGE_NOT_FOUND. Clients take that code for an empty poll, and RocketMQ's Python client
         takes it for success.
         """
-        topic, settings = topic_name(request.topic), self._context.settings
-        if settings.check_message_types:
+        topic = topic_name(request.topic)
+        if self._context.settings.check_message_types:
             check_type(self._topics.find_topic(topic), topic, MessageType.DELAY)
         try:
             message_id = await self._broker.recall(topic, request.recall_handle, call.caller)
         except NotFound as error:
             raise Refused(Code.TOPIC_NOT_FOUND, str(error)) from error
         except RecallRefused as error:
-            as_rocketmq = settings.recall_answers == "rocketmq"
-            code = Code.INTERNAL_SERVER_ERROR if as_rocketmq else Code.NOT_FOUND
-            raise Refused(code, error.sentence) from error
+            raise Refused(Code.NOT_FOUND, error.sentence) from error
         return RecallMessageResponse(status=OK, message_id=message_id)
 
     # -- the interface Edge of broker/accepting/ingress.py ------------------------------------------------------------
