@@ -80,7 +80,7 @@ class _Living:
             data=folder,
             segment_bytes=32 << 20 if small else 256 << 20,
             compact_self=False,  # the life does it when it is time
-            compact_rows_min=min(Settings().compact_rows_min, self._rows // 2),
+            compact_rows=min(Settings().compact_rows, 50 * self._rows),  # half of them after the interval
             checkpoint_interval_ms=NEVER_MS,
             retention_ms=NEVER_MS,
             **design.settings(small),  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ DELAYS_MS: list[tuple[float, tuple[int, int] | None]] = [
 RECEIVED_BY = {"flight": "grpc", "grpc": "remoting", "remoting": "flight"}
 OPTIONS = [
     "--retention-ms", "10m", "--segment-bytes", "16777216", "--compact-interval-ms", "30s",
-    "--compact-rows-min", "1000",
+    "--compact-rows", "100000",
 ]  # fmt: skip
 LAST_S = 600.0  # for what is due when the senders stop
 GROWTH_MAX = {"held": 16.0, "descriptors": 16.0, "files": 256.0, "gone but mapped": 64.0}

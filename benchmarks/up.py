@@ -39,9 +39,7 @@ KINDS = ("broker", "pipeline", "JVM", "Python daemons", "Python workers")
 EAGER = [
     "--no-compact-self",
     "--compact-rows",
-    "100",
-    "--compact-rows-min",
-    "10",
+    "1000",
     "--compact-interval-ms",
     "1s",
 ]

@@ -176,7 +176,7 @@ async def test_any_other_failure_stops_the_broker_and_is_told(world: World, erro
 
 # ---- compaction by itself -----------------------------------------------------------------------------------
 
-EAGER = {"compact_rows": 6, "compact_rows_min": 2, "compact_interval_ms": 60_000}
+EAGER = {"compact_rows": 200, "compact_interval_ms": 60_000}  # after the interval 2 rows are enough
 
 
 async def moved(world: World) -> int:
@@ -188,26 +188,26 @@ async def moved(world: World) -> int:
 
 @on_node(**EAGER)
 async def test_the_tail_is_moved_when_it_is_long_or_has_waited(world: World) -> None:
-    await world.send("a", [HOUR_MS] * 5)
+    await world.send("a", [HOUR_MS] * 199)
     assert await moved(world) == 0
     await world.send("a", [HOUR_MS])
-    assert await moved(world) == 6
+    assert await moved(world) == 200
     await world.send("a", [HOUR_MS])
     world.clock.advance(60_000)
-    assert await moved(world) == 6, "a single row is not worth a file"
+    assert await moved(world) == 200, "a single row is not worth a file"
     await world.send("a", [HOUR_MS])
-    assert await moved(world) == 8
-    await world.send("a", [HOUR_MS] * 5)
-    assert await moved(world) == 8, "the interval begins anew"
+    assert await moved(world) == 202
+    await world.send("a", [HOUR_MS] * 199)
+    assert await moved(world) == 202, "the interval begins anew"
 
 
 @on_node(**EAGER)
 async def test_whoever_holds_the_lease_moves_the_tail(world: World) -> None:
-    await world.send("a", [HOUR_MS] * 9)
+    await world.send("a", [HOUR_MS] * 200)
     world.broker.compactor_lease(10_000)
     assert await moved(world) == 0
     world.clock.advance(10_000)
-    assert await moved(world) == 9
+    assert await moved(world) == 200
 
 
 @on_node()

@@ -30,12 +30,17 @@ from timeball.model.config import Settings
 
 def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
     """And reaches the broker where it listens."""
-    settings = Settings(data=Path("d"), compact_rows=7, compact_rows_min=3)
+    settings = Settings(data=Path("d"), compact_rows=700, compact_interval_ms=9)
     command = pipeline_command(settings, "grpc://h:1", SparkOptions("m"), pipeline_jobs(settings))
     assert command[:3] == [sys.executable, "-m", "timeball"]
     assert command[command.index("--endpoint") + 1] == "grpc://h:1"
     assert command[command.index("--master") + 1] == "m"
-    assert "compact.min_rows_per_batch=7" in command and "compact.few_rows=3" in command
+    options = [word for word in command if word.startswith("compact.")]
+    assert options == [
+        "compact.min_rows_per_batch=700",
+        "compact.max_trigger_delay_ms=9",
+        "compact.few_rows=7",
+    ]
 
 
 def test_without_spark_the_broker_compacts_and_no_master_is_named() -> None:
@@ -133,7 +138,7 @@ def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint:
 @pytest.mark.spark
 def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
     """What was sent has been compacted by Spark meanwhile, and the audit balances; no process stays."""
-    options = ["--compact-rows", "10", "--compact-rows-min", "10", "--compact-interval-ms", "1s"]
+    options = ["--compact-rows", "1000", "--compact-interval-ms", "1s"]
     with running(
         "up", "--json", "--port", "0", "--data", str(tmp_path / "d"), "--no-compact-self", *options
     ) as up:
@@ -158,7 +163,7 @@ def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)  # Spark starts twice
 def test_after_a_kill_of_the_jvm_the_ledger_goes_on(tmp_path: Path) -> None:
     """In a new process; meanwhile the job says that it failed, and why."""
-    options = ["--compact-rows", "10", "--compact-rows-min", "10", "--compact-interval-ms", "1s"]
+    options = ["--compact-rows", "1000", "--compact-interval-ms", "1s"]
     with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
         uri = up.wait_line(event="ready")["endpoint"]
         for life in (1, 2):

@@ -48,8 +48,7 @@ BUSY = {
     "segment-bytes": "1MiB",
     "checkpoint-interval-ms": "300",
     "gather-ahead-ms": "1000",
-    "compact-rows": "500",
-    "compact-rows-min": "1",
+    "compact-rows": "100",
     "compact-interval-ms": "300",
 }
 

@@ -134,9 +134,13 @@ def test_units_stand_last_in_the_names() -> None:
         "replication_port",
         "queues_per_topic",
         "compact_rows",
-        "compact_rows_min",
         "timer_congest_num_each_slot",  # RocketMQ's name
     }
     # A number that comes to the settings later says its unit, or is a count and listed here.
-    known_units = ("_ms", "_bytes", "_ms_max", "_rows", "_rows_min")
+    known_units = ("_ms", "_bytes", "_ms_max", "_rows")
     assert {n for n in numbers if not n.endswith(known_units)} <= counted
+
+
+@pytest.mark.parametrize(("rows", "early_rows"), [(1_000_000, 10_000), (299, 2), (99, 1), (1, 1)])
+def test_after_the_interval_a_hundredth_of_the_rows_is_enough(rows: int, early_rows: int) -> None:
+    assert Settings(compact_rows=rows).compact_early_rows == early_rows

@@ -43,8 +43,7 @@ pytestmark = [
 
 SEED = int(os.environ.get("KILL_SEED", "1"))
 BOUND_S = max(bounds.BOUND_S, 120)  # a Spark that starts beside other work takes its time
-FEW_ROWS = 10
-SETTINGS = Settings(compact_rows=300, compact_interval_ms=500, compact_rows_min=FEW_ROWS)
+SETTINGS = Settings(compact_rows=1_000, compact_interval_ms=500)
 
 
 def eventually(true: Callable[[], object], what: str, bound_s: int = BOUND_S) -> None:
@@ -213,8 +212,7 @@ def check_table(siege: Siege, ball: Timeball) -> int:
 @only_in_a_siege
 def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: SparkSession) -> None:
     # The broker's own compaction would hide a pipeline that does nothing.
-    quiet = {"segment-bytes": "8MiB", "checkpoint-interval-ms": "500", "compact-rows": "1000000"}
-    quiet["compact-rows-min"] = quiet["compact-rows"]  # not even what has waited
+    quiet = {"segment-bytes": "8MiB", "checkpoint-interval-ms": "500", "compact-rows": "100000000"}
     # Spark is to be killed, not starved: on two cores clients without a pause leave it little.
     with Siege(tmp_path / "data", SEED, quiet, pause_ms=150) as siege:
         endpoint = siege.broker.endpoint
@@ -228,7 +226,9 @@ def test_compact_survives_its_own_death_and_the_brokers(tmp_path: Path, spark: S
                     attack.kill_broker()
             siege.end_clients()
             end = ball.status()["log"]["durable_seq"]
-            eventually(lambda: attack.watermark() >= end - FEW_ROWS, "the watermark catches up")
+            eventually(
+                lambda: attack.watermark() >= end - SETTINGS.compact_early_rows, "the watermark catches up"
+            )
         with Timeball(endpoint) as ball:
             report = audit.run(spark, endpoint)
             waiting = check_table(siege, ball)

@@ -334,7 +334,7 @@ class Maintenance:
             and may_compact
             and (
                 rows >= self._settings.compact_rows
-                or (is_interval_over and rows >= self._settings.compact_rows_min)
+                or (is_interval_over and rows >= self._settings.compact_early_rows)
             )
         ):
             # Move the watermark even if all messages of the tail are settled (released or cancelled), as those of

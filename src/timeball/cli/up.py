@@ -123,7 +123,7 @@ def pipeline_command(
     compact = {
         "min_rows_per_batch": settings.compact_rows,
         "max_trigger_delay_ms": settings.compact_interval_ms,
-        "few_rows": settings.compact_rows_min,
+        "few_rows": settings.compact_early_rows,
     }
     command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs]
     command += ["--log-level", settings.log_level, "--log-format", settings.log_format]

@@ -197,9 +197,8 @@ class Settings:
         1_000_000, "Move scheduled messages to the pending table when the log's tail has this many."
     )
     compact_interval_ms: int = _of(
-        60_000, "Also move them when this time has passed and there are --compact-rows-min."
+        60_000, "Also move them when this time has passed and the tail has a hundredth of --compact-rows."
     )
-    compact_rows_min: int = _of(10_000, "Leave fewer scheduled messages than this for the next round.")
     compact_self: bool = _of(True, "Let the broker compact while no pipeline does.")
     table: str = _of(  # docs/pipeline/places.md
         "", "URI of the pending table in an object store, as s3://bucket/path; empty: the data folder."
@@ -258,6 +257,11 @@ class Settings:
     def delay_names(self) -> frozenset[str]:
         """The names of the user properties that delay a message."""
         return frozenset(name.strip() for name in self.delay_properties.split(",") if name.strip())
+
+    @property
+    def compact_early_rows(self) -> int:
+        """The smallest number of scheduled messages that a compaction moves once `compact_interval_ms` has passed."""
+        return max(self.compact_rows // 100, 1)
 
     def _check_security(self) -> None:
         if bool(self.tls_cert) != bool(self.tls_key):

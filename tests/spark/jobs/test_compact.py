@@ -114,9 +114,7 @@ def test_only_messages_of_hour_log_are_compacted(tmp_path: Path, schedule: str) 
 
 
 def test_the_lease_keeps_the_broker_from_compacting(tmp_path: Path) -> None:
-    with running_node(
-        tmp_path / "data", compact_rows=10, compact_rows_min=1, compact_interval_ms=100
-    ) as node:
+    with running_node(tmp_path / "data", compact_rows=10, compact_interval_ms=100) as node:
         needed = threading.Event()
         needed.set()
         with Endpoint(node.endpoint) as broker, compact.lease(node.endpoint, needed.is_set):

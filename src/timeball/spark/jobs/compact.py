@@ -20,8 +20,8 @@ group.
 
 Each compaction adds a table version and some files, and appends a row to the log. So an epoch starts only when there
 are `min_rows_per_batch` new rows, or `few_rows` of them after `max_trigger_delay_ms`. The broker has the same rule for
-its own compactions, with the settings `compact_rows`, `compact_rows_min` and `compact_interval_ms`, and `timeball up`
-passes these settings to the job.
+its own compactions, with `compact_rows`, `compact_early_rows` and `compact_interval_ms` of its settings, and `timeball
+up` passes these numbers to the job. The defaults are the same.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.model.config import Settings
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import COMPACTED_STRATEGY, Endpoint, Lease
 from timeball.spark.jobs.marked import Engine, MarkedJob, Piece
@@ -50,12 +51,13 @@ RENEW_EVERY_S = 8.0
 TRIGGER_S = 1.0
 # Numbers of rows of the log. A task processes a million, so that files are few and large. An epoch has several tasks
 # only if the job lags.
+_DEFAULTS = Settings()
 OPTIONS = {
     "rows_per_partition": "1000000",
     "max_rows_per_batch": "4000000",
-    "min_rows_per_batch": "1000000",
-    "max_trigger_delay_ms": "60000",
-    "few_rows": "10000",
+    "min_rows_per_batch": str(_DEFAULTS.compact_rows),
+    "max_trigger_delay_ms": str(_DEFAULTS.compact_interval_ms),
+    "few_rows": str(_DEFAULTS.compact_early_rows),
 }
 
 
