@@ -55,7 +55,7 @@ def run(small: bool = False) -> Report:
     report = Report("burst", small)
     rows = 5_000 if small else 1_000_000
     for case in CASES:
-        with serving("--no-compact-self") as (server, ball):
+        with serving("--compact-rows", "0") as (server, ball):
             _run_case(report, server, ball, case, rows, 3 if small else case.ahead_s)
     return report
 

@@ -31,9 +31,9 @@ LOOK_S = 0.02
 def run(small: bool = False) -> Report:
     """Measure; rows a second."""
     report = Report("compact", small)
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--compact-rows", "0") as (server, ball):
         _by_broker(report, server, ball, 5_000 if small else STEP_ROWS)
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--compact-rows", "0") as (server, ball):
         _by_spark(report, server, ball, 1_000 if small else STEP_ROWS)
     return report
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ import pyarrow as pa
 
 from benchmarks.designs_compared import HOUR_MS, Design, Ledger, level_of
 from benchmarks.harness import BODY_BYTES, TOPIC, messages
+from timeball.broker import maintenance
 from timeball.io.clock import ManualClock
 from timeball.io.threads import in_thread
 from timeball.model.config import Settings
@@ -79,7 +81,6 @@ class _Living:
         settings = Settings(
             data=folder,
             segment_bytes=32 << 20 if small else 256 << 20,
-            compact_self=False,  # the life does it when it is time
             compact_rows=min(Settings().compact_rows, 50 * self._rows),  # half of them after the interval
             checkpoint_interval_ms=NEVER_MS,
             retention_ms=NEVER_MS,
@@ -90,7 +91,8 @@ class _Living:
 
     async def live(self, delay_ms: int, level: int) -> Life:
         """See `live`."""
-        await self._node.start(listen=False)
+        with mock.patch.object(maintenance, "COMPACT_CHECK_INTERVAL_MS", NEVER_MS):
+            await self._node.start(listen=False)
         self._broker = self._node.broker
         try:
             await self._broker.create_topic(TOPIC, 8)

@@ -1,6 +1,6 @@
 """What `designs` measures on a real broker: a process of its own, `fdatasync` before every acknowledgement.
 
-Five pieces of work, each on a fresh broker. All but the steady load run with --no-compact-self, so that the log's tail
+Five pieces of work, each on a fresh broker. All but the steady load run with --compact-rows 0, so that the log's tail
 is moved to the table when the benchmark says so (`hour_log` only) and its cost is a figure of its own. After each
 the log is read, and every scheduled message accounted for.
 """
@@ -57,7 +57,7 @@ class Bench:
     def admission(self) -> None:
         """A million scheduled messages of the next day, then two million more; what these take while they wait."""
         rows, more = (2_000, 4_000) if self._small else (1_000_000, 2_000_000)
-        with self._broker("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball, work):
+        with self._broker("--compact-rows", "0", MALLOC_ARENA_MAX="1") as (server, ball, work):
             work.far(WARM_ROWS)  # every path once, so that the base contains its code and buffers
             self._set_aside(ball)
             empty = self._at_rest(server, ball)
@@ -83,7 +83,7 @@ class Bench:
     def burst(self) -> None:
         """All due in one second, at random milliseconds of it; levels: as fast as they came."""
         rows, delay_ms = 5_000 if self._small else 1_000_000, self._ahead_ms
-        with self._broker("--no-compact-self") as (server, ball, work):
+        with self._broker("--compact-rows", "0") as (server, ball, work):
             second_ms = (now_ms() + delay_ms) // 1_000 * 1_000
             due = second_ms + np.random.default_rng(3).integers(0, 1_000, rows)
             work.soon(rows, due, delay_ms)
@@ -105,7 +105,7 @@ class Bench:
     def overdue(self) -> None:
         """All have fallen due while the broker was stopped."""
         rows, delay_ms = 5_000 if self._small else 1_000_000, self._ahead_ms
-        with self._broker("--no-compact-self") as (server, _, work):
+        with self._broker("--compact-rows", "0") as (server, _, work):
             first_ms = now_ms() + delay_ms
             due = first_ms + np.random.default_rng(4).integers(0, delay_ms // 3, rows)
             work.soon(rows, due, delay_ms)
@@ -149,7 +149,7 @@ class Bench:
     def _restart(self, label: str, checkpoint_interval_ms: str, saved: bool) -> None:
         rows = 2_000 if self._small else 1_000_000
         window_ms, delay_ms = (8_000, 10_000) if self._small else (30_000, 30_000)
-        options = ["--no-compact-self", "--checkpoint-interval-ms", checkpoint_interval_ms]
+        options = ["--compact-rows", "0", "--checkpoint-interval-ms", checkpoint_interval_ms]
         with self._broker(*options) as (server, ball, work):
             work.far(rows)
             if saved:

@@ -58,7 +58,7 @@ def measure(rows: int) -> None:
     """Do all of it at one size."""
     run = ["pipeline", "run", "--once", "--log-level", "warning"]
     for engine in (SPARK, PLAIN):
-        with serving("--no-compact-self") as (server, ball):
+        with serving("--compact-rows", "0") as (server, ball):
             fill(ball, rows)
             show(rows, "compact", engine[0], command(server, *run, "compact", *engine))
             if engine is SPARK:
@@ -71,7 +71,7 @@ def measure(rows: int) -> None:
             for words in ([], SPARK):
                 show(rows, "forecast", words[0] if words else "DuckDB", command(server, "forecast", *words))
             show(rows, "audit", SPARK[0], command(server, "audit", *SPARK))
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--compact-rows", "0") as (server, ball):
         fill(ball, rows)
         cpu_s, begun = server.cpu_s(), time.perf_counter()
         ball.compact()

@@ -43,7 +43,7 @@ def run(small: bool = False) -> Report:
     report = Report("keys", small)
     rows = int(os.environ.get("TIMEBALL_KEYS_ROWS", 4_000 if small else 1_000_000))
     task_rows = int(os.environ.get("TIMEBALL_KEYS_TASK_ROWS", min(rows, 1_000_000)))
-    with serving("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball):
+    with serving("--compact-rows", "0", MALLOC_ARENA_MAX="1") as (server, ball):
         ball.cancel(key="none")
         base, _ = server.memory_bytes()
         _fill(report, server, rows, task_rows)

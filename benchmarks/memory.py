@@ -33,7 +33,7 @@ def run(small: bool = False) -> Report:
     """Measure; bytes of resident memory a scheduled message."""
     report = Report("memory", small)
     sizes = (2_000, 10_000) if small else (1_000_000, 5_000_000)
-    with serving("--no-compact-self", MALLOC_ARENA_MAX="1") as (server, ball):
+    with serving("--compact-rows", "0", MALLOC_ARENA_MAX="1") as (server, ball):
         _add(ball, 1_000, seed=0)  # every path once, so that the base contains its code and buffers
         base, base_mapped = _at_rest(server, ball)
         waiting, used = [0], [base]

@@ -35,7 +35,7 @@ LONGEST_S = 1_800
 def run(small: bool = False) -> Report:
     """Measure; rows a second, seconds, MiB."""
     report = Report("pipeline", small)
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--compact-rows", "0") as (server, ball):
         waiting, bulk = (2_000, 5_000) if small else (2_000_000, 10_000_000)
         send_scheduled(
             ball, now_ms() + np.random.default_rng(3).integers(HOUR_MS, 365 * 24 * HOUR_MS, waiting)

@@ -32,7 +32,7 @@ def measure(report: Report, small: bool) -> None:
     """Add the figures of a steady load and of a burst."""
     rate, seconds, warm_s, burst = (200, 3, 2, 2_000) if small else (10_000, 30, 10, 1_000_000)
     ahead_ms = 15_000 if small else 40_000
-    with serving("--no-compact-self") as (server, ball), _dispatching(server):
+    with serving("--compact-rows", "0") as (server, ball), _dispatching(server):
         load = _Load(Report("warm up", small), ball, ahead_ms)
         load.run("warm up", rate * warm_s, warm_s)
         load.report = report

@@ -27,7 +27,7 @@ def run(small: bool = False) -> Report:
     window_ms = 4_000 if small else 12_000
     # A toy's figure means nothing, and a busy machine may need all of its window for the start.
     on_time_ms = hour_ms if small else ON_TIME_MS
-    with serving("--no-compact-self") as (server, ball):
+    with serving("--compact-rows", "0") as (server, ball):
         far = np.random.default_rng(5).integers(2 * hour_ms, 48 * hour_ms, tail_rows)
         send_scheduled(ball, now_ms() + far)
         near = now_ms() + 1_000 + np.arange(window_ms)

@@ -54,7 +54,7 @@ async def delivered(world: World) -> list[str]:
 
 
 @kept_by
-@on_node()
+@on_node(compact_rows=1)
 async def test_who_keeps_is_told_and_nothing_is_compacted(world: World, schedule: str) -> None:
     await begin(world, schedule)
     await world.send("a", [None, 500, HOUR_MS])

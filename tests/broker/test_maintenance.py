@@ -210,6 +210,19 @@ async def test_whoever_holds_the_lease_moves_the_tail(world: World) -> None:
     assert await moved(world) == 200
 
 
+@on_node(compact_rows=0, compact_interval_ms=1)
+async def test_a_broker_told_not_to_compact_leaves_tail_and_files(world: World) -> None:
+    for epoch in range(FILES_MIN):
+        await world.bulk("a", [HOUR_MS], epoch + 1)
+    files = world.broker.status()["schedule"]["table_files"]
+    await world.send("a", [HOUR_MS] * 200)
+    world.clock.advance(60_000)
+    assert await moved(world) == FILES_MIN
+    assert world.broker.status()["schedule"]["table_files"] == files
+    await world.merge()
+    assert world.broker.status()["schedule"]["table_files"] < files, "there was something to merge"
+
+
 @on_node()
 async def test_a_compactor_lease_ends_within_an_hour(world: World) -> None:
     world.broker.compactor_lease(1 << 60)

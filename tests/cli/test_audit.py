@@ -76,7 +76,7 @@ def test_help_names_the_exit_code_of_a_breach() -> None:
 def test_books_that_balance_and_books_that_were_tampered_with(tmp_path: Path) -> None:
     """Exit code 0, and 1 when the ledger forgets what it had accepted; one Java for four commands."""
     with (
-        running_node(tmp_path / "data", compact_self=False) as node,
+        running_node(tmp_path / "data", compact_rows=0) as node,
         Timeball(node.endpoint) as ball,
     ):
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1, "unique_key": f"m{n}"} for n in range(5)])

@@ -153,7 +153,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.timeout(600)
 def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
     """As a user would: look, schedule, schedule again, look, pause, resume, cancel; two Javas for three bulks."""
-    with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         due_ms = ball.status()["now_ms"] // DAY_MS * DAY_MS + 30 * DAY_MS
         days = np.datetime_as_string(
             np.datetime64(due_ms, "ms") + np.arange(50) * np.timedelta64(1, "m"), "s"

@@ -17,7 +17,7 @@ COMMANDS = ("status", "pause", "resume", "cancel")
 
 def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
     """Without Java: nothing of Spark is asked for."""
-    with running_node(tmp_path / "data", compact_self=False) as node:
+    with running_node(tmp_path / "data", compact_rows=0) as node:
 
         def say(*arguments: str) -> str:
             done = run_here("campaign", *arguments, "--endpoint", node.endpoint)

@@ -35,11 +35,11 @@ def test_an_option_wins_over_the_file_and_the_file_over_the_default(tmp_path: Pa
     """Sizes and durations are written in the file as on the command line."""
     file = tmp_path / "timeball.toml"
     file.write_text(
-        'port = 1\nsegment_bytes = "64MiB"\nretention_ms = "1h"\ncompact_self = false\ndata = "d"\n'
+        'port = 1\nsegment_bytes = "64MiB"\nretention_ms = "1h"\nauto_create_topics = false\ndata = "d"\n'
     )
     settings = build_settings(file, {"port": 2})
     assert (settings.port, settings.segment_bytes, settings.retention_ms) == (2, 64 << 20, 3_600_000)
-    assert settings.compact_self is False
+    assert settings.auto_create_topics is False
     assert settings.data == Path("d")
 
 

@@ -55,7 +55,7 @@ def test_what_is_refused_is_named(words: list[str], said: str, capsys: pytest.Ca
 
 def test_a_word_of_the_environment_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Yes and no have many words, which Typer knows."""
-    monkeypatch.setenv("TIMEBALL_COMPACT_SELF", "off")
+    monkeypatch.setenv("TIMEBALL_AUTO_CREATE_TOPICS", "off")
     monkeypatch.setenv("TIMEBALL_PORT", "7")
     with pytest.raises(SystemExit) as end:
         main(["serve", "--settings", str(tmp_path / "missing.toml")])

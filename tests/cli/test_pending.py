@@ -78,7 +78,7 @@ def test_what_moved_a_scheduled_message_says_nothing_once_it_lies_in_the_table(t
 def test_a_scheduled_message_due_now_no_longer_waits(tmp_path: Path) -> None:
     """Only what is due after the broker's now is counted, in the tail as in the table."""
     clock = ManualClock()
-    with running_node(tmp_path / "d", clock, compact_self=False) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", clock, compact_rows=0) as node, Timeball(node.endpoint) as ball:
         due = [clock.wall + delay_ms for delay_ms in (999, 1_000, 1_001)]
         ball.send_many([{"topic": "t", "body": b"x", "due_ms": due_ms} for due_ms in due])
         assert sum(count_waiting(node.endpoint).hours.values()) == 3

@@ -132,7 +132,7 @@ def test_without_spark_dispatch_is_refused_and_the_ledger_is_kept(tmp_path: Path
 @pytest.mark.timeout(600)
 def test_once_catches_up_and_ends(tmp_path: Path) -> None:
     """Both jobs; then the scheduled messages lie in the table, the events in the ledger, and the audit balances."""
-    with serving(tmp_path / "d", "--no-compact-self") as uri, Timeball(uri) as ball:
+    with serving(tmp_path / "d", "--compact-rows", "0") as uri, Timeball(uri) as ball:
         ball.send_many([{"body": "x", "after": "3600s"} for _ in range(20)], topic="orders")
         ended = timeball(
             "pipeline", "run", "compact", "ledger", "--once", "--log-level=warning", "--endpoint", uri

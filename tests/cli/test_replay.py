@@ -129,7 +129,7 @@ def test_no_broker_is_told_without_waiting_for_spark() -> None:
 @pytest.mark.spark
 @pytest.mark.timeout(600)
 def test_a_window_from_the_first_look_to_a_second_run(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "t", "body": b"x", "delay_ms": 1} for _ in range(5)])
         eventually(lambda: len(ball.browse("t", "all", wait="10s")) == 5, "five messages released")
         now_ms = ball.status()["now_ms"]

@@ -21,7 +21,7 @@ BY_TOPIC = "select topic, count(*) as waiting, min(due) as first from pending gr
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    with running_node(tmp_path_factory.mktemp("sql") / "d", compact_self=False) as running:
+    with running_node(tmp_path_factory.mktemp("sql") / "d", compact_rows=0) as running:
         with Timeball(running.endpoint) as ball:
             ball.send_many([{"topic": "mail", "body": f"m{i}", "after": "10000s"} for i in range(3)])
             ball.compact()

@@ -35,12 +35,18 @@ def test_the_pipeline_compacts_by_the_brokers_settings() -> None:
     assert command[:3] == [sys.executable, "-m", "timeball"]
     assert command[command.index("--endpoint") + 1] == "grpc://h:1"
     assert command[command.index("--master") + 1] == "m"
-    options = [word for word in command if word.startswith("compact.")]
-    assert options == [
-        "compact.min_rows_per_batch=700",
+    assert [word for word in command if word.startswith("compact.")] == [
         "compact.max_trigger_delay_ms=9",
+        "compact.min_rows_per_batch=700",
         "compact.few_rows=7",
     ]
+
+
+def test_a_pipeline_beside_a_broker_that_does_not_compact_has_its_own_defaults() -> None:
+    settings = Settings(data=Path("d"), compact_rows=0, compact_interval_ms=9)
+    command = pipeline_command(settings, "grpc://h:1", SparkOptions(), pipeline_jobs(settings))
+    assert "compact" in command
+    assert [word for word in command if word.startswith("compact.")] == ["compact.max_trigger_delay_ms=9"]
 
 
 def test_without_spark_the_broker_compacts_and_no_master_is_named() -> None:
@@ -138,18 +144,17 @@ def test_a_port_in_use_ends_it_before_spark_is_started(tmp_path: Path, endpoint:
 @pytest.mark.spark
 def test_ctrl_c_ends_broker_and_pipeline(tmp_path: Path) -> None:
     """What was sent has been compacted by Spark meanwhile, and the audit balances; no process stays."""
-    options = ["--compact-rows", "1000", "--compact-interval-ms", "1s"]
-    with running(
-        "up", "--json", "--port", "0", "--data", str(tmp_path / "d"), "--no-compact-self", *options
-    ) as up:
+    rows = Settings().compact_early_rows  # the job's own default, since the broker is not to compact
+    options = ["--compact-rows", "0", "--compact-interval-ms", "1s"]
+    with running("up", "--json", "--port", "0", "--data", str(tmp_path / "d"), *options) as up:
         uri = up.wait_line(event="ready")["endpoint"]
         up.wait_line(event="pipeline", state="started")
         with Timeball(uri) as ball:
-            ball.send_many([{"body": "x", "after": "3600s"} for _ in range(50)], topic="orders")
-            _await_table(ball, 50)
+            ball.send_many([{"body": "x", "after": "3600s"} for _ in range(rows)], topic="orders")
+            _await_table(ball, rows)
         audited = timeball("audit", "--json", "--endpoint", uri)
         report = json.loads(audited.stdout)
-        assert (audited.returncode, report["ok"], report["accepted"]) == (0, True, 50)
+        assert (audited.returncode, report["ok"], report["accepted"]) == (0, True, rows)
         family = psutil.Process(up.pid).children(recursive=True)
         assert family
         assert up.end(signal.SIGINT) == 0

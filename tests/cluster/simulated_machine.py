@@ -213,7 +213,7 @@ class Machine:
         self.settings = Settings(
             data=Path("in-memory"),
             queues_per_topic=2,
-            compact_self=False,
+            compact_rows=0,
             retention_ms=RETENTION_MS,
         )
         object.__setattr__(

@@ -58,7 +58,7 @@ class World:
         self.observed = observed or Observed()
         self.settings = Settings(
             data=Path("in-memory"),
-            **{"segment_bytes": MIB, "queues_per_topic": 2, "compact_self": False, **settings},
+            **{"segment_bytes": MIB, "queues_per_topic": 2, "compact_rows": 0, **settings},
         )
         self.node: Node | None = None
         self.unheard: list[str] = []

@@ -18,7 +18,7 @@ from timeball.model.limits import DAY_MS, HOUR_MS
 
 
 def test_what_is_shown_is_what_was_promised(tmp_path: Path) -> None:
-    with running_node(tmp_path / "d", compact_self=False) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "d", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         campaign = campaign_of(node, CAMPAIGN)
         attach(campaign, 30, after_ms=HOUR_MS)
         assert call_off(node.endpoint) == CalledOff(rows=30, cancelled=30, released=0)
@@ -62,7 +62,7 @@ def _messages(now_ms: int, rows: int) -> pa.RecordBatch:
 def test_a_batch_is_promised_as_one_and_the_books_balance(tmp_path: Path) -> None:
     """Past the log, straight into the table; the books are as they would be for the client's own messages."""
     with (
-        running_node(tmp_path / "data", compact_self=False) as node,
+        running_node(tmp_path / "data", compact_rows=0) as node,
         Timeball(node.endpoint) as ball,
         Spark(node.endpoint, tmp_path / "spark.log") as spark,
     ):

@@ -33,7 +33,7 @@ def engine(spark: SparkSession) -> OnSpark:
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that does not compact by itself."""
-    with running_node(tmp_path / "data", compact_self=False, grpc_port=-1) as running:
+    with running_node(tmp_path / "data", compact_rows=0, grpc_port=-1) as running:
         yield running
 
 

@@ -136,7 +136,7 @@ def test_bulk_divides_rows_among_groups_and_continues_after_a_kill(
         assert CampaignParts(parts).progress().state == "planned"
 
     # A group that is added meanwhile has no part of it, and it makes no difference which node is named.
-    with running_node(tmp_path / "g0", group="g0", compact_self=False, grpc_port=-1) as third:
+    with running_node(tmp_path / "g0", group="g0", compact_rows=0, grpc_port=-1) as third:
         groups.set_groups(third, groups.one, groups.other)
         done = schedule(groups.other.endpoint)
         assert (done.rows, done.rejected, done.repeated) == (399, 1, False)

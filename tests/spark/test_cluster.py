@@ -48,7 +48,7 @@ def broker_for(tmp_path: Path, net: Network | None) -> Iterator[RunningNode]:
         where: dict[str, Any] = {}
     else:
         where = {"host": "0.0.0.0", "advertise": net.addresses["here"], "allow_plaintext": True}
-    with running_node(tmp_path / "data", compact_self=False, **where) as node:
+    with running_node(tmp_path / "data", compact_rows=0, **where) as node:
         yield node
 
 

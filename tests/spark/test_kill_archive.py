@@ -123,7 +123,7 @@ def passed(node: RunningNode) -> list[tuple[int, int, str, bytes]]:
 def test_killed_and_concurrent_archive_jobs_archive_each_message_once(tmp_path: Path) -> None:
     rng = np.random.default_rng(SEED)
     table = Archive(tmp_path / "data" / "archive")
-    with running_node(tmp_path / "data", compact_self=False) as node:
+    with running_node(tmp_path / "data", compact_rows=0) as node:
 
         def archiving(checkpoint: str) -> list[str]:
             return [sys.executable, "-c", ARCHIVE, node.endpoint, str(tmp_path / checkpoint)]
@@ -168,7 +168,7 @@ def test_killed_and_concurrent_archive_jobs_archive_each_message_once(tmp_path: 
 @only_in_a_siege
 def test_killed_and_repeated_replay_schedules_its_messages_once(tmp_path: Path) -> None:
     table = tmp_path / "data" / "pending"
-    with running_node(tmp_path / "data", compact_self=False) as node, Timeball(node.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as node, Timeball(node.endpoint) as ball:
         ball.send_many([{"topic": "orders", "body": b"%d" % n} for n in range(5_000)])
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "the window is over")

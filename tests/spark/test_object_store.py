@@ -172,7 +172,7 @@ def test_jobs_leave_their_status_beside_a_checkpoint_there(store: FaultyStore) -
 def node(store: FaultyStore, tmp_path: Path) -> Iterator[RunningNode]:
     """A broker whose pending table is in the object store, too."""
     uri = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending"
-    with running_node(tmp_path / "data", table=uri, compact_self=False) as running:
+    with running_node(tmp_path / "data", table=uri, compact_rows=0) as running:
         yield running
 
 
@@ -284,7 +284,7 @@ def test_a_bulk_job_writes_there_and_what_it_wrote_is_released_and_cancelled(
     names = [f"c{number}" for number in range(400)]
     parquet.write_table(pa.table({"due": due, "body": names, "customer": names}), tmp_path / "in.parquet")
     uri, clock = f"s3a://{BUCKET}/{uuid.uuid4().hex}/pending", ManualClock(int(now.timestamp() * 1_000))
-    with running_node(tmp_path / "data", clock, table=uri, compact_self=False) as node:
+    with running_node(tmp_path / "data", clock, table=uri, compact_rows=0) as node:
         at = ("--endpoint", node.endpoint)
         lost = store.break_next("lost_answer", "PUT", ".parquet")
         words = ("bulk", str(tmp_path / "in.parquet"), "--topic", "reminders", "--key-column", "customer")

@@ -172,7 +172,7 @@ def test_a_wrong_row_is_noticed() -> None:
 
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    with running_node(tmp_path_factory.mktemp("page") / "data", compact_self=False) as node:
+    with running_node(tmp_path_factory.mktemp("page") / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
         send_due_now(node.endpoint, 2)
@@ -207,7 +207,7 @@ def test_the_questions_are_answered(story: RunningNode) -> None:
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    with running_node(tmp_path_factory.mktemp("page") / "data", compact_self=False) as running:
+    with running_node(tmp_path_factory.mktemp("page") / "data", compact_rows=0) as running:
         send(running.endpoint, 40, after_ms=2 * HOUR_MS)
         running.run(running.broker.compact())
         send(running.endpoint, 10, after_ms=HOUR_MS, topic="mail")

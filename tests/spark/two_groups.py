@@ -45,7 +45,7 @@ class TwoGroups:
 @contextmanager
 def two_groups(folder: Path, **settings: object) -> Iterator[TwoGroups]:
     """Start both brokers."""
-    chosen = {"compact_self": False, "grpc_port": -1, **settings}
+    chosen = {"compact_rows": 0, "grpc_port": -1, **settings}
     with (
         running_node(folder / "g1", group="g1", **chosen) as one,
         running_node(folder / "g2", group="g2", **chosen) as other,

@@ -95,11 +95,8 @@ class Maintenance:
             (IDEMPOTENCY_INTERVAL_MS, self.drop_idempotency_keys),
             (SUBSCRIPTIONS_INTERVAL_MS, self._broker.consuming.subscriptions.drain),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
+            (COMPACT_CHECK_INTERVAL_MS, self.compact_if_worth),
         ]
-        # With a pipeline, the external compactor takes a lease, and the broker does not touch the tail. Without one,
-        # the broker compacts.
-        if self._settings.compact_self:
-            duties.append((COMPACT_CHECK_INTERVAL_MS, self.compact_if_worth))
         broker = self._broker
         cache = broker.pending_table.cache
         watch_ms = table_changes.LOOK_MS if cache is None else stored_table.LOOK_MS
@@ -322,10 +319,12 @@ class Maintenance:
             await in_thread(self._threads.background, give_back)
 
     async def compact_if_worth(self) -> None:
-        """Compact the tail of the log, unless it is short or an external compactor has a lease.
+        """Compact the tail of the log, unless it is short or an external compactor (a pipeline) has a lease.
 
-        Afterwards rewrite data files if that is worth the cost.
+        Afterwards rewrite data files if that is worth the cost. With `compact_rows` 0, do neither.
         """
+        if not self._settings.compact_rows:
+            return
         now_ms, rows = self._clock.elapsed_ms(), self._broker.mover.tail_count.rows
         may_compact = now_ms >= self._broker.mover.external_compactor_until_ms
         is_interval_over = now_ms - self._compacted_ms >= self._settings.compact_interval_ms

@@ -120,11 +120,13 @@ def pipeline_command(
     settings: Settings, endpoint: str, spark: SparkOptions | None, jobs: Sequence[str]
 ) -> list[str]:
     """Build the child's command line, with the broker's own compaction settings. `spark` is None for --no-spark."""
-    compact = {
-        "min_rows_per_batch": settings.compact_rows,
-        "max_trigger_delay_ms": settings.compact_interval_ms,
-        "few_rows": settings.compact_early_rows,
-    }
+    compact = {"max_trigger_delay_ms": settings.compact_interval_ms}
+    # 0 keeps only the broker from compacting: the job then has its own defaults.
+    if settings.compact_rows:
+        compact |= {
+            "min_rows_per_batch": settings.compact_rows,
+            "few_rows": settings.compact_early_rows,
+        }
     command = [sys.executable, "-m", "timeball", "pipeline", "run", *jobs]
     command += ["--log-level", settings.log_level, "--log-format", settings.log_format]
     command += ["--endpoint", endpoint, "--stop-on-eof"]

@@ -194,12 +194,14 @@ class Settings:
 
     # compaction of pending messages: the pipeline does it while it runs, otherwise the broker itself
     compact_rows: int = _of(
-        1_000_000, "Move scheduled messages to the pending table when the log's tail has this many."
+        1_000_000,
+        "Move scheduled messages to the pending table when the log's tail has this many; 0: the broker never does, nor "
+        "does it merge files, but a pipeline still may.",
+        0,
     )
     compact_interval_ms: int = _of(
         60_000, "Also move them when this time has passed and the tail has a hundredth of --compact-rows."
     )
-    compact_self: bool = _of(True, "Let the broker compact while no pipeline does.")
     table: str = _of(  # docs/pipeline/places.md
         "", "URI of the pending table in an object store, as s3://bucket/path; empty: the data folder."
     )

@@ -279,7 +279,7 @@ async def test_an_id_that_gave_way_is_refused_and_not_answered_as_planned(
 # ---- other work meanwhile --------------------------------------------------------------------------------------
 
 
-@on_node(compact_self=True)
+@on_node(compact_rows=1_000_000)
 async def test_files_are_merged_and_let_go_without_what_is_held(world: World) -> None:
     """A merge and the clearing away of what is over leave held rows where they are."""
     keys = await world.campaign("spring", "a", [MINUTE_MS, 2 * MINUTE_MS])

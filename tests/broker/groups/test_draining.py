@@ -387,7 +387,7 @@ def test_a_group_that_forgets_a_transfer_is_noticed(monkeypatch: pytest.MonkeyPa
 
 def test_an_unconfirmed_transfer_keeps_its_rows_in_the_log() -> None:
     async def lived() -> None:
-        async with groups_of("g1", "g2", retention_ms=1, compact_rows=1) as (neighbours, worlds):
+        async with groups_of("g1", "g2", retention_ms=1) as (neighbours, worlds):
             one, two = worlds["g1"], worlds["g2"]
             keys = await two.send("orders", [20 * HOUR_MS + at for at in range(10)], body_bytes=50_000)
             await two.compact()
@@ -425,7 +425,7 @@ def test_a_message_that_went_long_ago_is_not_said_to_wait_here() -> None:
     """Its row in a file outlives the row of the log that ended it."""
 
     async def lived() -> None:
-        async with groups_of("g1", "g2", retention_ms=1, compact_rows=1) as (_, worlds):
+        async with groups_of("g1", "g2", retention_ms=1) as (_, worlds):
             one, two = worlds["g1"], worlds["g2"]
             (key, other) = await two.send("orders", [20 * HOUR_MS, 21 * HOUR_MS])
             await two.compact()

@@ -103,16 +103,14 @@ class World:
 
     def restart(self, **settings: Any) -> None:
         self.node.stop()
-        self.node = RunningNode(
-            self.data, self.clock, **{"table": self.uri, "compact_self": False, **settings}
-        )
+        self.node = RunningNode(self.data, self.clock, **{"table": self.uri, "compact_rows": 0, **settings})
         self.node.start()
 
 
 @pytest.fixture
 def world(store: FaultyStore, tmp_path: Path) -> Iterator[World]:
     uri, clock = f"s3://{BUCKET}/{uuid.uuid4().hex}/pending", ManualClock()
-    node = RunningNode(tmp_path / "data", clock, table=uri, compact_self=False)
+    node = RunningNode(tmp_path / "data", clock, table=uri, compact_rows=0)
     node.start()
     made = World(node, clock, store, uri, tmp_path / "data")
     try:
@@ -183,7 +181,7 @@ def test_files_that_have_left_are_removed_there_and_here(world: World) -> None:
 
 
 def test_a_table_of_the_data_folder_moves_when_a_place_is_named(store: FaultyStore, tmp_path: Path) -> None:
-    node = RunningNode(tmp_path, ManualClock(), compact_self=False)
+    node = RunningNode(tmp_path, ManualClock(), compact_rows=0)
     node.start()
     world = World(node, node._clock, store, f"s3://{BUCKET}/{uuid.uuid4().hex}", tmp_path)  # type: ignore[arg-type]
     world.attach("moved", SOON_MS, 3 * DAY_MS)
@@ -458,7 +456,7 @@ def test_what_another_program_optimizes_stays_live(world: World, stage: str) -> 
         world.node.stop()
     delta(world).optimize.compact()
     if stage == "before a start":
-        world.node = RunningNode(world.data, world.clock, table=world.uri, compact_self=False)
+        world.node = RunningNode(world.data, world.clock, table=world.uri, compact_rows=0)
         world.node.start()
     look(world)
     assert world.table()["last_foreign_commit"].startswith("OPTIMIZE") and world.table()["lost_files"] == 0

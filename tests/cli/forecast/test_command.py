@@ -18,7 +18,7 @@ from tests.spark.traffic import send
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """300 orders an hour apart, in the table, and 20 mails in the tail."""
-    with running_node(tmp_path_factory.mktemp("forecast") / "data", compact_self=False) as running:
+    with running_node(tmp_path_factory.mktemp("forecast") / "data", compact_rows=0) as running:
         send(running.endpoint, 300)
         running.run(running.broker.compact())
         send(running.endpoint, 20, topic="mail")

@@ -81,7 +81,7 @@ def test_only_what_came_of_some_topics_is_held_against_them() -> None:
 
 
 def test_what_is_counted_within_the_window_as_of_now_or_of_a_version(tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", compact_self=False) as node:
+    with running_node(tmp_path / "data", compact_rows=0) as node:
         send(node.endpoint, 10)
         node.run(node.broker.compact())
         send(node.endpoint, 5, topic="mail", after_ms=DAY_MS)

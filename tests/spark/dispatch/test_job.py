@@ -29,7 +29,7 @@ BEHIND = {"behind_ms": str(HOUR_MS)}  # however slow the machine is
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that leaves dispatched rows to Spark for ever, so each release proves that Spark sent the row."""
     with running_node(
-        tmp_path / "data", compact_self=False, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
+        tmp_path / "data", compact_rows=0, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
     ) as running:
         yield running
 

@@ -35,7 +35,7 @@ PATIENCE_MS = 60_000
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that leaves all due rows to the dispatcher for ever."""
     with running_node(
-        tmp_path / "data", compact_self=False, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
+        tmp_path / "data", compact_rows=0, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
     ) as running:
         with Endpoint(running.endpoint) as broker:
             broker.lease_dispatcher(HOUR_MS)

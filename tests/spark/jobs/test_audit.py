@@ -256,7 +256,7 @@ def test_receipt_leases_balance(spark: SparkSession, node: RunningNode) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker with small segments, so that retention can remove some."""
-    with running_node(tmp_path / "data", compact_self=False, segment_bytes=MIB) as running:
+    with running_node(tmp_path / "data", compact_rows=0, segment_bytes=MIB) as running:
         yield running
 
 

@@ -169,7 +169,7 @@ def test_an_attach_is_found_by_its_own_name_only(node: RunningNode, broker: Endp
 
 def test_progress_is_right_after_retention_removed_log_rows(tmp_path: Path) -> None:
     """What was decided of all stays counted; what happened to one and is told nowhere counts as released."""
-    with running_node(tmp_path / "data", segment_bytes=MIB, compact_self=False) as node:
+    with running_node(tmp_path / "data", segment_bytes=MIB, compact_rows=0) as node:
         names = ("plain", "paused", "resumed", "cancelled")
         plain, paused, resumed, cancelled = (campaign_of(node, name) for name in names)
         with Endpoint(node.endpoint) as broker:

@@ -114,11 +114,11 @@ def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: Running
 
 
 def test_lateness_during_an_outage_has_the_cause_outage(spark: SparkSession, tmp_path: Path) -> None:
-    with running_node(tmp_path / "data", compact_self=False) as first, Timeball(first.endpoint) as ball:
+    with running_node(tmp_path / "data", compact_rows=0) as first, Timeball(first.endpoint) as ball:
         late = ball.send("orders", b"x", after="3s")  # longer than a stop takes
         ball.send("orders", b"y", after="1d")
     threading.Event().wait(max(0, late.due_ms + 50 - SystemClock().wall_ms()) / 1000)
-    with running_node(tmp_path / "data", compact_self=False) as second:
+    with running_node(tmp_path / "data", compact_rows=0) as second:
         with Timeball(second.endpoint) as ball:
             eventually(lambda: visible(ball, "orders") == 1, "it is released")
             ball.send("orders", b"z", after="1d")

@@ -24,7 +24,7 @@ from timeball.spark.views.duckdb_session import SqlSession
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """Ten messages in the table (one cancelled), three released, one in the tail, one cancelled in the tail."""
-    with running_node(tmp_path_factory.mktemp("sql") / "data", compact_self=False) as node:
+    with running_node(tmp_path_factory.mktemp("sql") / "data", compact_rows=0) as node:
         send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
         send_due_now(node.endpoint, 3)

@@ -214,7 +214,7 @@ def test_older_version_has_the_log_tail_of_its_time(
 
 def test_overdue_message_stays_pending_while_the_clock_stands_still(engine: Engine, tmp_path: Path) -> None:
     clock = ManualClock()
-    with running_node(tmp_path / "d", clock, compact_self=False) as node, Endpoint(node.endpoint) as broker:
+    with running_node(tmp_path / "d", clock, compact_rows=0) as node, Endpoint(node.endpoint) as broker:
         send(node.endpoint, 10, after_ms=HOUR_MS)
         node.run(node.broker.compact())
         assert len(engine.seqs(broker)) == 10

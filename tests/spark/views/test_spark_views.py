@@ -55,7 +55,7 @@ QUESTIONS = [
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     """Messages in all places and states: compacted, bulk, tail, level, released, cancelled, written again."""
     data = tmp_path_factory.mktemp("views") / "data"
-    with running_node(data, compact_self=False, segment_bytes=MIB) as node:
+    with running_node(data, compact_rows=0, segment_bytes=MIB) as node:
         send(node.endpoint, 10)  # 2..11
         node.run(node.broker.compact())
         options = write_options({"endpoint": node.endpoint})
