@@ -1,17 +1,19 @@
 """Settings as options: every field is one, and the order of precedence."""
 
 import inspect
+import re
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import typer
 from tests.certificates import certificate
+from tests.cli.in_process import run_here
 from tests.node_fixture import running_node
 from typer.testing import CliRunner
 
 from timeball.cli.options import SparkOptions, build_settings, connect, settings_options, spark_options
-from timeball.model.config import Settings
+from timeball.model.config import Settings, option_name
 from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
 from timeball.spark.run import SUBMITTED
 
@@ -24,6 +26,29 @@ def test_every_setting_has_an_option() -> None:
     names = {field.name for field in fields(Settings)}
     parameters = inspect.signature(settings_options(command)).parameters
     assert set(parameters) == names | {"settings_file", "other"}
+
+
+def panels(*words: str) -> dict[str, list[str]]:
+    """The long options of each panel of a command's help."""
+    found: dict[str, list[str]] = {}
+    for line in run_here(*words, "--help", COLUMNS="400").stdout.splitlines():
+        if line.startswith("╭─ "):
+            panel = found.setdefault(line.split()[1], [])
+        elif option := re.match(r"│ (--[a-z-]+)", line):
+            panel.append(option[1])
+    return found
+
+
+def test_the_help_lists_advanced_settings_in_a_panel_of_their_own() -> None:
+    advanced = [option_name(field.name) for field in fields(Settings) if field.metadata["advanced"]]
+    for command in ("serve", "up"):
+        shown = panels(command)
+        assert list(shown) == ["Options", "Advanced"]
+        assert shown["Advanced"] == advanced
+        assert {"--data", "--host", "--port", "--durability", "--strategy", "--settings"} <= set(
+            shown["Options"]
+        )
+    assert list(panels("cluster", "status")) == ["Options"], "a command with few settings has one panel"
 
 
 def test_settings_without_a_choice_have_their_defaults() -> None:

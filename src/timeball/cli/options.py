@@ -85,8 +85,11 @@ def naming(option: str) -> Iterator[None]:
 
 
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Give `command(settings, …)` one option for each field of Settings, and --settings."""
-    return _with_settings(command, [field.name for field in fields(Settings)], {})
+    """Give `command(settings, …)` one option for each field of Settings, and --settings.
+
+    The help lists the advanced settings in a panel of their own.
+    """
+    return _with_settings(command, [field.name for field in fields(Settings)], {}, advanced_panel="Advanced")
 
 
 def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -99,7 +102,10 @@ def cluster_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_settings(
-    command: Callable[..., None], names: Sequence[str], fixed: dict[str, Any]
+    command: Callable[..., None],
+    names: Sequence[str],
+    fixed: dict[str, Any],
+    advanced_panel: str | None = None,
 ) -> Callable[..., None]:
     own_parameters = [
         parameter
@@ -107,7 +113,11 @@ def _with_settings(
         if parameter.name != "settings"
     ]
     setting_parameters = [
-        _build_parameter(field, types()[field.name]) for field in fields(Settings) if field.name in names
+        _build_parameter(
+            field, types()[field.name], panel=advanced_panel if field.metadata["advanced"] else None
+        )
+        for field in fields(Settings)
+        if field.name in names
     ]
     file = inspect.Parameter("settings_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_FILE)
 
@@ -141,14 +151,18 @@ def _unit_of_name(name: str) -> tuple[Callable[[str], int], Callable[[int], str]
     return None
 
 
-def _build_parameter(field: Field[Any], value_type: Any) -> inspect.Parameter:
-    """Build the command's parameter for one field. Its value is None if the option is not given."""
+def _build_parameter(field: Field[Any], value_type: Any, *, panel: str | None) -> inspect.Parameter:
+    """Build the command's parameter for one field. Its value is None if the option is not given.
+
+    `panel`: the panel of the help that lists the option. None: the first panel, "Options".
+    """
     name, unit = option_name(field.name), _unit_of_name(field.name)
     attributes: dict[str, Any] = {
         "help": field.metadata["help"],
         "envvar": f"TIMEBALL_{field.name.upper()}",
         "show_envvar": False,
         "show_default": _format_default(field.default, unit),
+        "rich_help_panel": panel,
     }
     declaration = f"{name}/--no-{name[2:]}" if value_type is bool else name
     if unit is not None:

@@ -36,9 +36,14 @@ TIMER_WHEEL_MS_MAX = 30 * limits.DAY_MS
 PORT_MAX = 65_535
 
 
-def _of(default: Any, text: str, low: int | None = None, high: int | None = None) -> Any:
-    """Define a setting: its default, its help text, and its smallest and largest allowed value."""
-    return field(default=default, metadata={"help": text, "low": low, "high": high})
+def _of(
+    default: Any, text: str, low: int | None = None, high: int | None = None, *, advanced: bool = False
+) -> Any:
+    """Define a setting: its default, its help text, and its smallest and largest allowed value.
+
+    `advanced`: a newcomer does not need it, so `--help` lists it after the others.
+    """
+    return field(default=default, metadata={"help": text, "low": low, "high": high, "advanced": advanced})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,11 +70,13 @@ class Settings:
         "",
         "Host names, separated by commas, that HTTP clients of a broker without accounts may use, besides localhost, "
         "IP addresses, --host and --advertise.",
+        advanced=True,
     )
 
     push_allow: str = _of(
         "",
         "Host names and networks, separated by commas, outside of the public internet that a push may reach.",
+        advanced=True,
     )
 
     # RocketMQ clients: the defaults are RocketMQ's own ports, for gRPC those of its proxy
@@ -82,8 +89,10 @@ class Settings:
     grpc_port: int = _of(
         8081, "Port for RocketMQ 5's gRPC clients; 0 lets the system choose, -1 is none.", -1, PORT_MAX
     )
-    broker_name: str = _of(BROKER_NAME, "The broker's name for RocketMQ clients; in a cluster the group's.")
-    cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.")
+    broker_name: str = _of(
+        BROKER_NAME, "The broker's name for RocketMQ clients; in a cluster the group's.", advanced=True
+    )
+    cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.", advanced=True)
     advertise: str = _of(
         "", "host[:port] that RocketMQ clients connect to; empty: the address that they used."
     )
@@ -91,13 +100,14 @@ class Settings:
     codec: CodecChoice = _of(
         "auto",
         "'auto': use the compiled codecs if they are built; 'python': use the reference implementation.",
+        advanced=True,
     )
 
     # the log
     durability: Durability = _of(
         "sync", "'sync': acknowledge messages on disk; 'async': a power cut may lose the last second."
     )
-    segment_bytes: int = _of(256 * MIB, "Size of one file of the log.", 1 * MIB, 2048 * MIB)
+    segment_bytes: int = _of(256 * MIB, "Size of one file of the log.", 1 * MIB, 2048 * MIB, advanced=True)
     retention_ms: int = _of(  # RocketMQ's fileReservedTime
         72 * limits.HOUR_MS, "How long the log keeps delivered messages."
     )
@@ -106,23 +116,28 @@ class Settings:
         "How long the log keeps messages that a consumer group with offsets has not read, if longer than "
         "--retention-ms.",
         0,
+        advanced=True,
     )
     dead_letter_retention_ms: int = _of(
         30 * limits.DAY_MS,
         "How long dead letters are kept, if longer than --retention-ms; 0: until they are resolved.",
         0,
+        advanced=True,
     )
     kept_bytes: int = _of(
         16 * 1024 * MIB,
         "Disk space for unread messages and dead letters beyond the retention; the oldest go first.",
         0,
+        advanced=True,
     )
     checkpoint_interval_ms: int = _of(
-        10_000, "How often the schedule is saved; a restart reads the log from the last save on."
+        10_000,
+        "How often the schedule is saved; a restart reads the log from the last save on.",
+        advanced=True,
     )
     idempotency_ms: int = _of(
         limits.DAY_MS, "How long the broker recognises a repeated send by its idempotency key.",
-        limits.SECOND_MS, 30 * limits.DAY_MS,
+        limits.SECOND_MS, 30 * limits.DAY_MS, advanced=True,
     )  # fmt: skip
 
     # clusters (docs/cluster.md): not used without --cluster
@@ -132,64 +147,85 @@ class Settings:
         "g1", "Group whose log this node keeps; several groups, separated by commas: a process for each."
     )
     etcd: str = _of("", "Addresses of etcd's members, separated by commas, as http://host:2379.")
-    etcd_ca: str = _of("", "CA certificates that verify etcd's, PEM; empty: the system's.")
-    etcd_cert: str = _of("", "Client certificate for etcd, PEM.")
-    etcd_key: str = _of("", "Private key of --etcd-cert, PEM, without a password.")
-    etcd_user: str = _of("", "User name for etcd; the password is in --etcd-password-file.")
-    etcd_password_file: str = _of("", "File with the password of --etcd-user, not readable by others.")
+    etcd_ca: str = _of("", "CA certificates that verify etcd's, PEM; empty: the system's.", advanced=True)
+    etcd_cert: str = _of("", "Client certificate for etcd, PEM.", advanced=True)
+    etcd_key: str = _of("", "Private key of --etcd-cert, PEM, without a password.", advanced=True)
+    etcd_user: str = _of("", "User name for etcd; the password is in --etcd-password-file.", advanced=True)
+    etcd_password_file: str = _of(
+        "", "File with the password of --etcd-user, not readable by others.", advanced=True
+    )
     replication_port: int = _of(7410, "Port for the other nodes of the cluster.", 1, PORT_MAX)
     replication_ca: str = _of(
         "",
         "CA certificates that verify the other nodes', PEM; for TLS between nodes, with --tls-cert and --tls-key.",
+        advanced=True,
     )
     acks: Acks = _of(
-        "majority", "Replicas that must store a commit before it is acknowledged: majority or all."
+        "majority",
+        "Replicas that must store a commit before it is acknowledged: majority or all.",
+        advanced=True,
     )
     lease_ttl_ms: int = _of(
         1_000,
         "Time without contact after which a leader is replaced; at least 1 s.",
         limits.SECOND_MS,
         limits.MINUTE_MS,
+        advanced=True,
     )
 
     # topics
     queues_per_topic: int = _of(  # RocketMQ's defaultTopicQueueNums
-        8, "Number of queues of a topic created on first use.", 1, limits.QUEUES_PER_TOPIC_MAX
+        8, "Number of queues of a topic created on first use.", 1, limits.QUEUES_PER_TOPIC_MAX, advanced=True
     )
-    auto_create_topics: bool = _of(True, "Create a topic when its first message arrives.")
+    auto_create_topics: bool = _of(True, "Create a topic when its first message arrives.", advanced=True)
     check_message_types: bool = _of(  # RocketMQ's enableTopicMessageTypeCheck
-        True, "Topics with a message.type refuse other types from gRPC clients, as RocketMQ's do."
+        True,
+        "Topics with a message.type refuse other types from gRPC clients, as RocketMQ's do.",
+        advanced=True,
     )
 
     # scheduled messages
-    delay_ms_max: int = _of(limits.DELAY_MS_MAX, "The longest delay accepted.", 1, limits.DELAY_MS_MAX)
+    delay_ms_max: int = _of(
+        limits.DELAY_MS_MAX, "The longest delay accepted.", 1, limits.DELAY_MS_MAX, advanced=True
+    )
     delay_levels: str = _of(  # RocketMQ's messageDelayLevel
         "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h",
         "Delays of RocketMQ's delay levels: level n is the nth item; units s, m, h, d.",
+        advanced=True,
     )
     strategy: StrategyName = _of(  # docs/designs.md
         "hour_log", "How scheduled messages are stored: hour_log, timer_wheel or level_cascade."
     )
     timer_precision_ms: int = _of(  # RocketMQ's timerPrecisionMs
-        1_000, "Width of a slot of the timer wheel; it makes no message late.", 1, limits.SECOND_MS
+        1_000,
+        "Width of a slot of the timer wheel; it makes no message late.",
+        1,
+        limits.SECOND_MS,
+        advanced=True,
     )
     timer_wheel_ms: int = _of(
         3 * limits.DAY_MS, "Time span of the timer wheel; messages that are due later are rolled.",
-        limits.MINUTE_MS, TIMER_WHEEL_MS_MAX,
+        limits.MINUTE_MS, TIMER_WHEEL_MS_MAX, advanced=True,
     )  # fmt: skip
     timer_congest_num_each_slot: int = _of(
-        0, "Largest number of scheduled messages in a slot of the wheel; more are refused. 0: no limit.", 0
+        0,
+        "Largest number of scheduled messages in a slot of the wheel; more are refused. 0: no limit.",
+        0,
+        advanced=True,
     )
     delay_properties: str = _of(
         "",
         "User properties of RocketMQ clients that delay a message, separated by commas: TIMING, __STARTDELIVERTIME.",
+        advanced=True,
     )
-    timing_zone: str = _of("UTC", "Time zone of a TIMING property without a zone.")
-    gather_ahead_ms: int = _of(10_000, "Load bodies into memory this long before they are due.", 1_000)
-    gather_bytes: int = _of(512 * MIB, "Approximate memory limit of the bodies loaded ahead.")
+    timing_zone: str = _of("UTC", "Time zone of a TIMING property without a zone.", advanced=True)
+    gather_ahead_ms: int = _of(
+        10_000, "Load bodies into memory this long before they are due.", 1_000, advanced=True
+    )
+    gather_bytes: int = _of(512 * MIB, "Approximate memory limit of the bodies loaded ahead.", advanced=True)
     dispatch_grace_ms: int = _of(
         2_000, "The broker loads messages that Spark's dispatch has not sent this long after their due time.",
-        0, limits.HOUR_MS,
+        0, limits.HOUR_MS, advanced=True,
     )  # fmt: skip
 
     # compaction of pending messages: the pipeline does it while it runs, otherwise the broker itself
@@ -198,15 +234,23 @@ class Settings:
         "Move scheduled messages to the pending table when the log's tail has this many; 0: the broker never does, nor "
         "does it merge files, but a pipeline still may.",
         0,
+        advanced=True,
     )
     compact_interval_ms: int = _of(
-        60_000, "Also move them when this time has passed and the tail has a hundredth of --compact-rows."
+        60_000,
+        "Also move them when this time has passed and the tail has a hundredth of --compact-rows.",
+        advanced=True,
     )
     table: str = _of(  # docs/pipeline/places.md
-        "", "URI of the pending table in an object store, as s3://bucket/path; empty: the data folder."
+        "",
+        "URI of the pending table in an object store, as s3://bucket/path; empty: the data folder.",
+        advanced=True,
     )
     table_cache_bytes: int = _of(
-        4096 * MIB, "Approximate size of the local cache of a table in an object store.", 1 * MIB
+        4096 * MIB,
+        "Approximate size of the local cache of a table in an object store.",
+        1 * MIB,
+        advanced=True,
     )
 
     # traces for OpenTelemetry (docs/tracing.md)
@@ -214,13 +258,16 @@ class Settings:
         False,
         "Export spans of messages by OTLP/HTTP, as configured by OTEL_EXPORTER_OTLP_ENDPOINT and the other OTEL_* "
         "variables.",
+        advanced=True,
     )
 
     # log lines on stderr
     log_level: LogLevel = _of(
         "warning", "Lowest level of the log lines on stderr: debug, info, warning or error."
     )
-    log_format: LogFormat = _of("text", "Format of the log lines: text, or json for one document per line.")
+    log_format: LogFormat = _of(
+        "text", "Format of the log lines: text, or json for one document per line.", advanced=True
+    )
 
     def __post_init__(self) -> None:
         """Check values and combinations. Raises SetupError, which names the option."""
