@@ -302,7 +302,7 @@ def test_a_disabled_group_is_forbidden_to_read(node: RunningNode, edges: dict[st
 CHECKS = {
     "a topic's permission": r"\.perm\b\s*[&|]",
     "a group's switches": r"\.consume_(broadcast_)?enable\b",
-    "a reserved name": r"\breserved(_topics)?\.(forbidden|conflict)\b|import .*\b(forbidden|conflict)\b",
+    "a reserved name": r"\b(rules|reserved)\.(forbidden|conflict)\b|import .*\b(forbidden|conflict)\b",
     "an account": r"\b(caller|principal)\.(check|may)\(|\bPrincipal\b",
 }
 
@@ -329,7 +329,8 @@ def test_no_edge_checks_permissions_itself() -> None:
         "if not topic.perm & WRITE:",
         "if not group.consume_enable:",
         "reason = reserved.forbidden(name)",
-        "from timeball.broker.reserved_topics import conflict",
+        "reason = rules.forbidden(name)",
+        "from timeball.model.rules import conflict",
         "call.caller.check(Verb.SEND, topic=topic)",
     ],
 )
