@@ -59,6 +59,7 @@ ANSWER_S = 60.0  # for a client to read an answer
 # The extension of an ASGI scope that contains uvicorn's state of the request.
 EXCHANGE = "timeball.exchange"
 PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
+_NO_QUERY = QueryParams("")
 _SAFE_HEADERS = b"cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
 
 
@@ -80,7 +81,7 @@ class Call:
     ) -> None:
         self._receive, self._request_limits = receive, request_limits
         self.headers, self.path = headers, scope["path_params"]
-        self.query = QueryParams(scope["query_string"])
+        self.query = QueryParams(scope["query_string"]) if scope["query_string"] else _NO_QUERY
         self.peer = peer_of(scope)
         # uvicorn's state of this request, where it serves the request
         self.exchange: RequestResponseCycle | None = (

@@ -82,9 +82,8 @@ class Sends:
     async def _send(self, call: Call) -> Answer:
         """Send the messages of a request. The answer contains their ids and sequence numbers."""
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
-        attempt, if_settled = (
-            call.headers.get(f"idempotency-{name}", "") for name in ("attempt", "if-settled")
-        )
+        attempt = call.headers.get("idempotency-attempt", "")
+        if_settled = call.headers.get("idempotency-if-settled", "")
         if if_settled not in ("", "keep", "send"):
             raise InvalidMessage(f"idempotency-if-settled: {if_settled[:80]!r}; 'keep' or 'send'")
         if key is None and (attempt or if_settled):
