@@ -1,7 +1,8 @@
-"""The disk thread: it runs calls from a queue, one after the other.
+"""The disk thread of a broker, and the interfaces of the replication of its log and files.
 
-It replaces a ThreadPoolExecutor of one thread, which costs more per call: a pool takes two locks, counts idle threads
-and makes a future with a lock of its own. For a commit of one row these costs dominate.
+The thread runs calls from a queue, one after the other. It replaces a ThreadPoolExecutor of one thread, which costs
+more per call: a pool takes two locks, counts idle threads and makes a future with a lock of its own. For a commit of
+one row these costs dominate.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ class _Call:
                 self.future.set_exception(error)
 
 
-# Replication of the log: the operations that the writer needs from the other replicas (cluster/ implements them).
-#
-# The thread that writes a commit also replicates it. The commit is sent to the other replicas before it is written
-# here, so that all disks work at the same time. `commit` returns when enough replicas have it. Only then the writer
-# shows the rows to readers, acknowledges them and applies them, so they are as durable as the group guarantees.
+# ---- replication of the log ----------------------------------------------------------------------------------
+# These are the operations that the writer needs from the other replicas (cluster/ implements them). The thread that
+# writes a commit also replicates it. The commit is sent to the other replicas before it is written here, so that all
+# disks work at the same time. `commit` returns when enough replicas have it. Only then the writer shows the rows to
+# readers, acknowledges them and applies them, so they are as durable as the group guarantees.
 
 
 class Extent(NamedTuple):

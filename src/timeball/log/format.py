@@ -1,4 +1,4 @@
-"""The bytes of the log: a segment header, then frames.
+"""The bytes of the log (a segment header, then frames), and of an entry of the queue index.
 
 A *frame* is one group commit or a part of one: a fixed header and one Arrow IPC record batch message, padded with zeros
 to 64 bytes so that the columns of a mapped segment are aligned. Numbers are little-endian, as in Arrow.
@@ -237,7 +237,8 @@ def read_segment_header(segment: pa.Buffer) -> int | None:
     return int(first_seq)
 
 
-# An entry of the queue index: the location of one message, in RocketMQ's width, with its size and tag.
+# ---- entries of the queue index ------------------------------------------------------------------------------
+# An entry is the location of one message, in RocketMQ's width, with its size and tag.
 
 ENTRY = np.dtype(
     [

@@ -1,8 +1,8 @@
-"""Queue index: the log position of the n-th message of every (topic, queue).
+"""The queue index: the log position of the n-th message of every (topic, queue), in memory and in files.
 
 The newest entries of a queue are in memory. Older ones are in files, each with the entries of *all* queues for one
-range of the log (queue_index.py). So a queue needs no file, descriptor or sync of its own: creating a topic at first
-use does no I/O, and a checkpoint writes and syncs one file, regardless of the number of changed queues.
+range of the log. So a queue needs no file, descriptor or sync of its own: creating a topic at first use does no I/O,
+and a checkpoint writes and syncs one file, regardless of the number of changed queues.
 
     queues/<first seq>.cq    sealed   |  sealed   |  the open range: written again with every checkpoint
     memory                                        |  its entries
@@ -14,7 +14,7 @@ The index is a cache. `load` accepts the files that follow each other without a 
 recovery replays the log after them. If entries do not match their checksum at a read, the file is rebuilt from its
 range of the log during that read. A reader always gets the correct entries: never another row, and never fewer.
 
-The files of the queue index. Each file contains the entries of all queues for one range of the log.
+The bytes of a file:
 
     byte  0           8        16          24         32      40       48      56
           +-----------+--------+-----------+----------+-------+--------+-------+---------+
@@ -23,11 +23,11 @@ The files of the queue index. Each file contains the entries of all queues for o
           | runs: number of the name, queue, first offset, count                          |   24 bytes each
           | blocks: the crc32c of every 256 entries of a run                              |   4 bytes each
           | names of the topics, JSON                                                     |
-          | entries, run after run: seq, size, tag                                        |   20 bytes each,
-big-endian           +-------------------------------------------------------------------------------+
+          | entries, run after run: seq, size, tag                                        |   20 bytes each, big-endian
+          +-------------------------------------------------------------------------------+
 
-The first checksum covers the bytes after it up to the entries, and is checked when the file is opened. The entries of
-a block are checked at *every* read, so an entry with a flipped bit is never used: it could direct a reader to another
+The first checksum covers the bytes after it up to the entries, and is checked when the file is opened. The entries of a
+block are checked at *every* read, so an entry with a flipped bit is never used: it could direct a reader to another
 row, or make a filter skip a message.
 """
 
@@ -53,6 +53,8 @@ from timeball.model.message import Int64Array
 
 FOLDER = "queues"
 SUFFIX = ".cq"
+
+# ---- the content of a file -----------------------------------------------------------------------------------
 
 MAGIC = b"TBQUEUE1"
 HEADER = struct.Struct("<8sQ6q")
@@ -255,6 +257,8 @@ def _read_newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
     return [part for part in truncated if len(part.entries)]
 
 
+# ---- one queue -----------------------------------------------------------------------------------------------
+
 logger = logging.getLogger(__name__)
 
 SEAL_ENTRIES = 524_288  # 10 MB: bounds the entries in memory, and the bytes that each checkpoint writes again
@@ -445,7 +449,7 @@ class QueueIndex:
         self._state = _EMPTY
 
     def replace_runs(self, file: QueueFile, replacement: _Run | None) -> None:
-        """Replace the run in `file` with `fresh`, or remove it if `fresh` is None."""
+        """Replace the run in `file` with `replacement`, or remove it if that is None."""
         runs, tail_first, tail = self._state
         kept = tuple(replacement if run.file is file else run for run in runs)
         self._state = _State(tuple(run for run in kept if run is not None), tail_first, tail)
@@ -464,6 +468,9 @@ def _check_follows(index: QueueIndex, first_offset: int) -> None:
         raise Corrupt(
             f"queue {index.queue_id} of {index.topic!r} has no entry for offset {index.max_offset} in its files"
         )
+
+
+# ---- all queues, and the flush at a checkpoint ---------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -1,10 +1,12 @@
-"""Open the log after a clean stop, a kill or a power cut: cut a torn tail, and refuse all other damage.
+"""Recovery of the log at a start, and the frame index, with which a start need not read sealed segments.
+
+A start opens the log after a clean stop, a kill or a power cut. It cuts a torn tail and refuses all other damage:
 
     1. Segments are taken in order of their ordinals, which must have no gap. Trailing files with an all-zero
        header are spares that were never begun.
     2. In every segment but the last begun one, frames must follow each other up to the first sequence number
-       of the next segment: a commit never spans segments, so all of it was acknowledged. If a frame index
-       (recovery.py) confirms this and no replay needs the rows, they are checked only when they are read.
+       of the next segment: a commit never spans segments, so all of it was acknowledged. If the segment's
+       frame index confirms this and no replay needs the rows, they are checked only when they are read.
     3. In the last begun one, the first frame that is not whole is the end, *unless* a whole frame after it states
        (`synced_to`) that these bytes were on disk before it was written. Then they have been damaged since, and
        recovery raises Corrupt: repair by deletion would lose acknowledged messages (G8).
@@ -18,7 +20,7 @@ number) narrows this: the rows below it must exist.
 Assumptions about the disk: a sync that returned is permanent. A write in flight may be torn at 512 bytes, in any order.
 A synced block changes only through damage. SQLite and raft-wal assume the same.
 
-The frame index: a file beside a sealed segment with the positions of its frames, such as `log/0000000001.frames`.
+The frame index is a file beside a sealed segment with the positions of its frames, such as `log/0000000001.frames`:
 
     byte  0          8   16       24          32         40    48               56              56 + 8n
           +----------+---+--------+-----------+----------+-----+------------------+-- … --------+-- … -------+
@@ -57,6 +59,8 @@ from timeball.log.segment import (
     segment_name,
 )
 from timeball.model.errors import Corrupt, SetupError, TimeballError
+
+# ---- the frame index -----------------------------------------------------------------------------------------
 
 MAGIC = b"TBFRAME1"
 HEADER = struct.Struct("<8sQQ")  # magic, number of frames, crc32c of all bytes after it
@@ -120,6 +124,8 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
     )
     return True
 
+
+# ---- opening the log -----------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -288,6 +294,9 @@ def _check_in_sequence(segment: Segment, frame: fmt.Frame) -> fmt.Frame:
             f"frame at byte {frame.position} begins with seq {frame.first_seq}, expected {segment.next_seq}"
         )
     return frame
+
+
+# ---- the bytes after the last whole frame --------------------------------------------------------------------
 
 
 def find_later_proof(buffer: pa.Buffer, end: int, next_seq: int, batch_bytes: int = 0) -> fmt.Frame | None:

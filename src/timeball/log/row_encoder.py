@@ -1,10 +1,14 @@
-"""Encoding of log rows: a few rows from Python values, or many rows that an edge has already encoded.
+"""Encoding of log rows, and access to the rows of an encoded message.
 
-The compiled encoder (arrow_message.pyx) writes the Arrow message directly, and a batch is a view of that message.
-Without it, or for values that it does not accept, pyarrow makes the batch and serialises it. pyarrow is the reference:
-both give the same bytes.
+A few rows are encoded from Python values. Many rows come from an edge that has already encoded them. The compiled
+encoder (arrow_message.pyx) writes the Arrow message directly, and a batch is a view of that message. Without it, or for
+values that it does not accept, pyarrow makes the batch and serialises it. pyarrow is the reference: both give the same
+bytes.
 
-The first section describes the layout of a message: the positions of the numbers that differ between messages.
+The metadata of an Arrow message is a flatbuffer. All messages of one schema have the same metadata except for some
+numbers: the rows, the nulls of each column, the position and size of each buffer, and the bytes of the body. So a
+message that pyarrow wrote serves as a template, and its tables give the positions of these numbers (Arrow's
+format/Message.fbs).
 """
 
 from __future__ import annotations
@@ -22,13 +26,7 @@ from timeball.model import flatbuffer as fb
 from timeball.model.config import CodecChoice
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
 
-# The layout of a log row message: the positions of its numbers, and the zeros that its columns share.
-#
-# The metadata of an Arrow message is a flatbuffer. All messages of one schema have the same metadata except for some
-# numbers: the rows, the nulls of each column, the position and size of each buffer, and the bytes of the body. So a
-# message that pyarrow wrote serves as a template, and its tables give the positions of these numbers (Arrow's
-# format/Message.fbs).
-#
+# ---- the layout of a message, and its shared zeros -----------------------------------------------------------
 # In the rows of a scheduled message, seven columns are nearly always null and three more are 0: sixty bytes a row
 # without information. Arrow allows the buffers of a message to lie anywhere in its body. So all buffers that contain
 # only zeros overlap at the beginning of the body. Every Arrow reader sees the same columns as in a message without
@@ -114,6 +112,8 @@ def share_zeros(message: pa.Buffer) -> bytes | pa.Buffer:
     stretches = [body[start:end].data for start, end in zip(stretch_starts, stretch_ends, strict=True)]
     return b"".join([head, bytes(_WORD * zero_words), *stretches])
 
+
+# ---- encoded rows --------------------------------------------------------------------------------------------
 
 try:
     from timeball.log.arrow_message import MessageEncoder  # type: ignore[import-not-found]
@@ -238,6 +238,9 @@ def _as_encoded_rows(
     """Build EncodedRows from a message and the values from which it was made."""
     queue_ids, offsets = [row[_QUEUE_ID] for row in values], [row[_QUEUE_OFFSET] for row in values]
     return EncodedRows(message, queue_ids, offsets, values, batch)
+
+
+# ---- a few rows as values, read from their message on demand -------------------------------------------------
 
 
 class NumberedRows:
@@ -400,6 +403,9 @@ def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
             values: ReadRow = LOG_ENCODER.row(rows.message, index, seq)
             return values
     return (seq, *[column[index].as_py() for column in as_batch(rows).columns])
+
+
+# ---- the choice of an encoder --------------------------------------------------------------------------------
 
 
 def builder_of(choice: CodecChoice) -> Build:

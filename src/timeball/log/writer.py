@@ -1,4 +1,6 @@
-"""Group commit: all rows that have arrived when the disk becomes idle share one write and one fdatasync.
+"""The writer of the log: group commit, disk space reserved ahead, and the newest rows in memory.
+
+Group commit: all rows that have arrived when the disk becomes idle share one write and one fdatasync.
 
 `append` assigns sequence numbers at once, on the event loop. So the order of calls is the order of the log, and it
 decides every race (such as a cancel against a release). The future that `append` returns is done when the rows are on
@@ -7,6 +9,12 @@ both rules to distinguish a torn commit from damage.
 
 The log stops at the first failed write or sync, because the page cache may then show bytes that are not on disk
 (decision 0003, G9).
+
+    NextSegment    reserves disk space for coming frames
+    LogWriter      appends and commits
+    NewestRows     the newest visible rows, read without a thread or a frame
+    frames_of      combines the appends of a commit into frames
+    CommitLog      writer, reader and key index of one broker
 """
 
 from __future__ import annotations
@@ -46,15 +54,11 @@ from timeball.model.config import Durability
 from timeball.model.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.model.message import SMALL_ROWS, ReadRow
 
-# Disk space for coming frames: the next step of the segment being written, then the next segment.
-#
-# Space is reserved ahead of need, so that no commit waits for it, and before an announced large write (`make_ready`).
-# So a full disk is noticed while releases and cancels still have space: half a segment of disk space is kept free for
-# them. `disk_full_error` then states why new scheduled messages are refused.
-#
-# Writing a page of a file for the first time costs ten times as much as writing one that is already in the system's
-# page cache: the system has to find and clear a page, and on a virtual machine fetch it from the host. So the pages of
-# writes expected within seconds are *warmed*: loaded into the cache ahead (docs/decisions/0040-ready-for-a-burst.md).
+# ---- disk space for coming frames ----------------------------------------------------------------------------
+# Space is reserved ahead of need, so that no commit waits for it, and before an announced large write (`make_ready`):
+# the next step of the segment being written, then the next segment. So a full disk is noticed while releases and
+# cancels still have space: half a segment of disk space is kept free for them. `disk_full_error` then states why new
+# scheduled messages are refused.
 
 # Pause between two tries while the disk is full. Admission is closed meanwhile, so a shorter pause would only repeat
 # the warning more often.
@@ -135,7 +139,13 @@ class NextSegment:
             self.spare.file.close()
 
     async def _warm_up(self, name: str, begin: int, end: int) -> None:
-        """Load the bytes [begin, end) of a segment into the page cache, except those that were warmed before."""
+        """Load the bytes [begin, end) of a segment into the page cache, except those that were warmed before.
+
+        Writing a page of a file for the first time costs ten times as much as writing one that is already in the
+        system's page cache: the system has to find and clear a page, and on a virtual machine fetch it from the host.
+        So the pages of writes expected within seconds are *warmed*: loaded into the cache ahead
+        (docs/decisions/0040-ready-for-a-burst.md).
+        """
         begin = max(begin, self._warm.get(name, 0))
         if begin >= end:
             return
@@ -192,6 +202,8 @@ class NextSegment:
                 f"disk full but for {free_bytes} bytes: free some space on this file system, then go on"
             )
 
+
+# ---- group commit --------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -570,14 +582,11 @@ def _is_visible(rows: Rows) -> bool:
     return bool(rows.column("queue_offset").null_count < rows.num_rows)
 
 
-# The newest visible rows of the log in memory, read on the event loop without a thread or a frame.
-#
+# ---- the newest visible rows in memory -----------------------------------------------------------------------
 # Most messages are read right after they become visible. A read from the log needs a switch to the reader thread and
 # back, a frame that is mapped, checked and opened, and a value from each of its columns. But these rows are still in
-# memory from their commit.
-#
-# It is a cache with a bound in bytes: rows that it no longer contains are read from the log. It contains only durable
-# rows, so that no reader sees a row that a power cut could take back. Belongs to the event loop.
+# memory from their commit. The cache has a bound in bytes: rows that it no longer contains are read from the log. It
+# contains only durable rows, so that no reader sees a row that a power cut could take back.
 
 BYTES_MAX = 8 * 1024 * 1024  # of all rows, including the other memory that their batches hold
 # A larger append is not kept: the next append could not reuse its memory, and would take a tenth longer.
@@ -587,7 +596,10 @@ COMMITTED_MAX = 4_096
 
 
 class NewestRows:
-    """The newest rows by sequence number. `add` must be called in the order of these numbers."""
+    """The newest rows by sequence number. Belongs to the event loop.
+
+    `add` must be called in the order of these numbers.
+    """
 
     def __init__(self) -> None:
         self._first_seqs: list[int] = []
@@ -640,7 +652,7 @@ class NewestRows:
         return values
 
 
-# The parts of a group commit: appended entries, the frames made of them, and the written result.
+# ---- the parts of a group commit -----------------------------------------------------------------------------
 
 DurableCallback = Callable[[], None]
 
