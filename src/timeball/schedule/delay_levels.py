@@ -12,6 +12,17 @@ lead time (`ahead_ms`) and its queue has no unopened entries before it.
 A level is a duration: when the clock is set, its entries are due earlier or later by the step. Then each queue is
 scanned again from its offset on, and all loaded messages of this backlog are opened again. After a restart no entry
 waits longer than the duration of its level.
+
+An entry of a queue contains the sequence number and, in its tag field, the due time. So a scan reads no messages, and
+pending messages are ranges of the queue:
+
+    … settled … | low … opened, or settled out of order … | stretch: next … end | stretch: next … end |
+
+`low` is the offset of the level: the first entry that is not known to be settled. A checkpoint saves it. All messages
+of a level wait equally long, so the queue is sorted by due time, and a search finds the due entries. A clock step
+breaks this order once, and so does a level that became shorter. Then the queue consists of several *stretches*. Each is
+sorted, and none blocks another. Because a level is a duration, all entries of a stretch may be due earlier or later
+than they state, by the *shift* of the stretch (schedule/durations.py).
 """
 
 from __future__ import annotations
@@ -33,6 +44,8 @@ from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.levels import LevelTable, restored
 from timeball.schedule.locations import CHUNK, KINDS, Waiting, as_scheduled, leading
 from timeball.schedule.outcomes import Outcomes, Settled
+
+# ---- the backlog: all levels ---------------------------------------------------------------------------------
 
 OPEN_ROWS = 131_072  # entries of a queue opened at a time; the event loop reads them in a few ms
 
@@ -211,18 +224,7 @@ class DelayLevels(Backlog):
             queue.extend_duration(stretch.head_ms - int(int64(row.column("store_ms"))[0]))
 
 
-# The queue of one level: its pending messages are ranges of the consume queue, which take no memory per message.
-#
-# An entry of the consume queue contains the sequence number and, in its tag field, the due time. So a scan reads no
-# messages. All messages of a level wait equally long, so the queue is sorted by due time, and a search finds the due
-# entries. A clock step breaks this order once, and so does a level that became shorter. Then the queue consists of
-# several *stretches*. Each is sorted, and none blocks another. Because a level is a duration, all entries of a stretch
-# may be due earlier or later than they state, by the *shift* of the stretch (schedule/durations.py).
-#
-#     … settled … | low … opened, or settled out of order … | stretch: next … end | stretch: next … end |
-#
-# `low` is the offset of the level: the first entry that is not known to be settled (released or cancelled). A
-# checkpoint saves it.
+# ---- the queue of one level ----------------------------------------------------------------------------------
 
 Columns = tuple[Int64Array, Int64Array, Int64Array]  # release times, original due times, sequence numbers
 # Maps sequence numbers to the ms by which entries are due later than they state.

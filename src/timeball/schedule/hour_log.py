@@ -5,6 +5,14 @@
 
 Every unopened message is in exactly one of these, the tail or a file. An attach moves W, so no message is in both.
 
+    add     stores a message in the tail, as two int64
+    attach  adds files, whose messages leave the tail
+    open    takes messages from the tail, and from files whose next due time is near
+
+Tail and files are open up to `opened_ms`: a message that is added later with an earlier due time counts as opened at
+once. Each file has a next due time of its own, so messages of a bulk job that are due before `opened_ms` are opened
+like all others. This backlog serves the pending table under every strategy.
+
 Together with the scheduler this is a two-level timing wheel over hourly delay logs. Sorted files replace the chains of
 messages by the second. Files are open within two hours of now. A heap of used slots (`due_wheel.py`) replaces the
 turning of the wheel. The tick and the local index, from which a successor starts, are in the release records
@@ -45,15 +53,7 @@ from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import DataFile, DataFiles, Position
 from timeball.table.file_keys import FileSet
 
-# The backlog `hour_log`: the tail of the log in memory, and the files of the pending table that replace it.
-#
-#     add     stores a message in the tail, as two int64
-#     attach  adds files, whose messages leave the tail
-#     open    takes messages from the tail, and from files whose next due time is near
-#
-# Tail and files are open up to `opened_ms`: a message that is added later with an earlier due time counts as opened at
-# once. Each file has a next due time of its own (pending.py), so messages of a bulk job that are due before `opened_ms`
-# are opened like all others. This backlog serves the pending table under every strategy.
+# ---- the backlog: the tail in memory, and the files that replace it ------------------------------------------
 
 
 class HourLog(Backlog):
@@ -215,6 +215,8 @@ class HourLog(Backlog):
         close_far(self.pending.all(), now_ms)
         return window
 
+
+# ---- the live files ------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -435,6 +437,9 @@ class PendingFiles:
             is_available = self._is_available(path)  # read once, because it may change meanwhile
             first[is_available] = min(first[is_available], next_ms)
         self.first_due_ms, self.missing_due_ms = first[True], first[False]
+
+
+# ---- reading files (reader thread) ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

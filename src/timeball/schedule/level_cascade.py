@@ -3,21 +3,37 @@
 Pending messages take no memory, and due times have no bound. The cost is in the log: one row per hop, which is at most
 eight rows for the next 24 hours, and one row every 20 hours beyond.
 
-Each message that is not settled (released or cancelled) has exactly one entry in one queue, with the row
-of the log that contains it. A queue of hops that are not the last of their messages is opened when the hop of its first
-entry is over. A queue of last hops is opened earlier, by up to the lead time. An opened message is either near, or it
-is rewritten and begins the next hop of its list. A message that is near when it arrives gets an entry as well, so that
-a restart finds it. This entry is opened at once.
+A remaining time is split into levels of a table of 32:
+
+    1s 5s 10s 30s 1m … 2h                                levels 1 to 18 are RocketMQ's: a number means the same
+    3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h     levels 19 to 32 are the digits that RocketMQ lacks
+
+A *list* contains the digits of the time, largest first: tens and ones of hours, minutes and seconds. A digit that is in
+the table is one level. Another digit is two levels, the digit below it and 1. The table has all tens, all minutes and
+all odd digits, so 24 hours take eight levels at most. Seconds are rounded down: the sum is less than a second below the
+time. Beyond 24 hours the list is 20h alone, and the rest is split when that is over. A list is an int64 with six bits
+per level, the first level in the lowest bits, and 0 after the last.
+
+A hop begins when the message is added to a queue, and ends one level's duration later, so that each queue is sorted:
+
+    queue 0            near messages: no hop any more
+    queue 2·level - 1  messages in a hop of this level, with more hops after it
+    queue 2·level      messages in their last hop, of this level: near when it is over
+
+Each message that is not settled (released or cancelled) has exactly one entry in one queue, with the row of the log
+that contains it. A queue of hops that are not the last of their messages is opened when the hop of its first entry is
+over. A queue of last hops is opened earlier, by up to the lead time. An opened message is either near, or it is
+rewritten and begins the next hop of its list. A message that is near when it arrives gets an entry as well, so that a
+restart finds it. This entry is opened at once.
 
 `first_due_ms` serves two purposes: it is a lower bound of the due times, and the scheduler opens the backlog half the
 lead time before it. For a queue of hops that are not the last, it is half the lead time after the end of the first hop,
-whose messages are due more than the lead time after that. So a state can only be used with the same lead
-time.
+whose messages are due more than the lead time after that. So a state can only be used with the same lead time.
 
 A clock that is set back changes no entry. Later entries begin another stretch of their queue. If the rest of a list no
 longer fits the remaining time, a new list is made.
 
-A queue holds messages that wait for the end of a hop, on disk, first in, first out:
+A queue contains messages that wait for the end of a hop, on disk, first in, first out:
 
     … done … | opened: near, or on the move | stretch: waits on disk | stretch: … |
              low                            next                                  end
@@ -27,11 +43,11 @@ A queue holds messages that wait for the end of a hop, on disk, first in, first 
 
 All messages of a queue wait equally long. So entries arrive sorted by the end of their hop, and a search finds those
 whose hop is over. Two events break this order: a clock that is set back, and after a restart messages that are not in
-their original order in the log. Then the queue consists of several *stretches*, each sorted by hop end and by row.
-None blocks another.
+their original order in the log. Then the queue consists of several *stretches*, each sorted by hop end and by row. None
+blocks another.
 
-An opened entry ("near, or on the move" in the figure) stays until its message is settled (released or cancelled) or
-has a new entry, in which case the old one is *superseded*. `low` is the first entry that may still be needed.
+An opened entry ("near, or on the move" in the figure) stays until its message is settled or has a new entry, in which
+case the old one is *superseded*. `low` is the first entry that may still be needed.
 """
 
 from __future__ import annotations
@@ -59,6 +75,8 @@ from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import CHUNK, Columns, Waiting, leading, runs_of, with_column
 from timeball.schedule.mapped_log import RecordArray, RecordType
 from timeball.schedule.outcomes import Outcomes, Settled
+
+# ---- one queue of hops ---------------------------------------------------------------------------------------
 
 RECORD = np.dtype(
     [
@@ -266,6 +284,8 @@ def _ranges(index: Int64Array) -> list[tuple[int, int]]:
     begins, counts = runs_of(index - np.arange(len(index)))
     return list(zip(index[begins].tolist(), counts.tolist(), strict=True))
 
+
+# ---- the backlog: all queues ---------------------------------------------------------------------------------
 
 # A smaller difference is no clock step, because the scheduler's clock stands still meanwhile.
 SET_BACK_MS = 1_000
@@ -477,31 +497,12 @@ class LevelCascade(BacklogInFiles):
         return reopened
 
 
-# Placement: pure functions that compute the next queue of a message from its due time and its list of levels.
-#
-#     queue 0            near messages: no hop any more
-#     queue 2·level - 1  messages in a hop of this level, with more hops after it
-#     queue 2·level      messages in their last hop, of this level: near when it is over
-#
-# A hop begins when the message is added to the queue, and ends one level's duration later, so that each queue is
-# sorted. Delays between hops (a scan every 100 ms, a commit, a restart) add up and are not compensated for each hop:
-# the list is followed while its next level ends at most `DRIFT_MS` after the due time. Otherwise a new list is made for
-# the remaining time. Last hops are opened early, by up to `lead_ms`, so that these delays are not visible in a
-# delivery.
-#
+# ---- placement: the next queue of a message, and its next hops -----------------------------------------------
+# Delays between hops (a scan every 100 ms, a commit, a restart) add up and are not compensated for each hop: the list
+# is followed while its next level ends at most `DRIFT_MS` after the due time. Otherwise a new list is made for the
+# remaining time. Last hops are opened early, by up to `lead_ms`, so that these delays are not visible in a delivery.
 #     not the last:  end of the hop <  due - lead          opened at its end
 #     the last:      end of the hop <= due + DRIFT_MS      opened up to lead_ms before its end
-#
-# A remaining time is split into levels of a table of 32:
-#
-#     1s 5s 10s 30s 1m … 2h                                levels 1 to 18 are RocketMQ's: a number means the same
-#     3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h     levels 19 to 32 are the digits that RocketMQ lacks
-#
-# A *list* contains the digits of the time, largest first: tens and ones of hours, minutes and seconds. A digit that is
-# in the table is one level. Another digit is two levels, the digit below it and 1. The table has all tens, all minutes
-# and all odd digits, so 24 hours take eight levels at most. Seconds are rounded down: the sum is less than a second
-# below the time. Beyond 24 hours the list is 20h alone, and the rest is split when that is over. A list is an int64
-# with six bits per level, the first level in the lowest bits, and 0 after the last.
 
 ROCKETMQ = "1s 5s 10s 30s 1m 2m 3m 4m 5m 6m 7m 8m 9m 10m 20m 30m 1h 2h"
 NAMES = tuple(f"{ROCKETMQ} 3s 7s 9s 20s 40s 50s 40m 50m 3h 5h 7h 9h 10h 20h".split())
@@ -622,14 +623,11 @@ def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> 
     return Entered(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, rest(hops))
 
 
-# The property TIMING-LIST: the levels of a message's hops after the current one, such as "27,9,22".
-#
-#     TIMING-LIST  27,9,22         numbers of levels, in the order of the hops
-#
-# It shows readers of the log or the table the progress of a message. The broker does not read it, because the queues
-# contain the lists. So it is omitted if it would make the properties longer than RocketMQ allows, or if the list is
-# empty. A property of this name that a client sent is removed. A release removes the property
-# (broker/accepting/delivery.py), even if another strategy is used by then.
+# ---- the property TIMING-LIST --------------------------------------------------------------------------------
+# It shows readers of the log or the table the progress of a message: the numbers of the levels of its later hops, in
+# order, such as "27,9,22". The broker does not read it, because the queues contain the lists. So it is omitted if it
+# would make the properties longer than RocketMQ allows, or if the list is empty. A property of this name that a client
+# sent is removed. A release removes it (broker/accepting/delivery.py), even if another strategy is used by then.
 
 NAME = "TIMING-LIST"
 

@@ -1,18 +1,19 @@
-"""Opened messages: load their bodies ahead of their due times and hand them out once, in order.
+"""Opened messages: load their bodies ahead of their due times, or leave this to a dispatcher, and hand them out once.
 
     opened      --expect-->  index: two int64 a scheduled message  --gather-->  wheel: bodies  --take_due-->
     just added  --add------------------------------------------------>
 
-No fixed horizon separates loaded messages from others. A message may be handed out when it is due earlier than every
-message whose body is not in memory, and earlier than every message that is still in a backlog. So the order does not
-depend on when messages arrive, and a clock that is set back makes none of them late or early.
+Messages are handed out in order. No fixed horizon separates loaded messages from others. A message may be handed out
+when it is due earlier than every message whose body is not in memory, and earlier than every message that is still in a
+backlog. So the order does not depend on when messages arrive, and a clock that is set back makes none of them late or
+early.
 
 A *gather* is one read of bodies in the reader thread. Bodies are loaded up to `ahead_ms` before their due time if
 memory allows it. At the due time they are loaded in any case, because a message without memory would never be handed
 out.
 
 Messages belong to several *sources*, which differ in how their bodies are read. Messages of one source may be left to
-an external dispatcher (loaded.py). They are loaded later and meanwhile delay no other messages.
+an external dispatcher (`ExternalDelivery`). They are loaded later and meanwhile delay no other messages.
 """
 
 from __future__ import annotations
@@ -446,16 +447,11 @@ class Loaded:
         self._on_change()
 
 
-# The lease of an external dispatcher, which reads due messages from files of the pending table and passes them on.
-#
-# While a *dispatcher* has its lease, the scheduler does not load the bodies of near messages in files (loaded.py). The
-# dispatcher reads them itself and brings them when they are due. The scheduler then hands out those that are still
-# pending. It loads a message itself if the dispatcher has not brought it `grace_ms` after its due time, or when the
-# lease is over.
-#
-# So a dispatcher that crashes, lags or repeats itself loses no message and duplicates none. It delays no message by
-# more than the grace period plus one read of a file. A message that was brought stays in the index until the grace
-# period is over. Then it is skipped, because it is settled.
+# ---- the lease of an external dispatcher ---------------------------------------------------------------------
+# An external *dispatcher* reads due messages from files of the pending table and passes them on. While it has its
+# lease, the scheduler does not load the bodies of near messages in files. The dispatcher reads them itself and brings
+# them when they are due. The scheduler then hands out those that are still pending. It loads a message itself if the
+# dispatcher has not brought it `grace_ms` after its due time, or when the lease is over.
 
 LEASE_MS_MAX = limits.HOUR_MS
 # Messages left to a dispatcher, 16 to 32 bytes each. With more, the backlog is opened as late as possible.
@@ -465,7 +461,12 @@ GRACE_MS = 2_000  # the default of the setting in config.py
 
 
 class ExternalDelivery:
-    """The lease of one dispatcher. Belongs to the event loop."""
+    """The lease of one dispatcher. Belongs to the event loop.
+
+    A dispatcher that crashes, lags or repeats itself loses no message and duplicates none. It delays no message by more
+    than the grace period plus one read of a file. A message that was brought stays in the index until the grace period
+    is over. Then it is skipped, because it is settled.
+    """
 
     def __init__(self, grace_ms: int = GRACE_MS) -> None:
         self.grace_ms = grace_ms

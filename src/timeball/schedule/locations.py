@@ -1,4 +1,4 @@
-"""Locations of scheduled messages: the row of the log that contains a body now, and the message in that row.
+"""Scheduled messages as columns, and their locations: the row of the log that contains a body now.
 
     number     the message's first row, for ever: the name of the message outside the broker
     version    the row that gave the message its present due time; the schedule uses (due time, version)
@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from timeball.log.reader import LogReader
 from timeball.model.message import READ_SCHEMA, Int64Array, Kind, int64
 
-# Messages as columns: arrays of equal length, one per field, that are selected and joined together.
+# ---- columns: arrays of equal length, one per field, that are selected and joined together -------------------
 
 CHUNK = 65_536  # records read at a time, a few MB
 FEW = 16  # up to this many values, Python values cost less than columns
@@ -126,6 +126,8 @@ def runs_of(values: Int64Array) -> tuple[Int64Array, Int64Array]:
     begins = np.concatenate(([0], np.flatnonzero(np.diff(values)) + 1))
     return begins, np.diff(np.append(begins, len(values)))
 
+
+# ---- rows of the log as scheduled messages, and their locations ----------------------------------------------
 
 _NONE = np.empty(0, np.int64)
 

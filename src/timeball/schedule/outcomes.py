@@ -1,4 +1,4 @@
-"""The outcomes of scheduled messages (in flight, released, cancelled), the mark and the cursor.
+"""The outcomes of scheduled messages (in flight, released, cancelled), moved and held messages, mark and cursor.
 
     waits -> in flight -> released          handed out in order, durable in the same order
     waits -> cancelled
@@ -37,16 +37,12 @@ from timeball.model.message import Int64Array
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.locations import FEW
 
-# Messages that got another due time after they were accepted: number -> newest (due_ms, version).
-#
+# ---- moved messages: number -> newest (due_ms, version) ------------------------------------------------------
 # The schedule identifies a message by due time and version, a caller by its number. For most messages version and
 # number are equal. All others are stored here, each with its newest version. MOVED rows in the log contain the same
 # data, but retention removes them, while the message may stay in a file of the pending table for months. An entry is
 # removed when the last of all its due times has passed. Until then a file may contain an old row of the message, which
 # only the entry shows to be outdated.
-#
-# This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
-# because a move must not cost a pass over all earlier ones.
 
 # Recent moves that are kept as Python objects before they are merged into the columns.
 RECENT_MAX = 16_384
@@ -56,7 +52,11 @@ Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
 class Moved:
-    """All stored moves. Belongs to the event loop. `newest` may be called in any thread."""
+    """All stored moves. Belongs to the event loop. `newest` may be called in any thread.
+
+    This is a cache of the log and the checkpoint. It takes 32 bytes per message. The latest entries are Python objects,
+    because a move must not cost a pass over all earlier ones.
+    """
 
     def __init__(self) -> None:
         # Replaced as a whole and never changed, so that another thread always reads columns of equal length.
@@ -159,20 +159,20 @@ class Moved:
         self._recent = {}
 
 
-# Messages that paused campaigns hold: ranges of numbers, each from a due time on.
-#
+# ---- held messages of paused campaigns: ranges of numbers, each from a due time on ---------------------------
 # A held message is pending, even if the mark covers it, and is not loaded. Messages due before `from_ms` of the hold
 # were settled (released or cancelled) when it began. So a pause needs memory for its ranges but not for its rows, and
 # the mark continues to advance.
-#
-# This is a cache. The META rows of the campaigns contain the same data (broker/registry/campaigns.py).
 
 # (first_seq, rows) of each range, and the due time from which the hold applies.
 Hold = tuple[Sequence[tuple[int, int]], int]
 
 
 class Holds:
-    """The current holds by name. Changed on the event loop. `contains` may be called in any thread."""
+    """The current holds by name. Changed on the event loop. `contains` may be called in any thread.
+
+    This is a cache. The META rows of the campaigns contain the same data (broker/registry/campaigns.py).
+    """
 
     def __init__(self) -> None:
         self._by_name: dict[str, Hold] = {}
@@ -217,6 +217,8 @@ class Holds:
         first_seq, end_seq, from_ms = np.array(rows, np.int64).reshape(-1, 3).T
         self._bounds = first_seq, end_seq, from_ms
 
+
+# ---- outcomes, the mark and the cursor -----------------------------------------------------------------------
 
 _NONE = np.empty(0, np.int64)
 

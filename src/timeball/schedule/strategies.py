@@ -6,7 +6,7 @@ another strategy is chosen, its backlog runs beside them and stores the messages
 A saved state is ignored if it belongs to another strategy or another ring, or if its files do not match their
 checksums. Then the log is read once, from the oldest scheduled message on.
 
-The modules of a strategy are imported only when it is chosen. A start is faster without the others.
+The module of another strategy is imported only when it is chosen. A start is faster without it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,21 @@ count as opened. They are stored in a slot as well, so that a restart finds them
 is stored in the first slot that is not. `low` passes a slot when all messages opened from it are settled (released or
 cancelled) or durably rolled. A restart opens the slots from `low` on.
 
-The timer log holds the messages of each slot as a chain of batches. It consists of two mapped logs, links and entries.
+The ring is one mapped file with the end of each slot's chain in the timer log:
+
+    byte  0                8          12         16
+          +----------------+----------+----------+
+          | last           | lap      | rows     |   little-endian, 16 bytes a slot
+          +----------------+----------+----------+
+            newest link      slot //    placed in
+            of the slot      count      the slot; 0: unused
+
+Slot n is at byte (n mod count) * 16. Several slots share this position, and `lap` distinguishes them. The ring is never
+synced, and no start reads it: each start makes an empty ring and pushes the durable links of the timer log, which have
+checksums.
+
+The timer log contains the messages of each slot as a chain of batches. It consists of two mapped logs, links and
+entries.
 
     link     | prev      | slot      | first     | rows      | crc32c    |   40 bytes: a batch of one slot
              +-----------+-----------+-----------+-----------+-----------+
@@ -25,15 +39,15 @@ The timer log holds the messages of each slot as a chain of batches. It consists
 All fields are little-endian int64. The checksum is that of mapped_log.py, over the fields before it.
 
 As in RocketMQ, the ring contains the newest link of each slot's chain, and each link refers to the one before it.
-Unlike in RocketMQ, a link covers all messages of one batch that share a slot, so slots are read and written in
-batches. The first link of a slot has -1 as `prev`.
+Unlike in RocketMQ, a link covers all messages of one batch that share a slot, so slots are read and written in batches.
+The first link of a slot has -1 as `prev`.
 
-No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message
-durably has another entry (the *mark*). A power cut may lose the mark. Then the commit log after the checkpoint
-contains the new location, and the restart marks the entry again.
+No field is ever changed except `row_seq`. It is replaced by its complement, which is negative, when the message durably
+has another entry (the *mark*). A power cut may lose the mark. Then the commit log after the checkpoint contains the new
+location, and the restart marks the entry again.
 
-Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span
-is delivered, the span is dropped, and the rows of the commit log to which it refers are no longer needed.
+Space is freed by *spans*, parts of the log that end after a number of entries or slots. When the last slot of a span is
+delivered, the span is dropped, and the rows of the commit log to which it refers are no longer needed.
 """
 
 from __future__ import annotations
@@ -59,6 +73,8 @@ from timeball.schedule.generations import BacklogInFiles, LogBounds
 from timeball.schedule.locations import Columns, Waiting, runs_of
 from timeball.schedule.mapped_log import RecordArray, RecordType
 from timeball.schedule.outcomes import Outcomes, Settled
+
+# ---- the timer log -------------------------------------------------------------------------------------------
 
 LINK = np.dtype([("prev", "<i8"), ("slot", "<i8"), ("first", "<i8"), ("rows", "<i8")])
 ENTRY = np.dtype([("due_ms", "<i8"), ("seq", "<i8"), ("row_seq", "<i8")])
@@ -217,6 +233,8 @@ class TimerLog:
         span.last_slot = max(span.last_slot, last_slot)
         span.first_row_seq = min(span.first_row_seq, first_row_seq)
 
+
+# ---- the backlog ---------------------------------------------------------------------------------------------
 
 FOLDER = "timer_wheel"
 RING = f"{FOLDER}/ring"
@@ -477,33 +495,11 @@ def check(files: Files, slots: Slots, state: WheelState) -> None:
     generations.check(files, generations.folder_of(FOLDER, state.generation), state.log.logs())
 
 
-# The slots of `timer_wheel`, and the ring: one mapped file with the end of each slot's chain in the timer log.
-#
-#     byte  0                8          12         16
-#           +----------------+----------+----------+
-#           | last           | lap      | rows     |   little-endian, 16 bytes a slot
-#           +----------------+----------+----------+
-#             newest link      slot //    placed in
-#             of the slot      count      the slot; 0: unused
-#
-# Slot n is at byte (n mod count) * 16. Several slots share this position, and `lap` distinguishes them. With slots of
-# 1000 ms and three days the ring takes 4 MB, with slots of 1 ms 4 GB. The space is allocated when the ring is made, so
-# a full disk is an error at the start instead of a fault when a page is written. The ring is never synced, and no start
-# reads it: each start makes an empty ring and pushes the durable links of the timer log, which have checksums.
-#
-# Slots are numbered for ever, due time // precision. Counted from `bound`, the first slot that is not opened:
-#
-#     … | low … handed out, not all durable … | bound … in reach … | bound + reach
-#     <------------------------------ count ------------------------------------>
-#
+# ---- the slots and the ring ----------------------------------------------------------------------------------
 # The reach is a length of *time*: a finer precision makes more slots, not a shorter ring. (RocketMQ's number of slots
-# is fixed, so that at 100 ms its seven days are 17 hours.) The part of `count` beyond the reach is for slots that are
-# opened but whose messages are not all settled (released or cancelled) yet. Their records stay readable for a restart,
-# unless the delivery lags by more than `MARGIN_MS`.
-#
-# A message due beyond the reach waits in a slot within it and is *rolled* when that slot is opened: it is rewritten and
-# placed again. A roll must not be urgent. So a message due just beyond the reach waits in the middle of the reach, not
-# at the end as in RocketMQ. A roll is never made later than a third of the reach before its message is due.
+# is fixed, so that at 100 ms its seven days are 17 hours.) A roll of a message due beyond the reach must not be urgent.
+# So a message due just beyond the reach waits in the middle of the reach, not at the end as in RocketMQ. A roll is
+# never made later than a third of the reach before its message is due.
 
 # The delivery lag up to which opened slots keep their records, in ms.
 MARGIN_MS = limits.MINUTE_MS
@@ -511,7 +507,16 @@ MARGIN_MS = limits.MINUTE_MS
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The dimensions of a ring: the width of a slot, the number of slots in reach, and the number of all slots."""
+    """The dimensions of a ring: the width of a slot, the number of slots in reach, and the number of all slots.
+
+    Slots are numbered for ever, due time // precision. Counted from `bound`, the first slot that is not opened:
+
+        … | low … handed out, not all durable … | bound … in reach … | bound + reach
+        <------------------------------ count ------------------------------------>
+
+    The part of `count` beyond the reach is for slots that are opened but whose messages are not all settled (released
+    or cancelled) yet. Their records stay readable for a restart, unless the delivery lags by more than `MARGIN_MS`.
+    """
 
     precision_ms: int
     reach: int
@@ -570,7 +575,11 @@ Records = npt.NDArray[np.void]
 
 
 class Ring:
-    """The ends of all chains. `bound` is the first slot that is not opened. Slots from there on are counted."""
+    """The ends of all chains. `bound` is the first slot that is not opened. Slots from there on are counted.
+
+    With slots of 1000 ms and three days the ring takes 4 MB, with slots of 1 ms 4 GB. The space is allocated when the
+    ring is made, so a full disk is an error at the start instead of a fault when a page is written.
+    """
 
     def __init__(self, files: Files, name: str, slots: Slots, *, bound: int) -> None:
         """Replace the ring `name` by an empty one. Raise SetupError if the disk has no room for it."""
