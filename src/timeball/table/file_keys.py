@@ -72,9 +72,7 @@ def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
     return combined if isinstance(combined, pa.Array) else pa.concat_arrays(combined.chunks)
 
 
-# ---- the live files, searched by their bounds
-# --------------------------------------------------------------------------
-#
+# ---- the live files, searched by their bounds ----------------------------------------------------------------
 # A look-up by sequence number must find, among thousands of files, those that may contain it. With the bounds in
 # columns this takes microseconds, file by file milliseconds.
 

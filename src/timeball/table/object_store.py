@@ -24,21 +24,21 @@ from timeball.model import storage_uris
 from timeball.model.errors import NotFound, SetupError, Unavailable
 from timeball.table.layout import FOLDER
 
-# ---- requests with a time limit -------------------------------------------------------------------------------
-#
+# ---- requests with a time limit ------------------------------------------------------------------------------
 # A store may accept a connection and never answer. The libraries give up only after a minute, and cannot be stopped
 # earlier. So each request has its own thread, and the caller waits for a limited time. After that the request counts as
 # failed and is abandoned: its thread goes on, and nobody waits for it. A broker that stops waits briefly for pending
 # requests, but not for abandoned ones.
-#
-# An abandoned request may still take effect, as a request whose answer was lost. So each request is one whole step that
-# may be repeated. For example, a put writes a whole file and never a part of one.
 
 LAST_ANSWERS_S = 1.0  # wait for pending requests when the broker stops
 
 
 class StoreRequests:
-    """Runs requests to a store with a time limit. Any thread."""
+    """Runs requests to a store with a time limit. Any thread.
+
+    An abandoned request may still take effect, as a request whose answer was lost. So each request is one whole step
+    that may be repeated. For example, a put writes a whole file and never a part of one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # protects the fields below
