@@ -1,4 +1,6 @@
-"""The rules of valid messages, in one table (`RULES`). Each rule can check a whole column or a single value.
+"""The rules of valid messages, and the topics that RocketMQ reserves.
+
+The rules are in one table (`RULES`). Each rule can check a whole column or a single value:
 
     admission         refuses a batch with `check_columns`, and due times with `check_time_range`
     Spark's writer    separates bad rows with `first_broken`, and builds Spark expressions from each rule's `shape`
@@ -531,12 +533,12 @@ def queue_of_priority(priority: int, queues: int) -> int:
     return min(priority, queues - 1)
 
 
-# RocketMQ's system topics: clients may not create or delete them, and may not send to most of them.
-#
-# A client that could write to the schedule topic or to the topic of half messages could forge scheduled messages and
-# transactions. The names and the error messages are RocketMQ's. A refused send is answered with NO_PERMISSION, a
-# refused attempt to create or delete a topic with INVALID_PARAMETER. Only the name decides, so topics that Timeball
-# does not have are refused as well (`rmq_sys_wheel_timer`).
+# ---- RocketMQ's system topics --------------------------------------------------------------------------------
+# Clients may not create or delete them, and may not send to most of them. A client that could write to the schedule
+# topic or to the topic of half messages could forge scheduled messages and transactions. The names and the error
+# messages are RocketMQ's. A refused send is answered with NO_PERMISSION, a refused attempt to create or delete a topic
+# with INVALID_PARAMETER. Only the name decides, so topics that Timeball does not have are refused as well
+# (`rmq_sys_wheel_timer`).
 
 HALF_TOPIC = "RMQ_SYS_TRANS_HALF_TOPIC"
 OP_HALF_TOPIC = "RMQ_SYS_TRANS_OP_HALF_TOPIC"
@@ -559,7 +561,7 @@ _SYSTEM = _NOT_WRITABLE | {AUTO_CREATE_TOPIC, BENCHMARK_TOPIC, TRACE_TOPIC}
 SYSTEM_TOPICS = tuple(sorted(_SYSTEM))  # tools leave these out of lists
 
 
-# Topics that rules.py refuses for scheduled messages. Retry and dead letter topics belong to them, because only
+# Topics that a rule refuses for scheduled messages. Retry and dead letter topics belong to them, because only
 # RocketMQ's own clients write to these, as a part of their retries.
 NOT_SCHEDULED = tuple(sorted(_NOT_WRITABLE))
 NOT_SCHEDULED_PREFIXES = (SYSTEM_PREFIX, RETRY_PREFIX, DLQ_PREFIX)

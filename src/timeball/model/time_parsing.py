@@ -1,4 +1,6 @@
-"""Convert delays and due times as users write them to milliseconds: `after=` and `at=` in Python, and CLI options.
+"""Convert times as users write them: delays and due times to milliseconds, and local times to instants.
+
+Delays and due times are `after=` and `at=` in Python, and options of the command line.
 
 `after` is relative to now. It stays relative until the broker admits the message, so a wrong clock on the client's
 machine does not shift the due time. `at` is absolute. Fractions of a millisecond are rounded up, because a message must
@@ -7,6 +9,17 @@ never be early.
 These values are refused, with the reason: a number without a unit, a negative delay, one longer than the broker's
 limit, a datetime without a time zone (its meaning would depend on the machine), and a number that is probably in
 seconds instead of milliseconds.
+
+A local time is a date and a time of day in a time zone. An instant is a point in time, independent of zones:
+
+    local time                                   instant
+    shown once by clocks in the zone             that instant
+    never shown (clocks are put forward)         the first instant after the gap
+    shown twice (clocks are put back)            the earlier instant
+
+All edges and Spark convert local times here, so one text means one instant on every machine. The rules of time zones
+come from the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never
+used, because they can be years older.
 """
 
 from __future__ import annotations
@@ -207,22 +220,7 @@ def _shortened(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-# Convert local times (a date and a time of day in a time zone) to instants (points in time, independent of zones).
-#
-# All edges and Spark use this module, so one text means one instant on every machine. The rules of time zones come from
-# the `tzdata` package with which Timeball is installed. The rules of the host, of Java and of DuckDB are never used,
-# because they can be years older.
-#
-#     local time                                   instant
-#     shown once by clocks in the zone             that instant
-#     never shown (clocks are put forward)         the first instant after the gap
-#     shown twice (clocks are put back)            the earlier instant
-#
-# One definition covers all three cases: the first instant at which a clock in the zone has reached the local time. A
-# zone is a sequence of periods with one offset from UTC each. For each period, `_latest_shown` is the latest local time
-# that clocks have shown by the end of the period. These numbers never decrease, so a binary search finds the period of
-# a local time.
-#
+# ---- local times and time zones ------------------------------------------------------------------------------
 # Times are numbers of microseconds since 1970, not limited to the years of a calendar. Local times are counted as if
 # they were in UTC.
 
@@ -262,7 +260,12 @@ class _TzifData(NamedTuple):
 
 
 class Zone:
-    """A time zone: a sequence of periods with one offset from UTC each."""
+    """A time zone: a sequence of periods with one offset from UTC each.
+
+    One definition covers all local times: the first instant at which a clock in the zone has reached the local time.
+    For each period, `_latest_shown` is the latest local time that clocks have shown by the end of the period. These
+    numbers never decrease, so a binary search finds the period of a local time.
+    """
 
     def __init__(self, name: str, changes_s: list[int], offsets_s: list[int], *, repeats: bool) -> None:
         """`offsets_s` has one more entry than `changes_s`, the offset before the first change.
