@@ -1,8 +1,9 @@
-"""Access to the disk, passed as an argument: only this module opens, maps, syncs, renames and removes files.
+"""Access to the disk, passed as an argument, and the limit of file descriptors.
 
-Every store receives a `Files` and names files relative to its root. So the same code runs on a real folder
-(`RealFiles`) and on the crash model of the tests, which forgets bytes that were not synced, tears writes in flight and
-loses directory entries that were not synced. A caller may rely on exactly these guarantees:
+Only this module opens, maps, syncs, renames and removes files. Every store receives a `Files` and names files relative
+to its root. So the same code runs on a real folder (`RealFiles`) and on the crash model of the tests, which forgets
+bytes that were not synced, tears writes in flight and loses directory entries that were not synced. A caller may rely
+on exactly these guarantees:
 
     * bytes written are on disk after `File.sync()` has returned, and not before;
     * a created, renamed or removed name is on disk after `sync_dir()` of its folder, and not before;
@@ -452,8 +453,7 @@ def read_secret(path: str, option: str, *, forbidden_mode: int) -> bytes:
         raise SetupError(f"{option} {path}: {error.strerror or error}") from error
 
 
-# The limit of file descriptors, with a reserve for the broker's own files.
-#
+# ---- the limit of file descriptors, with a reserve for the broker's own files --------------------------------
 # Libraries accept connections without a limit of their own, so clients could use up all descriptors. If the log then
 # gets no descriptor for its next segment, it stops for good. Therefore the process's soft limit, at which accepting
 # fails, is `RESERVE` below the hard limit. It is raised only for the moment in which the broker opens a file.

@@ -1,4 +1,4 @@
-"""The threads of a broker for blocking calls, and a call in one of them."""
+"""The threads of a broker for blocking calls, and the signals that ask a process to end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P
     return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
 
 
-# SIGTERM and SIGINT as a future: with these signals, supervisors, systemd and terminals ask a process to end.
+# ---- stop signals --------------------------------------------------------------------------------------------
+# With SIGTERM and SIGINT, supervisors, systemd and terminals ask a process to end.
 
 
 def watch_stop_signals() -> asyncio.Future[None]:
