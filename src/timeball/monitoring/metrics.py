@@ -412,7 +412,7 @@ def _flag(value: object) -> int:
     return int(bool(value))
 
 
-# Prometheus histograms from counts per bucket.
+# ---- histograms ----------------------------------------------------------------------------------------------
 
 
 def durations(name: str, text: str, measured: Durations) -> HistogramMetricFamily:
@@ -442,10 +442,10 @@ def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str,
     return totals
 
 
-# Metrics of the path of scheduled messages from the log into tables: compaction, pipeline jobs and the object store.
-#
-# Jobs are separate processes that send reports to the broker (broker/admin/administration.py). The lag of a job is
-# computed here from the position in its latest report. So the lag grows after a job has died.
+# ---- metrics of compaction, pipeline jobs and the object store -----------------------------------------------
+# These are the parts of the path of scheduled messages from the log into tables. Jobs are separate processes that send
+# reports to the broker (broker/admin/administration.py). The lag of a job is computed here from the position in its
+# latest report. So the lag grows after a job has died.
 
 
 async def read(broker: Broker) -> list[Metric]:

@@ -1,4 +1,7 @@
-"""The figures of one replica of a cluster, for its operators. replica_metrics.py makes metrics of them."""
+"""The figures of a cluster for its operators: of one replica, and of all groups.
+
+replica_metrics.py makes metrics of the figures of a replica.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True):
     peers: dict[str, PeerFigures] = {}  # by node; empty unless the replica leads
 
 
-# The groups of a cluster as `timeball cluster status`, the HTTP API and the dashboard show them.
+# ---- groups, as `timeball cluster status`, the HTTP API and the dashboard show them --------------------------
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
