@@ -4,7 +4,16 @@ Receives: a data folder, which a broker may be writing at the same time.
 Keeps: no state; the manifest of a backup lists its files (`Manifest`).
 Hands on: files in a separate folder, or in an empty data folder.
 
-A backup copies files in steps, syncs and checks them, and continues an interrupted copy.
+A backup copies files in steps, syncs and checks them, and continues an interrupted copy. The order of the steps makes
+it consistent:
+
+- The segments are listed and mapped first. A mapping stays valid when retention removes the file's name.
+- Then the last segment is read as far as its frames are whole. The backup ends at that row. Before retention removes a
+  segment, a snapshot repeats all of its content that is still valid, and that snapshot is in the listed segments.
+- The live data files are those of the last snapshot, changed by the attaches after it. A data file that the table drops
+  stays on disk as long as the log is kept, at most a day (broker/maintenance.py), so it still exists. If it does not,
+  all steps are repeated, up to a newer row.
+- The manifest, `BACKUP.json`, is written last, so a folder without it is not a complete backup.
 """
 
 from __future__ import annotations
@@ -175,16 +184,7 @@ def _remove_unplanned(target: Files, progress: Progress, backup_plan: Plan) -> N
         target.remove(name)
 
 
-# Planning a backup: finds the files of a data folder that form a consistent copy, while a broker may be writing.
-#
-# The order of the steps makes the backup consistent:
-#
-# - The segments are listed and mapped first. A mapping stays valid when retention removes the file's name.
-# - Then the last segment is read as far as its frames are whole. The backup ends at that row. Before retention removes
-# a   segment, a snapshot repeats all of its content that is still valid, and that snapshot is in the listed segments. -
-# The live data files are those of the last snapshot, changed by the attaches after it. A data file that the table drops
-# stays on disk as long as the log is kept, at most a day (broker/maintenance.py), so it still exists. If it does not,
-# all steps are repeated, up to a newer row.
+# ---- the plan: the files of a consistent copy, while a broker may be writing ---------------------------------
 
 ATTEMPTS_MAX = 5  # enough, because retention removes files only once a minute
 
@@ -358,8 +358,7 @@ def _map_file(files: Files, name: str) -> pa.Buffer:
         raise _FileRemoved(name) from error
 
 
-# The manifest of a backup, `BACKUP.json`. It is written last, so a folder without it is not a complete backup.
-#
+# ---- the manifest, and the record of an interrupted backup ---------------------------------------------------
 # During a backup, `BACKUP.partial` contains a line of JSON for the source, and a line for each file that is copied and
 # synced. An interrupted backup that is started again does not copy these files again.
 

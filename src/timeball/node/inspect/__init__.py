@@ -5,6 +5,5 @@ Keeps: no state.
 Hands on: the contents as objects and plain dictionaries, and damage by file and position.
 
     folder.py   segments, frames, torn tail, damage
-    report.py   the selected rows, frames or a summary
-    report.py   whether the caches beside the log agree with it
+    report.py   the selected rows, frames or a summary, and whether the caches beside the log agree with it
 """

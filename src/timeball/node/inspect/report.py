@@ -1,7 +1,8 @@
-"""Reports about a data folder for `timeball dump`: rows, frames or a summary, as plain dictionaries.
+"""Reports about a data folder for `timeball dump`, and the comparison of its caches with the log (`--verify`).
 
-A `Selection` chooses the part of the log. Every frame of a selected segment is read and checked, even if it is not
-shown. Torn tails and damage (`Torn`, `Damage`) are always reported.
+A report is rows, frames or a summary, as plain dictionaries. A `Selection` chooses the part of the log. Every frame of
+a selected segment is read and checked, even if it is not shown. Torn tails and damage (`Torn`, `Damage`) are always
+reported.
 """
 
 from __future__ import annotations
@@ -212,8 +213,7 @@ def _queue_ranges(folder: FolderDump) -> list[dict[str, Any]]:
     ]
 
 
-# Comparison of the log with the caches beside it, for `timeball dump --verify`.
-#
+# ---- comparison of the caches with the log -------------------------------------------------------------------
 # The caches are key runs, frame indexes and the queue index. A broker rebuilds a cache that does not match its
 # checksum. But a cache may be intact and belong to another log. So each cache is compared with the frames and rows
 # while the log is read, segment by segment. The queue index is compared only up to the checkpoint, because a start of
