@@ -1,7 +1,8 @@
-"""The part of a replica that runs on the event loop: keeps the lease, reads the record, and carries out swaps.
+"""The part of a replica outside its thread: its connection with the coordinator, and the caches of a follower.
 
-It passes the coordinator's answers to the replica's thread as events. The thread's requests arrive through the hooks,
-and are sent to the coordinator one after the other, in their order.
+`Member` runs on the event loop. It keeps the lease, reads the record, and carries out swaps. It passes the
+coordinator's answers to the replica's thread as events. The thread's requests arrive through the hooks, and are sent to
+the coordinator one after the other, in their order.
 """
 
 from __future__ import annotations
@@ -261,12 +262,11 @@ class Member:
             self._thread.tell(on.Seen(view.revision, view.record, holder))
 
 
-# The broker's caches on a follower, which apply committed rows so that a takeover need not replay the log.
-#
-# Committed rows are applied in a separate thread. The first call loads the queues and tables of the last checkpoint or
-# snapshot. From then on the caches follow the log (broker/recovery.py). When the leader's retention has
-# deleted the first rows before a learner joined, the learner applies nothing until a snapshot with their state is
-# committed.
+# ---- the caches of a follower --------------------------------------------------------------------------------
+# The broker's caches apply committed rows in a separate thread, so that a takeover need not replay the log. The first
+# call loads the queues and tables of the last checkpoint or snapshot. From then on the caches follow the log
+# (broker/recovery.py). When the leader's retention has deleted the first rows before a learner joined, the learner
+# applies nothing until a snapshot with their state is committed.
 
 
 class FollowerCaches:

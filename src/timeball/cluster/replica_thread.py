@@ -5,7 +5,8 @@ waits for the other disks. Meanwhile this thread itself reads the acknowledgemen
 thread has to be woken. Other calls of the broker on this thread wait as long, as they do on a single broker.
 
 The coordinator is called on the event loop (member.py). Its answers arrive through `tell`, and requests to it leave
-through the hooks. The first disk error ends the replica (docs/decisions/0003-fail-stop.md).
+through the hooks. The first disk error ends the replica (docs/decisions/0003-fail-stop.md). `ClockOffsets` measures the
+clocks of the other replicas.
 """
 
 from __future__ import annotations
@@ -407,10 +408,10 @@ def _run_call(future: Future[R], call: Callable[[], R]) -> None:
             future.set_exception(error)
 
 
-# Offsets of the other replicas' clocks from this leader's clock, measured with PING and PONG.
-#
-# A PONG contains the other node's wall clock at an unknown time between sending and receiving. The middle is assumed,
-# so the error is at most half the round trip. The answer with the shortest round trip of the last `SAMPLES` counts.
+# ---- offsets of the other replicas' clocks -------------------------------------------------------------------
+# They are measured from this leader's clock with PING and PONG. A PONG contains the other node's wall clock at an
+# unknown time between sending and receiving. The middle is assumed, so the error is at most half the round trip. The
+# answer with the shortest round trip of the last `SAMPLES` counts.
 
 SAMPLES = 16  # a leader sends 20 PINGs a second
 

@@ -1,5 +1,6 @@
-"""The facts on which nodes agree outside of the log: the leader of each group, the nodes, and shared secrets.
+"""Coordination of nodes outside of the log: the interface of a coordinator, a node's lease, and the directory.
 
+Nodes agree through a coordinator on the leader of each group, the nodes, and shared secrets.
 A node asks its coordinator a few times a second, but never for a message. Only one operation has to be correct: the
 compare-and-swap of a group's record. Each change of leader adds 1 to the record's epoch, so an epoch has one leader,
 and replicas refuse messages of an epoch below the one that they have promised. All other answers may be late or wrong.
@@ -29,13 +30,10 @@ from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
 
-# The lease of this node: renewed four times per TTL, and requested anew when it has ended.
-#
-# The end of the lease is computed on this node: boot clock when the last successful renewal was *sent*, plus the
-# granted TTL, minus a margin. The coordinator counts from when it received the renewal, so it ends the lease later.
-#
-# A failed renewal is repeated. Meanwhile this node may consider the lease ended, and a later renewal makes it valid
-# again: when etcd elects a new leader of its own, it restarts all leases with their whole TTL.
+# ---- the lease of this node ----------------------------------------------------------------------------------
+# It is renewed four times per TTL, and requested anew when it has ended. The end of the lease is computed on this node:
+# boot clock when the last successful renewal was *sent*, plus the granted TTL, minus a margin. The coordinator counts
+# from when it received the renewal, so it ends the lease later.
 
 RENEWALS_PER_TTL = 4  # two renewals may fail before a holder stops
 RENEWAL_RETRY_S = (
@@ -45,7 +43,11 @@ OPERATOR_RETRY_S = 1.0  # pause after an error that only an operator can correct
 
 
 class HeldLease:
-    """A lease and the node registered with it, kept while `run` runs. Belongs to the event loop."""
+    """A lease and the node registered with it, kept while `run` runs. Belongs to the event loop.
+
+    A failed renewal is repeated. Meanwhile this node may consider the lease ended, and a later renewal makes it valid
+    again: when etcd elects a new leader of its own, it restarts all leases with their whole TTL.
+    """
 
     def __init__(self, coordinator: Coordinator, clock: Clock, node: Node, ttl_ms: int) -> None:
         self._coordinator, self._clock = coordinator, clock
@@ -102,6 +104,8 @@ class HeldLease:
             await self._coordinator.register(self._node, self._lease)
             self._is_registered = True
 
+
+# ---- the interface of a coordinator --------------------------------------------------------------------------
 
 # A holder stops relying on its lease this long before etcd may end it, to allow for clock drift and for the travel time
 # of a request.
@@ -269,6 +273,9 @@ class Coordinator(Protocol):
         """Close connections and watches. Leases stay until they end or are revoked."""
 
 
+# ---- a node without a cluster --------------------------------------------------------------------------------
+
+
 class Alone:
     """The coordinator of a node without a cluster, which always leads any group."""
 
@@ -355,7 +362,7 @@ class Alone:
         """Do nothing."""
 
 
-# The groups of a cluster and their leaders, read from the coordinator at each change and at least once a second.
+# ---- the directory: groups and leaders, read at each change and at least once a second -----------------------
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,10 @@
-"""The Store on etcd: transactions and leases through the JSON gateway, and one watch that only serves as a hint.
+"""The Store on etcd, and the requests to etcd's members and to the leaders of other groups.
 
-A watch begins at the present revision, and callers find earlier changes by reading. So the watch needs no revision to
-resume from, and a compaction of etcd cannot break it. An etcd member that is cut off from the others keeps its watches
-open without reporting anything. So a watch counts as dead if a read has returned a revision that the watch has not
-reported during a whole wait. It is then opened at another member.
+`EtcdStore` uses transactions and leases through the JSON gateway, and one watch that only serves as a hint. A watch
+begins at the present revision, and callers find earlier changes by reading. So the watch needs no revision to resume
+from, and a compaction of etcd cannot break it. An etcd member that is cut off from the others keeps its watches open
+without reporting anything. So a watch counts as dead if a read has returned a revision that the watch has not reported
+during a whole wait. It is then opened at another member.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class EtcdStore:
             await asyncio.wait([task])
 
 
-# Creates the coordinator that the settings describe, for nodes and for commands.
+# ---- the coordinator that the settings describe, for nodes and for commands ----------------------------------
 
 
 def create_coordinator(settings: Settings, clock: Clock) -> Coordinator:
@@ -161,16 +162,11 @@ def create_coordinator(settings: Settings, clock: Clock) -> Coordinator:
     return KeyCoordinator(store, clock, cluster=settings.cluster, node=settings.node)
 
 
-# Requests to etcd's members, one after the other until one answers, with time limits per attempt and per call.
-#
+# ---- requests to etcd's members ------------------------------------------------------------------------------
 # All requests go to one member as long as it answers, over persistent connections. After a member that refuses, hangs
 # or gives an invalid answer, the next one is tried. While etcd elects a leader of its own, no member answers, and all
 # are tried in turn until the deadline. So a request may be carried out twice, or after its caller has given up. This is
 # safe, because the callers' transactions compare revisions, and the second one fails.
-#
-# If a user is configured, a token is requested at first, and again whenever a member refuses it. Some releases of etcd
-# refuse by closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection is
-# closed twice counts as refused, too.
 
 T = TypeVar("T")
 
@@ -195,6 +191,10 @@ class EtcdAccess:
 
 class Members:
     """The members of one etcd cluster. Belongs to the event loop.
+
+    If a user is configured, a token is requested at first, and again whenever a member refuses it. Some releases of
+    etcd refuse by closing the connection without an answer (etcd issues 15256 and 20332). So a request whose connection
+    is closed twice counts as refused, too.
 
     `attempt_s` is the time limit for one member's answer, `deadline_s` that of a whole call.
     """
@@ -373,7 +373,7 @@ def _check_endpoint(endpoint: str) -> str:
     return endpoint.rstrip("/")
 
 
-# HTTP client sessions for requests to etcd and to the leaders of other groups, and size-limited reading of answers.
+# ---- HTTP sessions for etcd and the leaders of other groups, and reading of answers with a limit -------------
 
 
 def open_session(tls: ssl.SSLContext | None, per_host_max: int = 0) -> aiohttp.ClientSession:

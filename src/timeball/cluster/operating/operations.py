@@ -1,4 +1,4 @@
-"""The commands with which an operator changes a cluster.
+"""Operation of a cluster: the commands that change it, the leader's reaction to them, and the state of all groups.
 
 The commands use only the coordinator, so they run on any machine that reaches etcd. The leader itself changes the set
 of replicas and hands over. A command requests this with a *wish*, a key in etcd, and the group's record shows the
@@ -285,10 +285,10 @@ def _nodes(replicas: Sequence[str]) -> str:
     return ", ".join(map(node_of, replicas))
 
 
-# The leader's reaction to a wish: another set of replicas, or a hand-over to another node.
-#
-# The leader reads the wish together with the record, until the wish is removed. It passes the wish to the protocol, and
-# removes it when the record shows that it is fulfilled. The wish also disappears when the operator's command ends.
+# ---- the leader's reaction to a wish -------------------------------------------------------------------------
+# The leader reads the wish together with the record, until the wish is removed. It passes the wish (another set of
+# replicas, or a hand-over) to the protocol, and removes it when the record shows that it is fulfilled. The wish also
+# disappears when the operator's command ends.
 
 
 class WishStep(StrEnum):
@@ -320,9 +320,9 @@ def next_wish_step(view: GroupView, state: Replica) -> WishStep:
     return WishStep.HAND_OVER if is_ready and is_member else WishStep.NOTHING
 
 
-# The state of a cluster, from the coordinator and the nodes' reports, with a sentence for each problem.
-#
-# Reports are up to 1 s old. The lag of each replica comes from the leader's report, so all lags are of the same time.
+# ---- the state of a cluster, with a sentence for each problem ------------------------------------------------
+# It is read from the coordinator and the nodes' reports, which are up to 1 s old. The lag of each replica comes from
+# the leader's report, so all lags are of the same time.
 
 OFFSET_MS_MAX = 500.0  # a leader whose clock is ahead releases messages too early by this much
 LAG_ROWS_MAX = 1_000_000

@@ -1,8 +1,9 @@
-"""Effects: the output of the protocol, which the runtime carries out.
+"""The output and the input of the protocol: effects, which the runtime carries out, and events.
 
-The runtime carries out the effects of a step one after the other, and passes on the next event after the last of them.
-So an acknowledgement listed after a `Sync` is sent when the bytes are on the disk. The first disk operation that fails
-ends the process (docs/decisions/0003-fail-stop.md), and the rest of the list is skipped.
+The runtime passes each event to `machine.step`. It carries out the effects of a step one after the other, and passes on
+the next event after the last of them. So an acknowledgement listed after a `Sync` is sent when the bytes are on the
+disk. The first disk operation that fails ends the process (docs/decisions/0003-fail-stop.md), and the rest of the list
+is skipped.
 """
 
 from __future__ import annotations
@@ -148,8 +149,7 @@ class StopServing(Effect, frozen=True):
     reason: str
 
 
-# Events: the input of the protocol, which the runtime passes to `machine.step`.
-#
+# ---- events --------------------------------------------------------------------------------------------------
 # Times are readings of the boot clock in milliseconds, unless their name contains `wall`.
 
 

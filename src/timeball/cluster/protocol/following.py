@@ -1,4 +1,4 @@
-"""The follower: writes, syncs, acknowledges and applies the log of the leader that it accepts.
+"""The follower: checks, writes, syncs, acknowledges and applies the log of the leader that it accepts.
 
 A follower accepts messages only from the connection with the highest epoch, and only after its promise of this epoch
 is synced. Before it writes a frame, the leader's CUT names the end of the common log, and the follower removes its
@@ -120,7 +120,7 @@ def stop_for_restart(state: Replica) -> Step:
     """End the process: the other log begins after rows that this log lacks, and the caches cannot skip rows.
 
     The next start has applied no row, so its log may be cut to the beginning. The replica keeps its incarnation: a
-    committed snapshot in the other log covers all rows that it has acknowledged (`positions.find_resume_position`).
+    committed snapshot in the other log covers all rows that it has acknowledged (`messages.find_resume_position`).
     """
     reason = "the others have dropped rows that this log lacks"
     return replace(state, role=Role.STOPPED, source=None, seal=None), [StopServing(reason)]
@@ -203,8 +203,7 @@ def _apply(state: Replica) -> Step:
     return replace(state, applied_seq=seq), [Apply(seq)]
 
 
-# Checks of the frames in a message, before they are written.
-#
+# ---- checks of the frames in a message, before they are written ----------------------------------------------
 # A replica writes the leader's bytes unchanged, so a byte that was corrupted on the way would stay corrupted. Therefore
 # the CRC-32C of every frame is verified here, and its numbers are compared with those of the message around it.
 

@@ -1,4 +1,12 @@
-"""The state machine of a replica: `step` passes each event to the function that handles it in the replica's role."""
+"""The state machine of a replica, and the two swaps that a leader proposes: another set of replicas, and a hand-over.
+
+`step` passes each event to the function that handles it in the replica's role.
+
+A new set counts *in addition to* the old one, from before its swap is proposed. A candidate needs a majority of the set
+in the record that it swaps: the old set until the leader's swap, the new set afterwards. So a commit must have a
+majority in both. The swap is proposed when everything committed has a majority in the new set too. If the answer to the
+swap is lost, both sets count until the record is read again.
+"""
 
 from __future__ import annotations
 
@@ -179,13 +187,7 @@ def _tick(state: Replica) -> Step:
     return state, []
 
 
-# Change of the set of replicas, and hand-over of the lead: the two swaps that a leader proposes.
-#
-# A new set counts *in addition to* the old one, from before its swap is proposed. A candidate needs a majority of the
-# set in the record that it swaps: the old set until the leader's swap, the new set afterwards. So a commit must have a
-# majority in both. The swap is proposed when everything committed has a majority in the new set too. If the answer to
-# the swap is lost, both sets count until the record is read again.
-#
+# ---- change of the set of replicas, and hand-over of the lead ------------------------------------------------
 # A replica joins as a learner: it receives the log like a follower, but neither counts nor becomes a candidate until it
 # has the log and the data files. A node whose disk is new comes back as another incarnation. The leader then proposes
 # by itself to replace the old incarnation in the record, once the new one has everything.

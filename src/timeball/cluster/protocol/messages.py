@@ -1,4 +1,6 @@
-"""Messages between replicas: encoding and decoding of a 45-byte header and a payload, without I/O.
+"""Messages between replicas, without I/O: their encoding, and the positions in a log that they name.
+
+A message is a header of 45 bytes and a payload:
 
     byte  0       4    5       13        17         25        33          41       45
           +-------+----+-------+---------+----------+---------+-----------+--------+---- … --+
@@ -26,14 +28,9 @@ import msgspec
 from timeball.model import limits
 from timeball.model.errors import PeerError
 
-# Positions in a log, and the comparison of two logs.
-#
+# ---- positions in a log, and the comparison of two logs ------------------------------------------------------
 # A position is the ordinal of a segment and a byte in it, together with `seq`, the sequence number after the rows
 # before it. Only ends of frames are positions. The `ends` of a log are the positions at which its epochs end, in order.
-#
-# Each epoch has one writer, which ships its frames in order (invariant I3). So two logs that both hold frames of an
-# epoch are equal up to the smaller of the two ends of this epoch. The greatest epoch that both logs have determines the
-# common part.
 
 
 class Position(NamedTuple):
@@ -83,7 +80,12 @@ def are_in_order(ends: Ends) -> bool:
 
 
 def common_end(mine: Ends, theirs: Ends) -> Position:
-    """Find the position up to which both logs are equal."""
+    """Find the position up to which both logs are equal.
+
+    Each epoch has one writer, which ships its frames in order (invariant I3). So two logs that both contain frames of
+    an epoch are equal up to the smaller of the two ends of this epoch. The greatest epoch that both logs have
+    determines the common part.
+    """
     own_ends = {end.epoch: end.position for end in mine}
     for end in reversed(theirs):
         if end.epoch in own_ends:
@@ -118,6 +120,8 @@ def extend(ends: Ends, epoch: int, position: Position) -> Ends:
     assert not ends or ends[-1].epoch < epoch, f"a frame of epoch {epoch} behind one of {ends[-1].epoch}"
     return (*ends, EpochEnd(epoch, *position))
 
+
+# ---- the messages --------------------------------------------------------------------------------------------
 
 MAGIC = 0x31524254  # "TBR1" in a hex dump
 VERSION = 1  # of this protocol, sent in HELLO and PROMISE
@@ -388,6 +392,9 @@ class Complete(Message, frozen=True):
     end_seq: int
 
 
+# ---- encoding ------------------------------------------------------------------------------------------------
+
+
 class HelloJson(msgspec.Struct, frozen=True):
     """The JSON payload of HELLO."""
 
@@ -475,7 +482,7 @@ def _decode_path(raw: bytes) -> str:
         raise PeerError("a path that is not UTF-8") from error
 
 
-# Decoder of a connection's byte stream.
+# ---- the decoder of a connection's byte stream ---------------------------------------------------------------
 
 
 class Receiver:

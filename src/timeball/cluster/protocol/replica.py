@@ -1,4 +1,4 @@
-"""The state of one replica, as one immutable record. The modules election, leading, following and replicas change it.
+"""The state of one replica, as one immutable record. The modules election, leading, following and machine change it.
 
     LEARNER --caught up, in the record--> FOLLOWER --no holder--> CANDIDATE --swapped--> SEALING
        ^                                   ^    ^                     | lost                | majority promised, and
@@ -27,11 +27,11 @@ import msgspec
 
 from timeball.cluster.protocol.messages import BEGINNING, Ends, Position, Promise, last_position
 
-# The record of a group: the entry in the coordinator that each change of leader replaces by compare-and-swap.
-#
-# A replica is a node and an incarnation, written `node/incarnation`. A node whose disk is new, wiped or damaged gets
-# another incarnation, which is not in the record. Such a replica neither counts towards a majority nor becomes a
-# candidate until a leader has seen that it holds all committed rows and has added it to the record.
+# ---- the record of a group -----------------------------------------------------------------------------------
+# It is the entry in the coordinator that each change of leader replaces by compare-and-swap. A replica is a node and an
+# incarnation, written `node/incarnation`. A node whose disk is new, wiped or damaged gets another incarnation, which is
+# not in the record. Such a replica neither counts towards a majority nor becomes a candidate until a leader has seen
+# that it has all committed rows and has added it to the record.
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -51,6 +51,9 @@ def node_of(replica: str) -> str:
 def majority(replicas: tuple[str, ...]) -> int:
     """Compute the smallest number of replicas that is more than half."""
     return len(replicas) // 2 + 1
+
+
+# ---- the state of a replica ----------------------------------------------------------------------------------
 
 
 class Role(StrEnum):

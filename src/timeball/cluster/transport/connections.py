@@ -1,9 +1,11 @@
-"""The sockets between replicas, without a thread of their own: the thread that calls `poll` reads and writes them.
+"""The connections between replicas: sockets, TLS, and look-up of host names.
+
+The sockets have no thread of their own: the thread that calls `poll` reads and writes them.
 
 There are two kinds of connections with each other node. On a connection that this node has dialed, it sends as a leader
 or candidate, and the other node answers. On an accepted connection, the roles are reversed. By default, messages of
-types up to 10 are sent on the first kind, and answers on the second. An accepted connection belongs to
-the node in its HELLO. A newer connection of a node replaces the older one of the same kind.
+types up to 10 are sent on the first kind, and answers on the second. An accepted connection belongs to the node in its
+HELLO. A newer connection of a node replaces the older one of the same kind.
 
 A connection ends with PeerError when its first message is not a HELLO of this group, or when messages.py refuses a
 message.
@@ -25,9 +27,9 @@ from typing import Any, NamedTuple, Protocol
 from timeball.cluster.protocol.messages import Hello, Message, Receiver, encode
 from timeball.model.errors import PeerError, SetupError
 
-# TLS without I/O: converts between plain and encrypted bytes. `Connections` reads and writes the socket.
-#
-# Both sides present a certificate of the cluster's own authority, so a foreign process cannot even send a HELLO.
+# ---- TLS without I/O -----------------------------------------------------------------------------------------
+# A channel converts between plain and encrypted bytes. `Connections` reads and writes the socket. Both sides present a
+# certificate of the cluster's own authority, so a foreign process cannot even send a HELLO.
 
 
 class TlsChannel:
@@ -82,6 +84,8 @@ class TlsChannel:
         """Take the encrypted bytes that are to be written to the socket. Empty when there are none."""
         return self._outgoing.read()
 
+
+# ---- connections ---------------------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -449,7 +453,8 @@ def _configure(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
 
 
-# Look-up of host names in separate threads, because a slow name server must not delay a commit.
+# ---- look-up of host names -----------------------------------------------------------------------------------
+# It runs in separate threads, because a slow name server must not delay a commit.
 
 
 class Resolved(NamedTuple):

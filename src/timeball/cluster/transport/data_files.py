@@ -399,8 +399,7 @@ class DataFiles:
         self._request = None
 
 
-# A data file that arrives from another replica, piece by piece.
-#
+# ---- a data file that arrives from another replica, piece by piece -------------------------------------------
 # The pieces are written to a file with a temporary name. It is renamed when it is complete, its checksum is right, and
 # it is synced. So a file with its final name is always whole. An incomplete file keeps its temporary name and is
 # removed at the next start.
@@ -476,7 +475,7 @@ def sweep(files: Files) -> list[str]:
     return paths
 
 
-# Data files to be sent: pieces of memory-mapped files, and the checksum of each whole file.
+# ---- data files to be sent: pieces of mapped files, and the checksum of each whole file ----------------------
 
 PIECE_BYTES = 256 << 10  # a commit may wait for one piece to be sent, which takes 2 ms at 1 Gbit/s
 MAPPED_MAX = 16  # files that stay mapped
@@ -528,8 +527,7 @@ def _trim(entries: dict[str, T], count_max: int) -> None:
         del entries[next(iter(entries))]
 
 
-# Data files that a leader sends to other replicas: the informed nodes, and the replicas that have each file.
-#
+# ---- shipments: the nodes that were informed, and the replicas that have each file ---------------------------
 # A replica counts for a file only as long as the connection on which it has confirmed the file. The next connection may
 # come from another disk, to which the files are announced again. That disk is another replica (another incarnation),
 # and a late confirmation of the old one does not count for it.

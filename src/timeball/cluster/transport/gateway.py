@@ -1,13 +1,19 @@
-"""The ports of a node that does not lead: forwards connections to the leader, byte by byte.
+"""The ports of a node that does not lead: forwards connections to the leader, and answers some HTTP requests itself.
 
 So every node accepts connections on every port, and a client's address stays valid when the leader changes. A
 connection that arrives while no node leads waits up to WAIT_S for a leader. The forwarded bytes are not interpreted:
 the leader handles TLS and accounts.
 
+The first HTTP request of a connection is an exception, because a load balancer asks each node about itself. Either it
+is answered here and the connection is closed, or the whole connection is forwarded. These requests are answered here:
 
-The first HTTP request of a connection is an exception, because a load balancer asks each node about itself
-(gateway.py). With TLS, reading this request needs this node's certificate and a way to check the leader's
-certificate. Without the latter, HTTP is also forwarded unread.
+    GET /leader/<group>    503, with the leader's name, so that a load balancer sends no clients to this node
+    GET /health/live       200
+    GET /health/ready      200 while there is a leader, to which this port forwards
+    GET /metrics           this replica's figures
+
+With TLS, reading this request needs this node's certificate and a way to check the leader's certificate. Without the
+latter, HTTP is also forwarded unread.
 """
 
 from __future__ import annotations
@@ -30,15 +36,7 @@ from timeball.monitoring.metrics import CONTENT_TYPE, as_text
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_metrics import collect
 
-# HTTP requests that a follower answers itself: leader, health and metrics. All others are forwarded to the leader.
-#
-#     GET /leader/<group>    503, with the leader's name, so that a load balancer sends no clients to this node
-#     GET /health/live       200
-#     GET /health/ready      200 while there is a leader, to which this port forwards
-#     GET /metrics           this replica's figures
-#
-# The first request of a connection decides: either it is answered here and the connection is closed, or the whole
-# connection is forwarded.
+# ---- HTTP requests that a follower answers itself ------------------------------------------------------------
 
 HEAD_S = 30.0  # time limit for the head of a request, after which the connection is closed
 END_OF_HEAD = b"\r\n\r\n"
@@ -150,6 +148,8 @@ def _encode(status: int, body: bytes, media_type: str, *, is_head: bool) -> byte
     )
     return head.encode("latin-1") + (b"" if is_head else body)
 
+
+# ---- forwarding to the leader --------------------------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
