@@ -62,6 +62,8 @@ from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.catalog import Catalog
 
+logger = logging.getLogger(__name__)
+
 _EMPTY = np.empty(0, np.int64)
 
 
@@ -117,7 +119,6 @@ def apply_log(start: cp.Checkpoint, reader: LogReader, tables: Tables, *, resume
 # has nothing left to replay when it becomes leader. Both reach the same state, because the size of the steps does not
 # matter.
 
-logger = logging.getLogger(__name__)
 
 # Small frames are joined up to this number of rows. Larger ones are applied as they are, without copying a body.
 BATCH_ROWS = 8_192

@@ -55,6 +55,8 @@ from timeball.model.message import (
     with_seq,
 )
 
+logger = logging.getLogger(__name__)
+
 # ---- checks: ask producers about open half messages ----------------------------------------------------------
 # One loop serves the producers of all edges. Each edge registers an `Asker`, which knows its connected producers. The
 # first edge that has a producer for a half message asks it. If no producer is connected, this does not count as a
@@ -152,8 +154,6 @@ class TransactionChecks:
                 return size_bytes
         return 0
 
-
-logger = logging.getLogger(__name__)
 
 # ---- open half messages, and the rows that end them ----------------------------------------------------------
 

@@ -36,6 +36,8 @@ from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
 # continues.
 
 if TYPE_CHECKING:
+    from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
+    from timeball.cluster.operating.operations import Operations
     from timeball.model.wire import Drained
 
 POLL_S = 0.5
@@ -120,9 +122,6 @@ def _drain_sentence(progress: Drained, *, dry_run: bool) -> str:
 
 # ---- create, show and change groups ---------------------------------------------------------------------------
 
-if TYPE_CHECKING:
-    from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
-    from timeball.cluster.operating.operations import Operations
 
 T = TypeVar("T")
 
@@ -204,7 +203,6 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
       timeball cluster status --settings timeball.toml --json | jq '{group, leader, problems}'
       watch timeball cluster status
     """
-    from timeball.cli.cluster import lines
     from timeball.cluster.operating.operations import survey
 
     groups = _run_with_coordinator(settings, survey)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from timeball.client import Timeball
+    from timeball.client.messages import Message
     from timeball.client.sender import Receipt
+    from timeball.model.wire import GroupPlace, MessagePlace, Verdict
 
 # ---- send and schedule ----------------------------------------------------------------------------------------
 # The body comes from an argument or from stdin. With --lines, each line of a file is a message. Lines are sent as
@@ -267,9 +269,6 @@ def _batches(source: BinaryIO, columns: dict[str, object]) -> Iterator[pa.Record
 
 # ---- get ------------------------------------------------------------------------------------------------------
 
-if TYPE_CHECKING:
-    from timeball.model.wire import GroupPlace, MessagePlace
-
 
 def get(
     message_id: Annotated[
@@ -324,10 +323,6 @@ def _group_words(progress: GroupPlace) -> Iterator[str]:
 
 
 # ---- pull -----------------------------------------------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from timeball.client.messages import Message
-    from timeball.client.timeball import Timeball
 
 
 def pull(
@@ -436,8 +431,6 @@ def _decode_text(body: bytes) -> str | None:
 
 # ---- cancel and reschedule ------------------------------------------------------------------------------------
 
-if TYPE_CHECKING:
-    from timeball.model.wire import Verdict
 
 SENTENCES = {
     "cancelled": "{subject}: cancelled",

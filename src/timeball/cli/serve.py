@@ -193,6 +193,10 @@ def current_command() -> list[str]:
 
 if TYPE_CHECKING:
     from timeball.node.node import Node
+    from timeball.node.replicated_node import ReplicatedNode
+
+logger = logging.getLogger(__name__)
+
 
 StartClient = Callable[["Node"], Callable[[], Awaitable[None]]]
 
@@ -216,13 +220,9 @@ def serve(settings: Settings, as_json: JsonOption = False) -> None:
       timeball serve --host 0.0.0.0 --tls-cert chain.pem --tls-key key.pem --access-file access.toml
     """
     if settings.cluster and "," in settings.group:
-        from timeball.cli.serve import current_command, supervise
-
         asyncio.run(supervise(settings, as_json, current_command()))
         return
     if settings.cluster:
-        from timeball.cli.serve import run_replica
-
         run_replica(settings, as_json)
         return
     with runner() as loop_runner:
@@ -329,11 +329,6 @@ def runner() -> asyncio.Runner:
 # ---- one replica ----------------------------------------------------------------------------------------------
 # A process that has lost the lead, or whose disk has failed once, replaces itself by a new process with the same
 # process id (execv). The new process starts with empty memory and reads the log from the disk.
-
-if TYPE_CHECKING:
-    from timeball.node.replicated_node import ReplicatedNode
-
-logger = logging.getLogger(__name__)
 
 
 def run_replica(settings: Settings, as_json: bool) -> None:

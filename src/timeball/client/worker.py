@@ -55,6 +55,8 @@ from timeball.model import limits
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.time_parsing import After, delay_ms
 
+logger = logging.getLogger(__name__)
+
 # ---- worker processes ---------------------------------------------------------------------------------------
 #
 # They are spawned and not forked, because gRPC does not survive a fork (dialing.py). So the worker is pickled, and its
@@ -172,7 +174,6 @@ def _run_worker_process(make_worker: Callable[[], Runnable]) -> None:
 
 # ---- the worker ---------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 PULL_WAIT = "10s"  # the wait of a long poll
 RETRY_PAUSE_S = 1.0  # after a call that no broker answered

@@ -21,6 +21,8 @@ from timeball.model.access import ANONYMOUS, Access, Accounts, Caller
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 
+logger = logging.getLogger(__name__)
+
 ANYBODY = 0o007  # forbidden mode of a key: its group may read it, as with Debian's group ssl-cert
 
 
@@ -103,8 +105,6 @@ def _context(certificate: str, key: str, protocol: str) -> ssl.SSLContext:
 def _no_password() -> str:
     raise ValueError("a key with a password")
 
-
-logger = logging.getLogger(__name__)
 
 OTHERS = 0o077  # forbidden mode of the access file: only its owner may read it
 

@@ -51,6 +51,8 @@ from timeball.log.format import ENTRY, EntryArray
 from timeball.model.errors import Corrupt, OutOfRange, OverLimit
 from timeball.model.message import Int64Array
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "queues"
 SUFFIX = ".cq"
 
@@ -259,7 +261,6 @@ def _read_newest(usable: list[QueueFile], to_seq: int) -> list[Part] | None:
 
 # ---- one queue -----------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 SEAL_ENTRIES = 524_288  # 10 MB: bounds the entries in memory, and the bytes that each checkpoint writes again
 FIRST_ALLOCATION = 8  # entries: a rarely used queue costs 160 bytes

@@ -60,6 +60,8 @@ from timeball.log.segment import (
 )
 from timeball.model.errors import Corrupt, SetupError, TimeballError
 
+logger = logging.getLogger(__name__)
+
 # ---- the frame index -----------------------------------------------------------------------------------------
 
 MAGIC = b"TBFRAME1"
@@ -126,8 +128,6 @@ def load(files: Files, segment: Segment, next_seq: int) -> bool:
 
 
 # ---- opening the log -----------------------------------------------------------------------------------------
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

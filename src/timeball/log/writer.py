@@ -54,6 +54,8 @@ from timeball.model.config import Durability
 from timeball.model.errors import DiskFailed, OverLimit, StorageError, TimeballError, Unavailable
 from timeball.model.message import SMALL_ROWS, ReadRow
 
+logger = logging.getLogger(__name__)
+
 # ---- disk space for coming frames ----------------------------------------------------------------------------
 # Space is reserved ahead of need, so that no commit waits for it, and before an announced large write (`make_ready`):
 # the next step of the segment being written, then the next segment. So a full disk is noticed while releases and
@@ -205,7 +207,6 @@ class NextSegment:
 
 # ---- group commit --------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 # A power cut loses at most about the last second with `async` durability.
 ASYNC_SYNC_INTERVAL_S = 1.0

@@ -53,6 +53,8 @@ from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import DataFile, DataFiles, Position
 from timeball.table.file_keys import FileSet
 
+logger = logging.getLogger(__name__)
+
 # ---- the backlog: the tail in memory, and the files that replace it ------------------------------------------
 
 
@@ -218,7 +220,6 @@ class HourLog(Backlog):
 
 # ---- the live files ------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 WINDOW_ROWS_MAX = 8_000_000  # positions read in one opening, 16 bytes each
 WINDOW_FILES_MAX = 64  # files read in one opening

@@ -48,6 +48,8 @@ from timeball.model.answers import GroupPage, GroupState, TopicState
 from timeball.model.errors import GroupNotFound, OutOfRange
 from timeball.model.message import DLQ_PREFIX
 
+logger = logging.getLogger(__name__)
+
 # ---- reports of Spark jobs, and of the last audit ------------------------------------------------------------
 #     pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
 #     pipeline/audit.json           written by `timeball audit`
@@ -183,8 +185,6 @@ class JobReports:
             logger.warning("report of a job not read file=%s reason=%s", name, error)
             return None
 
-
-logger = logging.getLogger(__name__)
 
 # ---- changes of topics and groups ----------------------------------------------------------------------------
 

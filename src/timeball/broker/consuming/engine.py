@@ -71,6 +71,8 @@ from timeball.model.message import READ_SCHEMA
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.file_cache import FileCache
 
+logger = logging.getLogger(__name__)
+
 # ---- members of one group that subscribe differently ---------------------------------------------------------
 # The members of a group share the messages of a topic, even if their filters differ. A member with the filter `red`
 # skips messages with tag `blue` for the whole group, so another member with the filter `blue` never gets them. The same
@@ -197,8 +199,6 @@ class Subscriptions:
         repeated = sorted(text for text, use in current.items() if use.last_ms >= newest_first_ms)
         return repeated if len(repeated) > 1 else []
 
-
-logger = logging.getLogger(__name__)
 
 # ---- the operations of consumers -----------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
 from timeball.monitoring.replica_figures import ReplicaFigures
 
+logger = logging.getLogger(__name__)
+
 # ---- the lease of this node ----------------------------------------------------------------------------------
 # It is renewed four times per TTL, and requested anew when it has ended. The end of the lease is computed on this node:
 # boot clock when the last successful renewal was *sent*, plus the granted TTL, minus a margin. The coordinator counts
@@ -364,7 +366,6 @@ class Alone:
 
 # ---- the directory: groups and leaders, read at each change and at least once a second -----------------------
 
-logger = logging.getLogger(__name__)
 
 POLL_S = 1.0
 RETRY_S = 0.1  # pause after a request without an answer

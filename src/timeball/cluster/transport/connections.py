@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, Protocol
 from timeball.cluster.protocol.messages import Hello, Message, Receiver, encode
 from timeball.model.errors import PeerError, SetupError
 
+logger = logging.getLogger(__name__)
+
 # ---- TLS without I/O -----------------------------------------------------------------------------------------
 # A channel converts between plain and encrypted bytes. `Connections` reads and writes the socket. Both sides present a
 # certificate of the cluster's own authority, so a foreign process cannot even send a HELLO.
@@ -87,7 +89,6 @@ class TlsChannel:
 
 # ---- connections ---------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 ANSWERS_FROM = 11  # the lowest message type that is an answer
 READ_BYTES = 1 << 20

@@ -36,6 +36,8 @@ from timeball.monitoring.metrics import CONTENT_TYPE, as_text
 from timeball.monitoring.replica_figures import ReplicaFigures
 from timeball.monitoring.replica_metrics import collect
 
+logger = logging.getLogger(__name__)
+
 # ---- HTTP requests that a follower answers itself ------------------------------------------------------------
 
 HEAD_S = 30.0  # time limit for the head of a request, after which the connection is closed
@@ -151,7 +153,6 @@ def _encode(status: int, body: bytes, media_type: str, *, is_head: bool) -> byte
 
 # ---- forwarding to the leader --------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 WAIT_S = 5.0  # how long a client's connection waits for a leader
 RETRY_S = 0.02  # between two attempts to reach a leader

@@ -52,6 +52,8 @@ from timeball.model.errors import InvalidMessage, OverLimit, RequestError, Timeb
 from timeball.model.message import SendBatch
 from timeball.model.wire import END_OF_STREAM
 
+logger = logging.getLogger(__name__)
+
 # ---- one call ------------------------------------------------------------------------------------------------
 # The headers identify the caller, then the call takes a slot, and then its message is received. A call that fails ends
 # as with Arrow's own server: with the status UNKNOWN, and trailers with Timeball's error code and text.
@@ -126,7 +128,6 @@ def framed_in_two(*segments: Payload) -> tuple[bytes, Payload]:
 #
 # Invariant: every slot is settled once, even if the broker fails.
 
-logger = logging.getLogger(__name__)
 
 STOPPING = "the broker is stopping; send this batch again later or elsewhere"
 

@@ -28,6 +28,8 @@ from timeball.io.security import OPEN, Security
 from timeball.model import limits
 from timeball.model.errors import OverLimit, TimeballError
 
+logger = logging.getLogger(__name__)
+
 # ---- the edge ------------------------------------------------------------------------------------------------
 
 EXPIRY_CHECK_S = 5.0  # between two searches for expired sessions
@@ -117,7 +119,6 @@ class GrpcEdge:
 # The methods by their paths, and the tasks that answer calls. A call with a direct handler has no task. Most calls are
 # sends, and a task costs as much as all other work for a send.
 
-logger = logging.getLogger(__name__)
 
 REQUEST_BYTES_MAX = limits.BODY_BYTES_MAX + 64 * 1024
 # Of pending requests. On its way to the log, each of their bytes is in memory eight times.

@@ -76,6 +76,8 @@ from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.edges.shared.shared_limits import exceeds_share
 from timeball.model.config import CodecChoice
 
+logger = logging.getLogger(__name__)
+
 # ---- the header blocks of requests ---------------------------------------------------------------------------
 # If the build had a compiler, hpack_decoder.pyx decodes them in C. Otherwise jh2 does. jh2's decoder is the reference,
 # and `--codec python` forces it. It returns a list of all header fields. Timeball needs only the first value of each
@@ -133,7 +135,6 @@ def choose_decoder(choice: CodecChoice) -> Callable[[int], HeaderDecoder]:
 
 # ---- the connection ------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 CONNECTIONS_MAX = 4_096
 CALLS_PER_CONNECTION_MAX = 1_024  # a long poll counts as a call

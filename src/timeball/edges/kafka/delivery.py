@@ -59,6 +59,8 @@ from timeball.edges.kafka.records import (
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
 
+logger = logging.getLogger(__name__)
+
 # ---- limits of Kafka's topics --------------------------------------------------------------------------------
 # The limits of a topic are its largest record batch, and whether the bridge may write to it. A record that Kafka
 # refuses ends its whole transaction, and requires a new producer. So the bridge asks for the limits before it writes,
@@ -155,7 +157,6 @@ class TopicLimits:
 
 # ---- the delivery --------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 ROWS_MAX = 2_000  # in one transaction
 WAIT_MS = 1_000  # of one long poll

@@ -36,6 +36,8 @@ from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.model.time_parsing import due_ms as parse_due_ms
 from timeball.model.time_parsing import duration_ms
 
+logger = logging.getLogger(__name__)
+
 # ---- records and messages ------------------------------------------------------------------------------------
 
 AT, AFTER, TO, CANCEL = "at", "after", "deliver-to", "cancel"
@@ -302,8 +304,6 @@ def _destination(record: Record, rules: TopicRules) -> str:
 # Each line is a JSON document, synced before the bridge goes on. A bridge that is killed between the line and the
 # commit of its position writes the line again. So a line may occur twice, with the same `id`. Bytes are in base64,
 # because a key, a value or a header of Kafka may be any bytes.
-
-logger = logging.getLogger(__name__)
 
 
 class Undeliverable(msgspec.Struct, frozen=True, kw_only=True):

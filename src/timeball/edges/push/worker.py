@@ -42,6 +42,8 @@ from timeball.monitoring.push_figures import PushFigures
 if TYPE_CHECKING:
     from timeball.edges.push.sender import HostResolver, Receiver
 
+logger = logging.getLogger(__name__)
+
 
 BYTES_MAX = 64 * 1024 * 1024  # of the message bodies in memory, for all subscriptions together
 STOP_S = 5.0  # for requests under way when the broker stops
@@ -157,10 +159,6 @@ class PushEdge:
 
 # ---- the worker of one subscription --------------------------------------------------------------------------
 
-if TYPE_CHECKING:  # the library behind it is imported with the first subscription
-    from timeball.edges.push.sender import Receiver
-
-logger = logging.getLogger(__name__)
 
 LEASE_SLACK_MS = 30_000  # added to a request's time limit to get its lease; for storing the outcome
 WAIT_MS = 30_000  # the longest wait for messages before the group's permission is checked again

@@ -42,6 +42,8 @@ from timeball.edges.shared.sessions import EdgeContext, advertised
 from timeball.model.access import ASK, Access, Caller, Verb
 from timeball.model.errors import InvalidFilter, SetupError
 
+logger = logging.getLogger(__name__)
+
 # ---- the call, its answer, and JSON tables -------------------------------------------------------------------
 
 T = TypeVar("T")
@@ -255,8 +257,6 @@ def data_version(counter: int, since_ms: int) -> dict[str, int]:
 # REQUEST_CODE_NOT_SUPPORTED, which every client can handle. Every request gets exactly one answer, unless it is
 # one-way. If a handler fails because of a fault in the broker, the client gets SYSTEM_ERROR and the log gets the
 # reason.
-
-logger = logging.getLogger(__name__)
 
 
 class Dispatch:

@@ -20,6 +20,8 @@ from typing import Literal, TypeAlias
 
 from timeball.model.config import is_loopback
 
+logger = logging.getLogger(__name__)
+
 # ---- clients of another protocol -----------------------------------------------------------------------------
 # They connect to the wrong port, or send broken frames. Such a client usually retries forever, and a line per attempt
 # would fill the log. So there is one line a minute per edge and protocol. It names the client's protocol and the ports
@@ -114,7 +116,6 @@ WRONG_PROTOCOLS = WrongProtocols()  # of this process
 
 # ---- the server ----------------------------------------------------------------------------------------------
 
-logger = logging.getLogger(__name__)
 
 # The clients that may connect without TLS.
 PlainFrom = Literal["nobody", "this machine", "all"]

@@ -37,6 +37,8 @@ from typing import NamedTuple
 from timeball.io.files import in_use
 from timeball.model.errors import OverLimit
 
+logger = logging.getLogger(__name__)
+
 # ---- bytes ---------------------------------------------------------------------------------------------------
 
 Granted = Callable[[], None]  # called when a request that had to wait is counted
@@ -250,7 +252,6 @@ def _subtract(counts: dict[str, int], holder: str) -> None:
 # kernel whether bytes have arrived, and how long ago. The descriptors that the broker needs for its own files are
 # reserved separately (io/files.py).
 
-logger = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 1.0
 CHECK_AGAIN_S = 0.1  # after some were closed: more unused connections may wait in the backlog

@@ -50,7 +50,6 @@ from pyspark.sql.types import StructType
 
 from timeball.io.clock import Clock, SystemClock
 from timeball.model import limits, rules
-from timeball.model import rules as reserved
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange, SetupError, TimeballError
 from timeball.model.limits import MINUTE_MS
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, int64
@@ -721,8 +720,8 @@ def breaks(rule: rules.Rule, now_ms: int) -> Column:
             pattern = limits.NAME.pattern.removesuffix("$") + r"\z"  # Java's $ also matches before a line end
             return ~name.rlike(pattern) | (f.octet_length(name) > limits.TOPIC_BYTES_MAX)
         case "reserved":
-            is_reserved = column.isin(list(reserved.NOT_SCHEDULED))
-            for prefix in reserved.NOT_SCHEDULED_PREFIXES:
+            is_reserved = column.isin(list(rules.NOT_SCHEDULED))
+            for prefix in rules.NOT_SCHEDULED_PREFIXES:
                 is_reserved |= column.startswith(prefix)
             return is_reserved
         case "form":

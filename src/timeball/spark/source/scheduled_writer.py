@@ -34,7 +34,6 @@ import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import google_crc32c
 import numpy as np
@@ -270,10 +269,6 @@ class ScheduledStreamWriter(DataSourceStreamArrowWriter):
 
 # ---- convert the columns of a DataFrame to those of the pending table -----------------------------------------
 # All functions from here on are pure functions on columns. None of them needs a Spark session.
-
-if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
-
 
 _SPARK_TYPES: dict[str, tuple[str, ...]] = {
     "topic": ("string",),

@@ -56,6 +56,8 @@ from timeball.edges.shared.sessions import Sessions
 from timeball.model import limits
 from timeball.model.errors import InvalidReceipt, TimeballError
 
+logger = logging.getLogger(__name__)
+
 # ---- the calls with a receipt handle -------------------------------------------------------------------------
 
 NO_LONGER_VALID = (
@@ -177,7 +179,6 @@ def _overall_status(statuses: Sequence[Status]) -> Status:
 # After that the message is delivered again. Each renewal moves the scheduled redelivery of the message to a later time,
 # and the receipt stays valid. When the client disconnects, its messages are given back.
 
-logger = logging.getLogger(__name__)
 
 FIRST_LEASE_MS = limits.MINUTE_MS
 LEASE_STEPS_MS = (limits.MINUTE_MS, 3 * limits.MINUTE_MS, 5 * limits.MINUTE_MS, 10 * limits.MINUTE_MS)
