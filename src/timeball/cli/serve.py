@@ -30,6 +30,12 @@ from timeball.io.threads import watch_stop_signals
 from timeball.model.config import Settings
 from timeball.model.errors import SetupError, StorageError
 
+if TYPE_CHECKING:
+    from timeball.node.node import Node
+    from timeball.node.replicated_node import ReplicatedNode
+
+logger = logging.getLogger(__name__)
+
 # ---- one process per group, and their supervisor --------------------------------------------------------------
 # Each group's process is a separate node. Its name consists of this node's name and the group (`a.g1`). It has its own
 # folder in the data folder, and its own ports, which are `PORTS_APART` above those of the group before it. The
@@ -190,12 +196,6 @@ def current_command() -> list[str]:
 
 
 # ---- the command `serve`, and the broker alone ----------------------------------------------------------------
-
-if TYPE_CHECKING:
-    from timeball.node.node import Node
-    from timeball.node.replicated_node import ReplicatedNode
-
-logger = logging.getLogger(__name__)
 
 
 StartClient = Callable[["Node"], Callable[[], Awaitable[None]]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import socket
+from typing import Any
 
 import pytest
 from tests.bounds import BOUND_S
@@ -198,3 +200,60 @@ def test_an_address_that_does_not_read_its_answers_is_refused_before_it_leases_m
         sent.remove("127.0.0.1", requests.SENT_BYTES_MAX)
     received = client.receive("unread", "readers").value["messages"]
     assert [(message["body"], message["attempt"]) for message in received] == [("x", 1)]
+
+
+# ---- the table of paths, and answers in one write ---------------------------------------------------------------
+
+
+class Named:
+    """An endpoint that notes the parameters of its requests."""
+
+    def __init__(self) -> None:
+        self.params: list[dict[str, str]] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.params.append(scope["path_params"])
+
+
+def ask(table: requests.PathTable, path: str) -> list[Any]:
+    """Send a request to the table, and return the events of its answer."""
+    events: list[Any] = []
+
+    async def send(event: Any) -> None:
+        events.append(event)
+
+    asyncio.run(table({"type": "http", "path": path}, None, send))  # type: ignore[arg-type]
+    return events
+
+
+def test_a_path_finds_its_endpoint_and_parameters_each_time() -> None:
+    sends, messages = Named(), Named()
+    table = requests.PathTable({"/v1/topics/{topic}/messages": sends, "/v1/messages/{id:path}": messages})  # type: ignore[dict-item]
+    for _ in range(2):
+        assert ask(table, "/v1/topics/orders/messages") == ask(table, "/v1/messages/a/b") == []
+    assert sends.params == [{"topic": "orders"}] * 2 and messages.params == [{"id": "a/b"}] * 2
+    assert ask(table, "/v1/topics/orders/messages/")[0]["status"] == 404
+
+
+def test_the_paths_of_clients_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "PATHS_KEPT_MAX", 10)
+    table = requests.PathTable({"/v1/messages/{id:path}": Named()})  # type: ignore[dict-item]
+    for number in range(100):
+        ask(table, f"/v1/messages/{number}")
+        ask(table, f"/v1/messages/{number}" + "x" * requests.PATH_KEPT_CHARACTERS_MAX)
+        assert 0 < len(table._found) <= 10
+    assert max(map(len, table._found)) < 30
+
+
+def test_pipelined_requests_get_whole_answers_in_their_order(node: RunningNode) -> None:
+    first = b'{"body": "1"}'
+    send = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (
+        SEND.encode(), len(first), first,
+    )  # fmt: skip
+    last = b"HEAD /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    parts = talk(node, send * 3 + last).split(b"HTTP/1.1 ")[1:]
+    assert [part[:3] for part in parts] == [b"201"] * 3 + [b"200"]
+    assert b"connection: close\r\n" in parts[3] and parts[3].endswith(b"\r\n\r\n"), "a HEAD has no body"
+    for part in parts[:3]:
+        head, _, body = part.partition(b"\r\n\r\n")
+        assert f"content-length: {len(body)}".encode() in head and json.loads(body)["durable"]

@@ -387,9 +387,9 @@ class PathTable:
         for pattern, _, converters, endpoint in self._routes:
             if match := pattern.match(path):
                 params = {name: converters[name].convert(text) for name, text in match.groupdict().items()}
-                if len(self._found) >= PATHS_KEPT_MAX:
-                    self._found.clear()
                 if len(path) <= PATH_KEPT_CHARACTERS_MAX:
+                    if len(self._found) >= PATHS_KEPT_MAX:
+                        self._found.clear()
                     self._found[path] = endpoint, params
                 return endpoint, params
         return None
