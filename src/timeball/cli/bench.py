@@ -30,7 +30,7 @@ class Size(StrEnum):
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Benchmarks; all that take minutes if none."),
+        typer.Argument(metavar="[NAME]...", help="Benchmarks; by default all that take minutes."),
     ] = None,
     size: Annotated[
         Size, typer.Option("--size", help="'small' is for tests: its figures mean nothing.")
@@ -40,7 +40,7 @@ def bench(
         typer.Option(
             "--profile",
             metavar="ROW",
-            help="Also print the server's CPU time by stage of the row of this name, as 'send JSON 8x512'.",
+            help="Name of a row of the result, as 'send JSON 8x512': also print the server's CPU time by stage for it.",
         ),
     ] = None,
     listing: Annotated[bool, typer.Option("--list", help="Only list them.")] = False,

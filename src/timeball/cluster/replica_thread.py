@@ -2,7 +2,7 @@
 
 It is also the broker's disk thread. While this replica leads, the log's writer passes each commit to `commit`, which
 waits for the other disks. Meanwhile this thread itself reads the acknowledgements from the sockets, so that no second
-thread has to be woken. Other calls of the broker on this thread wait as long, as they do on a single broker.
+thread has to be woken. Other calls of the broker on this thread wait meanwhile, as on a single broker.
 
 The coordinator is called on the event loop (member.py). Its answers arrive through `tell`, and requests to it leave
 through the hooks. The first disk error ends the replica (docs/decisions/0003-fail-stop.md). `ClockOffsets` measures the
@@ -214,7 +214,10 @@ class ReplicaThread(Disk):
             self._log.close()
 
     def _serve_calls(self) -> bool:
-        """Run the queued calls. False when `shutdown` has ended the thread."""
+        """Run the queued calls. False if `shutdown` was called.
+
+        A call may have been a commit whose write failed. Its caller has the error, and the replica stops with it, too.
+        """
         while True:
             try:
                 call = self._calls.get_nowait()

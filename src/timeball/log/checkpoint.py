@@ -1,9 +1,9 @@
 """The checkpoint: the state of the caches at one row of the log, so that recovery replays only the rows after it.
 
-    byte  0           8        16        24
-          +-----------+--------+---------+------- … -------+------- … --------+
-          | "TBCHECK1"| length | crc32c  | JSON facts      | settled: due, seq |
-          +-----------+--------+---------+------- … -------+------- … --------+
+    byte  0           8        16        24  32  40
+          +-----------+--------+---------+---+---+------- … -------+------- … --------+
+          | "TBCHECK1"| length | crc32c  | f | n | JSON facts      | settled: due, seq |
+          +-----------+--------+---------+---+---+------- … -------+------- … --------+
 
 The file is written whole with `Files.replace`, after all files that it relies on have been synced. It is a cache:
 without it, a start reads the log from the last snapshot on and computes the same state.

@@ -205,6 +205,10 @@ class Node:
             await self.broker.log.writer.flushed()
 
     async def _build(self, hot: Hot | None) -> None:
+        """Rebuild the caches from the log, and build the broker from them.
+
+        `hot` is the open log with the caches of a follower that becomes leader. Then the log is not applied again.
+        """
         settings, files, clock = self.settings, self.files, SchedulerClock(self.clock)
         _, reader_thread, background, lookup = self._threads
         write_format(files)

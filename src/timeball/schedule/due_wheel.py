@@ -1,6 +1,6 @@
 """The wheel of loaded messages: those due soon, with bodies in memory, in slots of one second.
 
-The numbers of the used slots are also in a heap (the delay queue of the design). So an empty second costs nothing, and
+The numbers of the used slots are also in a heap. So an empty second costs nothing, and
 the first slot of the heap has the next due time. Rows arrive in batches, which become sorted runs in the slots. Small
 batches are first collected until there are many rows or one of them is due, because splitting ten rows over ten slots
 costs as much as splitting a thousand. The first hand-out from a slot merges its small runs. So the rows of each

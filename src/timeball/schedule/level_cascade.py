@@ -640,7 +640,7 @@ _BEHIND_OTHERS = f"{PROPERTY_END}{_ENTRY}"
 
 
 def texts(hops: Int64Array) -> pa.Array:
-    """Build the text of each list, "27,9,22". Empty for an empty list."""
+    """Build the hop list of each message as the value of its property: level numbers, "27,9,22". Empty for none."""
     columns = [_FIRST.take(pa.array(first(hops)))]
     while (hops := rest(hops)).any():
         columns.append(_NEXT.take(pa.array(first(hops))))

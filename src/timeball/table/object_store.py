@@ -36,7 +36,7 @@ LAST_ANSWERS_S = 1.0  # wait for pending requests when the broker stops
 class StoreRequests:
     """Runs requests to a store with a time limit. Any thread.
 
-    An abandoned request may still take effect, as a request whose answer was lost. So each request is one whole step
+    An abandoned request may still take effect, like one whose answer was lost. So each request is one whole step
     that may be repeated. For example, a put writes a whole file and never a part of one.
     """
 

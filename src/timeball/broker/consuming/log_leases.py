@@ -224,6 +224,7 @@ class LogLeases:
         ]
 
     async def _dead_letter(self, given_up: list[GivenUp]) -> list[bool]:
+        """Make dead letters of these messages. Returns for each whether its receipt was still valid."""
         receipts = [given.receipt for given in given_up]
         valid = await decide(
             receipts,

@@ -383,7 +383,7 @@ class Directory:
         self.nodes: dict[str, Node] = {}
 
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Keep the directory up to date until cancelled: read again at each change, or after POLL_S."""
         while True:
             try:
                 as_of = await self.read()

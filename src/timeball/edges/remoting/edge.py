@@ -175,7 +175,7 @@ class RemotingEdge:
                 self._dispatch.handle(connection, command)
 
     async def _watch_deadlines(self) -> None:
-        """Check deadlines and take samples once a second, without end."""
+        """Once a second: expire silent clients, update the rates, and close late and surplus connections."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(DEADLINES_CHECK_S)

@@ -452,7 +452,7 @@ def _convert(column: pa.Array, target_type: pa.DataType) -> pa.Array:
 
 
 def check_bytes(size_bytes: int) -> None:
-    """Raise OverLimit for a batch whose values take more bytes than a message may have."""
+    """Raise OverLimit if the values of a batch exceed BATCH_BYTES_MAX."""
     if size_bytes > limits.BATCH_BYTES_MAX:
         raise OverLimit(
             f"a batch of {size_bytes} bytes; at most {limits.BATCH_BYTES_MAX}: send smaller batches"

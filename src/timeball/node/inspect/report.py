@@ -332,6 +332,7 @@ class CacheCheck:
         return self._last_read[1]
 
     def _open_queue_files(self) -> list[QueueFile]:
+        """Map the queue files. A damaged one is recorded and left out."""
         queue_files = []
         for name in self._files.list_dir(QUEUES):
             try:
