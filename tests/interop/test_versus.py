@@ -21,6 +21,7 @@ from benchmarks.harness import wait_until
 from benchmarks.remoting import pull_request, send_request
 from benchmarks.versus import delivery, small_calls
 from benchmarks.versus.load import Generator
+from benchmarks.versus.peers import Peer
 from benchmarks.versus.work import Bench
 from tests.interop.environments import Missing
 from tests.interop.stock_clients import command
@@ -82,42 +83,45 @@ def test_it_runs_small_and_leaves_no_process(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["versus.md"]
 
 
-@pytest.mark.parametrize("start", delivery.STARTS, ids=lambda start: start.name)
-def test_each_broker_delivers_to_a_consumer(start: delivery.Start, tmp_path: Path) -> None:
+@contextmanager
+def started(start: delivery.Start, folder: Path) -> Iterator[Peer]:
+    """A broker that is up. Skips the test if it is not installed here."""
     try:
-        peer = start.make(tmp_path, "sync")
+        peer = start.make(folder, "sync")
         peer.start()
     except Missing as error:
         pytest.skip(str(error))
     try:
-        sample = delivery.steady(start.client, peer, Bench(None, small=True, waiting=0))  # type: ignore[arg-type]
+        yield peer
     finally:
         peer.stop()
+
+
+SMALL_BENCH = Bench(None, small=True, waiting=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("start", delivery.STARTS, ids=lambda start: start.name)
+def test_each_broker_delivers_to_a_consumer(start: delivery.Start, tmp_path: Path) -> None:
+    with started(start, tmp_path) as peer:
+        sample = delivery.steady(start.client, peer, SMALL_BENCH)
     assert sample.failures == 0 and sample.value > 0
     assert sample.p50_ms is not None and sample.p99_ms is not None and 0 <= sample.p50_ms <= sample.p99_ms
     assert processes_in(tmp_path) == []
 
 
-@pytest.mark.parametrize("start", delivery.STARTS, ids=lambda start: start.name)
+@pytest.mark.parametrize(
+    "start",
+    [start for start in delivery.STARTS if start.client in small_calls.WIRES],
+    ids=lambda start: start.name,
+)
 def test_each_broker_answers_small_calls(start: delivery.Start, tmp_path: Path) -> None:
-    if start.client not in small_calls.WIRES:
-        pytest.skip("its client is a library")
-    bench = Bench(None, small=True, waiting=0)  # type: ignore[arg-type]
-    try:
-        peer = start.make(tmp_path, "sync")
-        peer.start()
-    except Missing as error:
-        pytest.skip(str(error))
-    try:
+    with started(start, tmp_path) as peer:
         for measure in (small_calls.single_sends, small_calls.cancels):
-            sample = measure(start.client, peer, bench)
+            sample = measure(start.client, peer, SMALL_BENCH)
             assert sample.failures == 0 and sample.value > 0
-            assert (
-                sample.p50_ms is not None and sample.p99_ms is not None and 0 < sample.p50_ms <= sample.p99_ms
-            )
-        assert not isnan(small_calls.pending_bytes(start.client, peer, bench).value)
-    finally:
-        peer.stop()
+            assert sample.p50_ms is not None and sample.p99_ms is not None
+            assert 0 < sample.p50_ms <= sample.p99_ms
+        assert not isnan(small_calls.pending_bytes(start.client, peer, SMALL_BENCH).value)
 
 
 @contextmanager
