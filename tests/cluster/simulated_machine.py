@@ -25,7 +25,7 @@ from tests.crash_files import CrashFiles, PowerCut
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, FollowerCaches, Member
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.messages import Message, Receiver, encode
 from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import ReplicaLog

@@ -35,8 +35,8 @@ from tests.cluster.simulated_etcd import Etcd
 from tests.cluster.simulated_wire import Pair, Wire
 
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import effects as on
 from timeball.cluster.protocol import election, leading
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import BEGINNING, Begin, Bytes, Complete, Data
 from timeball.cluster.protocol.replica import Record, Replica, Role, Rules

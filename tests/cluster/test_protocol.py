@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.simulated_disk import SEGMENT_BYTES, make_frame
 
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.effects import Effect
 from timeball.cluster.protocol.following import read_frames
 from timeball.cluster.protocol.machine import step

@@ -12,7 +12,7 @@ from tests.bounds import BOUND_S
 from tests.cluster.trio import Replica, Trio, running_trio
 from tests.crash_files import CrashFiles
 
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.replica import Role
 from timeball.io.files import Files
 from timeball.model.errors import DiskFailed, LeaseLost, NotLeader, StorageError, TimeballError

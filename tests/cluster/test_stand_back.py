@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.effects import Propose, Send
 from timeball.cluster.protocol.leading import QUICK_MS, clock_deviations_ms
 from timeball.cluster.protocol.machine import step

@@ -20,7 +20,7 @@ from tests.ports import free_ports
 from timeball.cluster.coordination.coordinator import Node
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.member import REPLICATION, Member
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.replica import Record, Role, Rules
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread

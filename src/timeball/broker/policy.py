@@ -28,8 +28,7 @@ from timeball.broker.registry.groups import Groups, SubscriptionGroup
 from timeball.broker.registry.topic import READ, WRITE
 from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
 from timeball.io.clock import Clock
-from timeball.model import limits
-from timeball.model import rules as reserved
+from timeball.model import limits, rules
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.config import Settings
 from timeball.model.errors import Forbidden, InvalidName, NotFound, OverLimit
@@ -141,7 +140,7 @@ class Policy:
         """Check a topic and find it, without the cache of `destination`. None if the first message would create it."""
         check_name(name, limits.TOPIC_BYTES_MAX, "topic")
         # Reserved names are forbidden even if such a topic exists, because only the broker writes to it.
-        reason = reserved.forbidden(name)
+        reason = rules.forbidden(name)
         if reason is not None:
             raise Forbidden(reason)
         topic = self._topics.find_topic(name)
@@ -170,7 +169,7 @@ class Policy:
         if self._settings.auto_create_topics:
             hint = "; its first message makes it"
         # No hint, because neither an administrator nor a first message can create such a topic.
-        if reserved.conflict(name) is not None or name.startswith(RETRY_PREFIX):
+        if rules.conflict(name) is not None or name.startswith(RETRY_PREFIX):
             hint = ""
         return NotFound(f"topic {name[: limits.OWN_TOPIC_BYTES_MAX]!r} does not exist{hint}")
 
@@ -259,9 +258,7 @@ class Policy:
         """
         if name in (self._settings.cluster_name, self._settings.broker_name):
             return self._settings.queues_per_topic
-        return (
-            1 if name in (reserved.TRACE_TOPIC, reserved.reply_topic(self._settings.cluster_name)) else None
-        )
+        return 1 if name in (rules.TRACE_TOPIC, rules.reply_topic(self._settings.cluster_name)) else None
 
     @property
     def has_template(self) -> bool:
@@ -274,7 +271,7 @@ class Policy:
         if self.system_topic_queues(name) is not None:
             return True
         # The registration of a group creates its retry topic, and the broker creates reserved topics.
-        is_user_topic = reserved.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
+        is_user_topic = rules.forbidden(name) is None and not name.startswith(RETRY_PREFIX)
         return is_user_topic and self._settings.auto_create_topics
 
     def is_awaited(self, name: str) -> bool:
@@ -285,7 +282,7 @@ class Policy:
         """Raise InvalidName or Forbidden unless the caller may create, change or delete a topic of this name."""
         self.allow(caller, Verb.ADMIN)
         check_topic(name)
-        reason = reserved.conflict(name)
+        reason = rules.conflict(name)
         if reason is not None:
             raise InvalidName(reason)
 

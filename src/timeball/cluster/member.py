@@ -17,7 +17,7 @@ from timeball.broker.registry.tables import Tables
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, HeldLease, Node
 from timeball.cluster.operating.operations import WishStep, next_wish_step
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_log import ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread
 from timeball.cluster.transport.connections import Address, parse_address

@@ -24,8 +24,8 @@ import msgspec
 
 from timeball.broker.registry.groups import EPOCH_KEY, EpochFacts
 from timeball.cluster.protocol import effects as do
-from timeball.cluster.protocol import effects as on
-from timeball.cluster.protocol.effects import Event
+from timeball.cluster.protocol import events as on
+from timeball.cluster.protocol.events import Event
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Begin, Bytes, Data, Message, Pong, Position
 from timeball.cluster.protocol.replica import Replica, Role, Rules

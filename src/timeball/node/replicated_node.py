@@ -25,7 +25,7 @@ from timeball.cluster.coordination.etcd import create_coordinator
 from timeball.cluster.member import REPLICATION, FollowerCaches, Member
 from timeball.cluster.operating.group_calls import GroupCalls
 from timeball.cluster.operating.operations import survey
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog
 from timeball.cluster.replica_thread import ReplicaThread

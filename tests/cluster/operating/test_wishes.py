@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from timeball.cluster.coordination.coordinator import GroupView, PendingWish, Wish
 from timeball.cluster.operating.operations import WishStep, next_wish_step
-from timeball.cluster.protocol import effects as on
+from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Position
 from timeball.cluster.protocol.replica import Lead, Log, Peer, Record, Replica, Role, Rules

@@ -24,12 +24,11 @@ from timeball.cluster.protocol.effects import (
     Holder,
     KeepPromise,
     Propose,
-    Proposed,
     Resign,
-    Seen,
     Send,
     Sync,
 )
+from timeball.cluster.protocol.events import Proposed, Seen
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.messages import (
     BEGINNING,

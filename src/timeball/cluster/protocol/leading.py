@@ -18,7 +18,6 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from timeball.cluster.protocol.effects import (
-    Appended,
     BeginSegment,
     Commit,
     Effect,
@@ -27,11 +26,11 @@ from timeball.cluster.protocol.effects import (
     Send,
     Serve,
     Ship,
-    Shipped,
     StopServing,
     Sync,
     Write,
 )
+from timeball.cluster.protocol.events import Appended, Shipped
 from timeball.cluster.protocol.following import Step
 from timeball.cluster.protocol.messages import (
     BEGINNING,

@@ -13,21 +13,17 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from timeball.cluster.protocol import election, following, leading
-from timeball.cluster.protocol.effects import (
+from timeball.cluster.protocol.effects import Effect, Hold, Holder, PassOn, Propose
+from timeball.cluster.protocol.events import (
     Appended,
     Connected,
     Disconnected,
     Dropped,
-    Effect,
     Event,
     Flush,
     HandOver,
-    Hold,
-    Holder,
     LeaderDied,
     LeaseExtended,
-    PassOn,
-    Propose,
     Proposed,
     Received,
     ReplicasWanted,

@@ -37,8 +37,7 @@ from timeball.edges.remoting.codec.frame import text
 from timeball.edges.shared.error_codes import Refused
 from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
-from timeball.model import limits
-from timeball.model import rules as reserved
+from timeball.model import limits, rules
 from timeball.model.errors import OutOfRange, RequestError
 
 # ---- topics --------------------------------------------------------------------------------------------------
@@ -164,7 +163,7 @@ class TopicAdmin:
     def _system_topics(self, call: Call) -> Reply:
         return call.answer_json(
             {
-                "topicList": [self._context.cluster_name, self._context.broker_name, *reserved.SYSTEM_TOPICS],
+                "topicList": [self._context.cluster_name, self._context.broker_name, *rules.SYSTEM_TOPICS],
                 "brokerAddr": address(self._context, call.connection),
             }
         )
