@@ -437,7 +437,7 @@ SENTENCES = {
     "rescheduled": "{subject}: rescheduled, due {due}",
     "already_cancelled": "{subject}: was cancelled before",
     "released": "{subject}: too late, released at {at}",
-    "expired": "{subject}: waits no more; what became of it is older than what the broker keeps",
+    "expired": "{subject}: no longer pending, and the broker no longer keeps its outcome",
     "not_found": "{subject}: no such scheduled message",
     "handed": "{subject}: is pending in another group of the cluster; use its id or key",
     "unavailable": "{subject}: a group of the cluster did not answer; try again",

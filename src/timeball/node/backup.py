@@ -325,7 +325,7 @@ def _last_snapshot(segments: list[_Segment]) -> cp.Facts:
                 return cp.decode(fmt.decode_rows(segment.buffer, frame).column("body")[0].as_py()).facts
     if segments[0].first_seq != 1:
         raise Corrupt(
-            f"the log begins with seq {segments[0].first_seq}, and no snapshot says what stood before"
+            f"the log begins with seq {segments[0].first_seq}, and no snapshot has the state before it"
         )
     return cp.Facts(seq=1)
 

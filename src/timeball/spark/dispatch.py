@@ -93,7 +93,7 @@ def describe() -> dict[str, str]:
         "endpoint": f"where the broker listens ({DEFAULT_ENDPOINT})",
         "table_uri": "where driver and executors reach the pending table, if not where the broker says",
         "lead_ms": f"how far ahead of the clock tasks are planned: they wait for their rows ({LEAD_MS})",
-        "behind_ms": f"what was due longer ago is left to the broker ({BEHIND_MS})",
+        "behind_ms": f"rows that were due longer ago are left to the broker ({BEHIND_MS})",
         "rows_per_partition": "rows that one task releases, about (65536)",
         "max_rows_per_batch": "rows in one micro-batch, about (4000000)",
     }

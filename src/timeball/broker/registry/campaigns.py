@@ -173,7 +173,7 @@ class Campaigns:
 # or were used before, files whose footers contradict the attach, and invalid due times.
 
 _REPEAT_ADVICE = (
-    "Other rows need another job_id, a stream a new checkpoint that begins behind what is written; "
+    "Other rows need another job_id, a stream a new checkpoint that begins after the written rows; "
     "option on_repeat=skip takes them for the same"
 )
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from starlette.datastructures import QueryParams
 from starlette.routing import compile_path
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from timeball.broker.policy import Policy
@@ -60,7 +60,6 @@ ANSWER_S = 60.0  # for a client to read an answer
 EXCHANGE = "timeball.exchange"
 PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
 _NO_QUERY = QueryParams("")
-_SAFE_HEADERS = b"cache-control: no-store\r\nx-content-type-options: nosniff\r\n"
 
 
 class Stream(NamedTuple):
@@ -402,14 +401,12 @@ def write_whole(answer: Answer, exchange: RequestResponseCycle, *, is_head: bool
     """
     if exchange.disconnected:
         return
+    headers, data = _headers_and_body(answer)
     exchange.response_started, exchange.waiting_for_100_continue = True, False
-    data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
-    head = b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b" % (
-        STATUS_LINE[answer.status], answer.media_type.encode(), len(data), _SAFE_HEADERS,
-    )  # fmt: skip
-    more = b"".join(b"%b: %b\r\n" % header for header in answer.headers)
+    head = b"".join(b"%b: %b\r\n" % header for header in headers)
     closing = b"" if exchange.keep_alive else b"connection: close\r\n"
-    exchange.transport.write(head + more + closing + b"\r\n" + (b"" if is_head else data))
+    body = b"" if is_head else data
+    exchange.transport.write(STATUS_LINE[answer.status] + head + closing + b"\r\n" + body)
     exchange.response_complete = True
     exchange.message_event.set()
     if not exchange.keep_alive:
@@ -419,6 +416,12 @@ def write_whole(answer: Answer, exchange: RequestResponseCycle, *, is_head: bool
 
 async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
     """Send an answer: status, headers, and the body unless the request is a HEAD."""
+    headers, data = _headers_and_body(answer)
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": b"" if is_head else data})
+
+
+def _headers_and_body(answer: Answer) -> tuple[list[tuple[bytes, bytes]], bytes]:
     data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
     headers = [
         (b"content-type", answer.media_type.encode()),
@@ -427,9 +430,7 @@ async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
         (b"x-content-type-options", b"nosniff"),
         *answer.headers,
     ]
-    start: Message = {"type": "http.response.start", "status": answer.status, "headers": headers}
-    await send(start)
-    await send({"type": "http.response.body", "body": b"" if is_head else data})
+    return headers, data
 
 
 # ---- requests for pages of other sites (CSRF, DNS rebinding) -------------------------------------------------
