@@ -124,7 +124,7 @@ def test_every_command_event_and_column_is_told() -> None:
     assert reported == set(commands.get_command(None, "campaign").list_commands(None))
     assert all(f"`{state}`" in page(BULK) for state in STATES)
     assert all(f"`{name}`" in page(BULK) for name in REJECT_SCHEMA.names)
-    reported = first_cells(section(page(ARCHIVE), "Keeping what passes").partition("### ")[0])
+    reported = first_cells(section(page(ARCHIVE), "The archive job").partition("### ")[0])
     assert reported - {"column", "---", ""} <= set(ARCHIVE_SCHEMA.names)
     assert {"body", "topic", "day"} <= reported
 
