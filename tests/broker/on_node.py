@@ -55,7 +55,7 @@ def on_node(
 
 async def settled(world: World) -> None:
     """The ticker and the leases in memory have looked at the clock, and all that this has begun is done."""
-    world.broker.consuming._memory.redelivery.wake()
+    world.broker.consuming.wake()
     world.broker.ticker.wake()
 
     def is_quiet() -> bool:

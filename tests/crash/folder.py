@@ -115,7 +115,7 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.send("a", [None] * 4)
     await broker.consuming.receive(ReceiveRequest(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
     await broker.consuming.receive(
-        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, in_log=True), 0
+        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, counts_times=True), 0
     )
     assert (broker.log.reader.first_seq > 1) == (world.settings.retention_ms == 1)
     await world.stop()

@@ -78,9 +78,9 @@ async def test_what_consumers_have_in_flight(world: World) -> None:
     await world.broker.send(batch(3))
     received = await consuming.receive(ReceiveRequest("pops", "orders"), 0)
     assert (await samples(world))[in_flight, "pops", "orders"] == 3
-    consuming.acknowledge_positions(received.receipts[:2])
+    consuming.acknowledge_now(received.receipts[:2])
     assert (await samples(world))[in_flight, "pops", "orders"] == 1
-    logged = await consuming.receive(ReceiveRequest("logged", "orders", in_log=True), 0)
+    logged = await consuming.receive(ReceiveRequest("logged", "orders", counts_times=True), 0)
     assert (await samples(world))[in_flight, "logged", "orders"] == 3
     await consuming.acknowledge(logged.receipts[:1])
     await consuming.nack(logged.receipts[1], 5_000)

@@ -164,7 +164,7 @@ class Maintenance:
     async def save_offsets(self) -> None:
         """Append the changes of consumer offsets to the log. Durable on return."""
         self._log.writer.check_admission()
-        self._broker.save_offsets()
+        self._broker.consuming.saver.save()
         await self._log.writer.flushed()
 
     async def checkpoint(self) -> None:
@@ -260,7 +260,7 @@ class Maintenance:
             jobs=dict(self._broker.attach_state.jobs),
             reserved=list(self._broker.attach_state.reserved.items()),
             waiting_rows=self._scheduling.outcomes.waiting_rows,
-            leases=self._broker.lease_counts.facts(),
+            redeliveries=self._broker.redeliveries.facts(),
             halves=self._broker.transactions.open(),
             levels=self._scheduling.levels.state(self._scheduling.scheduler.settled_ms).levels,
             tick=(
@@ -405,7 +405,7 @@ class Maintenance:
         if expired:
             # Offsets are saved once a second. Save them now, so that messages that a group has just read do not count
             # as unread.
-            self._broker.save_offsets()
+            self._broker.consuming.saver.save()
             expired = await self._retention.select_removable(expired)
         # Segments may be removed only after a snapshot, and none can be written while an attach is half done.
         if expired and not self._broker.mover.has_unfinished_attach:

@@ -19,7 +19,7 @@ as a checkpoint. *Settled* means released or cancelled.
     7. A MOVED row to another due time settles the version that it names, and is the newest version of its message.
     8. Half messages (scheduled messages without a due time) in the checkpoint's list and from C on are open, unless a
        row from C on names them.
-    9. The number of pending messages and the leases in the log are those of the checkpoint, changed by the rows from C
+    9. The number of pending messages and the redeliveries are those of the checkpoint, changed by the rows from C
        on.
 
 Invariant: the same log gives the same state, however often a recovery was interrupted.
@@ -28,7 +28,7 @@ Invariant: the same log gives the same state, however often a recovery was inter
 and to the caches of two other classes:
 
     TailScheduled   the scheduled messages in the log's tail
-    Replayed        attaches, settled pairs, moves, leases and half messages
+    Replayed        attaches, settled pairs, moves, redeliveries and half messages
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.registry.campaigns import AttachState, CampaignFacts
-from timeball.broker.registry.lease_counts import LeaseCounts
+from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import COLUMNS
 from timeball.broker.transacting import Half, load
@@ -136,7 +136,7 @@ class Recovered:
     files: list[FileEntry]  # the live files, according to the log
     scheduled_since_watermark: int  # includes settled messages, because compaction reads all rows
     waiting_rows: int  # pending messages with a due time, in all locations
-    leases: LeaseCounts
+    redeliveries: Redeliveries
     halves: list[Half]
     moved: list[tuple[int, int, int, int]]  # as in schedule/outcomes.py
     levels: dict[int, cp.LevelFacts]
@@ -251,7 +251,7 @@ class Applying:
             files=files,
             scheduled_since_watermark=self._tail.count(self.reader, from_seq),
             waiting_rows=replayed.waiting_rows,
-            leases=replayed.leases,
+            redeliveries=replayed.redeliveries,
             halves=load(self.reader, replayed.halves, dict(facts.halves)),
             moved=replayed.moved(),
             levels=facts.levels,
@@ -437,7 +437,7 @@ def _clear_settled(tail: Int64Array, settled: Int64Array, is_pending: npt.NDArra
     is_pending[index[tail[index] == settled]] = False
 
 
-# ---- the rest: attaches, settled pairs, moves, leases, half messages -----------------------------------------
+# ---- the rest: attaches, settled pairs, moves, redeliveries, half messages -----------------------------------
 # Rows are applied in log order from the starting point's number on, in any number of steps: the same rows give the same
 # facts.
 #
@@ -466,8 +466,8 @@ class Replayed:
         )  # columns: due_ms, number, version, until_ms, as in schedule/outcomes.py
         self._moved.add(*np.array(facts.moved, np.int64).reshape(-1, 4).T)
         self._folded_rows = len(self)
-        self.leases = LeaseCounts()
-        self.leases.restore(facts.leases)
+        self.redeliveries = Redeliveries()
+        self.redeliveries.restore(facts.redeliveries)
         # Numbers of the open half messages.
         self.halves = np.array([seq for seq, _ in facts.halves], np.int64)
         self.cursor = ReleaseCursor(*facts.tick)
@@ -509,7 +509,7 @@ class Replayed:
                 self.halves = np.setdiff1d(
                     np.concatenate([self.halves, new_halves]), _source_seqs(rows, ends_half)
                 )
-            self.leases.replay(rows)
+            self.redeliveries.replay(rows)
             self.waiting_rows += int(np.count_nonzero((kinds == Kind.SCHEDULED) & has_due_time))
         if Kind.TABLE in present:
             for index in np.flatnonzero(kinds == Kind.TABLE).tolist():

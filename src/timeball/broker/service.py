@@ -34,8 +34,8 @@ from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import AttachState
-from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
 from timeball.broker.revoking.cancel import Act, cancel, recall, settle
 from timeball.broker.revoking.find_message import find_message, sent_states
@@ -85,7 +85,7 @@ class Broker:
         clock: SchedulerClock,
         log: CommitLog,
         tables: Tables,
-        lease_counts: LeaseCounts,
+        redeliveries: Redeliveries,
         attach_state: AttachState,
         scheduling: Scheduling,
         pending_table: PendingTable,
@@ -103,7 +103,7 @@ class Broker:
         scheduled messages in the log since the watermark, `halves` are the open half messages of transactions.
         """
         self.settings, self.files, self.clock, self.threads = settings, files, clock, threads
-        self.log, self.tables, self.lease_counts, self.attach_state = log, tables, lease_counts, attach_state
+        self.log, self.tables, self.redeliveries, self.attach_state = log, tables, redeliveries, attach_state
         self.scheduling, self.pending_table = scheduling, pending_table
         self.traces, self.on_failure = traces, on_failure
         self.rates = Rates()
@@ -124,7 +124,7 @@ class Broker:
         settings, clock, scheduler = self.settings, self.clock, self.scheduling.scheduler
         self.delivery = delivery.Delivery(
             on_visible=self.waiters.wake_queues, lateness=self.lateness, settings=settings, clock=clock,
-            writer=self.log.writer, topics=self.tables.topics, lease_counts=self.lease_counts, scheduler=scheduler,
+            writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
             rates=self.rates, traces=self.traces,
         )  # fmt: skip
         self.ticker = Ticker(scheduler, clock, self.delivery.release, self.delivery.rewrite)
@@ -208,21 +208,19 @@ class Broker:
         )  # fmt: skip
         consuming = Consuming if self.traces is None else partial(TracedConsuming, traces=self.traces)
         self.consuming: Consuming = consuming(
-            self.appender, self.waiters, self.policy, self.save_offsets, settings=settings, clock=clock, log=log,
-            tables=tables, lease_counts=self.lease_counts, scheduling=self.scheduling,
-            cache=self.pending_table.cache, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
+            self.appender, self.waiters, self.policy, settings=settings, clock=clock, log=log, tables=tables,
+            redeliveries=self.redeliveries, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
         )  # fmt: skip
         self.groups = GroupStates(
             self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions,
             topics=tables.topics, offsets=tables.offsets, groups=tables.groups, expired=tables.expired,
-            lease_counts=self.lease_counts,
         )  # fmt: skip
 
     @property
     def pending_messages(self) -> int:
-        """The number of scheduled messages that are pending, without leases."""
-        # Not below 0: `lease_counts` counts a lease slightly longer than `outcomes` counts its message (delivery.py).
-        return max(0, self.scheduling.outcomes.waiting_rows - self.lease_counts.waiting_rows)
+        """The number of scheduled messages that are pending, without redeliveries."""
+        # Not below 0: `redeliveries` counts a message slightly longer than `outcomes` does (delivery.py).
+        return max(0, self.scheduling.outcomes.waiting_rows - self.redeliveries.waiting_rows)
 
     # -- producing ---------------------------------------------------------------------------------------
 
@@ -291,7 +289,7 @@ class Broker:
 
     def _cancel_for(self, caller: Caller) -> Act:
         return partial(
-            cancel, self.appender, by=caller.name, clock=self.clock, lease_counts=self.lease_counts,
+            cancel, self.appender, by=caller.name, clock=self.clock, redeliveries=self.redeliveries,
             scheduler=self.scheduling.scheduler, rates=self.rates,
         )  # fmt: skip
 
@@ -338,7 +336,7 @@ class Broker:
         may_receive = partial(self.policy.allows, caller, Verb.RECEIVE)
         groups = GroupPlaces(
             self.consuming.leases, lambda name: may_receive(group=name), clock=self.clock,
-            offsets=self.tables.offsets, lease_counts=self.lease_counts,
+            offsets=self.tables.offsets, redeliveries=self.redeliveries,
         )  # fmt: skip
         return await find_message(
             self.look_ups, names, lambda name: may_receive(topic=name), groups, log=self.log,
@@ -600,7 +598,7 @@ class Broker:
             "strategy": self.settings.strategy,
             "durability": self.settings.durability,
             "waiting_messages": self.pending_messages,
-            "redelivery_messages": self.lease_counts.waiting_rows,
+            "redelivery_messages": self.redeliveries.waiting_rows,
             "schedule": self.schedule_statistics() | self.pending_table.file_keys.statistics(),
             "levels": self.scheduling.levels.statistics(),
             "transactions": self.transactions.statistics(),
@@ -626,7 +624,3 @@ class Broker:
             pending_rows = stored["waiting_rows"] + loaded_rows - counts["cancelled_rows"]
             counts |= stored | {"waiting_rows": max(0, pending_rows)}
         return counts
-
-    def save_offsets(self) -> None:
-        """Append the changes of consumer offsets since the last call to the log."""
-        self.tables.offsets.save(self.consuming.parked())

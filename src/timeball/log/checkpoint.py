@@ -56,13 +56,12 @@ class JobFacts(msgspec.Struct, frozen=True):
     digest: str
 
 
-class LeaseFacts(msgspec.Struct, frozen=True, array_like=True):
-    """Leases of one group in one topic that the log records, as ranges (first, count) of scheduled message numbers."""
+class RedeliveryFacts(msgspec.Struct, frozen=True, array_like=True):
+    """Messages that wait for their next delivery to a group, as ranges (first, count) of scheduled message numbers."""
 
     group: str
     topic: str
-    held: list[tuple[int, int]]
-    nacked: list[tuple[int, int]]  # negatively acknowledged: they wait for the next delivery
+    waiting: list[tuple[int, int]]
 
 
 class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -87,7 +86,7 @@ class Facts(msgspec.Struct, kw_only=True, omit_defaults=True):
     reserved: list[tuple[int, int]] = []  # (first_seq, rows) reserved but not attached yet
     queues: dict[str, dict[int, tuple[int, int]]] = {}  # topic -> queue -> (min_offset, max_offset)
     waiting_rows: int = 0  # pending messages with a due time, wherever they are stored
-    leases: list[LeaseFacts] = []
+    redeliveries: list[RedeliveryFacts] = []
     halves: list[tuple[int, int]] = []  # open half messages: (seq, number of checks sent)
     # Key: queue of the schedule topic, which is the delay level minus one.
     levels: dict[int, LevelFacts] = {}

@@ -135,6 +135,13 @@ class Settings:
         "How often the schedule is saved; a restart reads the log from the last save on.",
         advanced=True,
     )
+    ack_save_ms: int = _of(
+        50,
+        "Acknowledgements and leases are durable after this time; 0: before the answer.",
+        0,
+        1_000,
+        advanced=True,
+    )
     idempotency_ms: int = _of(
         limits.DAY_MS, "How long the broker recognises a repeated send by its idempotency key.",
         limits.SECOND_MS, 30 * limits.DAY_MS, advanced=True,

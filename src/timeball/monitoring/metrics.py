@@ -1,7 +1,7 @@
 """The broker's figures as Prometheus metrics. docs/metrics.md lists them.
 
 Each figure is read from its owner when the metrics are requested. So nothing is counted twice, and a message costs
-nothing more. Figures are read on the event loop, in shares of topics and groups (broker/registry/lease_counts.py), and
+nothing more. Figures are read on the event loop, in shares of topics and groups (broker/registry/redeliveries.py), and
 converted to text in another thread. The number of series is limited: beyond SERIES_MAX the largest topics and groups
 are shown, and the others are one series. So a client that invents topics does not fill the memory of the scraper.
 Topics and groups that the caller may not look at are also among the others.
@@ -273,7 +273,7 @@ class Metrics:
         yield _of_groups(
             "timeball_group_retry_messages",
             "Messages that members have given back and that wait for their next delivery.",
-            self._broker.lease_counts.nacked(),
+            self._broker.redeliveries.counts(),
             may_see,
         )
         expired, letters = groups.expired()

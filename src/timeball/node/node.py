@@ -237,7 +237,7 @@ class Node:
         self.broker = self.build_broker(
             settings=settings, files=files, clock=clock,
             log=CommitLog(writer, reader, KeyIndex(files, opened.segments, reader)),
-            tables=tables, lease_counts=found.leases, attach_state=applying.ledger,
+            tables=tables, redeliveries=found.redeliveries, attach_state=applying.ledger,
             scheduling=Scheduling(
                 self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
                 backlog, hour_log, levels, outcomes,
@@ -251,11 +251,7 @@ class Node:
             on_failure=self._fail, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves,
         )  # fmt: skip
         self.broker.mover.mark_behind_log(found.bring_up)
-        await self.broker.consuming.restore()
         await self._restore(found, state if found.resumes else None)
-        # The leases that the last stop saved are in use again. Their deletion from the log must be durable before the
-        # node serves, so that the start after a crash does not restore them again.
-        await writer.flushed()
         self.maintenance = Maintenance(self.broker, found.snapshot_seq, found.log_from_seq)
 
     def _metrics(self) -> Metrics:

@@ -10,10 +10,10 @@ from tests.broker.consuming.subscriber import GROUP, TOPIC, acknowledge, receive
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 from tests.loop_turns import LoopTurns, Watched
+from timeball.broker.registry.lease_counts import Counts
 
 from timeball.broker.admin.administration import add_in_flight, lags
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.lease_counts import Counts
 from timeball.broker.registry.rates import GROUPS_AT_ONCE
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS
@@ -113,7 +113,7 @@ async def test_what_is_leased_in_memory_is_in_flight(world: World) -> None:
     await send(world, [b"%d" % number for number in range(10)])
     received = await receive(world, 4, in_log=False)
     assert held(world) == {(GROUP, TOPIC): 4}
-    assert world.broker.consuming.acknowledge_positions(received.receipts) == [True] * 4
+    assert world.broker.consuming.acknowledge_now(received.receipts) == [True] * 4
     state = await world.broker.groups.one(GROUP, ANONYMOUS)
     assert (state.lag, state.in_flight) == (6, 0)
 

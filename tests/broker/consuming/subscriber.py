@@ -30,7 +30,10 @@ async def send(world: World, bodies: list[bytes], **columns: Any) -> None:
 async def receive(world: World, rows: int = 32, wait_ms: int = 0, **ask: Any) -> Received:
     return await engine(world).receive(
         ReceiveRequest(
-            GROUP, ask.pop("topic", TOPIC), rows=rows, **{"in_log": True, "invisible_ms": MINUTE_MS, **ask}
+            GROUP,
+            ask.pop("topic", TOPIC),
+            rows=rows,
+            **{"counts_times": True, "invisible_ms": MINUTE_MS, **ask},
         ),
         wait_ms,
     )

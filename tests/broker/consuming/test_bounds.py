@@ -31,7 +31,7 @@ async def test_a_full_queue_hands_out_no_more_messages(world: World, monkeypatch
     assert popped.rows.num_rows == 6 and popped.rest == 2
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
     await world.until(lambda: world.broker.waiters._count, "it waits")
-    engine(world).acknowledge_positions(popped.receipts[:1])
+    engine(world).acknowledge_now(popped.receipts[:1])
     assert (await waiting).rows.num_rows == 1
 
 
@@ -44,7 +44,7 @@ async def test_the_total_of_leased_positions_is_limited(
     popped = await pop(world)
     assert popped.rows.num_rows == 3
     assert not (await engine(world).receive(ReceiveRequest("h", TOPIC), 0)).rows.num_rows
-    engine(world).acknowledge_positions(popped.receipts)
+    engine(world).acknowledge_now(popped.receipts)
     assert (await engine(world).receive(ReceiveRequest("h", TOPIC), 0)).rows.num_rows == 3
 
 
@@ -57,7 +57,7 @@ async def test_long_leases_in_a_crowded_queue_move_to_the_log(
     receipts = (await pop(world)).receipts
     assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS)
     assert stored(world)[0] == 1
-    engine(world).acknowledge_positions(receipts[1:])
+    engine(world).acknowledge_now(receipts[1:])
     await pass_time(world, 5 * MINUTE_MS)
     assert not (await pop(world)).rows.num_rows
     await world.advance(5 * MINUTE_MS)
@@ -72,8 +72,8 @@ async def test_a_slow_message_does_not_block_the_stored_offset(
     monkeypatch.setattr(limits, "POP_SPAN_MAX", 10)
     await send_in_order(world, 20)
     slow, *others = (await pop(world, 32)).receipts
-    engine(world).acknowledge_positions(others)
+    engine(world).acknowledge_now(others)
     await world.until(lambda: stored(world)[0] == 20, "the log keeps the slow one")
-    assert engine(world).acknowledge_positions([slow]) == [False]
+    assert engine(world).acknowledge_now([slow]) == [False]
     await world.advance(MINUTE_MS)
     assert bodies(await pop(world)) == [b"0"]

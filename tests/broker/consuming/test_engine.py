@@ -212,13 +212,13 @@ async def test_a_message_too_many_groups_want_is_each_ones_own(world: World) -> 
     await send(world, [b"a"])
     mine = await receive(world)
     theirs = await engine(world).receive(
-        ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, in_log=True), 0
+        ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, counts_times=True), 0
     )
     assert await acknowledge(world, mine) == [True]
     await world.advance(MINUTE_MS)
     assert bodies(await receive(world)) == []
     again = await engine(world).receive(
-        ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, in_log=True), 0
+        ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, counts_times=True), 0
     )
     assert bodies(again) == bodies(theirs) == [b"a"]
 

@@ -30,10 +30,10 @@ async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: 
     assert bodies(popped) == [b"0", b"1"] and popped.times == [0, 0]
     waiting = asyncio.create_task(pop(world, 2, in_order=True, wait_ms=30_000))
     receipts = popped.receipts
-    engine(world).acknowledge_positions(receipts[:1])
+    engine(world).acknowledge_now(receipts[:1])
     assert not (await pop(world, in_order=True)).rows.num_rows
     assert stored(world)[0] == 1
-    engine(world).acknowledge_positions(receipts[1:])
+    engine(world).acknowledge_now(receipts[1:])
     assert bodies(await waiting) == [b"2", b"3"]
 
 
@@ -41,12 +41,12 @@ async def test_in_order_a_queue_gives_nothing_while_any_of_it_is_in_hand(world: 
 async def test_in_order_what_comes_back_is_the_next_counted_and_under_a_new_receipt(world: World) -> None:
     await send_in_order(world)
     popped = await pop(world, 2, in_order=True)
-    engine(world).acknowledge_positions(popped.receipts[:1])
+    engine(world).acknowledge_now(popped.receipts[:1])
     await pass_time(world, MINUTE_MS)
     again = await pop(world, 2, in_order=True)
     assert bodies(again) == [b"1", b"2"] and again.times == [1, 0]
-    assert engine(world).acknowledge_positions(popped.receipts[1:]) == [False]
-    assert engine(world).acknowledge_positions(again.receipts) == [True, True]
+    assert engine(world).acknowledge_now(popped.receipts[1:]) == [False]
+    assert engine(world).acknowledge_now(again.receipts) == [True, True]
     assert retry_topic(GROUP, TOPIC) not in world.broker.topics()
 
 
@@ -68,17 +68,17 @@ async def test_in_order_the_same_attempt_is_answered_again(world: World) -> None
     assert not (await pop(world, 2, in_order=True, attempt_id="y")).rows.num_rows
     again = await pop(world, 2, in_order=True, attempt_id="x")
     assert bodies(again) == bodies(first) and again.times == [0, 0]
-    assert engine(world).acknowledge_positions(first.receipts) == [False, False]
-    assert engine(world).acknowledge_positions(again.receipts) == [True, True]
+    assert engine(world).acknowledge_now(first.receipts) == [False, False]
+    assert engine(world).acknowledge_now(again.receipts) == [True, True]
 
 
 @on_node()
 async def test_in_order_the_next_delivery_shows_why_it_was_given_back(world: World) -> None:
     await send_in_order(world, 1)
-    (receipt,) = (await pop(world, in_order=True, in_log=True)).receipts
+    (receipt,) = (await pop(world, in_order=True, counts_times=True)).receipts
     assert await engine(world).nack(receipt, 1_000, "no\nstock") == receipt
     await pass_time(world, 1_000)
-    again = await pop(world, in_order=True, in_log=True)
+    again = await pop(world, in_order=True, counts_times=True)
     (text,) = again.rows.column("properties").to_pylist()
     assert decode_properties(text)["NACK_REASON"] == "no stock"
     await world.restart()

@@ -54,7 +54,7 @@ async def test_a_copy_that_cannot_be_written_now_is_written_later_and_the_receip
         world.clock.advance(MINUTE_MS)
         engine(world).wake()
         await world.until(lambda: queue.in_flight[0].deadline_ms > world.clock.wall, "it has been tried")
-        assert engine(world).acknowledge_positions(receipts[:1]) == [True]
+        assert engine(world).acknowledge_now(receipts[:1]) == [True]
     world.clock.advance(10_000)
     engine(world).wake()
     assert column(await retries(world), "unique_key") == [None]
@@ -71,7 +71,7 @@ async def test_what_is_asked_for_and_refused_is_as_before(
         full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
         with pytest.raises(OverLimit):
             await engine(world).dead_letter(receipt)
-    assert engine(world).acknowledge_positions([receipt]) == [True]
+    assert engine(world).acknowledge_now([receipt]) == [True]
 
 
 @on_node()
@@ -93,7 +93,7 @@ async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -
     (receipt,) = (await popped(world)).receipts
     giving_up = asyncio.create_task(engine(world).dead_letter(receipt))
     await asyncio.sleep(0)
-    assert engine(world).acknowledge_positions([receipt]) == [False]
+    assert engine(world).acknowledge_now([receipt]) == [False]
     assert await engine(world).change_invisible_time(receipt, 1) is None
     assert await giving_up
 

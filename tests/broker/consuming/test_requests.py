@@ -6,7 +6,7 @@ from tests.broker.consuming.subscriber import receive, send
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.consuming.requests import PositionReceipt, Receipt
+from timeball.broker.consuming.requests import Receipt
 
 
 @on_node()
@@ -20,5 +20,5 @@ async def test_each_received_row_has_a_receipt(world: World) -> None:
 def test_a_receipt_of_a_scheduled_message_is_none_of_a_position() -> None:
     receipt = Receipt("g", "t", 7, 1_000)
     assert (receipt.group, receipt.topic, receipt.seq, receipt.due_ms) == ("g", "t", 7, 1_000)
-    assert not isinstance(receipt, PositionReceipt)
-    assert not isinstance(PositionReceipt("g", "t", 0, 7, 1_000), Receipt)
+    assert not isinstance(receipt, Receipt)
+    assert not isinstance(Receipt("g", "t", 0, 7, 1_000), Receipt)

@@ -21,12 +21,12 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
+from timeball.broker.consuming.memory_leases import pop_leases, save
+from timeball.broker.registry.lease_counts import SavedLeases
 
 from timeball.broker.consuming import memory_leases
 from timeball.broker.consuming.leases import OpenCount, QueueLeases
-from timeball.broker.consuming.memory_leases import pop_leases, save
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.registry.lease_counts import SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topic import Queues, Topic, TopicFacts
 from timeball.log.queue_index import QueueIndexes
@@ -142,7 +142,7 @@ async def test_after_an_orderly_stop_no_positions_need_recovery(world: World) ->
 @on_node()
 async def test_where_a_group_begins_is_saved_before_it_is_handed_anything(world: World) -> None:
     await send(world, [b"%d" % i for i in range(6)])
-    ask = ReceiveRequest(GROUP, TOPIC, rows=1, invisible_ms=MINUTE_MS, from_max=True, in_log=True)
+    ask = ReceiveRequest(GROUP, TOPIC, rows=1, invisible_ms=MINUTE_MS, from_max=True, counts_times=True)
     await engine(world).receive(ask, 0)
     await power_cut(world)
     assert set(world.broker.offsets(GROUP, TOPIC)) >= {0} and await in_queue(world, AGAIN) == []

@@ -45,7 +45,7 @@ async def crash(world: World) -> None:
 async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
     await send_in_order(world)
     receipts = (await pop(world)).receipts
-    engine(world).acknowledge_positions([receipts[0], receipts[3]])
+    engine(world).acknowledge_now([receipts[0], receipts[3]])
     await crash(world)
     assert bodies(await pop(world)) == [b"1", b"2", b"3"]
 
@@ -55,14 +55,14 @@ async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_ou
     await send_in_order(world)
     receipts = (await pop(world)).receipts
     await crash(world)
-    assert engine(world).acknowledge_positions([receipts[2], receipts[2]._replace(offset=99)]) == [
+    assert engine(world).acknowledge_now([receipts[2], receipts[2]._replace(offset=99)]) == [
         True,
         False,
     ]
     popped = await pop(world)
     assert bodies(popped) == [b"0", b"1", b"3"]
-    assert engine(world).acknowledge_positions(receipts) == [False] * 4
-    assert engine(world).acknowledge_positions(popped.receipts) == [True] * 3
+    assert engine(world).acknowledge_now(receipts) == [False] * 4
+    assert engine(world).acknowledge_now(popped.receipts) == [True] * 3
     assert stored(world)[0] == 4
     assert engine(world).leases.count.rows == 0
 
@@ -71,11 +71,11 @@ async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_ou
 async def test_after_a_stop_what_is_in_hand_is_still_in_hand(world: World) -> None:
     await send_in_order(world, 6)
     receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts
-    engine(world).acknowledge_positions([receipts[0], receipts[2]])
+    engine(world).acknowledge_now([receipts[0], receipts[2]])
     world.clock.advance(1_000)
     await world.restart()
     assert bodies(await pop(world)) == [b"4", b"5"]
-    assert engine(world).acknowledge_positions([receipts[1], receipts[2]]) == [True, False]
+    assert engine(world).acknowledge_now([receipts[1], receipts[2]]) == [True, False]
     await pass_time(world, MINUTE_MS - 1_000)
     again = await pop(world)
     assert bodies(again) == [b"3"] and column(again.rows, "reconsume_times") == [1]

@@ -64,6 +64,6 @@ async def test_positions_are_told_and_a_lease_that_was_made_longer_is_the_same_l
     world.clock.advance(10)
     longer = await consuming.change_invisible_time(receipt, 30_000)
     assert longer != receipt
-    assert consuming.acknowledge_positions([longer]) == [True]
+    assert consuming.acknowledge_now([longer]) == [True]
     assert told.settled == [("ack", [True])]
     assert world.broker.traces.counts["recorded"] == 2

@@ -8,9 +8,9 @@ import msgspec
 from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
+from timeball.broker.registry.lease_counts import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
 
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.registry.lease_counts import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.model.message import Kind
 
@@ -57,7 +57,7 @@ async def test_the_receipt_secret_survives_a_restart(world: World) -> None:
 async def test_the_first_receive_creates_a_durable_receipt_secret(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(1))
-    await world.broker.consuming.receive(ReceiveRequest("g", "orders", in_log=True), 0)
+    await world.broker.consuming.receive(ReceiveRequest("g", "orders", counts_times=True), 0)
     kept = world.broker.tables.receipt_secret
     assert kept.is_made
     files = world.files.crash(survival="nothing")

@@ -102,13 +102,13 @@ async def test_receipts_that_were_acknowledged_are_not_moved_and_not_looked_at_a
     await world.send("a", [HOUR_MS] * 8)
     await world.send("now", [None] * 12)
     verbs = world.broker.consuming
-    received = await verbs.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS, in_log=True), 0)
+    received = await verbs.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS, counts_times=True), 0)
     assert await verbs.acknowledge(received.receipts) == [True] * 12
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["schedule"]["table_rows"] == 8
     assert world.broker.mover.tail_count.rows == 0
     watermark = world.broker.status()["watermark"]
-    received = await verbs.receive(ReceiveRequest("h", "now", invisible_ms=HOUR_MS, in_log=True), 0)
+    received = await verbs.receive(ReceiveRequest("h", "now", invisible_ms=HOUR_MS, counts_times=True), 0)
     await verbs.acknowledge(received.receipts)
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"

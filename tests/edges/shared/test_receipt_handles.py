@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Receipt
+from timeball.broker.consuming.requests import Receipt, Receipt
 from timeball.edges.shared.receipt_handles import CHARACTERS_MAX, ReceiptHandles
 from timeball.model.errors import InvalidReceipt
 
@@ -19,7 +19,7 @@ INT32 = st.integers(-(1 << 31), (1 << 31) - 1)
 NAMES = st.from_regex(r"[%|a-zA-Z0-9_-]{1,20}", fullmatch=True)
 RECEIPTS = st.one_of(
     st.builds(Receipt, NAMES, NAMES, INT64, INT64),
-    st.builds(PositionReceipt, NAMES, NAMES, INT32, INT64, INT64),
+    st.builds(Receipt, NAMES, NAMES, INT32, INT64, INT64),
 )
 
 
@@ -30,7 +30,7 @@ def refused(group: str, topic: str, text: str, handles: ReceiptHandles = HANDLES
 
 
 @given(RECEIPTS)
-def test_an_encoded_handle_is_decoded_to_the_same(receipt: AnyReceipt) -> None:
+def test_an_encoded_handle_is_decoded_to_the_same(receipt: Receipt) -> None:
     text = HANDLES.encode(receipt)
     result = HANDLES.decode(text, receipt.group, receipt.topic)
     assert result == receipt and type(result) is type(receipt)
@@ -38,13 +38,13 @@ def test_an_encoded_handle_is_decoded_to_the_same(receipt: AnyReceipt) -> None:
 
 
 @given(RECEIPTS, NAMES, NAMES)
-def test_a_handle_of_another_group_or_topic_is_refused(receipt: AnyReceipt, group: str, topic: str) -> None:
+def test_a_handle_of_another_group_or_topic_is_refused(receipt: Receipt, group: str, topic: str) -> None:
     if (group, topic) != (receipt.group, receipt.topic):
         refused(group, topic, HANDLES.encode(receipt))
 
 
 @given(RECEIPTS, st.data())
-def test_a_changed_handle_is_refused(receipt: AnyReceipt, data: st.DataObject) -> None:
+def test_a_changed_handle_is_refused(receipt: Receipt, data: st.DataObject) -> None:
     text, names = HANDLES.encode(receipt), (receipt.group, receipt.topic)
     at = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.sampled_from("ABCxyz019-_=. \n").filter(lambda c: c != text[at]))

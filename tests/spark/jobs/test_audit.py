@@ -18,7 +18,7 @@ from tests.spark.traffic import commit_half, send, send_due_now, visible
 from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
-from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
+from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.cli.pending import count_waiting
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
@@ -226,8 +226,8 @@ def test_receipt_leases_balance(spark: SparkSession, node: RunningNode) -> None:
     """A message that is handed out is a message: acknowledged, given other time, dead, or over and here again."""
     verbs = node.broker.consuming
 
-    def receive(rows: int, invisible_ms: int = 10**6) -> list[AnyReceipt]:
-        ask = ReceiveRequest("g", "plain", rows=rows, invisible_ms=invisible_ms, in_log=True)
+    def receive(rows: int, invisible_ms: int = 10**6) -> list[Receipt]:
+        ask = ReceiveRequest("g", "plain", rows=rows, invisible_ms=invisible_ms, counts_times=True)
         return node.run(verbs.receive(ask, 0)).receipts
 
     send(node.endpoint, 10)

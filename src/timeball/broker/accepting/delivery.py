@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.accepting.tracing import Tracing
-from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates
+from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.topics import Placement, Topics, check_topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
@@ -72,7 +72,7 @@ class Delivery:
         clock: SchedulerClock,
         writer: LogWriter,
         topics: Topics,
-        lease_counts: LeaseCounts,
+        redeliveries: Redeliveries,
         scheduler: Scheduler,
         rates: Rates,
         traces: Tracing | None,
@@ -82,7 +82,7 @@ class Delivery:
         It calls `on_visible` with the queues that have new messages, as (topic, queue number).
         """
         self._clock, self._writer, self._topics = clock, writer, topics
-        self._lease_counts, self._scheduler = lease_counts, scheduler
+        self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
         self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
         self._build = builder_of(settings.codec)
@@ -159,10 +159,10 @@ class Delivery:
         now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
         self._scheduler.released(seq)
-        if self._lease_counts.waiting_rows:
+        if self._redeliveries.waiting_rows:
             # Rows that come as values were never moved, so `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
-            self._lease_counts.end(numbers)
+            self._redeliveries.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:

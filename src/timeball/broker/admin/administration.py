@@ -32,8 +32,8 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import AttachState
 from timeball.broker.registry.dead_letters import ExpiredMessages, Expiry
 from timeball.broker.registry.groups import Groups, Offsets, SubscriptionGroup
-from timeball.broker.registry.lease_counts import Counts, LeaseCounts, topic_of
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.redeliveries import Counts, topic_of
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import Topic, TopicConfig, altered_attributes, check_config
 from timeball.broker.registry.topics import FilterType, Topics
@@ -393,11 +393,10 @@ class GroupStates:
         offsets: Offsets,
         groups: Groups,
         expired: ExpiredMessages,
-        lease_counts: LeaseCounts,
     ) -> None:
         self._policy, self._leases, self._dead_letters = policy, leases, dead_letters
         self._topics, self._offsets, self._groups = topics, offsets, groups
-        self._expired, self._lease_counts = expired, lease_counts
+        self._expired = expired
         self._subscriptions = subscriptions
 
     async def lags(self) -> Counts:
@@ -409,7 +408,7 @@ class GroupStates:
 
     async def in_flight(self) -> Counts:
         """Count the messages that the members of all groups hold, by group and topic."""
-        counts = self._lease_counts.held()
+        counts = Counts()
         # Shares consist of queues, because one group may have many queues, those of all its topics.
         async for queues in shares(self._leases.all(), QUEUES_AT_ONCE):
             add_in_flight(counts, queues)

@@ -9,10 +9,9 @@ A request is served in three steps:
 1. The engine selects positions of the group's queues and leases them, on the event loop and between two awaits.
    Therefore it needs no lock, and no position is leased twice.
 2. It reads the rows of these positions.
-3. It keeps the leases as the request demands: in memory (memory_leases.py), or in the log as scheduled messages
-   (log_leases.py).
+3. It answers. The leases are in memory, and follow in the log soon (lease_saver.py).
 
-If reading or writing fails, the positions can be leased again at once, because no consumer has seen their rows.
+If reading fails, the positions can be leased again at once, because no consumer has seen their rows.
 
 A message that is not acknowledged in time comes back through the group's retry topic. Its attempts are counted, and
 after the last one it becomes a dead letter. For a request in order, a queue hands out nothing while any of its messages
@@ -34,32 +33,24 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.accepting.waiters import Waiters, WaitQueue
-from timeball.broker.consuming import memory_leases, retry
-from timeball.broker.consuming.leases import NO_RECEIPT, Leases, OpenCount, QueueLeases
-from timeball.broker.consuming.log_leases import Change, LogLeases
-from timeball.broker.consuming.memory_leases import MemoryLeases
-from timeball.broker.consuming.redelivery import Redelivery
+from timeball.broker.consuming import retry
+from timeball.broker.consuming.lease_saver import LeaseSaver, restored_queues
+from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases
+from timeball.broker.consuming.redelivery import Redelivery, Return
 from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
-from timeball.broker.consuming.requests import (
-    NO_ROWS,
-    AnyReceipt,
-    PositionReceipt,
-    Receipt,
-    Received,
-    ReceiveRequest,
-    Subscription,
-)
+from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import Selection, check, check_invisible, selected_rows
+from timeball.broker.consuming.settling import Settling
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
-from timeball.broker.registry.groups import FIRST_LEVEL, Parked
-from timeball.broker.registry.lease_counts import LeaseCounts
-from timeball.broker.registry.rates import Rates, Stat, of_group
+from timeball.broker.registry.groups import FIRST_LEVEL
+from timeball.broker.registry.rates import Rates
+from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
 from timeball.broker.registry.topics import check_topic
 from timeball.io.clock import SchedulerClock
-from timeball.io.threads import Threads, in_thread
+from timeball.io.threads import Threads
 from timeball.log.row_encoder import ReadRows
 from timeball.log.writer import CommitLog
 from timeball.model import limits
@@ -68,8 +59,6 @@ from timeball.model.answers import Conflict
 from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange, TimeballError
 from timeball.model.message import READ_SCHEMA
-from timeball.schedule.scheduler import Scheduling
-from timeball.table.file_cache import FileCache
 
 logger = logging.getLogger(__name__)
 
@@ -213,55 +202,41 @@ _RECONSUME_TIMES = READ_SCHEMA.get_field_index("reconsume_times")
 
 
 class Consuming:
-    """The operations of consumers. Belongs to the event loop, and `close` ends its tasks.
-
-    `save_offsets` appends changed offsets of the groups to the log.
-    """
+    """The operations of consumers. Belongs to the event loop, and `close` ends its tasks."""
 
     def __init__(
         self,
         appender: Appender,
         waiters: Waiters,
         policy: Policy,
-        save_offsets: Callable[[], None],
         *,
         settings: Settings,
         clock: SchedulerClock,
         log: CommitLog,
         tables: Tables,
-        lease_counts: LeaseCounts,
-        scheduling: Scheduling,
-        cache: FileCache | None,
+        redeliveries: Redeliveries,
         threads: Threads,
         rates: Rates,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._waiters, self._policy = waiters, policy
         self._clock, self._log, self._tables, self._threads, self._rates = clock, log, tables, threads, rates
-        self._save_offsets, self._loop = save_offsets, asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         count = OpenCount()
-        saved_queues = memory_leases.pop_leases(
-            tables.in_flight, tables.topics.find_topic, count, clock.now_ms()
+        saved_queues = restored_queues(
+            tables.leases, tables.topics.find_topic, tables.offsets.find_offset, count, clock.now_ms()
         )
         self.leases = Leases(tables.offsets, waiters, count, saved_queues)
-        redelivery = Redelivery(
-            appender, waiters, self.leases, settings=settings, clock=clock, log=log, tables=tables,
-            lease_counts=lease_counts, reader_thread=threads.reader, on_failure=on_failure,
+        self.saver = LeaseSaver(
+            self.leases, clock=clock, writer=log.writer, tables=tables, save_ms=settings.ack_save_ms,
+            on_failure=on_failure,
         )  # fmt: skip
-        self._memory = MemoryLeases(
-            waiters, self.leases, redelivery, clock=clock, log=log, tables=tables, rates=rates
-        )
-        self._log_leases = LogLeases(
-            appender,
-            self.leases,
-            settings=settings,
-            clock=clock,
-            log=log,
-            tables=tables,
-            lease_counts=lease_counts,
-            scheduling=scheduling,
-            cache=cache,
-            threads=threads,
+        redelivery = Redelivery(
+            appender, waiters, self.leases, self.saver, settings=settings, clock=clock, log=log, tables=tables,
+            redeliveries=redeliveries, reader_thread=threads.reader, on_failure=on_failure,
+        )  # fmt: skip
+        self._settling = Settling(
+            waiters, self.leases, redelivery, self.saver, clock=clock, log=log, tables=tables, rates=rates
         )
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
@@ -270,29 +245,14 @@ class Consuming:
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def restore(self) -> None:
-        """After a crash, skip the positions whose leases are in the log, as scheduled messages."""
-        if not self._tables.offsets.table:
-            return  # no group has an offset, so none has positions to skip, and the log need not be read
-        # Saved with the offsets: the row from which on the log contains leases that the offsets do not include.
-        saved = self._tables.offsets.parked
-        done = await in_thread(self._threads.reader, memory_leases.done_positions, self._log.reader, saved)
-        memory_leases.skip_done(self.leases, done, topics=self._tables.topics, offsets=self._tables.offsets)
 
     async def close(self) -> None:
-        """Finish giving messages back for consumers that disconnected, and save the leases kept in memory."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._memory.close()
+        """End the tasks, and save the leases."""
+        await self._settling.close()
 
     def wake(self) -> None:
         """Make redelivery read the clock again, because the clock was changed."""
-        self._memory.redelivery.wake()
-
-    def parked(self) -> Parked:
-        """Collect the state of leases in the log that is saved with the offsets. A start after a crash needs it."""
-        return self._log_leases.parked()
+        self._settling.redelivery.wake()
 
     # -- handing out -------------------------------------------------------------------------------------------
 
@@ -342,17 +302,14 @@ class Consuming:
         if len(recent) < RECENT_MAX:
             recent.add((request.group, request.topic, request.wanted.text[:RECENT_CHARACTERS_MAX]))
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
-        hand_out = self._hand_out_in_memory
-        if request.in_log:
-            if not self._has_secret:
-                self._tables.receipt_secret.get()
-                await self._log.writer.flushed()  # a receipt must not outlive the secret that sealed it
-                self._has_secret = True
-            hand_out = self._hand_out_in_order if request.in_order else self._hand_out_in_log
+        if not self._has_secret:
+            self._tables.receipt_secret.get()
+            await self._log.writer.flushed()  # a receipt must not outlive the secret that sealed it
+            self._has_secret = True
         while True:
             selection = await self._select(request, deadline_s, on_wait)
             if selection.leased:
-                received = await hand_out(request, selection)
+                received = await self._hand_out(request, selection)
                 if received.receipts:
                     return received
             elif not selection.has_unsearched:
@@ -370,6 +327,7 @@ class Consuming:
         # All queues at once: a queue that the topic gets later contains only messages that the group must not miss.
         ends = {number: queue.index.max_offset for number, queue in enumerate(topic.queues)}
         self._tables.offsets.commit(group.group_name, topic.name, ends, ends)
+        self.leases.has_new_groups = True
 
     async def wait_for_rows(self, request: ReceiveRequest, wait_ms: int) -> bool:
         """Wait up to `wait_ms` until the group has rows to receive. False if the time is up.
@@ -416,8 +374,6 @@ class Consuming:
         if request.in_order:
             # In order, the same position is handed out again, so its new receipt must differ from the old one.
             pop_ms = max(now_ms, 1 + max((queue.last_pop_ms for queue in queues), default=0))
-        elif request.in_log:
-            pop_ms = NO_RECEIPT  # the receipts name scheduled messages, not positions
         selection = Selection(
             max(0, min(request.rows, free_positions)), pop_ms, self._clock.read_elapsed_ms + request.invisible_ms,
             in_order=request.in_order, attempt_id=request.attempt_id,
@@ -426,10 +382,8 @@ class Consuming:
             # A message in the retry topic has passed the filter before.
             selection.lease(queue, request.wanted if queue.topic == request.topic else EVERYTHING)
             selection.rest += queue.index.max_offset - queue.next_offset
-        if not selection.leased or pop_ms == NO_RECEIPT:
-            # For leases in memory, the offsets are stored after the read: redelivery must not write these messages
-            # before.
-            self.leases.store_all(selection.queues)
+        if not selection.leased:
+            self.leases.store_all(selection.queues)  # with leases, after the read
         return selection
 
     def _queues_to_search(self, request: ReceiveRequest) -> list[QueueLeases]:
@@ -474,29 +428,39 @@ class Consuming:
             self.leases.finish(selection.split_unwanted(keep))
         return rows
 
-    # -- where the leases are kept -------------------------------------------------------------------------------
-
-    async def _hand_out_in_memory(self, request: ReceiveRequest, selection: Selection) -> Received:
+    async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
         # Before the read: if the consumer disconnects during it, the positions must still come back.
-        self._memory.hold(selection)
+        self._settling.hold(selection)
         try:
+            if self.leases.has_new_groups:
+                # A group's first offsets are in the log before its first messages are handed out. Otherwise the group
+                # could begin elsewhere after a crash.
+                self.leases.has_new_groups = False
+                self.saver.save()
+                await self._log.writer.flushed()
             rows = await self._read(request, selection)
+            self.leases.store_all(selection.queues)
+            if not self.saver.save_ms:
+                await self.saver.saved()
         except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
             self.leases.give_up(selection.leased, selection.pop_ms)
             raise
-        self.leases.store_all(selection.queues)
         size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
         self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
         pop_ms, leased = selection.pop_ms, selection.leased
         receipts = [
-            PositionReceipt(request.group, queue.topic, queue.queue_id, offset, pop_ms)
-            for queue, offset, _ in leased
+            Receipt(request.group, queue.topic, queue.queue_id, offset, pop_ms) for queue, offset, _ in leased
         ]
-        return Received(rows, list(receipts), pop_ms, [lease.times for _, _, lease in leased], selection.rest)
+        times = [lease.times for _, _, lease in leased] if request.in_order else []
+        received = Received(rows, receipts, pop_ms, times, selection.rest)
+        if request.in_order and request.counts_times:
+            return await self._without_exhausted(request, selection, received)
+        return received
 
-    async def _hand_out_in_order(self, request: ReceiveRequest, selection: Selection) -> Received:
-        """Hand out in order, and count attempts. Messages without attempts left become dead letters instead."""
-        received = await self._hand_out_in_memory(request, selection)
+    async def _without_exhausted(
+        self, request: ReceiveRequest, selection: Selection, received: Received
+    ) -> Received:
+        """Count the attempts of messages in order. Those without attempts left become dead letters instead."""
         times = times_of(received.rows) + np.array(received.times, dtype=np.int64)
         exhausted = times > self._tables.groups.times_max(request.group)
         # The answer's rows show the attempts. An in-order lease has no row in the log that counts them.
@@ -506,156 +470,101 @@ class Consuming:
         if any(reasons := [lease.nack_reason for _, _, lease in selection.leased]):
             texts = with_reasons(rows.column("properties"), reasons)
             rows = rows.set_column(_PROPERTIES, READ_SCHEMA.field(_PROPERTIES), texts)
+        receipts = received.receipts
         if exhausted.any():
+            flags = list(zip(receipts, exhausted.tolist(), strict=True))
             try:
-                for receipt, is_exhausted in zip(received.receipts, exhausted, strict=True):
-                    if is_exhausted:
-                        await self.dead_letter(receipt)
+                await asyncio.gather(
+                    *(self.dead_letter(receipt) for receipt, is_exhausted in flags if is_exhausted)
+                )
             # Also when the consumer has disconnected, because it has not seen the other rows.
             except BaseException:
-                self.not_seen(received.receipts)
+                self.not_seen(receipts)
                 raise
             rows = rows.filter(pa.array(~exhausted))
-        receipts = [
-            receipt
-            for receipt, is_exhausted in zip(received.receipts, exhausted, strict=True)
-            if not is_exhausted
-        ]
+            receipts = [receipt for receipt, is_exhausted in flags if not is_exhausted]
         return Received(rows, receipts, received.pop_ms, rest=received.rest)
-
-    async def _hand_out_in_log(self, request: ReceiveRequest, selection: Selection) -> Received:
-        try:
-            if self.leases.has_new_groups:
-                # A group's first offsets are in the log before its first messages are handed out. Otherwise the group
-                # could begin elsewhere after a crash.
-                self.leases.has_new_groups = False
-                self._save_offsets()
-            rows = await self._read(request, selection)
-            if not selection.leased:
-                return Received(rows, [])
-            main = self._subscription(request.group, request.topic)
-            durable, received = self._log_leases.write(request, main, rows, selection)
-        except BaseException:  # also when the consumer has disconnected, because it has not seen these rows
-            self.leases.give_up(selection.leased, selection.pop_ms)
-            raise
-        try:
-            await durable
-        except asyncio.CancelledError:
-            # The scheduled messages may be durable already, so the leases are ended instead of given up.
-            self.not_seen(received.receipts)
-            raise
-        size_bytes = sum(lease.size_bytes for _, _, lease in selection.leased)
-        self._rates.got(request.topic, request.group, rows.num_rows, size_bytes)
-        return received
 
     # -- answers -------------------------------------------------------------------------------------------------
 
-    def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
-        """End leases kept in memory. The result is False for each receipt that is not valid (any more)."""
-        return self._memory.acknowledge(receipts)
+    def acknowledge_now(self, receipts: Sequence[Receipt]) -> list[bool]:
+        """End these leases in memory. The result is False for each receipt that is not valid (any more).
 
-    async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """End these leases, durably if they are in the log. The result is False for each receipt that is not valid.
-
-        Raises OutOfRange.
+        With `ack_save_ms` 0, the caller awaits `saver.saved` before it answers.
         """
-        in_log = [receipt for receipt in receipts if isinstance(receipt, Receipt)]
-        in_log_results = await self._log_leases.acknowledge(in_log)
-        for receipt, is_valid in zip(in_log, in_log_results, strict=True):
-            if is_valid:
-                self._rates.add(Stat.GROUP_ACK_NUMS, of_group(receipt.topic, receipt.group), 1)
-        # Merge the results of both kinds in the order of `receipts`.
-        log_results = iter(in_log_results)
-        memory_results = iter(self._memory.acknowledge(_position_receipts(receipts)))
-        return [next(log_results if isinstance(receipt, Receipt) else memory_results) for receipt in receipts]
+        return self._settling.acknowledge(receipts)
 
-    def was_ended(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
-        """Find the receipts whose messages were acknowledged or became dead letters, as far as the broker remembers.
+    async def acknowledge(self, receipts: Sequence[Receipt]) -> list[bool]:
+        """End these leases. The result is False for each receipt that is not valid (any more). Raises OutOfRange."""
+        if len(receipts) > limits.CANCELS_PER_REQUEST_MAX:
+            raise OutOfRange(f"at most {limits.CANCELS_PER_REQUEST_MAX} receipts in one request; split it")
+        results = self.acknowledge_now(receipts)
+        if not self.saver.save_ms and receipts:
+            await self.saver.saved()
+        return results
+
+    def was_ended(self, receipts: Sequence[Receipt]) -> list[bool]:
+        """Find the receipts that were acknowledged, as far as the broker remembers.
 
         To acknowledge such a receipt again is no error, because the first answer may have been lost. The result is
         False for a message that has come back meanwhile, and for all receipts some time after the end of the lease.
         """
-        return [
-            self._log_leases.was_ended(receipt)
-            if isinstance(receipt, Receipt)
-            else self._memory.was_acknowledged(receipt)
-            for receipt in receipts
-        ]
+        return [self._settling.was_acknowledged(receipt) for receipt in receipts]
 
     async def change_invisible_time(
-        self, receipt: AnyReceipt, invisible_ms: int | None, *, counts: bool = True
-    ) -> AnyReceipt | None:
-        """Make a lease end `invisible_ms` from now. Returns its new receipt, or None if the old one is not valid.
+        self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, is_renamed: bool = False
+    ) -> Receipt | None:
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid (any more).
 
-        The receipt of a lease in the log, or in order, does not change. If `invisible_ms` is None, a lease in the log
-        ends after the delay of the group's retry policy for this attempt, and a lease in memory ends at once. Without
-        `counts`, a lease in the log does not count as an attempt (RocketMQ's `suspend`). A lease in order always
-        counts.
+        With `is_renamed`, a new receipt replaces the old one. If `invisible_ms` is None, the message is given back, and
+        the group's retry policy decides on the delay. Without `counts`, the lease does not count as an attempt
+        (RocketMQ's `suspend`). A lease in order always counts.
         """
-        check_invisible(invisible_ms or 0, 0)
-        if isinstance(receipt, Receipt):
-            return await self._log_leases.change(Change(receipt, invisible_ms, counts))
-        return await self._memory.change(receipt, invisible_ms or 0)
+        if invisible_ms is None:
+            return await self.nack(receipt, None, counts=counts)
+        check_invisible(invisible_ms, 0)
+        changed = await self._settling.change(receipt, invisible_ms, counts=counts, is_renamed=is_renamed)
+        if not self.saver.save_ms:
+            await self.saver.saved()
+        return changed
 
     async def nack(
         self,
-        receipt: AnyReceipt,
+        receipt: Receipt,
         delay_ms: int | None,
         reason: str = "",
         *,
         counts: bool = True,
         first: int = FIRST_LEVEL,
-    ) -> AnyReceipt | None:
-        """Give a message back for its next delivery in `delay_ms`. Returns its receipt, like `change_invisible_time`.
+    ) -> Receipt | None:
+        """Give a message back for its next delivery in `delay_ms`, durably. Returns its receipt, or None if not valid.
 
-        The next delivery and the dead letter show the reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the
-        group's retry policy decides, and `first` is the level at which it begins (see `retry_delay_ms`).
+        The receipt is not valid any more afterwards, except in order. The next delivery and the dead letter show the
+        reason (redelivery_rows.NACK_REASON). If `delay_ms` is None, the group's retry policy decides, and `first` is
+        the level at which it begins (see `retry_delay_ms`). In order, None is no delay.
         """
         check_invisible(delay_ms or 0, 0)
-        if isinstance(receipt, Receipt):
-            return await self._log_leases.change(Change(receipt, delay_ms, counts, reason, first))
-        return await self._memory.nack(receipt, delay_ms or 0, reason)
+        is_valid = await self._settling.give_up(receipt, Return(delay_ms, first, reason), counts=counts)
+        return receipt if is_valid else None
 
-    async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
-        """Move the message to the group's dead letters now. False if the receipt is not valid (any more)."""
-        if isinstance(receipt, Receipt):
-            return await self._log_leases.dead_letter(receipt, reason)
-        return await self._memory.dead_letter(receipt, reason)
+    async def dead_letter(self, receipt: Receipt, reason: str = "") -> bool:
+        """Move the message to the group's dead letters now, durably. False if the receipt is not valid (any more)."""
+        return await self._settling.give_up(receipt, Return(reason=reason, is_dead=True))
 
-    async def give_back(self, receipts: Sequence[AnyReceipt]) -> None:
+    async def give_back(self, receipts: Sequence[Receipt]) -> None:
         """End the leases of a consumer that disconnected without an answer. They count as failed attempts."""
-        self._memory.give_back(_position_receipts(receipts))
-        await self._change_all(
-            [
-                Change(receipt, None, nack=CONSUMER_GONE)
-                for receipt in receipts
-                if isinstance(receipt, Receipt)
-            ]
-        )
+        try:
+            await asyncio.gather(*(self.nack(receipt, None, CONSUMER_GONE) for receipt in receipts))
+        except TimeballError as error:
+            # The leases are unchanged, so the messages come back when their leases end.
+            logger.warning("messages not given back early messages=%d reason=%s", len(receipts), error)
 
-    def not_seen(self, receipts: Sequence[AnyReceipt]) -> None:
+    def not_seen(self, receipts: Sequence[Receipt]) -> None:
         """End leases whose consumer disconnected before it received the messages.
 
         They come back at once, and the lease does not count as an attempt.
         """
-        self._memory.give_back(_position_receipts(receipts))
-        changes = [Change(receipt, 0, counts=False) for receipt in receipts if isinstance(receipt, Receipt)]
-        if changes:
-            task = asyncio.create_task(self._change_all(changes))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _change_all(self, changes: Sequence[Change]) -> None:
-        try:
-            await self._log.writer.flushed()  # a scheduled message can be moved only when it is durable
-            await asyncio.gather(*map(self._log_leases.change, changes))
-        except TimeballError as error:
-            # Their scheduled messages are unchanged, so the messages come back when their leases end.
-            logger.warning("messages not given back early messages=%d reason=%s", len(changes), error)
-
-
-def _position_receipts(receipts: Sequence[AnyReceipt]) -> list[PositionReceipt]:
-    return [receipt for receipt in receipts if isinstance(receipt, PositionReceipt)]
+        self._settling.give_back(receipts)
 
 
 # ---- the operations with tracing -----------------------------------------------------------------------------
@@ -680,22 +589,15 @@ class TracedConsuming(Consuming):
             self._traces.received(request.group, received.rows, received.receipts)
         return received
 
-    def acknowledge_positions(self, receipts: Sequence[PositionReceipt]) -> list[bool]:
-        """End leases kept in memory, and record it."""
-        # Read before the call, so that the span includes the time of the log.
-        begin_ns = self._traces.now_ns()
-        valid = super().acknowledge_positions(receipts)
-        self._traces.settled("ack", receipts, valid, begin_ns)
-        return valid
-
-    async def acknowledge(self, receipts: Sequence[AnyReceipt]) -> list[bool]:
+    def acknowledge_now(self, receipts: Sequence[Receipt]) -> list[bool]:
         """End leases, and record it."""
+        # Read before the call, so that the span includes its time.
         begin_ns = self._traces.now_ns()
-        valid = await super().acknowledge(receipts)
+        valid = super().acknowledge_now(receipts)
         self._traces.settled("ack", receipts, valid, begin_ns)
         return valid
 
-    async def dead_letter(self, receipt: AnyReceipt, reason: str = "") -> bool:
+    async def dead_letter(self, receipt: Receipt, reason: str = "") -> bool:
         """Move a message to the dead letters, and record it."""
         begin_ns = self._traces.now_ns()
         is_valid = await super().dead_letter(receipt, reason)

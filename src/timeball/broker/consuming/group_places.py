@@ -1,9 +1,8 @@
 """Find the state of a visible message in each consumer group, from the rows with its id and from the leases.
 
-A *copy* is a row in a retry topic or in the dead letters. The copies of one message form a chain: the scheduled message
-of a lease (log_leases.py) names the row that was handed out, its release names the scheduled message, and the next
-lease names that release. Leases in memory and dead letters write copies that name no row. These are attributed to the
-newest message of their topic.
+A *copy* is a row in a retry topic or in the dead letters. A copy with a delay names the row that was handed out, and
+its release names the scheduled message. Copies that are visible at once name no row. These are attributed to the newest
+message of their topic.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 
 from timeball.broker.consuming.leases import Leases
 from timeball.broker.registry.groups import Offsets
-from timeball.broker.registry.lease_counts import LeaseCounts, State, topic_of
 from timeball.broker.registry.rates import shares
+from timeball.broker.registry.redeliveries import Redeliveries, topic_of
 from timeball.io.clock import SchedulerClock
 from timeball.model.answers import GroupPlace, MessagePlace
 from timeball.model.message import (
@@ -37,7 +36,7 @@ class Copy(NamedTuple):
 
     kind: int
     seq: int
-    # For a scheduled message: the row that was handed out. For other kinds: the scheduled message.
+    # For a scheduled message: the row that was handed out. For other kinds: the scheduled message, if there was one.
     source_seq: int | None
     topic: str
     queue_id: int
@@ -96,10 +95,10 @@ class GroupPlaces:
         *,
         clock: SchedulerClock,
         offsets: Offsets,
-        lease_counts: LeaseCounts,
+        redeliveries: Redeliveries,
     ) -> None:
         self._leases, self._may = leases, may
-        self._clock, self._offsets, self._lease_counts = clock, offsets, lease_counts
+        self._clock, self._offsets, self._redeliveries = clock, offsets, redeliveries
 
     async def of(self, place: MessagePlace, copies: Iterable[Copy]) -> list[GroupPlace]:
         """Find the state of a visible message in each group. `copies` are its copies in the order of the log."""
@@ -123,14 +122,11 @@ class GroupPlaces:
         # A MOVED row without a due time is a repeated dead letter.
         if copy.kind in (Kind.SCHEDULED, Kind.MOVED) and copy.due_ms is not None:
             if copy.kind == Kind.SCHEDULED and copy.source_seq is None:
-                # A RocketMQ client has returned it with a delay. It is no lease, and not released yet.
+                # A RocketMQ client has returned it with a delay, and it is not released yet.
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
-            # Moves keep the number of the scheduled message, which is the key of the lease.
+            # Moves keep the number of the scheduled message.
             number = copy.seq if copy.kind == Kind.SCHEDULED else copy.source_seq
-            state = self._lease_counts.state_of(number or 0)
-            if state == State.HELD:
-                return GroupPlace(group, LEASED, copy.attempts, copy.due_ms)
-            if state == State.NACKED:
+            if self._redeliveries.is_waiting(number or 0):
                 return GroupPlace(group, WAITING, copy.attempts, copy.due_ms)
             return GroupPlace(group, DONE, copy.attempts)
         if copy.topic.startswith(DLQ_PREFIX):

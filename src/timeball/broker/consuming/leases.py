@@ -9,9 +9,9 @@ A request first gets positions of `returned`, then positions from `next_offset` 
 passes `first_open`, the first position that is not done. Only open positions take memory: a position before
 `next_offset` is done if it is neither in `in_flight` nor in `returned`.
 
-The state of a queue is a cache. Without it, the group continues at its stored offset. Therefore idle queues are dropped
-when there are too many. If an administrator or a consumer that pulls has changed the stored offset, the group continues
-there, and the leases of the queue are forgotten.
+The state of a queue follows in the log within some milliseconds (lease_saver.py). An idle queue has no state but its
+stored offset. Therefore idle queues are dropped when there are too many. If an administrator or a consumer that pulls
+has changed the stored offset, the group continues there, and the leases of the queue are forgotten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from timeball.broker.accepting.waiters import Waiters
-from timeball.broker.registry.groups import Ahead, Offsets
+from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.topics import Topic
 from timeball.log.format import EntryArray
 from timeball.log.queue_index import QueueIndex
@@ -30,29 +30,42 @@ from timeball.model.errors import OverLimit
 
 NO_RECEIPT = -1
 SWEEP_POSITIONS_MIN = 1_024
+PART_POSITIONS = 1_024  # positions of a queue that are saved together
 
 
 @dataclass(slots=True)
 class Lease:
-    """One position that a consumer holds, or whose message is being written to the log for redelivery."""
+    """One open position: a consumer holds it, its message is being written to the log again, or it has come back."""
 
     seq: int
     size_bytes: int
-    pop_ms: int  # identifies the receipt, or NO_RECEIPT while none is valid
+    pop_ms: int  # identifies the receipt, or NO_RECEIPT for a position that has come back
     deadline_ms: int  # on the clock of `SchedulerClock.elapsed_ms`
+    since_ms: int  # when the deadline was set, by the scheduler's clock
     in_order: bool = False
+    counts: bool = True  # False: it is no attempt when it ends without an acknowledgement
     times: int = 0  # only in order: the leases of this position that ended without an acknowledgement
-    nacked_ms: int | None = (
-        None  # the time at which a member gave it back; None again after its next delivery
-    )
-    nack_reason: str = ""  # the last reason that a member gave
+    nacked_ms: int | None = None  # in order: when a member gave it back; None again after its next delivery
+    nack_reason: str = ""  # in order: the last reason that a member gave
+    is_void: bool = False  # its receipt is not valid, because its message is being written to the log again
+    is_written: bool = False  # that row is appended: the position is done when it is durable
 
 
-@dataclass(slots=True)
 class OpenCount:
-    """The number of positions that all queues keep in memory: open positions, and those in `acked_ahead`."""
+    """The positions that all queues keep in memory, and the queues that have changed since their leases were saved.
 
-    rows: int = 0
+    `rows` counts open positions, and those in `acked_ahead`. `on_change` is called with the first change of a queue.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.changed: dict[QueueLeases, None] = {}
+        self.on_change: Callable[[], None] = lambda: None
+
+    def add_changed(self, queue: QueueLeases) -> None:
+        """Mark a queue whose leases must be saved."""
+        self.changed[queue] = None
+        self.on_change()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +79,7 @@ class QueueLeases:
     next_offset: int  # no position from here on has been leased
     # The last offset that this object has stored. A different stored offset was set by an administrator or a puller.
     stored_offset: int
-    count: OpenCount  # shared by all queues, because one bound limits their memory
+    count: OpenCount  # shared by all queues, because one limit holds for their memory
     in_flight: dict[int, Lease] = field(default_factory=dict)  # leased, and disjoint from `returned`
     returned: dict[int, Lease] = field(default_factory=dict)  # came back: leased again before new ones
     # Positions at or after `next_offset` that are done already.
@@ -74,7 +87,8 @@ class QueueLeases:
     nacked: set[int] = field(default_factory=set)  # the positions of `in_flight` that a member has given back
     last_pop_ms: int = 0  # of the newest receipt: in order, the next one must be larger
     attempt_id: str = ""  # of the last request: in order, its repetition gets the same positions
-    in_log: bool = False  # some done positions have a scheduled message in the log (log_leases.py)
+    changed_parts: set[int] = field(default_factory=set)  # parts that must be saved (lease_saver.py)
+    saved_parts: set[int] = field(default_factory=set)  # parts with a row in the log
     _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
 
     @property
@@ -102,38 +116,22 @@ class QueueLeases:
         """True if the stored offset is the only state of this queue."""
         return not (self.in_flight or self.returned or self.acked_ahead)
 
-    def ahead(self) -> list[tuple[int, int]]:
-        """List the ranges [begin, end) of done positions from `first_open` on."""
-        begin = self.first_open
-        ranges = []
-        for offset in sorted([*self.in_flight, *self.returned]):
-            ranges += [(begin, offset)] if begin < offset else []
-            begin = offset + 1
-        ranges += [(begin, self.next_offset)] if begin < self.next_offset else []
-        for offset in sorted(self.acked_ahead):
-            if ranges and ranges[-1][1] == offset:
-                ranges[-1] = (ranges[-1][0], offset + 1)
-            else:
-                ranges.append((offset, offset + 1))
-        return ranges
-
-    def skip_done(self, offsets: Iterable[int]) -> None:
-        """Mark positions as done that were leased before a restart, and move `next_offset` past them where possible."""
-        for offset in offsets:
-            if offset >= self.next_offset:
-                self.ack_ahead(offset)
-        next_offset = self.next_offset
-        while next_offset in self.acked_ahead:
-            next_offset += 1
-        self.advance(next_offset)
+    def touch(self, first: int, last: int) -> None:
+        """Mark the parts of these positions as changed."""
+        if not self.changed_parts:
+            self.count.add_changed(self)
+        self.changed_parts.update(range(first // PART_POSITIONS, last // PART_POSITIONS + 1))
 
     def lease_returned(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool) -> list[int]:
         """Lease the lowest `rows` positions that have come back. Returns their offsets."""
         offsets = sorted(self.returned)[:rows]
         for offset in offsets:
             lease = self.in_flight[offset] = self.returned.pop(offset)
-            lease.pop_ms, lease.deadline_ms, lease.in_order = pop_ms, deadline_ms, in_order
-            lease.nacked_ms = None
+            lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order = (
+                pop_ms, deadline_ms, pop_ms, in_order,
+            )  # fmt: skip
+            lease.nacked_ms, lease.counts = None, True
+            self.touch(offset, offset)
         return offsets
 
     def lease_next(
@@ -141,9 +139,11 @@ class QueueLeases:
     ) -> None:
         """Lease new positions at or after `next_offset`. `entries` are their entries in the queue's index."""
         for offset, seq, size in zip(offsets, entries["seq"].tolist(), entries["size"].tolist(), strict=True):
-            self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, in_order)
+            self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, pop_ms, in_order)
             heapq.heappush(self._order, offset)
-            self.count.rows += 1
+        if offsets:
+            self.count.rows += len(offsets)
+            self.touch(offsets[0], offsets[-1])
         if len(self._order) > SWEEP_POSITIONS_MIN + 2 * self.open_rows:
             # Sweep: a position that stays open would keep the heap entries of all done positions after it.
             self._order = sorted([*self.in_flight, *self.returned])
@@ -153,9 +153,12 @@ class QueueLeases:
         # The same receipt may arrive twice, but its position counts once.
         self.count.rows += offset not in self.acked_ahead
         self.acked_ahead.add(offset)
+        self.touch(offset, offset)
 
     def advance(self, next_offset: int) -> None:
         """Move `next_offset` forward: every position before it has been leased or skipped."""
+        if next_offset > self.next_offset and (self.in_flight or self.returned or self.acked_ahead):
+            self.touch(next_offset - 1, next_offset - 1)
         self.next_offset = next_offset
         if self.acked_ahead:
             # `next_offset` has passed these positions, which already marks them as done.
@@ -166,13 +169,14 @@ class QueueLeases:
     def lease_of(self, offset: int, pop_ms: int) -> Lease | None:
         """Find the lease that belongs to a receipt. None if the receipt is not valid (any more)."""
         lease = self.in_flight.get(offset)
-        return lease if lease is not None and lease.pop_ms == pop_ms else None
+        return lease if lease is not None and lease.pop_ms == pop_ms and not lease.is_void else None
 
     def done(self, offset: int) -> None:
         """End a lease, so that the position is done for this group. Ignores a position that is not leased."""
         if self.in_flight.pop(offset, None) is not None:
             self.count.rows -= 1
             self.nacked.discard(offset)
+            self.touch(offset, offset)
 
     def give_back(self, offset: int) -> None:
         """End a lease, so that its position is leased again before new positions."""
@@ -180,27 +184,39 @@ class QueueLeases:
         self.nacked.discard(offset)
         # The old receipt is void from now on. The next lease has another receipt.
         lease.pop_ms = NO_RECEIPT
+        self.touch(offset, offset)
 
     def nack(self, offset: int, now_ms: int) -> None:
         """Mark a leased position as given back: no member holds it until its next delivery."""
         self.in_flight[offset].nacked_ms = now_ms
         self.nacked.add(offset)
+        self.touch(offset, offset)
 
-    def mark_held(self, offset: int) -> None:
-        """Mark a position that was given back as held again."""
-        self.in_flight[offset].nacked_ms = None
+    def prolong(self, offset: int, deadline_ms: int, now_ms: int, *, counts: bool) -> None:
+        """Change the deadline of a leased position. It is held again if it was given back."""
+        lease = self.in_flight[offset]
+        lease.deadline_ms, lease.since_ms, lease.counts, lease.nacked_ms = deadline_ms, now_ms, counts, None
         self.nacked.discard(offset)
+        self.touch(offset, offset)
 
     def drop_before(self, first_seq: int) -> None:
         """Forget returned positions whose rows retention has removed (rows before `first_seq`)."""
         removed = [offset for offset, lease in self.returned.items() if lease.seq < first_seq]
         for offset in removed:
             del self.returned[offset]
+            self.touch(offset, offset)
         self.count.rows -= len(removed)
 
-    def restore(self, in_flight: dict[int, Lease], returned: dict[int, Lease], acked_ahead: set[int]) -> None:
-        """Take over the leases that the last orderly stop saved."""
+    def restore(
+        self,
+        in_flight: dict[int, Lease],
+        returned: dict[int, Lease],
+        acked_ahead: set[int],
+        saved_parts: set[int],
+    ) -> None:
+        """Take over the leases that the log contains, in the rows of `saved_parts`."""
         self.in_flight, self.returned, self.acked_ahead = in_flight, returned, acked_ahead
+        self.saved_parts = saved_parts
         self.nacked = {offset for offset, lease in in_flight.items() if lease.nacked_ms is not None}
         self._order = sorted([*in_flight, *returned])
         self.count.rows += self.open_rows + len(acked_ahead)
@@ -221,7 +237,7 @@ LeasedPosition = tuple[QueueLeases, int, Lease]  # a queue, a position of it, an
 class Leases:
     """All `QueueLeases`, by group and queue. Belongs to the event loop.
 
-    `saved_queues` are the queues that the last orderly stop saved.
+    `saved_queues` are the queues whose leases the log contains.
     """
 
     def __init__(
@@ -229,11 +245,12 @@ class Leases:
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
         self.has_new_groups = False  # True if a group has begun in a queue since the offsets were last saved
-        # Called with a queue whose open positions hold its stored offset back too far (POP_SPAN_MAX).
-        self.on_too_wide: Callable[[QueueLeases], None] = lambda _: None
-        self._queues: dict[Key, QueueLeases] = {
-            (queue.group, queue.topic, queue.queue_id): queue for queue in saved_queues
-        }
+        # Parts of forgotten queues whose rows must be deleted from the log.
+        self.orphaned_parts: dict[Key, set[int]] = {}
+        self._queues: dict[Key, QueueLeases] = {}
+        self._by_topic: dict[tuple[str, str], set[int]] = {}  # the queues of each group and topic
+        for queue in saved_queues:
+            self._add((queue.group, queue.topic, queue.queue_id), queue)
 
     @property
     def free_positions(self) -> int:
@@ -279,7 +296,11 @@ class Leases:
             self._offsets.commit(group, topic.name, {queue_id: offset}, {queue_id: index.max_offset})
         # The stored offset may be out of range: retention has removed rows, or an administrator stored another number.
         start = min(max(offset, index.min_offset), index.max_offset)
-        queue = self._queues[key] = QueueLeases(group, topic.name, queue_id, index, start, offset, self.count)
+        queue = QueueLeases(group, topic.name, queue_id, index, start, offset, self.count)
+        self._add(key, queue)
+        for part in self.orphaned_parts.pop(key, ()):
+            queue.saved_parts.add(part)
+            queue.touch(part * PART_POSITIONS, part * PART_POSITIONS)
         return queue
 
     def is_live(self, queue: QueueLeases) -> bool:
@@ -287,22 +308,12 @@ class Leases:
         key = (queue.group, queue.topic, queue.queue_id)
         return self._queues.get(key) is queue and self._offsets.find_offset(*key) == queue.stored_offset
 
-    def ahead(self) -> Ahead:
-        """List the done positions after the stored offsets, for queues with leases in the log."""
-        by_group: Ahead = {}
-        for queue in self._queues.values():
-            if queue.in_log and not queue.idle and self.is_live(queue) and (ranges := queue.ahead()):
-                by_group.setdefault(queue.group, {}).setdefault(queue.topic, {})[queue.queue_id] = ranges
-        return by_group
-
-    def skip_done(self, group: str, topic: Topic, queue_id: int, offsets: Iterable[int]) -> None:
-        """Mark positions as done that were leased before a crash, and store the offset that results."""
-        (queue,) = self.open(group, topic, [queue_id], from_max=False)
-        queue.in_log = True
-        queue.skip_done(
-            sorted({offset for offset in offsets if queue.next_offset <= offset < queue.index.max_offset})
-        )
-        self.store(queue)
+    def forget_moved(self, group: str, topic: str) -> None:
+        """Forget the queues of a topic in which the group's stored offset was changed elsewhere."""
+        for queue_id in sorted(self._by_topic.get((group, topic), ())):
+            key = group, topic, queue_id
+            if not self.is_live(self._queues[key]):
+                self._forget(key, self._queues[key])
 
     def ack_ahead(self, queue: QueueLeases, offset: int) -> bool:
         """Accept an acknowledgement of a lease that a restart lost.
@@ -340,37 +351,48 @@ class Leases:
         self._waiters.wake({queue.topic for queue, _, _ in positions})
 
     def store_all(self, queues: Iterable[QueueLeases]) -> None:
-        """Store the group's offsets in these queues. Calls `on_too_wide` for queues whose span is too wide."""
+        """Store the group's offsets in these queues."""
         for queue in queues:
-            if self.store(queue):
-                self.on_too_wide(queue)
+            self.store(queue)
 
-    def store(self, queue: QueueLeases) -> bool:
-        """Store the group's offset in a queue. True if its open positions span more than POP_SPAN_MAX.
-
-        If the stored offset was changed elsewhere, the queue is forgotten instead.
-        """
+    def store(self, queue: QueueLeases) -> None:
+        """Store the group's offset in a queue. If it was changed elsewhere, the queue is forgotten instead."""
         group, topic, queue_id = key = (queue.group, queue.topic, queue.queue_id)
         if self._queues.get(key) is not queue:
-            return False
+            return
         if self._offsets.table.get(group, {}).get(topic, {}).get(queue_id) != queue.stored_offset:
             self._forget(key, queue)
-            return False
+            return
         first_open = queue.first_open
         if first_open != queue.stored_offset:
-            self._offsets.commit(group, topic, {queue_id: first_open}, {queue_id: queue.next_offset})
+            self._offsets.advance(group, topic, queue_id, first_open)
             queue.stored_offset = first_open
-        return queue.next_offset - first_open > limits.POP_SPAN_MAX
+
+    def _add(self, key: Key, queue: QueueLeases) -> None:
+        self._queues[key] = queue
+        self._by_topic.setdefault(key[:2], set()).add(key[2])
+
+    def _remove(self, key: Key) -> None:
+        del self._queues[key]
+        queue_ids = self._by_topic[key[:2]]
+        queue_ids.discard(key[2])
+        if not queue_ids:
+            del self._by_topic[key[:2]]
 
     def _forget(self, key: Key, queue: QueueLeases) -> None:
         queue.forget()
-        del self._queues[key]
+        self._remove(key)
+        if queue.saved_parts:
+            self.orphaned_parts[key] = queue.saved_parts
+        self.count.changed.pop(queue, None)
 
     def _drop_idle_queues(self) -> None:
         if len(self._queues) < limits.POP_WINDOWS_MAX:
             return
         # Idle queues have no state but their stored offset, so they can be created again.
-        self._queues = {key: queue for key, queue in self._queues.items() if not queue.idle}
+        for key, queue in list(self._queues.items()):
+            if queue.idle:
+                self._forget(key, queue)
         if len(self._queues) >= limits.POP_WINDOWS_MAX:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
 

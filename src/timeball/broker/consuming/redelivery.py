@@ -1,10 +1,15 @@
-"""Redelivery of messages whose leases in memory end: a task writes them to their group again at the earliest deadline.
+"""Redelivery: a task writes messages to their group again when their leases end, and consumers give messages back.
 
-The task voids the receipt of a position before anything is awaited, so that no acknowledgement counts while its message
-is being written. The position is done when the new row is durable, never before. If the row cannot be written (the disk
-is full), the task tries again after `AGAIN_MS`. Until then the receipt is valid again. A message whose frame in the log
-is damaged can never be written again: the task reports it in the broker's log as lost to its group, and writes the
-others. In order nothing is written: the positions are leased again before all others.
+    the lease ends     the message becomes visible in the group's retry topic
+    given back         the same, or with a delay a scheduled message for the retry topic
+    attempts used up   the message goes to the group's dead letters
+
+The receipt of a position becomes void before anything is awaited, so that no acknowledgement counts while its message
+is being written. The new row and the saved state of its queue are one frame: after a crash, the log has both or none,
+so the message is neither lost nor delivered twice. If the row cannot be written (the disk is full), the task tries
+again after `AGAIN_MS`. Until then the receipt is valid again. A message whose frame in the log is damaged can never be
+written again: the task reports it in the broker's log as lost to its group, and writes the others. In order nothing is
+written: the positions are leased again before all others.
 """
 
 from __future__ import annotations
@@ -13,9 +18,10 @@ import asyncio
 import heapq
 import itertools
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,8 +29,11 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import redelivery_rows, retry
-from timeball.broker.consuming.leases import NO_RECEIPT, Lease, Leases, OpenCount, QueueLeases
-from timeball.broker.registry.lease_counts import LeaseCounts, topic_of
+from timeball.broker.consuming.lease_saver import LeaseSaver
+from timeball.broker.consuming.leases import Lease, Leases, OpenCount, QueueLeases
+from timeball.broker.filters.tags import BoolArray
+from timeball.broker.registry import groups
+from timeball.broker.registry.redeliveries import Redeliveries, topic_of
 from timeball.broker.registry.tables import Tables
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
@@ -32,23 +41,46 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, TimeballError
-from timeball.model.message import Kind
+from timeball.model.message import Int64Array, Kind
 from timeball.schedule.ticker import CLOCK_LOOK_MS
 
 logger = logging.getLogger(__name__)
 
 AGAIN_MS = 1_000
-PART_ROWS, PART_BYTES = 4_096, 8 * 1024 * 1024  # bounds of one read and write
-PARTS_AT_ONCE = 8
+PART_ROWS, PART_BYTES = 4_096, 8 * 1024 * 1024  # limits of one read and write
+
+
+class Return(NamedTuple):
+    """How a message returns to its group.
+
+    delay_ms   the time until the next delivery, or None for the delay of the group's retry policy
+    first      the level at which the retry policy begins (see `retry_delay_ms`)
+    reason     why a member gives the message back. None: its lease has ended
+    is_dead    True: to the dead letters, although it has attempts left
+    """
+
+    delay_ms: int | None = 0
+    first: int = groups.FIRST_LEVEL
+    reason: str | None = None
+    is_dead: bool = False
+
+
+EXPIRED = Return()
 
 
 @dataclass(frozen=True, slots=True)
-class _Voided:
-    """A position whose message is being written, and the `pop_ms` of its voided receipt."""
+class Returning:
+    """A position whose message is being written to its group again."""
 
+    queue: QueueLeases
     offset: int
     lease: Lease
-    pop_ms: int
+    how: Return = EXPIRED
+
+    @property
+    def is_current(self) -> bool:
+        """False if the group's offset was changed meanwhile, and the lease was forgotten."""
+        return self.queue.in_flight.get(self.offset) is self.lease
 
 
 SWEEP_ENTRIES_MIN = 1_024
@@ -122,26 +154,24 @@ class Redelivery:
         appender: Appender,
         waiters: Waiters,
         leases: Leases,
+        saver: LeaseSaver,
         *,
         settings: Settings,
         clock: SchedulerClock,
         log: CommitLog,
         tables: Tables,
-        lease_counts: LeaseCounts,
+        redeliveries: Redeliveries,
         reader_thread: Executor,
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        self._appender, self._waiters, self._leases = appender, waiters, leases
+        self._appender, self._waiters, self._leases, self._saver = appender, waiters, leases, saver
         self._settings, self._clock, self._log = settings, clock, log
-        self._tables, self._lease_counts = tables, lease_counts
+        self._tables, self._redeliveries = tables, redeliveries
         self._reader_thread, self._on_failure = reader_thread, on_failure
         self._deadlines = Deadlines(leases.count)
         self._wake = asyncio.Event()
-        self._too_wide: set[QueueLeases] = set()
-        self._slots = asyncio.Semaphore(PARTS_AT_ONCE)
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        leases.on_too_wide = self.narrow
 
     def wake(self) -> None:
         """Make the task read the clock again, and process the leases that have ended."""
@@ -156,11 +186,6 @@ class Redelivery:
             self._task = asyncio.create_task(self._run())
             self._task.add_done_callback(self._on_task_end)
 
-    def narrow(self, queue: QueueLeases) -> None:
-        """Write a queue's oldest leases to the log as messages, because they keep its stored offset too far back."""
-        self._too_wide.add(queue)
-        self._wake.set()
-
     async def close(self) -> None:
         """End the task. A write that has begun is completed."""
         self._closing = True
@@ -168,15 +193,34 @@ class Redelivery:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def write(
-        self, queue: QueueLeases, offsets: list[int], *, later: bool = False, dead: bool = False
-    ) -> None:
-        """Write these messages to the group again, durably. When this raises, they are leased as before.
+    def begin(self, queue: QueueLeases, offset: int, how: Return) -> Returning:
+        """Void the receipt of a leased position whose message returns. The caller passes the result to `write`."""
+        lease = queue.in_flight[offset]
+        lease.is_void = True
+        return Returning(queue, offset, lease, how)
 
-        They become scheduled messages due at the ends of their leases (`later`), dead letters (`dead`), or visible
-        messages.
-        """
-        await self._write(queue, _void(queue, offsets), later=later, dead=dead)
+    async def write(self, returning: Sequence[Returning]) -> None:
+        """Write these messages to their groups again, durably. When this raises, the rest is leased as before."""
+        full_topics = {
+            position.queue.topic
+            for position in returning
+            if position.how.is_dead or position.queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
+        }
+        try:
+            for chunk in _chunks(returning):
+                await self._write_chunk(chunk)
+                for position in chunk:
+                    # Not earlier: a position is done when its new row is durable.
+                    if position.is_current:
+                        position.queue.done(position.offset)
+        finally:
+            for position in returning:
+                if (
+                    position.is_current
+                ):  # not written: the lease is valid as before, and the task soon tries again
+                    self._restore(position)
+            self._leases.store_all({position.queue for position in returning})
+        self._waiters.wake(full_topics)
 
     # -- the task ----------------------------------------------------------------------------------------------
 
@@ -184,13 +228,9 @@ class Redelivery:
         while not self._closing:
             self._wake.clear()
             now_ms = self._clock.elapsed_ms()
-            jobs = [job for due in self._deadlines.pop_due(now_ms) for job in self._expired(*due)]
-            # As scheduled messages, these positions are done, so the group's stored offset can move on.
-            jobs += [(queue, _void(queue, _oldest(queue)), True) for queue in self._too_wide]
-            self._too_wide.clear()
-            if jobs:
-                # Each job has another queue, so a failed job must not hold back the others.
-                await asyncio.gather(*(self._try_write(*job) for job in jobs))
+            ended = [job for due in self._deadlines.pop_due(now_ms) for job in self._end(*due)]
+            if ended:
+                await self._try_write(ended)
                 continue
             next_ms = self._deadlines.next_ms()
             # A machine gives no notice when it resumes from suspension, so the clock is read regularly (see ticker.py).
@@ -201,9 +241,7 @@ class Redelivery:
             except TimeoutError:
                 pass
 
-    def _expired(
-        self, queue: QueueLeases, offsets: list[int]
-    ) -> Iterator[tuple[QueueLeases, list[_Voided], bool]]:
+    def _end(self, queue: QueueLeases, offsets: list[int]) -> Iterator[Returning]:
         in_order = [offset for offset in offsets if queue.in_flight[offset].in_order]
         for offset in in_order:
             queue.in_flight[offset].times += 1
@@ -211,165 +249,186 @@ class Redelivery:
             queue.give_back(offset)
         if in_order:
             self._waiters.wake([queue.topic])
-        others = _void(queue, [offset for offset in offsets if offset in queue.in_flight])
-        if others:
-            yield queue, others, False
+        for offset in offsets:
+            if offset in queue.in_flight:
+                yield self.begin(queue, offset, EXPIRED)
 
-    async def _try_write(self, queue: QueueLeases, voided: list[_Voided], later: bool) -> None:
+    async def _try_write(self, ended: list[Returning]) -> None:
         try:
-            await self._write(queue, voided, later=later)
+            await self.write(ended)
         except TimeballError as error:
+            queues = {position.queue for position in ended}
+            if len(queues) > 1:
+                # The reason may be one group's, for example too many topics, and must not hold back the others.
+                for queue in queues:
+                    of_queue = [position for position in ended if position.queue is queue]
+                    await self._try_write([position for position in of_queue if self._begin_again(position)])
+                return
             logger.warning(
                 "messages come back later group=%s topic=%s messages=%d reason=%s",
-                queue.group,
-                queue.topic,
-                len(voided),
+                ended[0].queue.group,
+                ended[0].queue.topic,
+                len(ended),
                 error,
             )
+
+    def _begin_again(self, position: Returning) -> bool:
+        """Void the receipt of a position that `write` has restored. False if it is written, or answered meanwhile."""
+        if not position.is_current or position.lease.is_void:
+            return False
+        position.lease.is_void = True
+        return True
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failure(error)  # without the task, no lease would end any more
 
-    # -- writing -----------------------------------------------------------------------------------------------
-
-    async def _write(
-        self, queue: QueueLeases, voided: list[_Voided], *, later: bool, dead: bool = False
-    ) -> None:
-        was_full = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
-        try:
-            for chunk in _chunks(voided):
-                # Bounds the bodies in memory: in a queue of large messages, thousands of leases may end at once.
-                async with self._slots:
-                    await self._write_chunk(queue, chunk, later=later, dead=dead)
-                for position in chunk:
-                    # Not earlier: while the copy is not durable, a crash must find the position open.
-                    queue.done(position.offset)
-        finally:
-            for position in voided:
-                # Not written, or the write failed: the lease is valid as before, and the task soon tries again.
-                if queue.in_flight.get(position.offset) is position.lease:
-                    self._restore(queue, position)
-            # Also after an error: some parts may have been written before, and their positions are done.
-            self._leases.store(queue)
-        if was_full or dead:
-            self._waiters.wake([queue.topic])
-
-    def _restore(self, queue: QueueLeases, position: _Voided) -> None:
+    def _restore(self, position: Returning) -> None:
         lease = position.lease
-        lease.pop_ms = position.pop_ms
+        lease.is_void = lease.is_written = False
         # Not at once, because the reason of the failure, for example a full disk, seldom ends within a millisecond.
         lease.deadline_ms = max(lease.deadline_ms, self._clock.elapsed_ms() + AGAIN_MS)
-        self.expect(queue, [position.offset], lease.pop_ms, lease.deadline_ms)
+        self.expect(position.queue, [position.offset], lease.pop_ms, lease.deadline_ms)
 
-    async def _write_chunk(
-        self, queue: QueueLeases, chunk: list[_Voided], *, later: bool, dead: bool
-    ) -> None:
-        # Retention may have removed rows, and leases are forgotten when the group's offset was changed.
-        kept_positions = [
-            position
-            for position in chunk
-            if position.lease.seq >= self._log.reader.first_seq
-            and queue.in_flight.get(position.offset) is position.lease
-        ]
-        rows, kept_positions = await self._read(queue, kept_positions)
-        if not kept_positions:
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    async def _write_chunk(self, chunk: Sequence[Returning]) -> None:
+        # Retention may have removed rows.
+        first_seq = self._log.reader.first_seq
+        rows, returning = await self._read(
+            [position for position in chunk if position.is_current and position.lease.seq >= first_seq]
+        )
+        if not returning:
             return
         self._log.writer.check_admission()
         now_ms = self._clock.now_ms()
-        times = redelivery_rows.times_after(rows)
-        # -1: any number of attempts is too many, so all messages go to the dead letters.
-        times_max = -1 if dead else self._tables.groups.times_max(queue.group)
-        retry_name = redelivery_rows.retry_topic(queue.group, queue.topic)
-        topics = redelivery_rows.topics_after(
-            retry_name, retry.dead_letter_topic(queue.group), times, times_max
-        )
-        for name in set(topics):
-            self._tables.topics.ensure(name, 1)
-        due_ms = np.array(
-            [self._clock.as_wall(position.lease.deadline_ms) for position in kept_positions], dtype=np.int64
-        )
-        batch = redelivery_rows.build(
-            rows,
-            kind=Kind.SCHEDULED if later else Kind.MESSAGE,
-            topics=topics,
-            properties=_properties(rows, queue, kept_positions),
-            times=times,
-            due_ms=due_ms if later else None,
-            source_seq=rows.column("seq") if later else None,
-            now_ms=now_ms,
-            host=self._settings.host,
-        )
+        copies = self._copies(rows, returning, now_ms)
+        prepared = self._appender.prepare(copies, now_ms)  # runs every check that may refuse
+        # A group that was moved during the read begins again elsewhere, and gets no copies.
+        current = np.array([position.is_current for position in returning])
+        if not current.all():
+            prepared = prepared.filter(pa.array(current))
+            returning = [position for position in returning if position.is_current]
+            if not returning:
+                return
+        for position in returning:
+            position.lease.is_written = True
+        change = self._saver.change(list({position.queue: None for position in returning}))
+        scheduled = np.flatnonzero(prepared.column("kind").to_numpy() == Kind.SCHEDULED)
+        keys = [
+            (position.queue.group, topic_of(position.queue.group, position.queue.topic))
+            for position in (returning[at] for at in scheduled.tolist())
+        ]
 
         def on_durable() -> None:
-            if later:  # the consumer still holds these messages
-                numbers = np.arange(appended.first_seq, appended.first_seq + len(kept_positions))
-                self._lease_counts.add(queue.group, topic_of(queue.group, queue.topic), numbers)
+            self._redeliveries.add(keys, appended.first_seq + scheduled)
 
-        appended = self._appender.append(self._appender.prepare(batch, now_ms), on_durable)
+        appended = self._appender.append(
+            pa.concat_batches([prepared, change.rows]), on_durable if keys else None, is_duration=True
+        )
+        change.keep()
         await appended.durable
 
-    async def _read(self, queue: QueueLeases, voided: list[_Voided]) -> tuple[pa.RecordBatch, list[_Voided]]:
+    async def _read(self, returning: list[Returning]) -> tuple[pa.RecordBatch, list[Returning]]:
         """Read the rows of these positions. Returns the rows, and the positions without those in damaged frames."""
         reader = self._log.reader
-        seqs = np.array([position.lease.seq for position in voided], dtype=np.int64)
+        seqs = np.array([position.lease.seq for position in returning], dtype=np.int64)
         try:
-            return await in_thread(self._reader_thread, reader.read_rows, seqs), voided
+            return await in_thread(self._reader_thread, reader.read_rows, seqs), returning
         except Corrupt as error:
-            if len(voided) == 1:
+            if len(returning) == 1:
+                queue, offset = returning[0].queue, returning[0].offset
                 logger.error(
                     "message lost group=%s topic=%s queue=%d offset=%d seq=%d reason=%s",
                     queue.group,
                     queue.topic,
                     queue.queue_id,
-                    voided[0].offset,
+                    offset,
                     seqs[0],
                     error,
                 )
                 return await in_thread(self._reader_thread, reader.read_rows, seqs[:0]), []
         # A read fails as a whole, so it is halved until the damaged rows are separated from the others.
-        middle = len(voided) // 2
-        halves = [await self._read(queue, half) for half in (voided[:middle], voided[middle:])]
+        middle = len(returning) // 2
+        halves = [await self._read(half) for half in (returning[:middle], returning[middle:])]
         return pa.concat_batches([rows for rows, _ in halves]), [
             position for _, half_positions in halves for position in half_positions
         ]
 
+    def _copies(self, rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: int) -> pa.RecordBatch:
+        """Build the rows that bring these messages back, and create their topics. Raises OverLimit."""
+        counts = np.array([position.lease.counts for position in returning], dtype=np.int64)
+        times = np.minimum(redelivery_rows.times_of(rows) + counts, retry.INT_MAX)
+        topics, delays_ms = [], []
+        for position, attempts in zip(returning, times.tolist(), strict=True):
+            group = position.queue.group
+            is_dead = position.how.is_dead or attempts > self._tables.groups.times_max(group)
+            topics.append(
+                retry.dead_letter_topic(group)
+                if is_dead
+                else redelivery_rows.retry_topic(group, position.queue.topic)
+            )
+            delays_ms.append(0 if is_dead else self._delay_ms(position, attempts))
+        for name in set(topics):
+            self._tables.topics.ensure(name, 1)
+        delay_ms = np.array(delays_ms, dtype=np.int64)
+        is_later: BoolArray = delay_ms > 0
+        return redelivery_rows.build(
+            rows,
+            kind=np.where(is_later, int(Kind.SCHEDULED), int(Kind.MESSAGE)).astype(np.int8),
+            topics=topics,
+            properties=_properties(rows, returning, now_ms),
+            times=times,
+            due_ms=_masked(now_ms + delay_ms, is_later),
+            source_seq=_masked(rows.column("seq").to_numpy(), is_later),
+            now_ms=now_ms,
+            host=self._settings.host,
+        )
 
-def _properties(rows: pa.RecordBatch, queue: QueueLeases, positions: list[_Voided]) -> pa.Array:
-    texts, first_ms = rows.column("properties"), positions[0].pop_ms
-    if all(position.pop_ms == first_ms and not position.lease.nack_reason for position in positions):
-        return redelivery_rows.properties_for(texts, queue.group, queue.topic, first_ms)
-    adding = [
-        redelivery_rows.added(queue.group, queue.topic, position.pop_ms)
-        | redelivery_rows.given_up(position.lease.nack_reason)
-        for position in positions
-    ]
-    return redelivery_rows.properties_of_each(texts, adding)
+    def _delay_ms(self, position: Returning, attempts: int) -> int:
+        if position.how.delay_ms is not None:
+            return position.how.delay_ms
+        group = self._tables.groups.find_group(position.queue.group)
+        policy = group.group_retry_policy if group is not None else None
+        # At least one attempt, even if the first one does not count.
+        return groups.retry_delay_ms(policy, max(1, attempts), first=position.how.first)
 
 
-def _void(queue: QueueLeases, offsets: Collection[int]) -> list[_Voided]:
-    """Void the receipts of these positions, whose messages are about to be written."""
-    voided = [_Voided(offset, queue.in_flight[offset], queue.in_flight[offset].pop_ms) for offset in offsets]
-    for position in voided:
-        position.lease.pop_ms = NO_RECEIPT
-    return voided
+def _masked(values: Int64Array, is_set: BoolArray) -> pa.Array | None:
+    """Make a column with nulls where `is_set` is false. None if all are null."""
+    return pa.array(values, mask=~is_set) if is_set.any() else None
 
 
-def _oldest(queue: QueueLeases) -> list[int]:
-    """List the leased offsets in the older half of a queue whose open positions span too much."""
-    # Leaves half of the allowed span, so that the next message does not make it too wide again.
-    end = queue.next_offset - limits.POP_SPAN_MAX // 2
-    return [
-        offset
-        for offset, lease in queue.in_flight.items()
-        if offset < end and not lease.in_order and lease.pop_ms != NO_RECEIPT
-    ]
+def _properties(rows: pa.RecordBatch, returning: Sequence[Returning], now_ms: int) -> pa.Array:
+    texts, first = rows.column("properties"), returning[0]
+    queue, pop_ms = first.queue, first.lease.pop_ms
+    if all(
+        position.how is EXPIRED
+        and (
+            position.queue is queue
+            or (position.queue.group, position.queue.topic) == (queue.group, queue.topic)
+        )
+        and position.lease.pop_ms == pop_ms
+        and not position.lease.nack_reason
+        for position in returning
+    ):
+        return redelivery_rows.properties_for(texts, queue.group, queue.topic, pop_ms)
+    return redelivery_rows.properties_of_each(texts, [_added(position, now_ms) for position in returning])
 
 
-def _chunks(voided: list[_Voided]) -> Iterator[list[_Voided]]:
-    chunk: list[_Voided] = []
+def _added(position: Returning, now_ms: int) -> dict[str, str]:
+    queue, lease, how = position.queue, position.lease, position.how
+    added = redelivery_rows.added(queue.group, queue.topic, lease.pop_ms)
+    if how.is_dead or how.reason is None:
+        return added | redelivery_rows.given_up(how.reason or lease.nack_reason)
+    return added | redelivery_rows.given_back(how.reason, now_ms)
+
+
+def _chunks(returning: Sequence[Returning]) -> Iterator[list[Returning]]:
+    """Split positions: the bodies of a part are in memory at the same time."""
+    chunk: list[Returning] = []
     size_bytes = 0
-    for position in voided:
+    for position in returning:
         if chunk and (len(chunk) == PART_ROWS or size_bytes + position.lease.size_bytes > PART_BYTES):
             yield chunk
             chunk, size_bytes = [], 0

@@ -6,16 +6,15 @@ These columns change, besides the kind, the queue, and the time and host of the 
     reconsume_times  one more, unless this attempt does not count
     properties       the copy's group, the message's topic, the time of its first delivery, and the time and reason when
                      a member gave it back; delays that are over are removed
-    due_ms           of a scheduled message: the end of the lease
+    due_ms           of a scheduled message: the time of the next delivery
     source_seq       of a scheduled message: the row handed out
 
 POP's retry topic contains the names of group and topic: `%RETRY%<group>_<topic>` (RocketMQ's first form, the default of
 its brokers). Two pairs of names may make the same topic ("a_b" with "c", "a" with "b_c"; RocketMQ #9633), so every copy
 names its group, and other groups do not get it.
 
-Rows are built by columns: a receive writes every message once more, and Python code for each row would be most of its
-cost. A few rows are built as values, because each call of Arrow costs as much for one row as for many. Properties are
-decoded only when appending text to them is not enough.
+Rows are built by columns, because thousands of leases may end at once. Properties are decoded only when appending text
+to them is not enough.
 
 Nothing is refused, because the message has been accepted. If the properties would exceed the limit of RocketMQ's
 protocol, the least important ones are left out.
@@ -23,17 +22,14 @@ protocol, the least important ones are left out.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from operator import itemgetter
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.consuming import retry
-from timeball.broker.consuming.requests import Subscription
-from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits
 from timeball.model.message import (
     NACK_REASON,
@@ -41,19 +37,15 @@ from timeball.model.message import (
     ORIGIN_GROUP,
     PROPERTY_END,
     PROPERTY_NAME_END,
-    READ_SCHEMA,
     RETRY_PREFIX,
     RETRY_TOPIC,
     Int64Array,
-    Kind,
-    LogRow,
     build_rows,
     byte_lengths,
     decode_properties,
     encode_properties,
     filled,
 )
-from timeball.model.rows import scheduled_row
 
 FIRST_POP_TIME = "1ST_POP_TIME"
 POP_CK = "POP_CK"
@@ -62,11 +54,7 @@ POP_CK = "POP_CK"
 _ADDED_NAMES = (ORIGIN_GROUP, RETRY_TOPIC, FIRST_POP_TIME, NACK_TIME, NACK_REASON)
 _NAMES = "|".join(sorted([*retry.SPENT, *_ADDED_NAMES, POP_CK]))
 _REBUILD_PATTERN = f"(^|{PROPERTY_END})({_NAMES}){PROPERTY_NAME_END}"
-_REBUILD = re.compile(_REBUILD_PATTERN)
-FEW_ROWS = 32  # up to this number, building row by row costs less than by columns
 _KEPT = ("tag", "keys", "unique_key", "body", "born_ms", "born_host", "flag", "sys_flag")
-_READ = ("seq", "reconsume_times", "properties", *_KEPT)
-_READ_VALUES = itemgetter(*(READ_SCHEMA.get_field_index(name) for name in _READ))
 
 
 def retry_topic(group: str, topic: str) -> str:
@@ -88,85 +76,22 @@ def times_of(rows: pa.RecordBatch) -> Int64Array:
     return np.asarray(filled(rows.column("reconsume_times"), 0).to_numpy(), dtype=np.int64)
 
 
-def times_after(rows: pa.RecordBatch) -> Int64Array:
-    """Compute the number of attempts of each row, including the lease that begins now."""
-    return np.minimum(times_of(rows) + 1, retry.INT_MAX)
-
-
-def topics_after(again: str, dead: str, times: Int64Array, times_max: int) -> list[str]:
-    """Choose a topic for each row: `again`, or `dead` when its attempts are used up."""
-    return [dead if late else again for late in (times > times_max).tolist()]
-
-
-def handed_out(
-    rows: pa.RecordBatch, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
-) -> pa.RecordBatch:
-    """Build the scheduled messages that bring these rows back to the group when the lease ends at `due_ms`."""
-    times = times_after(rows)
-    return build(
-        rows,
-        topics=topics_after(main.retry_name, main.dead_letter_name, times, main.times_max),
-        properties=properties_for(rows.column("properties"), group, topic, now_ms),
-        times=times,
-        due_ms=np.full(rows.num_rows, due_ms, dtype=np.int64),
-        source_seq=rows.column("seq"),
-        now_ms=now_ms,
-        host=host,
-    )
-
-
-def few_handed_out(
-    rows: ReadRows, *, group: str, topic: str, main: Subscription, now_ms: int, due_ms: int, host: str
-) -> list[LogRow]:
-    """Build the same rows as `handed_out`, as values."""
-    new_properties = added(group, topic, now_ms)
-    encoded = encode_properties(new_properties)
-    values = (
-        map(_READ_VALUES, rows.values)
-        if isinstance(rows, NumberedRows)
-        else zip(*(rows.column(name).to_pylist() for name in _READ), strict=True)
-    )
-    built: list[LogRow] = []
-    for seq, times_before, text, tag, keys, unique_key, body, born_ms, born_host, flag, sys_flag in values:
-        times = min((times_before or 0) + 1, retry.INT_MAX)
-        # As in `topics_after`.
-        name = main.dead_letter_name if times > main.times_max else main.retry_name
-        properties = _properties_with(text or "", new_properties, encoded)
-        built.append(
-            scheduled_row(
-                topic=name, queue_id=0, tag=tag, keys=keys, unique_key=unique_key, body=body, properties=properties,
-                born_ms=born_ms, born_host=born_host, store_ms=now_ms, store_host=host, flag=flag, sys_flag=sys_flag,
-                reconsume_times=times, due_ms=due_ms, source_seq=seq,
-            )
-        )  # fmt: skip
-    return built
-
-
-def _properties_with(text: str, new_properties: dict[str, str], encoded: str) -> str:
-    """Add properties to those of one row, as `properties_for` does to a column."""
-    joined = f"{text}{PROPERTY_END if text and not text.endswith(PROPERTY_END) else ''}{encoded}"
-    # The same condition as for columns in `properties_for`, so that both ways build the same text.
-    if _REBUILD.search(text) or len(joined.encode()) > limits.PROPERTIES_BYTES_MAX:
-        return properties_of(text, new_properties)
-    return joined
-
-
 def build(
     rows: pa.RecordBatch,
     *,
-    kind: Kind = Kind.SCHEDULED,
+    kind: npt.NDArray[np.int8],
     topics: Sequence[str],
     properties: pa.Array,
     times: Int64Array,
-    due_ms: Int64Array | None = None,
-    source_seq: pa.Array | None = None,
+    due_ms: pa.Array | None,
+    source_seq: pa.Array | None,
     now_ms: int,
     host: str,
 ) -> pa.RecordBatch:
-    """Build LOG_SCHEMA rows of `kind` from READ_SCHEMA rows. Without `due_ms` or `source_seq`, the column is null."""
+    """Build LOG_SCHEMA rows from READ_SCHEMA rows. The columns `due_ms` and `source_seq` are null for None."""
     return build_rows(
         rows.num_rows,
-        kind=int(kind),
+        kind=kind,
         topic=topics,
         queue_id=0,
         properties=properties,

@@ -1,8 +1,7 @@
 """The requests of consumers, and the messages and receipts in the answers. No I/O.
 
-A receipt names one lease of one message. It contains everything that is needed to settle the lease without a read of
-the log. Therefore the protocols seal receipts when they convert them to text: a receipt with an invented number would
-settle the message of another consumer.
+A receipt names one lease of one message. The protocols seal receipts when they convert them to text: a receipt with an
+invented number would settle the message of another consumer.
 """
 
 from __future__ import annotations
@@ -20,29 +19,13 @@ from timeball.model.message import READ_SCHEMA
 
 
 class Receipt(NamedTuple):
-    """A lease kept in the log. Its scheduled message, `seq`, brings the message back when the lease ends.
-
-    `due_ms` is the first due time of the scheduled message. The receipt stays valid if the end of the lease is changed.
-    `topic` is the topic of the request.
-    """
-
-    group: str
-    topic: str
-    seq: int
-    due_ms: int
-
-
-class PositionReceipt(NamedTuple):
-    """A lease of a queue position, kept in memory. `topic` is the topic of the row, which may be a retry topic."""
+    """One lease of a queue position. `topic` is the topic of the queue, which may be the group's retry topic."""
 
     group: str
     topic: str
     queue_id: int
     offset: int
     pop_ms: int
-
-
-AnyReceipt = Receipt | PositionReceipt
 
 
 class Subscription(NamedTuple):
@@ -63,11 +46,8 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
     from_max      a group without an offset begins at the end of a queue
     attempt_id    in order, a repeated request with the same id gets the same messages again, because they may not have
                   arrived
-    in_log        the leases are scheduled messages in the log, which survive a crash. Otherwise they are kept in
-    memory,
-                  and after a crash the messages are handed out again. In-order leases are always kept in memory,
-                  because a copy after later messages would break the order. For them `in_log` means that the broker
-                  counts the attempts, otherwise the client counts
+    counts_times  in order, the broker counts the attempts, and a message that has used them up becomes a dead letter.
+                  Otherwise the client counts (RocketMQ's POP)
     """
 
     group: str
@@ -79,7 +59,7 @@ class ReceiveRequest(msgspec.Struct, frozen=True):
     from_max: bool = False
     in_order: bool = False
     attempt_id: str = ""
-    in_log: bool = False
+    counts_times: bool = False
 
 
 NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)  # made once, because it takes a third of a millisecond
@@ -94,7 +74,7 @@ class Received(msgspec.Struct, frozen=True):
     """
 
     handed_out: ReadRows
-    receipts: list[AnyReceipt]
+    receipts: list[Receipt]
     pop_ms: int = 0
     times: list[int] = []
     rest: int = 0

@@ -13,8 +13,8 @@ from concurrent.futures import Executor
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.consuming.leases import NO_RECEIPT, LeasedPosition, QueueLeases
-from timeball.broker.consuming.redelivery_rows import FEW_ROWS, is_of
+from timeball.broker.consuming.leases import LeasedPosition, QueueLeases
+from timeball.broker.consuming.redelivery_rows import is_of
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import Filter
 from timeball.broker.filters.tags import BoolArray
@@ -26,10 +26,11 @@ from timeball.model.errors import OutOfRange
 from timeball.model.message import READ_SCHEMA, Int64Array
 
 SCAN_ENTRIES = 4_096  # index entries that a filter searches at once
+FEW_ROWS = 32  # up to this number, rows that are still in memory are handed out as values
 
 
 class Selection:
-    """The positions that one request has leased. `pop_ms` identifies the receipts (NO_RECEIPT: leases in the log)."""
+    """The positions that one request has leased. `pop_ms` identifies the receipts."""
 
     def __init__(self, rows: int, pop_ms: int, deadline_ms: int, *, in_order: bool, attempt_id: str) -> None:
         self._free_rows = rows  # how many more rows fit into the answer
@@ -79,7 +80,7 @@ class Selection:
         if (
             not self._attempt_id
             or queue.attempt_id != self._attempt_id
-            or any(lease.pop_ms == NO_RECEIPT or not lease.in_order for lease in queue.in_flight.values())
+            or any(lease.is_void or not lease.in_order for lease in queue.in_flight.values())
         ):
             return False
         # The answer was lost, so the consumer gets the same messages again and not the next ones.

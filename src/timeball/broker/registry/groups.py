@@ -8,11 +8,12 @@ slow consumers) are stored and returned unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import msgspec
 
-from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.broker.registry.topics import check_name, check_topic
 from timeball.model import limits
 from timeball.model.errors import GroupNotFound, OutOfRange, OverLimit
@@ -244,30 +245,16 @@ class EpochFacts(msgspec.Struct, frozen=True):
 
 # ---- stored offsets, per topic and queue ---------------------------------------------------------------------
 #     offsets/<group>@<topic>   {queue: offset}
-#     offsets/parked            {"from_seq": row, "ahead": {group: {topic: {queue: [[begin, end], …]}}}}
 #
-# Changed offsets are appended as one frame of META rows, at most once a second (RocketMQ: every five seconds). After a
-# crash a group may see the messages of its last second again (G4, at least once). It never misses any, because the rows
-# of offsets stand after the messages that they cover.
+# Changed offsets are appended as one frame of META rows: those of leases together with the leases
+# (consuming/lease_saver.py), those that consumers store themselves at most once a second (RocketMQ: every five
+# seconds). After a crash a group may see the messages of its last moments again (G4, at least once). It never misses
+# any, because the rows of offsets stand after the messages that they cover.
 
-PARKED = "parked"
-
-STALE_ROWS = 200_000  # rows that a start may have to read, which takes some tenths of a second
+PARKED = "parked"  # a row of former versions, which is ignored
 
 Table = dict[str, dict[str, dict[int, int]]]  # group -> topic -> queue -> offset
-# group -> topic -> queue -> done positions [begin, end) after the offset
-Ahead = dict[str, dict[str, dict[int, list[tuple[int, int]]]]]
-
-
-class Parked(msgspec.Struct, frozen=True):
-    """Positions done after the offsets: those in `ahead`, and those of messages in the log from `from_seq` on.
-
-    With it, a group does not see messages again after a crash that were leased to it in the log
-    (consuming/log_leases.py). It is written in the same frame as the offsets that it belongs to.
-    """
-
-    from_seq: int
-    ahead: Ahead
+Unit = tuple[str, str]  # a group and a topic, whose offsets are saved together
 
 
 class Offsets:
@@ -275,15 +262,14 @@ class Offsets:
 
     def __init__(self, meta: MetaLog) -> None:
         self._meta = meta
-        self.table: Table = {}  # read-only outside; changes go through `commit`
-        self._changed: set[tuple[str, str]] = set()  # (group, topic) changed since the last `save`
-        self.parked = Parked(0, {})  # as last saved
+        self.table: Table = {}  # read-only outside; changes go through `commit` and `advance`
+        self._changed: set[Unit] = set()  # changed and not saved yet
+        self._moved: set[Unit] = set()  # those of `_changed` that were changed by `commit`, or forgotten
         meta.register("offsets", self)
 
     def restore(self, name: str, value: bytes) -> None:
         """Recovery: apply a row of offsets from the log."""
         if name == PARKED:
-            self.parked = msgspec.json.decode(value, type=Parked)
             return
         group, _, topic = name.partition("@")
         if value:
@@ -311,13 +297,13 @@ class Offsets:
         """Forget the offsets of a deleted group. Its next member begins like a member of a new group."""
         for topic in self.topics_of(group):
             self._forget(group, topic)
-            self._changed.add((group, topic))
+            self._mark_moved(group, topic)
 
     def forget_topic(self, topic: str) -> None:
         """Forget the offsets in a deleted topic. In a new topic with this name, all groups begin anew."""
         for group in self.groups_of(topic):
             self._forget(group, topic)
-            self._changed.add((group, topic))
+            self._mark_moved(group, topic)
 
     def commit(self, group: str, topic: str, offsets: dict[int, int], queue_max: dict[int, int]) -> None:
         """Store offsets in memory until the next `save`. `queue_max`: the end offset of each queue.
@@ -335,26 +321,36 @@ class Offsets:
                     f"offset {offset} of queue {queue}: {topic!r} ends at {queue_max.get(queue)}"
                 )
         self.table.setdefault(group, {}).setdefault(topic, {}).update(offsets)
+        self._mark_moved(group, topic)
+
+    def advance(self, group: str, topic: str, queue: int, offset: int) -> None:
+        """Store the offset that follows from the leases of a queue, in memory until it is saved with them."""
+        self.table[group][topic][queue] = offset
         self._changed.add((group, topic))
 
-    def save(self, parked: Parked) -> None:
-        """Append changed offsets to the log.
+    def moved(self) -> list[Unit]:
+        """List the units whose offsets were changed by `commit` or forgotten since they were last saved."""
+        return list(self._moved)
 
-        `parked` belongs to these offsets: the caller computes it without an await before this call.
-        """
-        # In most seconds of a quiet broker nothing has changed, and no row is written.
-        if self._changed or self._is_stale(parked):
-            changed_values = (
-                (f"offsets/{g}@{t}", self.table.get(g, {}).get(t)) for g, t in sorted(self._changed)
-            )
-            # One frame, so that offsets and `parked` match. Otherwise a crash could repeat a position or lose it.
-            self._meta.put([*changed_values, (f"offsets/{PARKED}", parked)])
-            self._changed.clear()
-            self.parked = parked
+    def changed(self, units: Iterable[Unit] | None = None) -> Change:
+        """Build rows with those of these units' offsets that have changed. None: of all units."""
+        saved = self._changed if units is None else self._changed.intersection(units)
+        saved = set(saved)
+        rows, keep_values = self._meta.changed(
+            (f"offsets/{group}@{topic}", self.table.get(group, {}).get(topic))
+            for group, topic in sorted(saved)
+        )
 
-    def _is_stale(self, parked: Parked) -> bool:
-        """Check whether `parked` must be saved: `ahead` changed, or a start would have to read too much of the log."""
-        return parked.ahead != self.parked.ahead or parked.from_seq - self.parked.from_seq > STALE_ROWS
+        def keep() -> None:
+            keep_values()
+            self._changed -= saved
+            self._moved -= saved
+
+        return Change(rows, keep)
+
+    def _mark_moved(self, group: str, topic: str) -> None:
+        self._changed.add((group, topic))
+        self._moved.add((group, topic))
 
     def _forget(self, group: str, topic: str) -> None:
         topics = self.table.get(group, {})

@@ -5,11 +5,10 @@
     group/<name>                       SubscriptionGroup        groups.py
     mode/<topic>@<group>               RequestMode              groups.py
     offsets/<group>@<topic>            {queue: offset}          groups.py
-    offsets/parked                     Parked                   groups.py
-    in_flight/<group>@<topic>@<queue>  leases at a clean stop   lease_counts.py
+    leases/<group>@<topic>@<queue>@<part>   SavedPart           lease_meta.py
     campaign/<id>                      CampaignFacts            campaigns.py
     push/<name>                        PushSubscription         push_subscriptions.py
-    secret/receipts                    32 bytes, as base64      lease_counts.py
+    secret/receipts                    32 bytes, as base64      lease_meta.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     repeated/<group>                   {queue: [Run]}           dead_letters.py
@@ -38,6 +37,9 @@ from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import SNAPSHOT_KEY, meta_rows
 
 T = TypeVar("T")
+
+# Rows of former versions, which are ignored: leases that the last orderly stop saved.
+FORMER_PREFIXES = {"in_flight"}
 
 
 class Change(NamedTuple):
@@ -118,6 +120,8 @@ class MetaLog:
             if key == SNAPSHOT_KEY:
                 continue  # its values are also in earlier rows, which have been applied
             prefix, _, name = key.rpartition("/")  # names contain no slash
+            if prefix in FORMER_PREFIXES:
+                continue
             table = self._tables.get(prefix)
             # Unknown values must not be skipped: the next snapshot would lack them, and they would be lost.
             if table is None:

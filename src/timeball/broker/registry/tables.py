@@ -7,7 +7,7 @@ from timeball.broker.registry.dead_letters import ExpiredMessages, RepeatedDeadL
 from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, Offsets, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys, SourcePositions
-from timeball.broker.registry.lease_counts import ReceiptSecret, SavedLeases
+from timeball.broker.registry.lease_meta import ReceiptSecret, SavedPart
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.topics import Topics
@@ -22,7 +22,9 @@ class Tables:
         self.topics = Topics(files, meta, queues_per_topic=queues_per_topic)
         self.offsets, self.groups, self.request_modes = Offsets(meta), Groups(meta), RequestModes(meta)
         self.receipt_secret = ReceiptSecret(meta)
-        self.in_flight = MetaTable(meta, "in_flight", SavedLeases)  # leases saved by the last orderly stop
+        self.leases = MetaTable(
+            meta, "leases", SavedPart
+        )  # open leases of all groups (consuming/lease_saver.py)
         self.campaigns = Campaigns(meta)
         self.idempotency_keys = IdempotencyKeys(meta)
         self.source_positions = SourcePositions(meta)

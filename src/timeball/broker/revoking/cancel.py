@@ -34,8 +34,8 @@ import numpy.typing as npt
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.registry.drains import Drains
-from timeball.broker.registry.lease_counts import LeaseCounts
 from timeball.broker.registry.rates import Rates, Stat
+from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.scheduled_lookup import (
     CANCELLED,
@@ -98,7 +98,7 @@ async def cancel(
     *,
     by: str = "",
     clock: SchedulerClock,
-    lease_counts: LeaseCounts,
+    redeliveries: Redeliveries,
     scheduler: Scheduler,
     rates: Rates,
 ) -> dict[int, Verdict]:
@@ -116,7 +116,7 @@ async def cancel(
     ]
     if pending:
         # An operator may name a retry topic. Its scheduled messages are leases, which are counted.
-        lease_counts.end(np.array([c.number for c in pending], dtype=np.int64))
+        redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
         await appender.append_few(cancel_rows(pending, now_ms, by))
         rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in pending))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topic import Topic
@@ -39,7 +39,7 @@ class LeasedRows(NamedTuple):
     """Leased messages in wire.RECEIVED_SCHEMA, as a batch or an encoded Arrow message, and their receipts."""
 
     rows: pa.RecordBatch | bytes
-    receipts: list[AnyReceipt]
+    receipts: list[Receipt]
 
 
 class ServedBroker(NamedTuple):
@@ -209,7 +209,7 @@ async def receive(
             invisible_ms=request.invisible_ms,
             wanted=_build_filter(filters, request, broker.tables.topics.find_topic(request.topic)),
             in_order=group.consume_message_orderly,
-            in_log=True,
+            counts_times=True,
         ),
         max(0, round(1000 * (deadline_s - loop.time()))),
         on_wait,
@@ -264,7 +264,7 @@ def _receipts(
     served: ServedBroker,
     request: wire.Acknowledge | wire.ChangeInvisibleTime | wire.DeadLetter,
     caller: Caller,
-) -> list[AnyReceipt]:
+) -> list[Receipt]:
     """Decode the receipts of a request. Raises Forbidden and InvalidReceipt."""
     policy = served.broker.policy
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)

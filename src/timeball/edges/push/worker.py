@@ -21,7 +21,7 @@ import ssl
 from typing import TYPE_CHECKING, NamedTuple
 
 from timeball.broker.admin.campaign_changes import EXPRESSION_TYPES
-from timeball.broker.consuming.requests import AnyReceipt, ReceiveRequest
+from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.groups import retry_delay_ms
 from timeball.broker.registry.push_subscriptions import PushSubscription
@@ -173,7 +173,7 @@ class _PushRequest(NamedTuple):
     """A message that is being sent. `size_bytes` counts towards the limit for bodies in memory."""
 
     delivery: Delivery
-    receipt: AnyReceipt
+    receipt: Receipt
     size_bytes: int
 
 
@@ -294,7 +294,7 @@ class Worker:
                 subscription.filter, EXPRESSION_TYPES[subscription.filter_type], bit_mask=bit_mask
             ),
             in_order=in_order,
-            in_log=True,
+            counts_times=True,
         )
 
     # -- sending -------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Encode and decode receipt handles: texts with which a gRPC or Flight consumer names its lease of a message. No I/O.
+"""Encode and decode receipt handles: texts with which a consumer names its lease of a message. No I/O.
 
-    | version 1 | kind 1 | seq 8 | due ms 8           | seal 16 |    kind 1: a lease kept in the log
-    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 | kind 2: in order, a lease of a position
+    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 |
+
+    kind 1   a position in the topic itself
+    kind 2   a position in the group's retry topic for this topic
 
 The bytes are big-endian, and the text is URL-safe base64 without padding. Consumers must not interpret it. The seal is
 a keyed hash of the bytes before it and of the names of group and topic. The names themselves are not in the handle,
@@ -18,16 +20,17 @@ import struct
 from collections.abc import Callable
 from hashlib import blake2b
 
-from timeball.broker.consuming.requests import AnyReceipt, PositionReceipt, Receipt
+from timeball.broker.consuming.redelivery_rows import retry_topic
+from timeball.broker.consuming.requests import Receipt
+from timeball.broker.registry.redeliveries import topic_of
 from timeball.model.errors import InvalidReceipt
 
-VERSION = 1
-PROMISED, IN_ORDER = 1, 2  # kinds of receipts, see the layouts above
+VERSION = 2
+TOPIC, RETRY = 1, 2  # kinds, see the layout above
 SEAL_BYTES = 16
 CHARACTERS_MAX = 64
 
-_RECEIPT_STRUCT = struct.Struct(">BBqq")
-_POSITION_RECEIPT_STRUCT = struct.Struct(">BBiqq")
+_STRUCT = struct.Struct(">BBiqq")
 
 
 class ReceiptHandles:
@@ -37,27 +40,25 @@ class ReceiptHandles:
         self._secret = secret
         self._key = b""  # read at the first use, since the first lease creates the secret
 
-    def encode(self, receipt: AnyReceipt) -> str:
+    def encode(self, receipt: Receipt) -> str:
         """Encode a receipt as the text of its handle."""
-        group, topic, *numbers = receipt
-        if isinstance(receipt, Receipt):
-            data = _RECEIPT_STRUCT.pack(VERSION, PROMISED, *numbers)
-        else:
-            data = _POSITION_RECEIPT_STRUCT.pack(VERSION, IN_ORDER, *numbers)
-        sealed = data + self._seal(data, group, topic)
+        group, topic, *position = receipt
+        name = topic_of(group, topic)
+        data = _STRUCT.pack(VERSION, TOPIC if name == topic else RETRY, *position)
+        sealed = data + self._seal(data, group, name)
         return base64.urlsafe_b64encode(sealed).rstrip(b"=").decode()
 
-    def decode(self, text: str, group: str, topic: str) -> AnyReceipt:
+    def decode(self, text: str, group: str, topic: str) -> Receipt:
         """Decode a handle for a call that names this group and topic. Raises InvalidReceipt."""
         data = _bytes_from_base64(text)
         content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-        if not hmac.compare_digest(seal, self._seal(content, group, topic)):
+        name = topic_of(group, topic)  # a consumer may also name the retry topic itself
+        if not hmac.compare_digest(seal, self._seal(content, group, name)):
             raise invalid("it was not made by this broker for this group and topic")
-        if content[:2] == bytes([VERSION, PROMISED]) and len(content) == _RECEIPT_STRUCT.size:
-            return Receipt(group, topic, *_RECEIPT_STRUCT.unpack(content)[2:])
-        if content[:2] == bytes([VERSION, IN_ORDER]) and len(content) == _POSITION_RECEIPT_STRUCT.size:
-            return PositionReceipt(group, topic, *_POSITION_RECEIPT_STRUCT.unpack(content)[2:])
-        raise invalid("it was made by another version of this broker")
+        if len(content) != _STRUCT.size or content[0] != VERSION:
+            raise invalid("it was made by another version of this broker")
+        _, kind, queue_id, offset, pop_ms = _STRUCT.unpack(content)
+        return Receipt(group, retry_topic(group, name) if kind == RETRY else name, queue_id, offset, pop_ms)
 
     def _seal(self, data: bytes, group: str, topic: str) -> bytes:
         self._key = self._key or self._secret()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from timeball.broker.consuming.engine import Consuming
-from timeball.broker.consuming.requests import AnyReceipt
+from timeball.broker.consuming.requests import Receipt
 from timeball.broker.registry.groups import PUSH_FIRST
 from timeball.edges.grpc._generated.definition_pb2 import ClientType, Code, Status
 from timeball.edges.grpc._generated.service_pb2 import (
@@ -86,7 +86,7 @@ class Receipts:
                 Code.BAD_REQUEST, f"{len(request.entries)} entries: 1 to {entries_max} handles a call"
             )
         refusals: dict[int, Status] = {}  # by the index of the entry
-        receipts: list[AnyReceipt] = []
+        receipts: list[Receipt] = []
         for index, entry in enumerate(request.entries):
             try:
                 receipts.append(self._receipt_handles.decode(entry.receipt_handle, group, topic))
@@ -159,7 +159,7 @@ class Receipts:
 
     def _decode_receipt(
         self, request: ChangeInvisibleDurationRequest | ForwardMessageToDeadLetterQueueRequest
-    ) -> AnyReceipt:
+    ) -> Receipt:
         """Decode and check the receipt handle of a request. Raises InvalidReceipt, Refused."""
         group, topic = group_name(request.group), topic_name(request.topic)
         return self._receipt_handles.decode(request.receipt_handle, group, topic)
@@ -217,10 +217,10 @@ class Renewals:
         self, consuming: Consuming, sessions: Sessions[str, Client], now_ms: Callable[[], int]
     ) -> None:
         self._consuming, self._sessions, self._now_ms = consuming, sessions, now_ms
-        self._held: dict[AnyReceipt, _HeldMessage] = {}
-        self._by_client: dict[str, set[AnyReceipt]] = {}
-        self._due: dict[int, set[AnyReceipt]] = {}  # by the second in which to renew
-        self._ready: deque[AnyReceipt] = deque()  # due, but no task has begun to renew them
+        self._held: dict[Receipt, _HeldMessage] = {}
+        self._by_client: dict[str, set[Receipt]] = {}
+        self._due: dict[int, set[Receipt]] = {}  # by the second in which to renew
+        self._ready: deque[Receipt] = deque()  # due, but no task has begun to renew them
         self._renewing: set[asyncio.Task[None]] = set()
         self.renewed = 0  # the number of renewals so far
         self._watch: asyncio.Task[None] | None = None
@@ -230,7 +230,7 @@ class Renewals:
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, client: str, receipts: Sequence[AnyReceipt]) -> None:
+    def add(self, client: str, receipts: Sequence[Receipt]) -> None:
         """Renew these receipts from now on. They were handed to `client` with `FIRST_LEASE_MS` each."""
         now_ms = self._now_ms()
         of_client = self._by_client.setdefault(client, set())
@@ -246,7 +246,7 @@ class Renewals:
             self._watch.add_done_callback(_log_failure)
 
     @asynccontextmanager
-    async def settling(self, receipts: Sequence[AnyReceipt]) -> AsyncIterator[None]:
+    async def settling(self, receipts: Sequence[Receipt]) -> AsyncIterator[None]:
         """Suspend the renewal of these messages while the block acknowledges or changes them, then forget them.
 
         A renewal moves a scheduled message, which cannot be settled (released or cancelled) at the same time. So the
@@ -314,7 +314,7 @@ class Renewals:
             if self._held.get(receipt) is held and not held.is_settling:
                 self._schedule_renewal(receipt, held)
 
-    async def _renew(self, receipt: AnyReceipt, held: _HeldMessage, now_ms: int) -> None:
+    async def _renew(self, receipt: Receipt, held: _HeldMessage, now_ms: int) -> None:
         """Extend the invisible time of one message. A failure is logged, and the next renewal tries again."""
         remaining_ms = TOTAL_MS_MAX - (now_ms - held.received_ms)
         step_ms = min(
@@ -329,12 +329,12 @@ class Renewals:
         except TimeballError as error:
             logger.warning("message in flight not renewed reason=%s", error)
 
-    def _schedule_renewal(self, receipt: AnyReceipt, held: _HeldMessage) -> None:
+    def _schedule_renewal(self, receipt: Receipt, held: _HeldMessage) -> None:
         # In the next second at the earliest, so that a failed renewal is not tried again at once.
         renew_at_ms = max(held.due_ms - AHEAD_MS, self._now_ms() + limits.SECOND_MS)
         self._due.setdefault(renew_at_ms // limits.SECOND_MS, set()).add(receipt)
 
-    def _forget(self, receipt: AnyReceipt) -> None:
+    def _forget(self, receipt: Receipt) -> None:
         """Renew a message no more."""
         held = self._held.pop(receipt, None)
         if held is None:
@@ -362,7 +362,7 @@ class Renewals:
         if unsettled:
             self._start_task(self._give_back_messages(unsettled))
 
-    async def _give_back_messages(self, unsettled: dict[AnyReceipt, _HeldMessage]) -> None:
+    async def _give_back_messages(self, unsettled: dict[Receipt, _HeldMessage]) -> None:
         """Give messages back after the renewals that run now."""
         renewing = [held.renewing for held in unsettled.values() if held.renewing is not None]
         if renewing:

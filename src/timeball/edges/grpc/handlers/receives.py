@@ -144,7 +144,7 @@ class Receives:
             wanted=self._long_polls.filter_for(request.filter_expression, topic),
             in_order=in_order,
             attempt_id=request.attempt_id if in_order else "",
-            in_log=True,
+            counts_times=True,
         )
         return client_id, receive_request
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
 from timeball.broker.consuming.pull import Offsets
-from timeball.broker.consuming.requests import NO_ROWS, AnyReceipt, Received, ReceiveRequest
+from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
@@ -80,7 +80,7 @@ class Receives:
             rows=int(rows_max),
             invisible_ms=codec.lease_ms(query.get("lease", f"{DEFAULT_LEASE_MS}ms")),
             in_order=policy.joined(group, call.caller).consume_message_orderly,
-            in_log=True,
+            counts_times=True,
         )
         received = await self._receive_for_client(call, request, wait_ms)
         handles = [self._handles.encode(receipt) for receipt in received.receipts]
@@ -144,7 +144,7 @@ class Receives:
         request: codec.GivingUp = await self._read_for_group(call, codec.GivingUp)
         move_to_dead_letters = self._broker.consuming.dead_letter
 
-        async def move_one(text: str, receipt: AnyReceipt | None) -> Answered:
+        async def move_one(text: str, receipt: Receipt | None) -> Answered:
             return Answered(text, receipt is not None and await move_to_dead_letters(receipt, request.reason))
 
         receipts = self._decode_receipts(call, request.receipts)
@@ -165,7 +165,7 @@ class Receives:
         return await self._change_leases(call, request.receipts, lambda receipt: change(receipt, lease_ms))
 
     async def _change_leases(
-        self, call: Call, texts: list[str], change: Callable[[AnyReceipt], Awaitable[AnyReceipt | None]]
+        self, call: Call, texts: list[str], change: Callable[[Receipt], Awaitable[Receipt | None]]
     ) -> Answer:
         """Call `change` for each receipt, and answer with the new receipts.
 
@@ -173,7 +173,7 @@ class Receives:
         """
         receipts = self._decode_receipts(call, texts)
 
-        async def change_one(text: str, receipt: AnyReceipt | None) -> Answered:
+        async def change_one(text: str, receipt: Receipt | None) -> Answered:
             new_receipt = None if receipt is None else await change(receipt)
             return (
                 Answered(text, False)
@@ -188,7 +188,7 @@ class Receives:
         topic, group = call.path["topic"], _group_of(call)
         return await read_request(call, kind, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
 
-    def _decode_receipts(self, call: Call, texts: list[str]) -> list[AnyReceipt | None]:
+    def _decode_receipts(self, call: Call, texts: list[str]) -> list[Receipt | None]:
         """Decode the receipts of a request, after checking the caller.
 
         None for a text that is no receipt of this group. Raises Forbidden and OutOfRange.
@@ -200,7 +200,7 @@ class Receives:
             raise OutOfRange(f"{len(texts)} receipts: 1 to {limits.POP_ROWS_MAX} in one request")
         return [self._decode_receipt(text, group, topic) for text in texts]
 
-    def _decode_receipt(self, text: str, group: str, topic: str) -> AnyReceipt | None:
+    def _decode_receipt(self, text: str, group: str, topic: str) -> Receipt | None:
         try:
             return self._handles.decode(text, group, topic)
         except InvalidReceipt:

@@ -12,12 +12,12 @@ it end at once.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Awaitable
 
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.consuming.requests import PositionReceipt, Received, ReceiveRequest
+from timeball.broker.consuming.requests import Receipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, TAG, Filter
 from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
@@ -141,7 +141,7 @@ class Pops:
         """Create the answer with the popped messages and the fields of their check points."""
         positions = [
             (records.retry_mark(receipt.topic), receipt.queue_id, receipt.offset)
-            for receipt in cast("list[PositionReceipt]", popped.receipts)  # POP's leases are positions
+            for receipt in popped.receipts
         ]
         ext = _answer_header(request, popped)
         ext["startOffsetInfo"] = records.start_offset_info(positions)
@@ -177,41 +177,52 @@ class Pops:
 
     # -- receipts ----------------------------------------------------------------------------------------------
 
-    def _ack(self, call: Call) -> Reply:
+    def _ack(self, call: Call) -> Reply | Awaitable[Reply]:
         """Serve ACK_MESSAGE. A repeated acknowledgement succeeds too."""
         fields = call.fields(_Ack)
         receipt, _ = self._receipt(fields)
         consuming = self._broker.consuming
-        if not consuming.acknowledge_positions([receipt])[0] and not consuming.was_ended([receipt])[0]:
+        if not consuming.acknowledge_now([receipt])[0] and not consuming.was_ended([receipt])[0]:
             return _answer_not_leased(call, receipt)
-        return call.answer()
+        return self._answer_acknowledged(call)
 
-    def _batch_ack(self, call: Call) -> Reply:
+    def _batch_ack(self, call: Call) -> Reply | Awaitable[Reply]:
         """Serve BATCH_ACK_MESSAGE. Succeeds if at least one of the receipts is valid or was acknowledged before."""
-        receipts: list[PositionReceipt] = []
+        receipts: list[Receipt] = []
         for ack in call.body(_BatchAcks).acks:
             self._broker.policy.allow(call.caller, Verb.RECEIVE, topic=ack.t, group=ack.c)
             topic = records.real_topic(ack.t, ack.c, ack.r)
             receipts += [
-                PositionReceipt(ack.c, topic, ack.q, ack.so + bit, ack.pt)
-                for bit in records.decode_bit_set(ack.b)
+                Receipt(ack.c, topic, ack.q, ack.so + bit, ack.pt) for bit in records.decode_bit_set(ack.b)
             ]
             if len(receipts) > records.BITS_MAX:
                 raise OutOfRange(f"more than {records.BITS_MAX} messages in one acknowledgement; split it")
         consuming = self._broker.consuming
-        if not any(consuming.acknowledge_positions(receipts)) and not any(consuming.was_ended(receipts)):
+        if not any(consuming.acknowledge_now(receipts)) and not any(consuming.was_ended(receipts)):
             return call.answer(
                 ResponseCode.NO_MESSAGE, "none of these messages is leased under its check point"
             )
-        return call.answer()
+        return self._answer_acknowledged(call)
+
+    def _answer_acknowledged(self, call: Call) -> Reply | Awaitable[Reply]:
+        """Answer at once, or after the save if the settings say so."""
+        saver = self._broker.consuming.saver
+
+        async def answer_saved() -> Reply:
+            await saver.saved()
+            return call.answer()
+
+        return call.answer() if saver.save_ms else answer_saved()
 
     async def _change_invisible(self, call: Call) -> Reply:
         """Serve CHANGE_MESSAGE_INVISIBLETIME: renew a lease and return the fields of its new check point."""
         fields = call.fields(_ChangeInvisible)
         receipt, old_check_point = self._receipt(fields)
         now_ms = self._broker.clock.now_ms()
-        new = await self._broker.consuming.change_invisible_time(receipt, fields.invisible_time)
-        if not isinstance(new, PositionReceipt):
+        new = await self._broker.consuming.change_invisible_time(
+            receipt, fields.invisible_time, is_renamed=True
+        )
+        if new is None:
             return _answer_not_leased(call, receipt)
         # The client builds the new check point from these fields. For an orderly group, the pop time does not change,
         # and the invisible time counts from the pop time.
@@ -225,14 +236,14 @@ class Pops:
             }
         )
 
-    def _receipt(self, fields: _Ack) -> tuple[PositionReceipt, CheckPoint]:
+    def _receipt(self, fields: _Ack) -> tuple[Receipt, CheckPoint]:
         """Build the receipt of the message that a request names, from its check point."""
         topic = self._broker.tables.topics.get(fields.topic)
         if not 0 <= fields.queue_id < topic.read_queues:
             raise illegal_queue_error(ResponseCode.MESSAGE_ILLEGAL, fields.queue_id, topic)
         check_point = records.parse(fields.extra_info)
         topic_name = records.real_topic(fields.topic, fields.consumer_group, check_point.retry)
-        return PositionReceipt(
+        return Receipt(
             fields.consumer_group, topic_name, fields.queue_id, fields.offset, check_point.pop_ms
         ), check_point
 
@@ -287,7 +298,7 @@ def _rows_for_client(
     return rows
 
 
-def _answer_not_leased(call: Call, receipt: PositionReceipt) -> Reply:
+def _answer_not_leased(call: Call, receipt: Receipt) -> Reply:
     """Create the answer for a receipt that is not valid any more."""
     return call.answer(
         ResponseCode.NO_MESSAGE,

@@ -6,10 +6,10 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
+from timeball.broker.registry.lease_counts import LeaseCounts, keys_of, spans, were_nacked
 
 from timeball.broker.consuming.redelivery_rows import added, given_back
 from timeball.broker.registry import lease_counts
-from timeball.broker.registry.lease_counts import LeaseCounts, keys_of, spans, were_nacked
 from timeball.model.message import LOG_SCHEMA, Kind, build_rows, encode_properties, with_seq
 
 GROUPS = [("g", "orders"), ("g", "bills"), ("h", "orders")]

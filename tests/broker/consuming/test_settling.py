@@ -23,7 +23,7 @@ from tests.crash.world import World
 
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.redelivery_rows import retry_topic
-from timeball.broker.consuming.requests import PositionReceipt, ReceiveRequest
+from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
@@ -40,7 +40,7 @@ async def test_each_message_is_handed_out_once_and_acked(world: World) -> None:
     first, second = await pop(world, 6), await pop(world, 6)
     assert sorted(bodies(first) + bodies(second)) == [b"%d" % i for i in range(10)]
     assert stored(world) == {0: 0, 1: 0}
-    assert engine(world).acknowledge_positions(first.receipts + second.receipts) == [True] * 10
+    assert engine(world).acknowledge_now(first.receipts + second.receipts) == [True] * 10
     assert stored(world) == {0: 5, 1: 5}
     assert not (await pop(world)).rows.num_rows
 
@@ -53,8 +53,8 @@ async def test_a_receipt_counts_once_and_only_for_its_group(world: World) -> Non
         receipt._replace(group="other"), receipt._replace(offset=1), receipt._replace(topic="none"),
         receipt._replace(queue_id=7), receipt._replace(pop_ms=receipt.pop_ms + 1), receipt._replace(pop_ms=-1),
     ]  # fmt: skip
-    assert engine(world).acknowledge_positions(wrong) == [False] * len(wrong)
-    assert engine(world).acknowledge_positions([receipt, receipt]) == [True, False]
+    assert engine(world).acknowledge_now(wrong) == [False] * len(wrong)
+    assert engine(world).acknowledge_now([receipt, receipt]) == [True, False]
 
 
 @on_node()
@@ -75,9 +75,9 @@ async def test_a_request_may_name_a_queue(world: World) -> None:
 async def test_the_offset_stands_before_the_first_message_in_hand(world: World) -> None:
     await send(world, [b"0", b"1", b"2"], queue_id=pa.array([0, 0, 0], pa.int32()))
     receipts = (await pop(world)).receipts
-    engine(world).acknowledge_positions([receipts[0], receipts[2]])
+    engine(world).acknowledge_now([receipts[0], receipts[2]])
     assert stored(world)[0] == 1
-    engine(world).acknowledge_positions([receipts[1]])
+    engine(world).acknowledge_now([receipts[1]])
     assert stored(world)[0] == 3
 
 
@@ -108,7 +108,7 @@ async def test_an_offset_set_by_somebody_else_counts(world: World) -> None:
     receipts = (await pop(world)).receipts
     await world.broker.commit_offsets(GROUP, TOPIC, {0: 2})
     assert bodies(await pop(world)) == [b"2"]
-    assert engine(world).acknowledge_positions(receipts[:2]) == [False, False]
+    assert engine(world).acknowledge_now(receipts[:2]) == [False, False]
 
 
 # ---- time -----------------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ async def test_what_is_not_acked_in_time_comes_again_counted_and_says_whence(wor
     assert decode_properties(column(again.rows, "properties")[0]) == {
         "MINE": "x", "RETRY_TOPIC": TOPIC, "1ST_POP_TIME": str(popped.pop_ms), "ORIGIN_GROUP": GROUP,
     }  # fmt: skip
-    assert engine(world).acknowledge_positions(popped.receipts) == [False]
-    assert engine(world).acknowledge_positions(again.receipts) == [True]
+    assert engine(world).acknowledge_now(popped.receipts) == [False]
+    assert engine(world).acknowledge_now(again.receipts) == [True]
     assert stored(world) == {0: 0, 1: 0} or sum(stored(world).values()) == 1
     assert stored(world, retry_topic(GROUP, TOPIC)) == {0: 1}
 
@@ -156,11 +156,11 @@ async def test_a_longer_lease_has_a_new_receipt(world: World) -> None:
     (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
     new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS)
     assert new is not None and new != old
-    assert engine(world).acknowledge_positions([old]) == [False]
+    assert engine(world).acknowledge_now([old]) == [False]
     assert await engine(world).change_invisible_time(old, 1) is None
     await pass_time(world, 2 * MINUTE_MS)
     assert not (await pop(world)).rows.num_rows
-    assert engine(world).acknowledge_positions([new]) == [True]
+    assert engine(world).acknowledge_now([new]) == [True]
 
 
 @on_node()
@@ -200,7 +200,7 @@ async def test_names_that_make_the_same_retry_topic_are_kept_apart(world: World)
 @on_node()
 async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: World) -> None:
     await send(world, [b"seen"])
-    engine(world).acknowledge_positions((await pop(world)).receipts)
+    engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
     await world.until(lambda: world.broker.waiters._count, "it waits")
     await send(world, [b"later"], due_ms=[world.clock.wall + 1_000])
@@ -222,7 +222,7 @@ async def test_a_pop_waits_for_redelivered_messages(world: World) -> None:
 @on_node()
 async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World) -> None:
     await send(world, [b"seen"])
-    engine(world).acknowledge_positions((await pop(world)).receipts)
+    engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
     await world.until(lambda: engine(world)._waiting.length == 20, "they wait")
     assert world.broker.waiters._count == 1  # one watches for all of them
@@ -259,7 +259,7 @@ async def test_only_what_is_wanted_is_handed_out_and_the_rest_is_done(world: Wor
     popped = await pop(world, wanted=compile_filter("BB"))  # "Aa" has the same hash
     assert bodies(popped) == [b"1", b"4"]
     assert stored(world)[0] == 1
-    engine(world).acknowledge_positions(popped.receipts)
+    engine(world).acknowledge_now(popped.receipts)
     assert stored(world)[0] == 6
 
 
@@ -279,7 +279,7 @@ async def test_many_consumers_at_once_share(world: World) -> None:
     found = [body for popped in taken for body in bodies(popped)]
     assert sorted(found) == sorted(b"%d" % i for i in range(200))
     assert np.all([popped.rows.num_rows <= 7 for popped in taken])
-    assert all(isinstance(r, PositionReceipt) for popped in taken for r in popped.receipts)
+    assert all(isinstance(r, Receipt) for popped in taken for r in popped.receipts)
 
 
 @on_node()

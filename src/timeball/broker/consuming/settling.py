@@ -1,0 +1,204 @@
+"""Settle leases: acknowledge messages, change the end of leases, give messages back, or make them dead letters.
+
+Positions stay in flight until their receipts come back or their leases end. The number of leases is limited: a full
+queue hands out no more messages until a lease ends. A lease that is prolonged in a queue that is more than half full is
+replaced by a scheduled message in the log.
+
+An acknowledgement changes memory only, and lease_saver.py saves it soon. A message that goes back to its group, or to
+the dead letters, is written to the log before the answer (redelivery.py). No lock is necessary, because each decision
+is made between two awaits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from timeball.broker.accepting.ingress import AsyncBatcher
+from timeball.broker.accepting.waiters import Waiters
+from timeball.broker.consuming.lease_saver import LeaseSaver
+from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
+from timeball.broker.consuming.redelivery import Redelivery, Return
+from timeball.broker.consuming.redelivery_rows import reason_text
+from timeball.broker.consuming.requests import Receipt
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.registry.rates import Rates, Stat, of_group
+from timeball.broker.registry.redeliveries import topic_of
+from timeball.broker.registry.tables import Tables
+from timeball.io.clock import SchedulerClock
+from timeball.log.writer import CommitLog
+from timeball.model import limits
+
+ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
+RETURNS_PER_TURN = 1_024  # messages that requests give back together, with one append
+
+
+class _Request(NamedTuple):
+    receipt: Receipt
+    how: Return
+
+
+class Settling:
+    """Settles leases. Belongs to the event loop, and `close` ends its tasks."""
+
+    def __init__(
+        self,
+        waiters: Waiters,
+        leases: Leases,
+        redelivery: Redelivery,
+        saver: LeaseSaver,
+        *,
+        clock: SchedulerClock,
+        log: CommitLog,
+        tables: Tables,
+        rates: Rates,
+    ) -> None:
+        self._waiters, self._leases, self._saver = waiters, leases, saver
+        self._clock, self._log, self._tables, self._rates = clock, log, tables, rates
+        self.redelivery = redelivery
+        # Receipts with an earlier time are from before the last restart (`_ack_ahead`).
+        self._started_ms = clock.now_ms()
+        # The last receipts that were acknowledged, oldest first: a client that lost the answer sends them again.
+        self._acknowledged: dict[Receipt, None] = {}
+        self._returns: AsyncBatcher[_Request, bool] = AsyncBatcher(self._return, RETURNS_PER_TURN)
+        # Leases of the log end at the same time as they would have without the restart.
+        for queue in leases.all():
+            for offset, lease in queue.in_flight.items():
+                self.redelivery.expect(queue, [offset], lease.pop_ms, lease.deadline_ms)
+
+    async def close(self) -> None:
+        """Save the leases, so that the next start continues with them."""
+        await self.redelivery.close()
+        self._saver.close()
+        if self._log.writer.failed is None:
+            # Positions whose rows are still being written become done first.
+            await self._log.writer.flushed()
+            self._saver.save()
+
+    def hold(self, selection: Selection) -> None:
+        """Let the positions of a selection come back at its deadline, unless they are acknowledged before."""
+        for queue, offsets in selection.offsets().items():
+            self.redelivery.expect(queue, offsets, selection.pop_ms, selection.deadline_ms)
+
+    def acknowledge(self, receipts: Iterable[Receipt]) -> list[bool]:
+        """End these leases. The result is False for each receipt that is not valid (any more)."""
+        results: list[bool] = []
+        was_full: dict[QueueLeases, bool] = {}
+        acknowledged: Counter[tuple[str, str]] = Counter()
+        for receipt in receipts:
+            queue_and_lease = self._lease_of(receipt)
+            if queue_and_lease is not None:
+                queue, _ = queue_and_lease
+                if queue not in was_full:
+                    was_full[queue] = queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
+                queue.done(receipt.offset)
+            # A consumer that finished its message before a crash still holds a receipt from then.
+            results.append(queue_and_lease is not None or self._ack_ahead(receipt))
+            if results[-1]:
+                self._acknowledged[receipt] = None
+                acknowledged[receipt.group, receipt.topic] += 1
+        for (group, topic), rows in acknowledged.items():
+            self._rates.add(Stat.GROUP_ACK_NUMS, of_group(topic_of(group, topic), group), rows)
+        self._leases.store_all(was_full)
+        while len(self._acknowledged) > ACKNOWLEDGED_MAX:
+            del self._acknowledged[next(iter(self._acknowledged))]
+        # Consumers may be waiting for space in a queue that was full or, in order, for the end of the last lease.
+        self._waiters.wake(
+            {queue.topic for queue, is_full in was_full.items() if is_full or not queue.in_flight}
+        )
+        return results
+
+    def was_acknowledged(self, receipt: Receipt) -> bool:
+        """Check whether this receipt is among the last ACKNOWLEDGED_MAX receipts that were acknowledged."""
+        return receipt in self._acknowledged
+
+    async def change(
+        self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool
+    ) -> Receipt | None:
+        """Make a lease end `invisible_ms` from now. Returns its receipt, or None if it is not valid (any more).
+
+        With `is_renamed` a new receipt replaces the old one, as in RocketMQ's POP. In order it stays the same, because
+        RocketMQ's clients go on using it. Without `counts`, the lease is no attempt.
+        """
+        queue_and_lease = self._lease_of(receipt)
+        if queue_and_lease is None:
+            return None
+        queue, lease = queue_and_lease
+        if not (lease.in_order or counts or invisible_ms):
+            self.give_back([receipt])
+            return receipt
+        # A long lease takes up one of the limited positions for long. A scheduled message in the log does not.
+        if invisible_ms and not lease.in_order and queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2:
+            lease.counts = counts
+            return receipt if await self._returns.put(_Request(receipt, Return(invisible_ms))) else None
+        if is_renamed and not lease.in_order:
+            # Always a different number, otherwise the old receipt would still be valid.
+            lease.pop_ms = max(self._clock.now_ms(), receipt.pop_ms + 1)
+        now_ms, deadline_ms = self._clock.now_ms(), self._clock.elapsed_ms() + invisible_ms
+        queue.prolong(receipt.offset, deadline_ms, now_ms, counts=counts or lease.in_order)
+        self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
+        return receipt._replace(pop_ms=lease.pop_ms)
+
+    async def give_up(self, receipt: Receipt, how: Return, *, counts: bool = True) -> bool:
+        """Return a message to its group, durably. False if the receipt is not valid.
+
+        In order, its lease ends after the delay, and its queue hands out nothing before.
+        """
+        queue_and_lease = self._lease_of(receipt)
+        if queue_and_lease is None:
+            return False
+        queue, lease = queue_and_lease
+        if lease.in_order and not how.is_dead:
+            lease.nack_reason = reason_text(how.reason or "")
+            now_ms = self._clock.now_ms()
+            queue.prolong(receipt.offset, self._clock.elapsed_ms() + (how.delay_ms or 0), now_ms, counts=True)
+            queue.nack(receipt.offset, now_ms)
+            self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
+            await self._saver.saved()
+            return True
+        if not (counts or how.delay_ms or how.is_dead) and how.delay_ms is not None:
+            self.give_back([receipt])
+            return True
+        lease.counts = counts
+        return await self._returns.put(_Request(receipt, how))
+
+    def give_back(self, receipts: Iterable[Receipt]) -> None:
+        """End leases whose consumer disconnected before it received the messages. They are handed out next."""
+        topics = set()
+        for receipt in receipts:
+            queue_and_lease = self._lease_of(receipt)
+            if queue_and_lease is not None:
+                queue_and_lease[0].give_back(receipt.offset)
+                topics.add(receipt.topic)
+        self._waiters.wake(topics)
+
+    async def _return(self, requests: list[_Request]) -> Sequence[bool]:
+        """Write the messages of these requests to their groups again. False for each receipt that is not valid."""
+        results, returning = [], []
+        for request in requests:
+            queue_and_lease = self._lease_of(request.receipt)
+            results.append(queue_and_lease is not None)
+            if queue_and_lease is not None:
+                # Void from here on, so that the second of two equal receipts is not valid.
+                returning.append(
+                    self.redelivery.begin(queue_and_lease[0], request.receipt.offset, request.how)
+                )
+        await self.redelivery.write(returning)
+        return results
+
+    def _lease_of(self, receipt: Receipt) -> tuple[QueueLeases, Lease] | None:
+        if receipt.pop_ms < 0:  # NO_RECEIPT is negative and marks positions without a valid receipt
+            return None
+        queue = self._leases.get(receipt.group, receipt.topic, receipt.queue_id)
+        lease = queue.lease_of(receipt.offset, receipt.pop_ms) if queue is not None else None
+        return (queue, lease) if queue is not None and lease is not None else None
+
+    def _ack_ahead(self, receipt: Receipt) -> bool:
+        """Accept a receipt from before a crash, so that a consumer need not process the message again."""
+        topic = self._tables.topics.find_topic(receipt.topic)
+        stored = self._tables.offsets.find_offset(receipt.group, receipt.topic, receipt.queue_id)
+        if topic is None or stored is None or not 0 <= receipt.pop_ms < self._started_ms:
+            return False
+        (queue,) = self._leases.open(receipt.group, topic, [receipt.queue_id], from_max=False)
+        return self._leases.ack_ahead(queue, receipt.offset)
