@@ -45,10 +45,14 @@ class TickedWorld(World):
         super().__init__(HourLogRig(scheduler=Counted, gather_bytes=1 << 30))
         self.kept: list[tuple[int, int]] = []
         self.moved: list[int] = []
-        self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move)
+        self.release_ms = self.indexed_ms = 0  # the time that a hand-out takes, and that all commits took
+        self.ticker = Ticker(
+            self.strategy, self.clock, self.keep, self.move, lambda: self.indexed_ms * 1_000_000
+        )
 
     def keep(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
+        self.manual.monotonic += self.release_ms
         self.kept += self.model.hand_out(scheduled_rows, now_ms, limits.FRAME_ROWS_MAX)
 
     def move(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
@@ -134,6 +138,55 @@ def test_due_messages_wait_for_rows_in_flight_at_most_5_ms(world: TickedWorld) -
     world.advance(ticker.SHARE_MS)
     assert world.ticker.tick() == 0
     assert len(world.kept) == 2 and world.strategy.in_flight_rows == 2
+
+
+def hand_out_often(world: TickedWorld, rows: int) -> None:
+    """Hand out every 20 ms until the mean of the times is that of a hand-out."""
+    for _ in range(100):
+        world.admit([world.now_ms] * rows)
+        assert world.ticker.tick() == 0
+        world.release()
+        world.indexed_ms += 1
+        world.advance(20)
+
+
+def test_small_hand_outs_use_a_share_of_the_time(world: TickedWorld) -> None:
+    world.drain()
+    world.release_ms = 0
+    hand_out_often(world, 1)  # each takes 1 ms, when it is durable
+    assert world.ticker.interval_ms == pytest.approx(1 / ticker.RELEASE_SHARE, rel=0.01)
+    world.admit([world.now_ms, world.now_ms + 1, world.now_ms + 2])
+    kept = len(world.kept)
+    assert world.ticker.tick() == 0
+    world.release()
+    assert len(world.kept) == kept + 1
+    world.advance(2)
+    pause_ms = world.ticker.tick()
+    assert pause_ms is not None and 2.9 < pause_ms < 3
+    assert len(world.kept) == kept + 1
+    world.advance(3)
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == kept + 3, "together, and in due order"
+
+
+def test_hand_outs_are_at_most_8_ms_apart(world: TickedWorld) -> None:
+    world.drain()
+    world.release_ms = 9
+    hand_out_often(world, 1)
+    assert world.ticker.interval_ms == ticker.INTERVAL_MAX_MS
+
+
+def test_a_large_hand_out_delays_nothing(world: TickedWorld) -> None:
+    world.drain()
+    world.release_ms = 5
+    hand_out_often(world, 1)
+    world.admit([world.now_ms] * ticker.SHARED_ROWS + [world.now_ms + 1])
+    kept = len(world.kept)
+    assert world.ticker.tick() == 0
+    world.release()
+    world.advance(1)
+    assert world.ticker.tick() == 0
+    assert len(world.kept) == kept + ticker.SHARED_ROWS + 1
 
 
 def test_durable_releases_wake_the_ticker(world: TickedWorld) -> None:

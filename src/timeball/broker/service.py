@@ -127,7 +127,9 @@ class Broker:
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
             rates=self.rates, traces=self.traces,
         )  # fmt: skip
-        self.ticker = Ticker(scheduler, clock, self.delivery.release, self.delivery.rewrite)
+        self.ticker = Ticker(
+            scheduler, clock, self.delivery.release, self.delivery.rewrite, lambda: self.delivery.indexing_ns
+        )
         self.mover = TableChanges(
             scheduled_since_watermark=scheduled_since_watermark, settings=settings, files=self.files, clock=clock,
             log=self.log, campaigns=self.tables.campaigns, attach_state=self.attach_state,

@@ -174,6 +174,11 @@ class Metrics:
         yield GaugeMetricFamily(
             "timeball_waiting_messages", "Scheduled messages that wait.", self._broker.pending_messages
         )
+        yield GaugeMetricFamily(
+            "timeball_release_interval_seconds",
+            "Time between two commits of releases under load. An idle broker releases at the millisecond.",
+            broker.ticker.interval_ms / 1_000,
+        )
         kept = GaugeMetricFamily(
             "timeball_schedule_rows", "What the schedule keeps, by where it lies.", labels=["place"]
         )

@@ -7,6 +7,11 @@ While a few rows are being written to disk, messages that become due wait for th
 next rows only then. They share one frame, which costs the event loop the same for 50 rows as for one. They wait for
 SHARE_MS at most, since the disk may be busy with other rows.
 
+A hand-out costs about as much for one message as for thirty. So under load the ticker waits between two hand-outs, and
+they use at most RELEASE_SHARE of a core: the loop stays free for the consumers, which then get their messages sooner.
+The wait follows from the measured time of the last hand-outs, and is INTERVAL_MAX_MS at most. A message that is due
+after an idle moment is handed out at once.
+
 There is no polling for due messages: the scheduler is only called at the next due time, or when the clock was set.
 Setting a wall clock sends no signal, so the ticker reads the clock once a second (`CLOCK_LOOK_MS`), even if no messages
 are pending. Without these readings the probation of a step (clock.py) would begin with the next send, which would then
@@ -31,6 +36,9 @@ CLOCK_LOOK_MS = 1_000
 # The longest time that due messages wait for a write in progress.
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
+RELEASE_SHARE = 0.2  # of a core, for small hand-outs
+INTERVAL_MAX_MS = 8.0
+WEIGHT = 0.1  # of the newest hand-out in the mean of their times
 
 
 # Append due messages, or messages that must be rewritten, to the log (broker/accepting/delivery.py).
@@ -42,10 +50,20 @@ class Ticker:
     """Drives the scheduler. Call `wake` when a message due earlier arrives, or when releases have become durable."""
 
     def __init__(
-        self, scheduler: Scheduler, clock: SchedulerClock, release: Release, rewrite: Rewrite
+        self,
+        scheduler: Scheduler,
+        clock: SchedulerClock,
+        release: Release,
+        rewrite: Rewrite,
+        indexing_ns: Callable[[], int],
     ) -> None:
+        """Create a ticker. `indexing_ns` returns the time used so far for releases that have become durable."""
         self._scheduler, self._clock = scheduler, clock
-        self._release, self._rewrite = release, rewrite
+        self._release, self._rewrite, self._indexing_ns = release, rewrite, indexing_ns
+        self._indexed_ns = indexing_ns()
+        self._mean_ns = 0.0  # of a hand-out
+        self._paused_until_ns = 0  # on the monotonic clock
+        self.interval_ms = 0.0  # the time between two hand-outs under load
         self._is_woken = False  # set by `wake` since the last tick began
         self._sleeping: asyncio.Future[None] | None = None
         self._ticked_ms = 0  # the time of the last tick
@@ -70,10 +88,14 @@ class Ticker:
         # set back: do not wait.
         share_ms = self._share_until_ms - now_ms if 0 < in_flight_rows < SHARED_ROWS else 0
         share_ms = share_ms if 0 < share_ms <= SHARE_MS else 0
-        scheduled_rows = None if share_ms else scheduler.take_due(now_ms, free_rows)
+        began_ns = self._clock.clock.monotonic_ns()
+        pause_ms = (self._paused_until_ns - began_ns) / 1e6
+        scheduled_rows = None if share_ms or pause_ms > 0 else scheduler.take_due(now_ms, free_rows)
         if scheduled_rows is not None:
-            self._share_until_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < free_rows else now_ms
+            is_all = scheduled_rows.num_rows < free_rows
+            self._share_until_ms = now_ms + SHARE_MS if is_all else now_ms
             self._release(scheduled_rows, now_ms)
+            self._pause(began_ns, scheduled_rows.num_rows if is_all else SHARED_ROWS)
             return 0
         # Rewrites come second, so that due messages never wait for messages that are not due.
         scheduled_rows = scheduler.take_rewrites(free_rows)
@@ -83,10 +105,20 @@ class Ticker:
         next_ms = scheduler.fall_asleep()
         if next_ms is None:
             return None
-        if next_ms - now_ms < share_ms:
+        if share_ms and next_ms - now_ms < share_ms:
             scheduler.fall_asleep(until_durable=True)
             return share_ms
-        return max(0, next_ms - now_ms)
+        return max(0, next_ms - now_ms, pause_ms)
+
+    def _pause(self, began_ns: int, rows: int) -> None:
+        """Decide when the next hand-out may begin, after one of `rows` rows that began at `began_ns`."""
+        indexed_ns = self._indexing_ns()
+        spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
+        self._mean_ns += WEIGHT * (spent_ns - self._mean_ns)
+        self._indexed_ns = indexed_ns
+        self.interval_ms = min(INTERVAL_MAX_MS, self._mean_ns / 1e6 / RELEASE_SHARE)
+        # A large hand-out uses its time for messages, and the next one must not wait.
+        self._paused_until_ns = began_ns + int(self.interval_ms * 1e6) if rows < SHARED_ROWS else 0
 
     async def run(self) -> None:
         """Tick until cancelled."""

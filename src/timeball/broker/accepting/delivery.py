@@ -86,6 +86,7 @@ class Delivery:
         self._rates = rates
         self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
         self._build = builder_of(settings.codec)
+        self.indexing_ns = 0  # the time used for releases that have become durable
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for due messages. The ticker calls this.
@@ -153,6 +154,7 @@ class Delivery:
         first_seq: int,
         placement: Placement | QueueOffsets,
     ) -> None:
+        began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
         placement.index(first_seq)
         placement.count(self._rates, released=True)
@@ -167,6 +169,7 @@ class Delivery:
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:
             self._traces.released(read_batch(scheduled_rows), now_ms)
+        self.indexing_ns += self._clock.clock.monotonic_ns() - began_ns
 
     # -- releases by an external dispatcher, which reads due messages from the files of the pending table --------------
 

@@ -81,7 +81,8 @@ class LeaseSaver:
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
         units = {_key_of(queue)[:2] for queue in queues} | {key[:2] for key in orphaned}
         rows, keep_values = together(
-            self._tables.leases.changed(saved.items()), self._tables.offsets.changed(None if all_offsets else units)
+            self._tables.leases.changed(saved.items()),
+            self._tables.offsets.changed(None if all_offsets else units),
         )
 
         def keep() -> None:
