@@ -452,7 +452,7 @@ class Consuming:
             Receipt(request.group, queue.topic, queue.queue_id, offset, pop_ms) for queue, offset, _ in leased
         ]
         times = [lease.times for _, _, lease in leased] if request.in_order else []
-        received = Received(rows, receipts, pop_ms, times, selection.rest)
+        received = Received(rows, receipts, pop_ms, times, selection.rest, size_bytes)
         if request.in_order and request.counts_times:
             return await self._without_exhausted(request, selection, received)
         return received
@@ -483,7 +483,7 @@ class Consuming:
                 raise
             rows = rows.filter(pa.array(~exhausted))
             receipts = [receipt for receipt, is_exhausted in flags if not is_exhausted]
-        return Received(rows, receipts, received.pop_ms, rest=received.rest)
+        return Received(rows, receipts, received.pop_ms, rest=received.rest, size_bytes=received.size_bytes)
 
     # -- answers -------------------------------------------------------------------------------------------------
 

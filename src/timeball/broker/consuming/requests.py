@@ -71,6 +71,7 @@ class Received(msgspec.Struct, frozen=True):
     handed_out    the rows as they were read: as values if they are few, otherwise as columns
     times         for a request in order: the number of earlier leases of each position
     rest          the approximate number of rows that the queues still contain
+    size_bytes    of the rows, as the log stores them
     """
 
     handed_out: ReadRows
@@ -78,6 +79,7 @@ class Received(msgspec.Struct, frozen=True):
     pop_ms: int = 0
     times: list[int] = []
     rest: int = 0
+    size_bytes: int = 0
 
     @property
     def rows(self) -> pa.RecordBatch:

@@ -26,7 +26,7 @@ from timeball.model.errors import OutOfRange
 from timeball.model.message import READ_SCHEMA, Int64Array
 
 SCAN_ENTRIES = 4_096  # index entries that a filter searches at once
-FEW_ROWS = 32  # up to this number, rows that are still in memory are handed out as values
+FEW_ROWS = 256  # up to this number, rows that are still in memory are handed out as values
 
 
 class Selection:

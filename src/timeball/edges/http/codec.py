@@ -10,12 +10,13 @@ from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
 
 from timeball.edges.shared.error_codes import Refused, codes_of, sentence
+from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model import limits, time_parsing
 from timeball.model.errors import (
     InvalidDelay,
@@ -25,7 +26,7 @@ from timeball.model.errors import (
     TimeballError,
     Unauthorized,
 )
-from timeball.model.message import decode_properties, lateness_ms
+from timeball.model.message import READ_SCHEMA, decode_properties, lateness_ms
 from timeball.model.rules import with_valid_fields
 
 # ---- structs of requests and answers -------------------------------------------------------------------------
@@ -255,16 +256,23 @@ def start_ms(text: str) -> int:
 # ---- received messages ---------------------------------------------------------------------------------------
 
 
-def leased_messages(rows: pa.RecordBatch, topic: str, receipts: Sequence[str]) -> LeasedMany:
+_LEASED_COLUMNS = (
+    "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys", "properties",
+    "due_ms", "accepted_ms",
+)  # fmt: skip
+_LEASED_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, _LEASED_COLUMNS))
+
+
+def leased_messages(rows: ReadRows, topic: str, receipts: Sequence[str]) -> LeasedMany:
     """Build the answer to a receive. `topic` is the requested topic; some rows may come from the group's retry topic.
 
     `receipts` has the receipt of each row.
     """
-    names = (
-        "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys",
-        "properties", "due_ms", "accepted_ms",
-    )  # fmt: skip
-    rows_of_values = zip(*(rows.column(name).to_pylist() for name in names), strict=True)
+    rows_of_values = (
+        map(_LEASED_VALUES, rows.values)
+        if isinstance(rows, NumberedRows)
+        else zip(*(rows.column(name).to_pylist() for name in _LEASED_COLUMNS), strict=True)
+    )
     messages = []
     for receipt, row in zip(receipts, rows_of_values, strict=True):
         (

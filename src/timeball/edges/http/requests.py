@@ -135,6 +135,11 @@ class Call:
             raise Refused(408, f"the body has not come within {BODY_S:.0f} s") from None
         return b"".join(chunks)
 
+    @property
+    def is_disconnected(self) -> bool:
+        """True if the client is known to have disconnected."""
+        return self.exchange is not None and self.exchange.disconnected
+
     async def wait_for_disconnect(self) -> None:
         """Wait until the client disconnects. Must not run while the body is read, which uses the same events."""
         while (await self._receive())["type"] != "http.disconnect":

@@ -84,11 +84,18 @@ class Receives:
         )
         received = await self._receive_for_client(call, request, wait_ms)
         handles = [self._handles.encode(receipt) for receipt in received.receipts]
-        size_bytes = received.rows.nbytes if handles else 0
-        return Answer(200, codec.leased_messages(received.rows, topic, handles), size_bytes=size_bytes)
+        messages = codec.leased_messages(received.handed_out, topic, handles)
+        return Answer(200, messages, size_bytes=received.size_bytes)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
         """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected."""
+        if not self._broker.policy.is_awaited(request.topic):
+            received = await self._wait_and_receive(request, call.query, 0)
+            if call.is_disconnected:
+                self._broker.consuming.not_seen(received.receipts)
+                raise ClientDisconnected
+            if received.receipts or not wait_ms:
+                return received
         receiving = asyncio.ensure_future(self._wait_and_receive(request, call.query, wait_ms))
         disconnect = asyncio.ensure_future(call.wait_for_disconnect())
         try:
