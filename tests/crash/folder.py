@@ -21,12 +21,12 @@ from tests.crash.lives import AFTER_MS, run
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, CutFiles, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.consuming.memory_leases import saved
+from timeball.broker.consuming.leases import Lease, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
 from timeball.broker.registry.topic import TopicConfig
 from timeball.broker.tables import compact
-from timeball.io.clock import ManualClock
+from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.table import catalog
 
 POPS, RECEIVES, AGAIN = "poppers", "receivers", "%RETRY%"
@@ -196,10 +196,27 @@ def known(world: World) -> Look:
         "offsets": {(g, t): broker.offsets(g, t) for g in (GROUP, POPS, RECEIVES) for t in broker.topics()},
         "modes": world.broker.tables.request_modes.get("a", POPS),
         "secret": world.broker.tables.receipt_secret.get() if world.broker.tables.receipt_secret.is_made else None,
-        "held": [saved(queue, broker.clock.as_wall) for queue in broker.consuming.leases.all() if not queue.idle],
+        "held": [held(queue, broker.clock) for queue in broker.consuming.leases.all() if not queue.idle],
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
         "ledger": (epochs, world.broker.attach_state.reserved, world.broker.attach_state.attach_seq),
         "files": sorted(str(entry) for entry in world.broker.scheduling.hour_log.pending.live_entries()),
         "delta": sorted(str({**a, "modification_time": 0}) for a in pa.table(adds).to_pylist()),
     }  # fmt: skip
+
+
+def held(queue: QueueLeases, clock: SchedulerClock) -> Look:
+    """The leases of one group in one queue, with their ends as the wall clock shows them."""
+
+    def positions(leases: dict[int, Lease]) -> dict[int, Lease]:
+        return {
+            offset: replace(lease, deadline_ms=clock.as_wall(lease.deadline_ms))
+            for offset, lease in sorted(leases.items())
+        }
+
+    return {
+        "queue": (queue.group, queue.topic, queue.queue_id),
+        "offsets": (queue.stored_offset, queue.first_open, queue.next_offset, sorted(queue.acked_ahead)),
+        "in_order": (queue.last_pop_ms, queue.attempt_id),
+        "leases": (positions(queue.in_flight), positions(queue.returned)),
+    }

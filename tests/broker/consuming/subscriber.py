@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.broker.on_node import batch, column
+from tests.broker.on_node import batch, column, settled
 from tests.crash.world import World
 
 from timeball.broker.consuming.engine import Consuming
@@ -49,6 +49,20 @@ def bodies(received: Received) -> list[bytes]:
 
 def attempts(received: Received) -> list[int]:
     return [times + 1 for times in column(received.rows, "reconsume_times")]
+
+
+async def pass_time(world: World, ms: int) -> None:
+    """Let time pass: leases that are over have ended, and what waited so long is visible."""
+    world.clock.advance(ms)
+    await settled(world)
+
+
+async def power_cut(world: World) -> None:
+    """What was not synced is gone."""
+    files = world.files
+    await world.abandon()
+    world.files = files.crash(survival="nothing")
+    await world.start()
 
 
 def try_at_most(world: World, times_max: int) -> None:

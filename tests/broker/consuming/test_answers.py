@@ -1,11 +1,12 @@
-"""What a consumer says counts once, is durable when it is answered, and one append or none."""
+"""What a consumer says counts once, a message that is given back is written once, and one append or none."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
 from tests.broker.consuming.subscriber import (
@@ -19,23 +20,19 @@ from tests.broker.consuming.subscriber import (
     bodies,
     engine,
     in_queue,
+    pass_time,
+    power_cut,
     receive,
     send,
     try_at_most,
 )
-from tests.broker.on_node import InTurn, column, on_node
+from tests.broker.on_node import InTurn, on_node
 from tests.crash.world import World
 
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
+from timeball.log.writer import LogWriter
 from timeball.model.errors import OverLimit
-from timeball.model.message import CANCEL_REASON, Kind, decode_properties
-from timeball.schedule.outcomes import Moved
-
-
-def reasons(world: World) -> list[str]:
-    rows = world.broker.read_log(world.broker.log.reader.first_seq, 1 << 60, [Kind.CANCEL])
-    return [decode_properties(text)[CANCEL_REASON] for batch in rows for text in column(batch, "properties")]
 
 
 @on_node()
@@ -46,20 +43,27 @@ async def test_an_acknowledgement_counts_once(world: World) -> None:
     assert await engine(world).acknowledge(twice) == [True, True, True, False]
     verdicts = await asyncio.gather(*(acknowledge(world, received) for _ in range(5)))
     assert [sum(one) for one in zip(*verdicts, strict=True)] == [0, 0, 0] + [1] * 7
-    assert reasons(world) == ["acknowledged"] * 10
-    await world.advance(MINUTE_MS)
+    assert engine(world).leases.count.rows == 0
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 5, 1: 5}
+    await pass_time(world, MINUTE_MS)
     assert await in_queue(world, AGAIN) == []
     assert await engine(world).acknowledge([]) == []
 
 
-@on_node()
-async def test_many_consumers_share_a_commit(world: World) -> None:
-    await send(world, [b"%d" % i for i in range(200)])
-    received = await receive(world, 200)
-    before = world.broker.log.writer.statistics.commits
-    answers = await asyncio.gather(*(engine(world).acknowledge([one]) for one in received.receipts))
-    assert answers == [[True]] * 200
-    assert world.broker.log.writer.statistics.commits - before < 10
+@pytest.mark.parametrize("save_ms", [0, 50])
+def test_many_consumers_share_a_commit(save_ms: int) -> None:
+    @on_node(ack_save_ms=save_ms)
+    async def life(world: World) -> None:
+        await send(world, [b"%d" % i for i in range(200)])
+        received = await receive(world, 200)
+        before = world.broker.log.writer.statistics.commits
+        answers = await asyncio.gather(*(engine(world).acknowledge([one]) for one in received.receipts))
+        assert answers == [[True]] * 200
+        commits = world.broker.log.writer.statistics.commits - before
+        assert commits < 10
+        assert commits or save_ms, "an answer that waits for the disk has a commit"
+
+    life()
 
 
 @on_node()
@@ -71,46 +75,33 @@ async def test_a_receipt_stays_valid_when_its_time_is_changed(world: World) -> N
     assert await engine(world).change_invisible_time(other, 30_000) == other
     assert await engine(world).acknowledge([one, one]) == [True, False]
     assert await engine(world).change_invisible_time(one, 10_000) is None
-    await world.advance(30_000)
+    await pass_time(world, 30_000)
     assert await in_queue(world, AGAIN) == [b"b"]
     assert await engine(world).acknowledge([one, other]) == [False, False]
-    await world.advance(4 * MINUTE_MS)
+    await pass_time(world, 4 * MINUTE_MS)
     assert await in_queue(world, AGAIN) == [b"b"], "once"
-    assert reasons(world) == ["acknowledged"]
 
 
 @pytest.mark.parametrize("cached", [False, True])
 @on_node()
-async def test_a_receipt_stays_valid_through_moves_and_starts(world: World, cached: bool) -> None:
-    """Its scheduled message is taken to the table, moved from there, and found again by the log alone."""
+async def test_a_receipt_stays_valid_through_changes_and_starts(world: World, cached: bool) -> None:
+    """Its lease is restored from a checkpoint, or from the log alone."""
     await send(world, [b"a", b"b"])
     received = await receive(world)
     one, other = received.receipts
     for ms in (5 * MINUTE_MS, MINUTE_MS, 5 * MINUTE_MS):
         for receipt in (one, other):
             assert await engine(world).change_invisible_time(receipt, ms) == receipt
-        await world.compact()
         await world.stop()
         if not cached:
             world.files.remove("checkpoint")
         await world.start()
-    await world.advance(4 * MINUTE_MS)
+    await pass_time(world, 4 * MINUTE_MS)
     assert await in_queue(world, AGAIN) == []
     assert await engine(world).acknowledge([one]) == [True]
     assert await engine(world).change_invisible_time(other, 0, counts=False) == other
-    await world.settled()
     again = await receive(world)
     assert bodies(again) == bodies(received)[1:] and attempts(again) == [1]
-
-
-@on_node()
-async def test_a_start_that_forgets_moves_is_noticed(world: World) -> None:
-    """Or the test above could not tell what it is there for."""
-    await send(world, [b"a"])
-    (one,) = (await receive(world)).receipts
-    await engine(world).change_invisible_time(one, 5 * MINUTE_MS)
-    world.broker.scheduling.outcomes.moved = Moved()
-    assert await engine(world).acknowledge([one]) == [False]
 
 
 @on_node()
@@ -119,13 +110,13 @@ async def test_more_and_less_time_and_the_message_comes_once(world: World) -> No
     received = await receive(world)
     for receipt, ms in zip(received.receipts, (2 * MINUTE_MS, 0), strict=True):
         await engine(world).change_invisible_time(receipt, ms)
-    await world.settled()
+    await pass_time(world, 0)
     soon = await receive(world, wait_ms=30_000)
     assert bodies(soon) == bodies(received)[1:] and attempts(soon) == [2]
     await acknowledge(world, soon)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert bodies(await receive(world)) == []
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     late = await receive(world)
     assert bodies(late) == bodies(received)[:1] and attempts(late) == [2]
 
@@ -140,15 +131,26 @@ async def test_a_change_without_counting_is_no_attempt(world: World) -> None:
         receipt = received.receipts[0]
         for change in itertools.chain([not counts, counts]):
             receipt = await engine(world).change_invisible_time(receipt, 1_000, counts=change)  # type: ignore[assignment]
-        await world.advance(1_000)
+        await pass_time(world, 1_000)
     received = await receive(world)
     assert attempts(received) == [2], "the last one"
     (receipt,) = received.receipts
     again = await engine(world).change_invisible_time(receipt, 1_000, counts=False)
-    await world.advance(1_000)
+    await pass_time(world, 1_000)
     assert again is not None and attempts(await receive(world)) == [2]
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert await in_queue(world, DEAD) == [b"a"]
+
+
+@on_node()
+async def test_without_time_and_count_a_message_is_next_and_nothing_is_written(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await receive(world)).receipts
+    assert await engine(world).change_invisible_time(receipt, 0, counts=False) == receipt
+    assert await engine(world).acknowledge([receipt]) == [False]
+    again = await receive(world)
+    assert bodies(again) == [b"a"] and attempts(again) == [1]
+    assert await in_queue(world, AGAIN) == []
 
 
 @on_node()
@@ -160,33 +162,65 @@ async def test_a_dead_letter_is_written_at_once_and_only_once(world: World) -> N
     assert not await engine(world).dead_letter(first)
     assert await engine(world).acknowledge([first, second]) == [False, True]
     assert not await engine(world).dead_letter(second)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert await in_queue(world, DEAD) == bodies(received)[:1] and await in_queue(world, AGAIN) == []
-    assert reasons(world) == ["dead letter", "acknowledged"]
+
+
+@on_node()
+async def test_when_the_attempts_are_used_up_a_nack_writes_the_dead_letter_at_once(world: World) -> None:
+    try_at_most(world, 0)
+    await send(world, [b"a"])
+    (receipt,) = (await receive(world)).receipts
+    assert await engine(world).nack(receipt, MINUTE_MS, "no stock") == receipt
+    assert await in_queue(world, DEAD) == [b"a"]
+    assert world.broker.redeliveries.waiting_rows == 0
+    await pass_time(world, MINUTE_MS)
+    assert await in_queue(world, DEAD) == [b"a"] and await in_queue(world, AGAIN) == []
 
 
 @on_node()
 async def test_concurrent_answers_to_a_lease_have_one_winner(world: World) -> None:
     await send(world, [b"%d" % i for i in range(40)])
     received = await receive(world, 40)
-    verbs = engine(world)
-    answers = await asyncio.gather(
-        *(verbs.acknowledge([one]) for one in received.receipts),
-        *(verbs.change_invisible_time(one, 5_000) for one in received.receipts),
-        *(verbs.dead_letter(one) for one in received.receipts),
-    )
-    won = [[bool(one[0]) if isinstance(one, list) else bool(one)] for one in answers]
-    assert [sum(one[0] for one in won[i::40]) for i in range(40)] == [1] * 40
-    await world.advance(5_000)
-    dead, again = await in_queue(world, DEAD), await in_queue(world, AGAIN)
-    assert len(dead) == sum(won[i][0] for i in range(80, 120))
-    assert len(again) == sum(won[i][0] for i in range(40, 80))
+
+    async def acks(receipt: Receipt) -> bool:
+        return (await engine(world).acknowledge([receipt]))[0]
+
+    async def nacks(receipt: Receipt) -> bool:
+        return await engine(world).nack(receipt, 5_000) is not None
+
+    async def dead_letters(receipt: Receipt) -> bool:
+        return await engine(world).dead_letter(receipt)
+
+    verbs = [acks, nacks, dead_letters]
+    asked = [
+        (verbs[(number + turn) % 3], receipt)
+        for number, receipt in enumerate(received.receipts)
+        for turn in range(3)
+    ]
+    answers = await asyncio.gather(*(verb(receipt) for verb, receipt in asked))
+    winners = [verb for (verb, _), is_valid in zip(asked, answers, strict=True) if is_valid]
+    assert [sum(answers[i : i + 3]) for i in range(0, 120, 3)] == [1] * 40
+    count = Counter(verb.__name__ for verb in winners)
+    assert min(count[verb.__name__] for verb in verbs) > 0, "each verb has won"
+    await pass_time(world, 5_000)
+    assert len(await in_queue(world, DEAD)) == count["dead_letters"]
+    assert len(await in_queue(world, AGAIN)) == count["nacks"]
+    assert engine(world).leases.count.rows == 0
+
+
+ANSWERS: dict[str, Callable[[World, Receipt], Awaitable[Any]]] = {
+    "acknowledge": lambda world, receipt: engine(world).acknowledge([receipt]),
+    "change": lambda world, receipt: engine(world).change_invisible_time(receipt, 4 * MINUTE_MS),
+    "nack": lambda world, receipt: engine(world).nack(receipt, 4 * MINUTE_MS),
+    "dead letter": lambda world, receipt: engine(world).dead_letter(receipt),
+}
 
 
 @pytest.mark.parametrize("verb", ["acknowledge", "change", "dead letter"])
-@on_node(InTurn)
+@on_node(InTurn, ack_save_ms=0)
 async def test_an_answer_at_any_turn_of_a_change_is_accepted(world: World, verb: str) -> None:
-    """A change of the same receipt is on its way to the disk: the answer waits for it, and counts."""
+    """A change of the same receipt is on its way to the disk: the answer counts."""
     turns, last = 0, False
     while not last:
         turns += 1
@@ -196,49 +230,67 @@ async def test_an_answer_at_any_turn_of_a_change_is_accepted(world: World, verb:
         for _ in range(turns):
             await asyncio.sleep(0)
         last = change.done()
-        if verb == "acknowledge":
-            assert await engine(world).acknowledge([receipt]) == [True], turns
-        elif verb == "change":
-            assert await engine(world).change_invisible_time(receipt, 4 * MINUTE_MS) == receipt, turns
-        else:
-            assert await engine(world).dead_letter(receipt), turns
+        answer = await ANSWERS[verb](world, receipt)
+        assert answer in ([True], receipt, True), turns
         await change
-    assert turns > 5, "or a change took no turn"
-    await world.advance(4 * MINUTE_MS)
+    assert turns > 2, "or a change took no turn"
+    await pass_time(world, 4 * MINUTE_MS)
     assert len(await in_queue(world, AGAIN)) == (turns if verb == "change" else 0)
     assert len(await in_queue(world, DEAD)) == (turns if verb == "dead letter" else 0)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert len(await in_queue(world, AGAIN)) == (turns if verb == "change" else 0)
+
+
+@pytest.mark.parametrize("verb", list(ANSWERS))
+@on_node(InTurn)
+async def test_of_an_answer_at_any_turn_of_a_nack_and_the_nack_one_counts(world: World, verb: str) -> None:
+    turns, last, nacked = 0, False, 0
+    while not last:
+        turns += 1
+        await send(world, [b"%d" % turns])
+        (receipt,) = (await receive(world)).receipts
+        nack = asyncio.create_task(engine(world).nack(receipt, MINUTE_MS))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        last = nack.done()
+        answer = await ANSWERS[verb](world, receipt)
+        is_answered = answer in ([True], receipt, True)
+        is_nacked = await nack is not None
+        nacked += is_nacked
+        # A change keeps the lease, so a nack after it counts too.
+        assert is_nacked or is_answered, turns
+        assert not (is_nacked and is_answered) or verb == "change", turns
+    assert nacked and turns > 2, "or a nack took no turn"
+    await pass_time(world, MINUTE_MS)
+    assert len(await in_queue(world, AGAIN)) == nacked
+    await pass_time(world, 4 * MINUTE_MS)
+    others = {"nack": (turns, 0), "dead letter": (nacked, turns - nacked)}
+    again, dead = others.get(verb, (nacked, 0))
+    assert (len(await in_queue(world, AGAIN)), len(await in_queue(world, DEAD))) == (again, dead)
 
 
 @on_node(InTurn)
-async def test_what_was_settled_is_not_begun_again_when_the_disk_is_full(
+async def test_of_a_batch_that_a_full_disk_cuts_each_message_is_written_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two dead letters, of which one waits for a change: the disk is full when that one is looked at again."""
-    writer, lost = world.broker.log.writer, 0
-    for turns in range(1, 12):
-        await send(world, [b"a", b"b"])
-        first, second = (await receive(world)).receipts
-        change = asyncio.create_task(engine(world).change_invisible_time(second, 5 * MINUTE_MS))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        with monkeypatch.context() as patch:
+    """Two dead letters are written in two chunks, and the disk is full before the second one."""
+    monkeypatch.setattr("timeball.broker.consuming.redelivery.PART_ROWS", 1)
+    await send(world, [b"a", b"b"])
+    first, second = (await receive(world)).receipts
+    answers = [False]  # the disk is not full for the first chunk
 
-            async def flushed(wait: Callable[[], Awaitable[None]] = writer.flushed) -> None:
-                await wait()
-                patch.setattr(writer, "check_admission", Mock(side_effect=OverLimit("the disk is full")))
+    def check(_: LogWriter) -> None:
+        if answers.pop() if answers else True:
+            raise OverLimit("the disk is full")
 
-            patch.setattr(writer, "flushed", flushed)
-            verbs = engine(world).dead_letter(first), engine(world).dead_letter(second)
-            answers = await asyncio.gather(*verbs, return_exceptions=True)
-        await change
-        lost += answers == [True, False]
-        refused = [isinstance(answer, OverLimit) for answer in answers]
-        # Of a batch that was refused before its first round nothing has been done.
-        assert answers[0] is True or all(refused), turns
-    assert lost, "or no dead letter has met a change"
-    assert len(await in_queue(world, DEAD)) > lost
+    with monkeypatch.context() as patch:
+        patch.setattr(LogWriter, "check_admission", check)
+        verbs = engine(world).dead_letter(first), engine(world).dead_letter(second)
+        refused = await asyncio.gather(*verbs, return_exceptions=True)
+    assert all(isinstance(answer, OverLimit) for answer in refused), refused
+    assert len(await in_queue(world, DEAD)) == 1
+    assert [await engine(world).dead_letter(receipt) for receipt in (first, second)] == [False, True]
+    assert sorted(await in_queue(world, DEAD)) == [b"a", b"b"]
 
 
 @on_node()
@@ -249,33 +301,53 @@ async def test_what_a_consumer_leaves_behind_comes_again_by_the_groups_policy(wo
     for wait_ms in (7_000, 9_000):
         received = await receive(world)
         await engine(world).give_back(received.receipts)
-        await world.advance(wait_ms - 1)
+        await pass_time(world, wait_ms - 1)
         assert bodies(await receive(world)) == []
-        await world.advance(1)
+        await pass_time(world, 1)
     assert attempts(await receive(world)) == [3]
 
 
 @on_node()
-async def test_a_receipt_whose_rows_nobody_keeps_is_not_valid(world: World) -> None:
+async def test_a_receipt_that_names_no_lease_is_not_valid(world: World) -> None:
     await send(world, [b"a"])
-    await receive(world)
-    stranger = Receipt(GROUP, TOPIC, 0, 5)
-    assert await engine(world).change_invisible_time(stranger, 5_000) is None
-    assert not await engine(world).dead_letter(stranger)
+    (receipt,) = (await receive(world)).receipts
+    for change in ({"pop_ms": 5}, {"offset": 7}, {"queue_id": 9}, {"topic": AGAIN}):
+        stranger = receipt._replace(**change)  # type: ignore[arg-type]
+        assert await engine(world).change_invisible_time(stranger, 5_000) is None
+        assert await engine(world).nack(stranger, 5_000) is None
+        assert not await engine(world).dead_letter(stranger)
+    assert await engine(world).acknowledge([receipt]) == [True]
+
+
+@on_node(ack_save_ms=0)
+async def test_a_broker_that_was_killed_remembers_every_answer(world: World) -> None:
+    await send(world, [b"a", b"b", b"c", b"d"])
+    received = await receive(world)
+    one, two, three, four = received.receipts
+    assert await engine(world).acknowledge([one]) == [True]
+    assert await engine(world).change_invisible_time(two, 2 * MINUTE_MS) == two
+    assert await engine(world).dead_letter(three)
+    assert await engine(world).nack(four, MINUTE_MS) == four
+    await power_cut(world)
+    assert await engine(world).acknowledge(received.receipts) == [False, True, False, False]
+    assert await in_queue(world, DEAD) == bodies(received)[2:3]
+    await pass_time(world, 3 * MINUTE_MS)
+    assert await in_queue(world, AGAIN) == bodies(received)[3:]
 
 
 @on_node()
-async def test_a_broker_that_was_killed_remembers_every_answer(world: World) -> None:
+async def test_a_broker_that_was_killed_remembers_each_message_that_was_given_back(world: World) -> None:
+    """The leases follow in the log after 50 ms. But these answers wait for the disk."""
     await send(world, [b"a", b"b", b"c"])
     received = await receive(world)
     one, two, three = received.receipts
-    assert await engine(world).acknowledge([one]) == [True]
-    moved = await engine(world).change_invisible_time(two, 2 * MINUTE_MS)
-    assert await engine(world).dead_letter(three)
-    files = world.files
-    await world.abandon()
-    world.files = files.crash(survival="nothing")
-    await world.start()
-    assert moved == two
-    assert await engine(world).acknowledge([one, two, three]) == [False, True, False]
-    assert await in_queue(world, DEAD) == bodies(received)[2:]
+    assert await engine(world).dead_letter(one)
+    assert await engine(world).nack(two, MINUTE_MS) == two
+    assert await engine(world).nack(three, 0) == three
+    await power_cut(world)
+    assert await engine(world).acknowledge(received.receipts) == [False] * 3
+    again = await receive(world)
+    assert bodies(again) == bodies(received)[2:] and attempts(again) == [2]
+    assert await in_queue(world, DEAD) == bodies(received)[:1]
+    await pass_time(world, MINUTE_MS)
+    assert sorted(await in_queue(world, AGAIN)) == sorted([*bodies(received)[1:], *bodies(again)])

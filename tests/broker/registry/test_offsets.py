@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.broker.registry.state_rows import StateRows
 
-from timeball.broker.registry import groups as offsets_module
-from timeball.broker.registry.groups import Offsets, Parked
+from timeball.broker.registry.groups import PARKED, Offsets, Unit
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 
@@ -20,15 +19,20 @@ COMMITS = st.lists(
 )
 
 
-NONE = Parked(0, {})
-
-
 def fresh() -> Offsets:
     return StateRows().opened(Offsets)
 
 
+def save(offsets: Offsets, log: StateRows, units: list[Unit] | None = None) -> None:
+    """Append the changes, as the saver of the leases does."""
+    change = offsets.changed(units)
+    if change.rows.num_rows:
+        log.appended.append(change.rows)
+    change.keep()
+
+
 def saved(offsets: Offsets, log: StateRows) -> Offsets:
-    offsets.save(NONE)
+    save(offsets, log)
     return log.opened(Offsets)
 
 
@@ -54,11 +58,11 @@ def test_an_offset_beyond_its_queue_is_refused_and_nothing_is_stored(wrong: dict
     log = StateRows()
     offsets = log.opened(Offsets)
     offsets.commit("g", "t", {0: 2}, ENDS)
-    offsets.save(NONE)
+    save(offsets, log)
     with pytest.raises(OutOfRange, match="'t' ends at"):
         offsets.commit("g", "t", wrong, ENDS)
     assert offsets.get("g", "t") == {0: 2}
-    offsets.save(NONE)
+    save(offsets, log)
     assert log.count == 1
 
 
@@ -72,7 +76,7 @@ def test_who_reads_what_is_known_and_can_be_forgotten() -> None:
     saved(offsets, log)
     offsets.forget_topic("nothing")
     offsets.forget_group("nobody")
-    offsets.save(NONE)
+    save(offsets, log)
     assert log.count == 1, "nothing has changed"
     offsets.forget_topic("t")
     assert saved(offsets, log).topics_of("g") == ["u"]
@@ -102,17 +106,58 @@ def test_at_the_limit_a_new_group_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         offsets.commit("three", "t", {0: 1}, ENDS)
 
 
+def keys(log: StateRows) -> list[list[str]]:
+    return [rows.column("unique_key").to_pylist() for rows in log.appended]
+
+
 def test_a_save_without_changes_appends_no_row() -> None:
     log = StateRows()
     offsets = log.opened(Offsets)
-    offsets.save(NONE)
+    save(offsets, log)
     assert log.count == 0
     for topic in ("t", "u"):
         offsets.commit("g", topic, {0: 1}, ENDS)
-        offsets.save(NONE)
-        offsets.save(NONE)
-    keys = [rows.column("unique_key").to_pylist() for rows in log.appended]
-    assert keys == [["offsets/g@t", "offsets/parked"], ["offsets/g@u", "offsets/parked"]]
+        save(offsets, log)
+        save(offsets, log)
+    assert keys(log) == [["offsets/g@t"], ["offsets/g@u"]]
+
+
+def test_a_save_of_some_units_leaves_the_changes_of_the_others_for_the_next_one() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    for group in ("g", "h"):
+        offsets.commit(group, "t", {0: 1}, ENDS)
+    offsets.advance("g", "t", 0, 2)
+    save(offsets, log, [("g", "t"), ("nobody", "t")])
+    assert offsets.moved() == [("h", "t")]
+    assert (log.opened(Offsets).get("g", "t"), log.opened(Offsets).get("h", "t")) == ({0: 2}, {})
+    save(offsets, log)
+    assert keys(log) == [["offsets/g@t"], ["offsets/h@t"]]
+
+
+def test_an_append_that_is_refused_leaves_all_changes_for_the_next_save() -> None:
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    offsets.commit("g", "t", {0: 1}, ENDS)
+    assert offsets.changed().rows.num_rows == 1, "built, and not appended"
+    assert offsets.moved() == [("g", "t")]
+    assert saved(offsets, log).get("g", "t") == {0: 1}
+
+
+def test_only_offsets_that_others_than_the_leases_change_are_moved() -> None:
+    """The leases of a moved unit end, so an offset that follows from leases must not be among them."""
+    log = StateRows()
+    offsets = log.opened(Offsets)
+    offsets.commit("g", "t", {0: 1, 7: 1}, ENDS)
+    assert offsets.moved() == [("g", "t")]
+    save(offsets, log)
+    offsets.advance("g", "t", 7, 3)
+    assert offsets.moved() == []
+    assert saved(offsets, log).get("g", "t") == {0: 1, 7: 3}
+    offsets.forget_topic("t")
+    assert offsets.moved() == [("g", "t")]
+    save(offsets, log)
+    assert offsets.moved() == []
 
 
 def test_a_change_of_the_returned_offsets_changes_no_stored_offset() -> None:
@@ -122,23 +167,7 @@ def test_a_change_of_the_returned_offsets_changes_no_stored_offset() -> None:
     assert offsets.get("g", "t") == {0: 1}
 
 
-def test_what_is_promised_is_saved_with_the_offsets_it_belongs_to() -> None:
-    log = StateRows()
-    offsets = log.opened(Offsets)
-    offsets.commit("g", "t", {0: 2}, ENDS)
-    parked = Parked(17, {"g": {"t": {0: [(4, 6)]}}})
-    offsets.save(parked)
-    offsets.save(parked)
-    assert log.count == 1, "offsets and what is promised are one frame"
-    again = log.opened(Offsets)
-    assert again.parked == parked and again.get("g", "t") == {0: 2}
-
-
-def test_a_start_never_has_to_look_through_much_of_the_log() -> None:
-    log = StateRows()
-    offsets = log.opened(Offsets)
-    ahead = {"g": {"t": {0: [(1, 2)]}}}
-    far = offsets_module.STALE_ROWS
-    for parked, frames in ((Parked(far, {}), 0), (Parked(far + 1, {}), 1), (Parked(far + 2, ahead), 2)):
-        offsets.save(parked)
-        assert log.count == frames
+def test_a_row_that_only_former_versions_wrote_is_ignored() -> None:
+    offsets = fresh()
+    offsets.restore(PARKED, b'{"from_seq":17,"ahead":{"g":{"t":{"0":[[4,6]]}}}}')
+    assert offsets.table == {}

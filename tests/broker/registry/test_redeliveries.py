@@ -1,23 +1,28 @@
-"""Counts of leases: equal to a model's, through every order of changes, and through a checkpoint."""
+"""Counts of messages that wait for their next delivery: equal to a model's, also after a checkpoint and a replay."""
 
 from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
 
 import numpy as np
 import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
-from timeball.broker.registry.lease_counts import LeaseCounts, keys_of, spans, were_nacked
+from tests.broker.consuming.subscriber import AGAIN, GROUP, TOPIC, engine, receive, send
+from tests.broker.on_node import on_node
+from tests.crash.world import World
 
 from timeball.broker.consuming.redelivery_rows import added, given_back
-from timeball.broker.registry import lease_counts
+from timeball.broker.registry import redeliveries
+from timeball.broker.registry.redeliveries import Redeliveries, keys_of, spans
 from timeball.model.message import LOG_SCHEMA, Kind, build_rows, encode_properties, with_seq
 
-GROUPS = [("g", "orders"), ("g", "bills"), ("h", "orders")]
+KEYS = [("g", "orders"), ("g", "bills"), ("h", "orders"), None]
 NUMBERS = st.lists(st.integers(1, 60), max_size=6)
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from(GROUPS), st.integers(1, 5), st.integers(0, 3)),
-        st.tuples(st.sampled_from(["end", "nack", "hold"]), NUMBERS),
+        st.tuples(st.just("add"), st.lists(st.sampled_from(KEYS), min_size=1, max_size=5), st.integers(0, 3)),
+        st.tuples(st.just("end"), NUMBERS),
         st.tuples(st.just("restore")),
     ),
     max_size=40,
@@ -30,57 +35,42 @@ def numbers(found: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 
 @given(STEPS)
 def test_counts_are_those_of_a_model(steps: list[tuple[object, ...]]) -> None:
-    counts, model, next_number = LeaseCounts(), dict[int, tuple[tuple[str, str], bool]](), 1
+    waiting, model, next_number = Redeliveries(), dict[int, tuple[str, str]](), 1
     for name, *what in steps:
         if name == "add":
-            key, rows, gap = what
+            keys, gap = what
             first = next_number + gap
-            counts.add(*key, numbers(list(range(first, first + rows))))
-            model |= dict.fromkeys(range(first, first + rows), (key, False))
-            next_number = first + rows
+            next_number = first + len(keys)
+            waiting.add(keys, numbers(list(range(first, next_number))))
+            model |= {first + at: key for at, key in enumerate(keys) if key is not None}
         elif name == "restore":
-            facts, counts = counts.facts(), LeaseCounts()
-            counts.restore(facts)
+            facts, waiting = waiting.facts(), Redeliveries()
+            waiting.restore(facts)
         else:
             (named,) = what
-            if name == "end":
-                counts.end(numbers(named))
-                for n in named:
-                    model.pop(n, None)
-            else:
-                counts.change(numbers(named), np.full(len(named), name == "nack"))
-                model |= {n: (model[n][0], name == "nack") for n in named if n in model}
-        for found, is_nacked in ((counts.held(), False), (counts.nacked(), True)):
-            of = [key for key, was in model.values() if was is is_nacked]
-            assert found == {key: of.count(key) for key in of}
-        assert counts.waiting_rows == len(model)
+            waiting.end(numbers(named))
+            for number in named:
+                model.pop(number, None)
+        of = list(model.values())
+        assert waiting.counts() == {key: of.count(key) for key in of}
+        assert waiting.waiting_rows == len(model)
+        assert [n for n in range(1, next_number + 1) if waiting.is_waiting(n)] == sorted(model)
 
 
-@given(NUMBERS, st.booleans())
-def test_a_few_are_counted_as_many_are(named: list[int], was_nacked: bool) -> None:
-    few, many = LeaseCounts(), LeaseCounts()
-    for counts in (few, many):
-        counts.add(*GROUPS[0], np.arange(1, 61))
-        counts.change(np.arange(1, 31), np.full(30, was_nacked))
-    for number in named:
-        few.end(numbers([number]))
-    many.end(numbers(named * (lease_counts.FEW + 1)))  # those that stand there twice end once
-    assert (few.facts(), few.waiting_rows) == (many.facts(), many.waiting_rows)
+def test_a_number_that_stands_twice_in_one_call_ends_once() -> None:
+    waiting = Redeliveries()
+    waiting.add([KEYS[0]] * 3, numbers([7, 8, 9]))
+    waiting.end(numbers([9, 7, 9]))
+    assert (waiting.counts(), waiting.waiting_rows) == ({KEYS[0]: 1}, 1)
+    assert [waiting.is_waiting(number) for number in (6, 7, 8, 9, 10)] == [False, False, True, False, False]
 
 
-def test_the_last_change_of_a_number_counts() -> None:
-    counts = LeaseCounts()
-    counts.add("g", "orders", numbers([7]))
-    counts.change(numbers([7, 7]), np.array([True, False]))
-    assert counts.held() == {("g", "orders"): 1} and counts.nacked() == {}
-
-
-def test_ended_leases_take_no_room_for_ever() -> None:
-    counts = LeaseCounts()
+def test_ended_redeliveries_take_no_room_for_ever() -> None:
+    waiting = Redeliveries()
     for first in range(0, 200_000, 100):
-        counts.add("g", "orders", np.arange(first, first + 100))
-        counts.end(np.arange(first, first + 100))
-    assert len(counts._number) <= 2 * lease_counts.SWEEP_ROWS_MIN
+        waiting.add([KEYS[0]] * 100, np.arange(first, first + 100))
+        waiting.end(np.arange(first, first + 100))
+    assert len(waiting._number) <= 2 * redeliveries.SWEEP_ROWS_MIN
 
 
 def test_neighbours_are_one_span() -> None:
@@ -110,26 +100,84 @@ def test_a_scheduled_message_names_its_group_and_topic() -> None:
     assert keys_of(rows) == [("g", "orders"), ("g", "orders"), ("g", "a_b"), None, None]
 
 
-def test_a_row_says_whether_its_message_was_given_back() -> None:
-    texts = [
-        encode_properties({"own": "1", **given_back("no stock", 5)}), encode_properties({"own": "NACK_TIME"}), None,
-    ]  # fmt: skip
-    assert were_nacked(scheduled_rows(texts, ["t"] * 3)).tolist() == [True, False, False]
-
-
 def test_rows_of_the_log_are_applied_in_its_order() -> None:
-    text = encode_properties(added("g", "orders", 1))
-    back = encode_properties({**added("g", "orders", 1), **given_back("", 5)})
+    text = encode_properties({**added("g", "orders", 1), **given_back("", 5)})
 
-    def row(kind: Kind, source_seq: int, properties: str | None = None) -> pa.RecordBatch:
+    def row(
+        kind: Kind, source_seq: int | None, properties: str | None = None, due_ms: int | None = 5
+    ) -> pa.RecordBatch:
         return build_rows(
-            1, kind=int(kind), topic="%RETRY%g_orders", due_ms=5, source_seq=source_seq, properties=properties
-        )
+            1, kind=int(kind), topic="%RETRY%g_orders", due_ms=due_ms, source_seq=source_seq, properties=properties
+        )  # fmt: skip
 
     rows = [
         row(Kind.SCHEDULED, 1, text), row(Kind.SCHEDULED, 2, text), row(Kind.SCHEDULED, 3, text),
-        row(Kind.MOVED, 10, back), row(Kind.MOVED, 11, back), row(Kind.MOVED, 11, text), row(Kind.CANCEL, 12),
+        row(Kind.SCHEDULED, 4, text), row(Kind.SCHEDULED, 5, ""), row(Kind.SCHEDULED, None, text),
+        row(Kind.MOVED, 10, text), row(Kind.CANCEL, 11), row(Kind.RELEASE, 12, text), row(Kind.RELEASE, 99, text),
+        row(Kind.CANCEL, 13, None, None),
     ]  # fmt: skip
-    counts = LeaseCounts()
-    counts.replay(with_seq(pa.Table.from_batches(rows, LOG_SCHEMA).combine_chunks().to_batches()[0], 10))
-    assert (counts.held(), counts.nacked()) == ({("g", "orders"): 1}, {("g", "orders"): 1})
+    waiting = Redeliveries()
+    waiting.replay(with_seq(pa.Table.from_batches(rows, LOG_SCHEMA).combine_chunks().to_batches()[0], 10))
+    assert waiting.counts() == {("g", "orders"): 2}
+    # A move keeps the number, and a cancel without a due time ends a half message and no redelivery.
+    assert [number for number in range(10, 22) if waiting.is_waiting(number)] == [10, 13]
+
+
+def of_world(world: World) -> dict[tuple[str, str], int]:
+    found: Redeliveries = world.broker.redeliveries
+    assert found.waiting_rows == sum(found.counts().values())
+    return found.counts()
+
+
+@on_node()
+async def test_a_message_given_back_with_a_delay_waits_until_its_release_also_across_a_crash(
+    world: World,
+) -> None:
+    await send(world, [b"a", b"b", b"c"])
+    receipts = (await receive(world, 3)).receipts
+    await engine(world).nack(receipts[0], 5_000)
+    await engine(world).nack(receipts[1], 9_000)
+    await engine(world).nack(receipts[2], 0)
+    assert of_world(world) == {(GROUP, TOPIC): 2}, "the third one is visible at once"
+    for restores in (world.restart, crash_of(world), world.checkpoint, crash_of(world)):
+        await restores()
+        assert of_world(world) == {(GROUP, TOPIC): 2}
+    await world.advance(5_000)
+    assert of_world(world) == {(GROUP, TOPIC): 1}
+    again = await receive(world, 3)
+    await engine(world).nack(again.receipts[0], 60_000)
+    assert of_world(world) == {(GROUP, TOPIC): 2}, "a message that is given back again counts for its topic"
+    await world.advance(9_000)
+    assert of_world(world) == {(GROUP, TOPIC): 1}
+    await crash_of(world)()
+    assert of_world(world) == {(GROUP, TOPIC): 1}
+
+
+def crash_of(world: World) -> Callable[[], Awaitable[None]]:
+    async def crash() -> None:
+        await world.abandon()
+        world.files = world.files.crash(survival="nothing")
+        await world.start()
+
+    return crash
+
+
+@on_node()
+async def test_a_redelivery_that_an_operator_cancels_or_moves_is_counted_as_long_as_it_waits(
+    world: World,
+) -> None:
+    await send(world, [b"a", b"b", b"c"], unique_key=["a", "b", "c"])
+    for receipt in (await receive(world, 3)).receipts:
+        await engine(world).nack(receipt, 5_000)
+    (verdict,) = await world.broker.cancel(ids=["a"], topic=AGAIN)
+    assert verdict.verdict == "cancelled" and of_world(world) == {(GROUP, TOPIC): 2}
+    (verdict,) = await world.broker.reschedule(ids=["b"], topic=AGAIN, delay_ms=20_000)
+    assert verdict.verdict == "rescheduled" and of_world(world) == {(GROUP, TOPIC): 2}
+    await crash_of(world)()
+    assert of_world(world) == {(GROUP, TOPIC): 2}
+    await world.advance(5_000)
+    assert of_world(world) == {(GROUP, TOPIC): 1}
+    await world.advance(15_000)
+    assert of_world(world) == {}
+    await crash_of(world)()
+    assert of_world(world) == {}

@@ -49,7 +49,7 @@ def all_groups(world: World) -> GroupPlaces:
         lambda _: True,
         clock=broker.clock,
         offsets=broker.tables.offsets,
-        lease_counts=broker.lease_counts,
+        redeliveries=broker.redeliveries,
     )
 
 

@@ -49,6 +49,13 @@ class Lease:
     nack_reason: str = ""  # in order: the last reason that a member gave
     is_void: bool = False  # its receipt is not valid, because its message is being written to the log again
     is_written: bool = False  # that row is appended: the position is done when it is durable
+    on_end: Callable[[], None] | None = None  # called once when the consumer holds it no more (credit.py)
+
+    def end(self) -> None:
+        """Tell the consumer's credit that it holds this position no more."""
+        if self.on_end is not None:
+            self.on_end()
+            self.on_end = None
 
 
 class OpenCount:
@@ -173,7 +180,9 @@ class QueueLeases:
 
     def done(self, offset: int) -> None:
         """End a lease, so that the position is done for this group. Ignores a position that is not leased."""
-        if self.in_flight.pop(offset, None) is not None:
+        lease = self.in_flight.pop(offset, None)
+        if lease is not None:
+            lease.end()
             self.count.rows -= 1
             self.nacked.discard(offset)
             self.touch(offset, offset)
@@ -184,6 +193,7 @@ class QueueLeases:
         self.nacked.discard(offset)
         # The old receipt is void from now on. The next lease has another receipt.
         lease.pop_ms = NO_RECEIPT
+        lease.end()
         self.touch(offset, offset)
 
     def nack(self, offset: int, now_ms: int) -> None:
@@ -224,6 +234,8 @@ class QueueLeases:
     def forget(self) -> None:
         """Void all receipts and forget all positions, so that none comes back."""
         self.count.rows -= self.open_rows + len(self.acked_ahead)
+        for lease in self.in_flight.values():
+            lease.end()
         self.in_flight.clear()
         self.nacked.clear()
         self.returned.clear()

@@ -1,7 +1,8 @@
 """Receives of consumer groups over HTTP, the requests that settle or extend their leases, and live tails of topics.
 
-Receipts are sealed texts (receipt_handles.py), as over gRPC and Flight. Leases are stored in the log, so a message that
-was received and never answered survives a crash and is delivered again. A live tail creates no leases.
+Receipts are sealed texts (receipt_handles.py), as over gRPC and Flight. A stream leases messages as they become
+visible, up to its credit, which each settled message returns. If its client disconnects, the messages that it holds
+come back when their leases end, because it may still settle them. A live tail creates no leases.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.datastructures import QueryParams
 
+from timeball.broker.consuming.credit import Credit
 from timeball.broker.consuming.pull import Offsets
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
@@ -22,7 +24,7 @@ from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
-from timeball.edges.http.codec import Answer, Answered, AnsweredMany
+from timeball.edges.http.codec import Answer, Answered, AnsweredMany, encode
 from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import limits
@@ -34,6 +36,9 @@ from timeball.model.time_parsing import delay_ms
 # ---- receives and leases -------------------------------------------------------------------------------------
 
 DEFAULT_LEASE_MS = 60_000
+STREAM_ROWS = 256  # of one chunk
+KEEP_ALIVE_S = 15.0
+NDJSON = "application/x-ndjson"
 _TOPIC_PATH = "/v1/topics/{topic}"
 FORMER_METHODS = {
     f"{_TOPIC_PATH}/messages": {
@@ -51,6 +56,7 @@ class Receives:
         self._filters = FilterCache()
         self.paths: Paths = {
             f"{_TOPIC_PATH}/receive": {"POST": self._receive},
+            f"{_TOPIC_PATH}/stream": {"POST": self._open_stream},
             f"{_TOPIC_PATH}/ack": {"POST": self._ack},
             f"{_TOPIC_PATH}/nack": {"POST": self._nack},
             f"{_TOPIC_PATH}/extend": {"POST": self._extend},
@@ -60,32 +66,74 @@ class Receives:
     async def _receive(self, call: Call) -> Answer:
         """Lease messages to a group, and answer with them. With `wait`, wait for the first message."""
         topic, group, query = call.path["topic"], _group_of(call), call.query
-        policy = self._broker.policy
-        await check_no_body(call, policy, Verb.RECEIVE, topic=topic, group=group)
+        await check_no_body(call, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
         wait_ms = delay_ms(query.get("wait", "0"), "wait")
         if wait_ms > limits.PULL_WAIT_MS_MAX:
             raise OutOfRange(f"wait of {wait_ms} ms: at most {limits.PULL_WAIT_MS_MAX}")
-        rows_max = query.get("max", "32")
-        if not (rows_max.isdecimal() and len(rows_max) < 9 and 1 <= int(rows_max) <= limits.POP_ROWS_MAX):
-            raise OutOfRange(f"max={rows_max[:20]}: 1 to {limits.POP_ROWS_MAX}")
+        rows_max = _number_of(query.get("max", "32"), "max", limits.POP_ROWS_MAX)
+        request = await self._request_of(call, rows_max, is_patient=bool(wait_ms))
+        received = await self._receive_for_client(call, request, wait_ms)
+        return Answer(200, self._messages_of(received, topic), size_bytes=received.size_bytes)
+
+    async def _open_stream(self, call: Call) -> Stream:
+        """Lease messages to a group as they become visible, up to the credit of the stream."""
+        topic, group = call.path["topic"], _group_of(call)
+        await check_no_body(call, self._broker.policy, Verb.RECEIVE, topic=topic, group=group)
+        credit = Credit(_number_of(call.query.get("credit", "256"), "credit", limits.CREDIT_ROWS_MAX))
+        request = await self._request_of(call, 1, is_patient=True)
+        return Stream(self._chunks(call, request, credit), NDJSON)
+
+    async def _chunks(
+        self, call: Call, request: ReceiveRequest, credit: Credit
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the chunks of a stream: a line for each message, and an empty line after KEEP_ALIVE_S without one."""
+        consuming = self._broker.consuming
+        yield b"\n"  # the client knows that the stream is open
+        while True:
+            rows_max = min(credit.free_rows, STREAM_ROWS)
+            if rows_max <= 0:
+                await credit.wait(KEEP_ALIVE_S)
+                if credit.free_rows <= 0:
+                    yield b"\n"
+                continue
+            try:
+                if not self._broker.policy.is_awaited(request.topic):
+                    consuming.join(request.group, request.topic, call.caller)
+                received = await self._wait_and_receive(
+                    replace(request, rows=rows_max), call.query, round(1_000 * KEEP_ALIVE_S)
+                )
+            except TimeballError:
+                # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
+                # refused.
+                return
+            credit.hold(consuming.leases, received.receipts)
+            messages = self._messages_of(received, request.topic).messages
+            yield b"".join(b"%b\n" % encode(message) for message in messages) or b"\n"
+
+    async def _request_of(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
+        """Build the request of a receive or a stream, and refuse a caller who may not receive.
+
+        `is_patient`: it may wait for the message that creates the topic.
+        """
+        topic, group, query, policy = call.path["topic"], _group_of(call), call.query, self._broker.policy
         self._build_filter(query, topic, None)  # refuses an invalid filter before the wait
         start_ms = codec.start_ms(query.get("start", "earliest"))
-        if not (wait_ms and policy.is_awaited(topic)):
+        if not (is_patient and policy.is_awaited(topic)):
             self._broker.consuming.join(group, topic, call.caller)  # refuses a caller who may not receive
             if start_ms:
                 await self._broker.begin(group, topic, start_ms, call.caller)
-        request = ReceiveRequest(
+        return ReceiveRequest(
             group,
             topic,
-            rows=int(rows_max),
+            rows=rows_max,
             invisible_ms=codec.lease_ms(query.get("lease", f"{DEFAULT_LEASE_MS}ms")),
             in_order=policy.joined(group, call.caller).consume_message_orderly,
             counts_times=True,
         )
-        received = await self._receive_for_client(call, request, wait_ms)
+
+    def _messages_of(self, received: Received, topic: str) -> codec.LeasedMany:
         handles = [self._handles.encode(receipt) for receipt in received.receipts]
-        messages = codec.leased_messages(received.handed_out, topic, handles)
-        return Answer(200, messages, size_bytes=received.size_bytes)
+        return codec.leased_messages(received.handed_out, topic, handles)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
         """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected."""
@@ -222,13 +270,18 @@ def _group_of(call: Call) -> str:
     return group
 
 
+def _number_of(text: str, name: str, largest: int) -> int:
+    """Parse a parameter of the query. Raises OutOfRange."""
+    if not (text.isdecimal() and len(text) < 9 and 1 <= int(text) <= largest):
+        raise OutOfRange(f"{name}={text[:20]}: 1 to {largest}")
+    return int(text)
+
+
 def _answer_of(results: list[Answered]) -> Answer:
     return Answer(200, AnsweredMany(results))
 
 
 # ---- live tails, as server-sent events -----------------------------------------------------------------------
-
-KEEP_ALIVE_S = 15.0
 
 
 class Events:

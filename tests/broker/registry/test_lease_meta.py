@@ -1,40 +1,57 @@
-"""The row of a queue's leases: what is written is read again, and its columns have their places."""
+"""META rows about leases: what is written is read again, the columns have their places, and the secret is kept."""
 
 from __future__ import annotations
 
 import base64
 
 import msgspec
+import pytest
 from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
-from timeball.broker.registry.lease_counts import SIZE_BYTES, ReceiptSecret, SavedLease, SavedLeases
 
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.registry.lease_meta import SIZE_BYTES, LeaseRun, ReceiptSecret, SavedPart
 from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.model.errors import Corrupt
 from timeball.model.message import Kind
 
-LEASE = SavedLease(offset=3, seq=41, size_bytes=90, pop_ms=7, deadline_ms=60_007, in_order=True, times=2)
-SAVED = SavedLeases(
-    group="g", topic="orders", queue_id=1, next_offset=4, stored_offset=2, last_pop_ms=7, attempt_id="x",
-    in_flight=[LEASE], returned=[], acked_ahead=[5], in_log=False,
+RUN = LeaseRun(
+    offset=1027, count=3, pop_ms=7, deadline_ms=60_007, since_ms=8, in_order=True, counts=False, times=2,
+    nacked_ms=9, nack_reason="no",
 )  # fmt: skip
+PART = SavedPart(
+    group="g", topic="orders", queue_id=1, part=1, next_offset=1030, open=[RUN], acked_ahead=[1032],
+    last_pop_ms=7, attempt_id="x",
+)  # fmt: skip
+NAME = "g@orders@1@1"
 
 
-def table(meta: MetaLog) -> MetaTable[SavedLeases]:
-    return MetaTable(meta, "in_flight", SavedLeases)
+def table(meta: MetaLog) -> MetaTable[SavedPart]:
+    return MetaTable(meta, "leases", SavedPart)
 
 
-def test_saved_leases_are_read_as_written() -> None:
+def test_a_saved_part_is_read_as_written_until_it_is_deleted() -> None:
     log = StateRows()
-    log.opened(table).put([("g@orders@1", SAVED)])
-    assert log.opened(table).values == {"g@orders@1": SAVED}
+    parts = log.opened(table)
+    parts.put([(NAME, PART)])
+    assert log.opened(table).values == {NAME: PART}
+    parts.put([(NAME, None)])
+    assert log.opened(table).values == {}
 
 
-def test_a_saved_lease_is_an_array_and_older_rows_are_read() -> None:
-    """A folder of an older broker has such rows: a new field goes to the end, with a default."""
-    assert msgspec.json.encode(LEASE) == b'[3,41,90,7,60007,true,2,null,""]'
-    assert msgspec.json.decode(b"[3,41,90,7,60007,true,2]", type=SavedLease) == LEASE
+def test_a_run_of_leases_is_an_array_and_rows_without_the_last_columns_are_read() -> None:
+    """A folder has such rows when the broker is replaced: a new field goes to the end, with a default."""
+    assert msgspec.json.encode(RUN) == b'[1027,3,7,60007,8,true,false,2,9,"no"]'
+    assert msgspec.json.decode(b"[1027,3,7,60007,8]", type=LeaseRun) == LeaseRun(1027, 3, 7, 60_007, 8)
+
+
+def test_a_part_without_its_open_positions_is_refused() -> None:
+    """A group that began with such a row would skip messages that nobody has processed."""
+    meta = MetaLog()
+    table(meta)
+    with pytest.raises(Corrupt, match=f"META row of 'leases/{NAME}'"):
+        meta.restore([(f"leases/{NAME}", b'{"group":"g","topic":"orders","queue_id":1,"part":1}')])
 
 
 def test_the_receipt_secret_is_created_once_per_folder() -> None:

@@ -1,0 +1,161 @@
+"""Streams with credit over HTTP, against a real node: read with the standard library, a line at a time."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.accounts import SECRETS, guarded_node
+from tests.bounds import BOUND_S
+from tests.edges.http.client import Client, client_of
+from tests.node_fixture import RunningNode, eventually
+
+from timeball.broker.consuming.engine import Consuming
+from timeball.edges.http.handlers import receives
+
+
+class Lines:
+    """One stream, read as it comes."""
+
+    def __init__(self, answer: http.client.HTTPResponse) -> None:
+        self.answer = answer
+        self.empty_lines = 0
+
+    def messages(self, count: int) -> list[dict[str, Any]]:
+        """Read lines until there are `count` messages."""
+        found: list[dict[str, Any]] = []
+        while len(found) < count and (line := self.answer.readline()):
+            if line == b"\n":
+                self.empty_lines += 1
+            else:
+                found.append(json.loads(line))
+        return found
+
+
+@contextmanager
+def stream(node: RunningNode, topic: str, query: str = "", account: str = "") -> Iterator[Lines]:
+    client = http.client.HTTPConnection("127.0.0.1", node.node.http_port, timeout=BOUND_S)
+    headers = {"authorization": f"Bearer {account}:{SECRETS[account]}"} if account else {}
+    client.request("POST", f"/v1/topics/{topic}/stream?group=workers{query}", headers=headers)
+    answer = client.getresponse()
+    try:
+        yield Lines(answer)
+    finally:
+        answer.close()
+        client.close()
+
+
+def acknowledge(client: Client, topic: str, messages: list[dict[str, Any]]) -> list[bool]:
+    receipts = {"receipts": [message["receipt"] for message in messages]}
+    answer = client.ask("POST", f"/v1/topics/{topic}/ack", receipts, query={"group": "workers"})
+    return [result["valid"] for result in answer.value["results"]]
+
+
+def consuming(node: RunningNode) -> Consuming:
+    found: Consuming = node.broker.consuming
+    return found
+
+
+def held(node: RunningNode, topic: str) -> int:
+    return sum(queue.open_rows for queue in consuming(node).leases.all() if queue.topic == topic)
+
+
+def test_a_stream_delivers_messages_as_they_become_visible(node: RunningNode, client: Client) -> None:
+    with stream(node, "flowing") as lines:  # the first message creates the topic
+        assert lines.answer.status == 200
+        assert lines.answer.getheader("content-type") == "application/x-ndjson"
+        client.send("flowing", {"body": "now"})
+        client.send("flowing", {"body": "later", "after": "200ms"})
+        received = lines.messages(2)
+        assert [message["body"] for message in received] == ["now", "later"]
+        assert received[1]["lateness_ms"] >= 0
+        assert acknowledge(client, "flowing", received) == [True, True]
+    assert held(node, "flowing") == 0
+
+
+def test_a_stream_holds_no_more_messages_than_its_credit(node: RunningNode, client: Client) -> None:
+    client.send("scarce", [{"body": str(n)} for n in range(5)])
+    with stream(node, "scarce", "&credit=2") as lines:
+        first = lines.messages(2)
+        assert held(node, "scarce") == 2
+        assert acknowledge(client, "scarce", first[:1]) == [True]
+        (third,) = lines.messages(1)
+        # A message that is given back returns credit, too.
+        query = {"group": "workers"}
+        back = {"receipts": [first[1]["receipt"]], "after": "1h"}
+        assert client.ask("POST", "/v1/topics/scarce/nack", back, query=query).value["results"][0]["valid"]
+        (fourth,) = lines.messages(1)
+        assert acknowledge(client, "scarce", [third, fourth]) == [True, True]
+        (fifth,) = lines.messages(1)
+        bodies = {message["body"] for message in (*first, third, fourth, fifth)}
+        assert bodies == {"0", "1", "2", "3", "4"}
+
+
+def test_a_lease_that_ends_returns_credit(node: RunningNode, client: Client) -> None:
+    client.send("ending", [{"body": str(n)} for n in range(2)])
+    with stream(node, "ending", "&credit=1&lease=1s") as lines:
+        received = lines.messages(3)
+    attempts = sorted((message["body"], message["attempt"]) for message in received)
+    assert len({body for body, _ in attempts}) == 2
+    assert sum(attempt == 2 for _, attempt in attempts) >= 1
+
+
+def test_a_slow_stream_delays_no_other_consumer(node: RunningNode, client: Client) -> None:
+    with stream(node, "shared", "&credit=1") as slow:
+        client.send("shared", [{"body": str(n)} for n in range(4)])
+        assert len(slow.messages(1)) == 1
+        received = client.receive("shared", max=10).value["messages"]
+        assert len(received) == 3
+
+
+def test_messages_of_a_closed_stream_stay_valid_until_their_leases_end(
+    node: RunningNode, client: Client
+) -> None:
+    client.send("closed", {"body": "x"})
+    with stream(node, "closed") as lines:
+        received = lines.messages(1)
+    eventually(
+        lambda: node.node.edges is not None and not node.node.edges.http.limits.streams.taken, "it has ended"
+    )
+    assert acknowledge(client, "closed", received) == [True]
+
+
+def test_an_idle_stream_sends_empty_lines(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receives, "KEEP_ALIVE_S", 0.05)
+    client.send("idle", [{"body": "x"}, {"body": "y"}])
+    with stream(node, "idle", "&credit=1") as lines:
+        received = lines.messages(1)
+        while lines.empty_lines < 3:  # without credit
+            lines.empty_lines += lines.answer.readline() == b"\n"
+        acknowledge(client, "idle", received)
+        acknowledge(client, "idle", lines.messages(1))
+        lines.empty_lines = 0
+        while lines.empty_lines < 3:  # without messages
+            lines.empty_lines += lines.answer.readline() == b"\n"
+
+
+@pytest.mark.parametrize(
+    ("query", "status"),
+    [("&credit=0", 416), ("&credit=10001", 416), ("&credit=x", 416), ("&lease=1ms", 416), ("&tag=a&sql=b", 400)],
+)
+def test_an_invalid_stream_is_refused(node: RunningNode, client: Client, query: str, status: int) -> None:
+    client.send("refused", {"body": "x"})
+    with stream(node, "refused", query) as lines:
+        assert lines.answer.status == status
+
+
+def test_a_stream_needs_the_right_to_receive(tmp_path: Path) -> None:
+    with guarded_node(tmp_path, http_port=0) as node:
+        with client_of(node, f"Bearer shop:{SECRETS['shop']}") as shop:
+            shop.send("orders", {"body": "x"})
+        with stream(node, "orders", account="other") as lines:
+            assert lines.answer.status == 403
+        with stream(node, "orders") as lines:
+            assert lines.answer.status == 401
