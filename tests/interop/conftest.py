@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from tests.interop.admin_tool import AdminTool, admin_tool
 from tests.interop.drivers import Driver
 from tests.interop.grpc_conversation import WITH_GO as GRPC
 from tests.interop.grpc_conversation import GrpcConversation
@@ -37,6 +38,13 @@ def clients(
     yield client
     for driver in running.values():
         driver.close()
+
+
+@pytest.fixture(scope="session")
+def mqadmin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdminTool]:
+    """RocketMQ's administration tool, in one process for all tests."""
+    with admin_tool(tmp_path_factory.mktemp("mqadmin")) as tool:
+        yield tool
 
 
 @pytest.fixture

@@ -87,8 +87,7 @@ def grpc_java() -> list[str]:
 
 def mqadmin() -> list[str]:
     """RocketMQ's own administration tool, of 5.3.3."""
-    main = "org.apache.rocketmq.tools.command.MQAdminStartup"
-    return [tool("java", "default-jdk"), *JAVA_OPTIONS, "-cp", f"{jars('v5')}/*", main]
+    return java_with("v5", "AdminTool")
 
 
 def rocketmq(*options: str) -> list[str]:

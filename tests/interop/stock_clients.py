@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 
 import pytest
 from tests.interop import environments
-from tests.interop.drivers import BOUND_S
 from tests.interop.environments import Missing
-from tests.interop.stock_broker import StockBroker
 
 COMMANDS: dict[str, Callable[[], list[str]]] = {
     "cpp": environments.cpp,
@@ -44,17 +41,3 @@ def command(name: str) -> list[str]:
     if os.environ.get("TIMEBALL_INTEROP") == "required":
         pytest.fail(f"{name} is required (TIMEBALL_INTEROP), and {found}", pytrace=False)
     pytest.skip(f"{name}: {found}")
-
-
-def mqadmin(broker: StockBroker, *arguments: str) -> str:
-    """What RocketMQ's administration tool printed; it tells of failures by printing them."""
-    done = subprocess.run(
-        [*command("mqadmin"), *arguments, "-n", broker.name_server],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=BOUND_S,
-        check=False,
-    )
-    assert done.returncode == 0 and "Exception" not in done.stdout, done.stdout
-    return done.stdout

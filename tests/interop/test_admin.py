@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.interop.admin_tool import AdminTool
 from tests.interop.conversation import JAVA5, Conversation
 from tests.interop.drivers import Driver
 from tests.interop.stock_broker import BROKER, CLUSTER, StockBroker
-from tests.interop.stock_clients import mqadmin
 from tests.node_fixture import eventually
 
 from timeball.edges.remoting.codec.codes import RequestCode
@@ -23,7 +23,7 @@ def rows(printed: str) -> list[list[str]]:
     return [line.split() for line in printed.splitlines() if line.strip() and not line.startswith("#")]
 
 
-def test_topics(broker: StockBroker, name: str) -> None:
+def test_topics(broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     topic = f"{name}-made"
     mqadmin(
         broker, "updateTopic", "-c", CLUSTER, "-t", topic, "-r", "3", "-w", "3", "-a", "+message.type=DELAY"
@@ -36,23 +36,23 @@ def test_topics(broker: StockBroker, name: str) -> None:
     assert len([row for row in rows(mqadmin(broker, "topicStatus", "-t", topic)) if row[0] == BROKER]) == 4
 
 
-def test_a_topic_that_is_not_there(broker: StockBroker) -> None:
+def test_a_topic_that_is_not_there(broker: StockBroker, mqadmin: AdminTool) -> None:
     with pytest.raises(AssertionError, match="No topic route info"):
         mqadmin(broker, "topicRoute", "-t", "nowhere")
 
 
-def test_the_cluster(broker: StockBroker) -> None:
+def test_the_cluster(broker: StockBroker, mqadmin: AdminTool) -> None:
     [row] = [row for row in rows(mqadmin(broker, "clusterList")) if row[0] == CLUSTER]
     assert row[1:4] == [BROKER, "0", broker.remoting]
 
 
-def test_the_broker(broker: StockBroker) -> None:
+def test_the_broker(broker: StockBroker, mqadmin: AdminTool) -> None:
     told = {row[0]: row[2:] for row in rows(mqadmin(broker, "brokerStatus", "-b", broker.remoting))}
     assert "brokerVersionDesc" in told and "bootTimestamp" in told
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_groups(client: Driver, broker: StockBroker, name: str) -> None:
+def test_groups(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     talk = Conversation(client, broker, name, queues=2)
     mqadmin(broker, "updateSubGroup", "-c", CLUSTER, "-g", talk.group, "-r", "1")
     for number in range(6):
@@ -69,7 +69,7 @@ def test_groups(client: Driver, broker: StockBroker, name: str) -> None:
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_messages(client: Driver, broker: StockBroker, name: str) -> None:
+def test_messages(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     talk = Conversation(client, broker, name)
     sent = talk.send("wanted", keys="order-17", tag="t")
     by_key = mqadmin(broker, "queryMsgByKey", "-t", talk.topic, "-k", "order-17")
@@ -79,7 +79,7 @@ def test_messages(client: Driver, broker: StockBroker, name: str) -> None:
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_connections(client: Driver, broker: StockBroker, name: str) -> None:
+def test_connections(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen()
 
@@ -104,14 +104,14 @@ def never_raises(ask: Callable[[], str]) -> Callable[[], bool]:
     return asked
 
 
-def test_sends_that_are_timed(broker: StockBroker) -> None:
+def test_sends_that_are_timed(broker: StockBroker, mqadmin: AdminTool) -> None:
     """The tool sends to a topic with the broker's name, to each of the queues that the route tells."""
     printed = mqadmin(broker, "sendMsgStatus", "-b", BROKER, "-c", "9")
     assert printed.count("sendStatus=SEND_OK") == 9
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_rates(client: Driver, broker: StockBroker, name: str) -> None:
+def test_rates(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen()
     for number in range(7):
@@ -126,7 +126,9 @@ def test_rates(client: Driver, broker: StockBroker, name: str) -> None:
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_a_consumer_is_asked_through_the_broker(client: Driver, broker: StockBroker, name: str) -> None:
+def test_a_consumer_is_asked_through_the_broker(
+    client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool
+) -> None:
     talk = Conversation(client, broker, name)
     consumer = talk.listen()
     sent = talk.send("again, please")
@@ -156,7 +158,9 @@ def test_a_consumer_is_asked_through_the_broker(client: Driver, broker: StockBro
     assert [message["body"] for message in client.deliveries(consumer)] == ["again, please"] * 2
 
 
-def test_many_topics_and_groups_at_once(broker: StockBroker, name: str, tmp_path: Path) -> None:
+def test_many_topics_and_groups_at_once(
+    broker: StockBroker, name: str, tmp_path: Path, mqadmin: AdminTool
+) -> None:
     topics, groups = tmp_path / "topics.json", tmp_path / "groups.json"
     topics.write_text(json.dumps([{"topicName": f"{name}-{n}", "readQueueNums": n} for n in (1, 2)]))
     groups.write_text(json.dumps([{"groupName": f"{name}-{n}", "retryMaxTimes": n} for n in (1, 2)]))
@@ -169,5 +173,5 @@ def test_many_topics_and_groups_at_once(broker: StockBroker, name: str, tmp_path
 
 
 @pytest.mark.parametrize("command", ["cleanExpiredCQ", "cleanUnusedTopic"])
-def test_cleaning(broker: StockBroker, command: str) -> None:
+def test_cleaning(broker: StockBroker, command: str, mqadmin: AdminTool) -> None:
     assert "success" in mqadmin(broker, command, "-b", broker.remoting)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from tests.interop.admin_tool import AdminTool
 from tests.interop.conversation import JAVA5, JAVA5_5, Conversation
 from tests.interop.drivers import Driver
 from tests.interop.stock_broker import StockBroker
-from tests.interop.stock_clients import mqadmin
 
 pytestmark = pytest.mark.interop
 
 
 @pytest.mark.parametrize("client", [JAVA5], indirect=True)
-def test_pop(client: Driver, broker: StockBroker, name: str) -> None:
+def test_pop(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     """Queues are shared without being divided; a failed message comes again when its time is up."""
     talk = Conversation(client, broker, name, queues=2)
     how = ["-t", talk.topic, "-g", talk.group, "-m", "POP", "-q", "8"]
@@ -35,7 +35,7 @@ def test_pop(client: Driver, broker: StockBroker, name: str) -> None:
 
 
 @pytest.mark.parametrize("client", [JAVA5_5], indirect=True)
-def test_priorities(client: Driver, broker: StockBroker, name: str) -> None:
+def test_priorities(client: Driver, broker: StockBroker, name: str, mqadmin: AdminTool) -> None:
     """Of what is visible the highest priority comes first, and the order of the sends counts within one."""
     talk = Conversation(client, broker, name, queues=0)
     how = ["-r", "4", "-w", "4", "-a", "+message.type=PRIORITY"]

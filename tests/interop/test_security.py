@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from tests.accounts import access_file
 from tests.certificates import Certificate, certificate
+from tests.interop.admin_tool import AdminTool, admin_tool
 from tests.interop.conversation import ALI_ONS, ALL, JAVA4, JAVA5, Conversation, by_body, is_early
 from tests.interop.drivers import ClientError, Driver
 from tests.interop.stock_broker import StockBroker, stock_broker
-from tests.interop.stock_clients import command, mqadmin
+from tests.interop.stock_clients import command
 from tests.node_fixture import eventually
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("security")]  # one set of brokers and clients
@@ -144,9 +145,9 @@ def test_a_consumer_that_pops_signs_too(
 ) -> None:
     """Also what it says of a message that has come back, which names the group's retry topic."""
     talk = Conversation(signing(JAVA5), guarded, name)
-    as_tool(tmp_path, monkeypatch, "root", "the secret of root")
     how = ["-t", talk.topic, "-g", talk.group, "-m", "POP", "-q", "8"]
-    mqadmin(guarded, "setConsumeMode", "-b", guarded.remoting, *how)
+    with tool_of(tmp_path, monkeypatch, "root", "the secret of root") as mqadmin:
+        mqadmin(guarded, "setConsumeMode", "-b", guarded.remoting, *how)
     consumer = talk.listen(server_rebalance=True, fail=1)
     talk.send("twice")
     [again] = talk.client.wait_deliveries(consumer, 1, done=True)
@@ -159,18 +160,21 @@ def test_the_administration_tool_signs_too(
     guarded: StockBroker, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ("updateTopic", "-t", name, "-c", "DefaultCluster")
-    as_tool(tmp_path, monkeypatch, "shop", SECRET)
-    with pytest.raises(AssertionError, match="administer the broker"):
-        mqadmin(guarded, *asked)
-    as_tool(tmp_path, monkeypatch, "root", "the secret of root")
-    assert "success" in mqadmin(guarded, *asked)
+    with tool_of(tmp_path, monkeypatch, "shop", SECRET) as mqadmin:
+        with pytest.raises(AssertionError, match="administer the broker"):
+            mqadmin(guarded, *asked)
+    with tool_of(tmp_path, monkeypatch, "root", "the secret of root") as mqadmin:
+        assert "success" in mqadmin(guarded, *asked)
 
 
-def as_tool(home: Path, patch: pytest.MonkeyPatch, account: str, secret: str) -> None:
-    """Where RocketMQ's tool looks for who it is."""
+@contextmanager
+def tool_of(home: Path, patch: pytest.MonkeyPatch, account: str, secret: str) -> Iterator[AdminTool]:
+    """RocketMQ's tool, with an account in the file where it looks for one when it starts."""
     patch.setenv("ROCKETMQ_HOME", str(home))
     (home / "conf").mkdir(exist_ok=True)
     (home / "conf/tools.yml").write_text(f"accessKey: {account}\nsecretKey: {secret}\n")
+    with admin_tool(home) as tool:
+        yield tool
 
 
 def test_a_client_that_signs_may_talk_to_a_broker_that_does_not_ask(

@@ -1,0 +1,35 @@
+"""RocketMQ's own administration tool: what it prints for a command.
+
+One process runs the commands of many tests. The tool's Java takes a second or more to start, and on a busy machine a
+request of one that has just started is often late for the tool itself, which then says RemotingTimeoutException.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.interop.drivers import Driver, driving
+from tests.interop.stock_broker import StockBroker
+from tests.interop.stock_clients import command
+
+
+class AdminTool:
+    """Call it with a broker and the words of a command."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    def __call__(self, broker: StockBroker, *words: str) -> str:
+        """What the tool printed; it tells of failures by printing them."""
+        printed: str = self._driver.call("command", words=[*words, "-n", broker.name_server])
+        assert "Exception" not in printed, printed
+        return printed
+
+
+@contextmanager
+def admin_tool(home: Path) -> Iterator[AdminTool]:
+    """The tool as this process's environment has it: $ROCKETMQ_HOME is where it looks for its account."""
+    with driving(command("mqadmin"), "", home) as driver:
+        yield AdminTool(driver)
