@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
+from tests.monitoring.collector import collector
 
 from timeball.broker.consuming.engine import TracedConsuming
 from timeball.broker.consuming.requests import ReceiveRequest
 
 CONTEXT = "traceparent\x0100-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01\x02"
+
+
+@pytest.fixture(autouse=True)
+def _spans_arrive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without a collector a stop waits for it, and its exporter's thread tries again beside the tests that follow."""
+    with collector() as running:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", running.endpoint)
+        yield
 
 
 class Told:
