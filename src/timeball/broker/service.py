@@ -29,6 +29,7 @@ from timeball.broker.consuming.dead_letters import DeadLetters
 from timeball.broker.consuming.engine import Consuming, TracedConsuming
 from timeball.broker.consuming.group_places import GroupPlaces
 from timeball.broker.consuming.pull import LiveTail
+from timeball.broker.consuming.requests import NO_ROWS
 from timeball.broker.pending.forecast import Forecast
 from timeball.broker.pending.listing import Listing
 from timeball.broker.pending.snapshot import Snapshots
@@ -403,7 +404,7 @@ class Broker:
         deadline_s = self._loop.time() + min(wait_ms, limits.PULL_WAIT_MS_MAX) / 1000
         if wait_ms > 0 and self.policy.is_awaited(topic):
             await self.waiters.wait(topic, deadline_s - self._loop.time())
-            return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+            return NO_ROWS
         while True:
             # Checked in each round, because the topic may have been deleted or closed to readers.
             seqs = pull.find_seqs(self.policy.readable(topic, caller), offsets, rows)
@@ -413,7 +414,7 @@ class Broker:
                 return await in_thread(self.threads.reader, pull.read, self.log.reader, seqs)
             left_s = deadline_s - self._loop.time()
             if left_s <= 0 or not await self.waiters.wait(topic, left_s):
-                return pa.RecordBatch.from_pylist([], READ_SCHEMA)
+                return NO_ROWS
 
     async def read_queue(
         self, topic: str, queue_id: int, offset: int, rows: int, caller: Caller = ANONYMOUS
