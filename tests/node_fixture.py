@@ -71,7 +71,7 @@ class RunningNode:
                 "name_server_port": 0,
                 "remoting_port": 0,
                 "grpc_port": 0,
-                "http_port": -1,  # its server takes a fifth of a second to stop
+                "http_port": -1,  # its server takes a tenth of a second to stop
                 "segment_bytes": SEGMENT_BYTES,
                 **settings,
             },

@@ -16,6 +16,7 @@ import logging
 import re
 import socket
 from collections.abc import Iterator
+from functools import partial
 from importlib.resources import files
 from typing import Any, NamedTuple, cast
 
@@ -65,6 +66,20 @@ class _Server(uvicorn.Server):
     The node handles signals.
     """
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        """End `serve` as soon as the requests under way have ended."""
+        self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Wait for `stop`. uvicorn looks ten times a second, also for settings that the broker does not use."""
+        await self.on_tick(0)  # it makes the default headers
+        await self._stopping.wait()
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen.
 
@@ -103,19 +118,8 @@ class HttpEdge:
             has_accounts=security.access is not None,
             cluster_hosts=metrics.replica.hosts if metrics.replica is not None else tuple,
         )
-        handlers = collect_routes(broker, metrics, status)
-        open_paths = handlers.open_paths | Dashboard().open_paths
+        self._collect_routes = partial(collect_routes, broker, metrics, status)
         self._document: dict[str, Any] | None = None  # built at the first request for it
-        self._app = PathTable(
-            {
-                **{
-                    path: self._endpoint(path, methods, former_methods=handlers.former_methods.get(path))
-                    for path, methods in handlers.paths.items()
-                },
-                **{path: self._endpoint(path, methods, is_open=True) for path, methods in open_paths.items()},
-                "/openapi.json": self._endpoint("/openapi.json", {"GET": self._openapi}, is_open=True),
-            }
-        )
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -131,7 +135,7 @@ class HttpEdge:
         listening = listening or listen(self._settings)
         self.port = int(listening.getsockname()[1])
         config = uvicorn.Config(
-            self._app,
+            self._build_paths(),
             http=BoundedHttp,
             ws="none",
             lifespan="off",
@@ -158,9 +162,24 @@ class HttpEdge:
         """Accept no more requests, wait up to STOP_S for those under way, and close the connections."""
         if self._server is None or self._serving is None:
             return
-        self._server.should_exit = True
+        self._server.stop()
         await self._serving
         self._server = None
+
+    def _build_paths(self) -> PathTable:
+        """Build the endpoints of all paths. Takes milliseconds, so a broker without the port leaves it out."""
+        handlers = self._collect_routes()
+        open_paths = handlers.open_paths | Dashboard().open_paths
+        return PathTable(
+            {
+                **{
+                    path: self._endpoint(path, methods, former_methods=handlers.former_methods.get(path))
+                    for path, methods in handlers.paths.items()
+                },
+                **{path: self._endpoint(path, methods, is_open=True) for path, methods in open_paths.items()},
+                "/openapi.json": self._endpoint("/openapi.json", {"GET": self._openapi}, is_open=True),
+            }
+        )
 
     def _endpoint(
         self,
