@@ -52,3 +52,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             bound_examples(test, hypothesis.settings.get_current_profile_name())
         if "spark" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("spark"))
+
+
+@pytest.fixture
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that finds no broker tries as often as ever, and at once."""
+    from timeball.client import calls  # here: bounds.py measures how long this file takes to import
+
+    monkeypatch.setattr(calls, "RETRY_PAUSES_S", (0.0,) * len(calls.RETRY_PAUSES_S))

@@ -7,7 +7,6 @@ import pytest
 from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
-from timeball.client import calls
 
 
 @pytest.fixture(scope="session")
@@ -25,9 +24,3 @@ def ball(node: RunningNode) -> Iterator[Timeball]:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
-
-
-@pytest.fixture
-def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that finds no broker tries as often as ever, and at once."""
-    monkeypatch.setattr(calls, "RETRY_PAUSES_S", (0.0,) * len(calls.RETRY_PAUSES_S))

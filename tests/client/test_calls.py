@@ -182,6 +182,7 @@ def test_another_server_is_named_as_such() -> None:
     assert type(ours) is TimeballError and "something else than a broker" in str(ours)
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_web_server_that_speaks_http_2_is_no_broker() -> None:
     settings, not_found = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)), bytes((0, 0, 1, 1, 5, 0, 0, 0, 1, 0x8D))
 

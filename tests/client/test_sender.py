@@ -313,6 +313,7 @@ def test_a_verb_that_is_refused_is_asked_of_another(two_nodes: tuple[RunningNode
     assert verdict.verdict == "not_found", "the word of the other node, whose log is another"
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_broker_alone_that_stops_is_told(node: RunningNode) -> None:
     """The control: the refusal is real, and the last attempt's is raised."""
     with Timeball(node.endpoint) as ball:

@@ -147,14 +147,14 @@ def test_broken_frames_are_logged_once(
     assert line.startswith(f"connection closed edge={edge} peer=") and line.endswith(" not_logged=0")
 
 
+@pytest.mark.usefixtures("no_pauses")
 @pytest.mark.parametrize(
     ("has_tls", "scheme"),
     [
         pytest.param(False, "grpc", id="plain"),
-        # Each takes a second and a half of attempts.
-        pytest.param(False, "grpc+tls", id="tls-to-plain", marks=pytest.mark.slow),
-        pytest.param(True, "grpc", id="plain-to-tls", marks=pytest.mark.slow),
-        pytest.param(True, "grpc+tls", id="tls", marks=pytest.mark.slow),
+        pytest.param(False, "grpc+tls", id="tls-to-plain"),
+        pytest.param(True, "grpc", id="plain-to-tls"),
+        pytest.param(True, "grpc+tls", id="tls"),
     ],
 )
 @pytest.mark.parametrize("edge", ["flight", "grpc", "http", "remoting", "name_server"])
@@ -171,6 +171,7 @@ def test_a_timeball_client_at_a_wrong_port_gets_an_error_with_the_endpoint(
     assert endpoint in " ".join(ended.stderr.split()) and "Traceback" not in ended.stderr
 
 
+@pytest.mark.usefixtures("no_pauses")
 def test_a_client_of_timeball_at_the_port_for_rocketmq_s_is_told_so(
     nodes: tuple[RunningNode, RunningNode],
 ) -> None:
