@@ -12,7 +12,7 @@ from tests.java_options import java_options
 from timeball.broker.tables.memory import collect_cycles_rarely
 
 # The second measures how long this process took to start: as early as can be.
-pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested"]
+pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested", "tests.sharing"]
 
 # In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

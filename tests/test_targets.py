@@ -82,10 +82,12 @@ def test_where(number):
 """
 
 
-def test_a_group_stays_in_one_process(pytester: pytest.Pytester) -> None:
+def test_a_group_stays_in_one_process(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Spark session, Kafka and etcd are there once; with another pytest xdist may spread them, in silence."""
     shared = re.search(r"^SHARED += (.+)$", MAKEFILE, re.M)
     assert shared is not None
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    pytester.makeconftest('pytest_plugins = ["tests.sharing"]')
     pytester.makepyfile(GROUPED)
     outcome = pytester.runpytest_subprocess(*shared[1].split(), "-p", "no:cacheprovider")
     where = (pytester.path / "where").read_text().split()

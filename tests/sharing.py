@@ -1,0 +1,29 @@
+"""How pytest-xdist hands out the tests: as with its `--dist loadgroup`, and in the same time for each test.
+
+After each test xdist counts what is left of all tests that this process has had. With thousands of tests the process
+that hands them out spends ten seconds of CPU on this, and those that run them wait for it. Here a group that is done
+is not counted again.
+"""
+
+from __future__ import annotations
+
+import pytest
+from xdist.scheduler import LoadGroupScheduling
+from xdist.workermanage import WorkerController
+
+
+class Sharing(LoadGroupScheduling):
+    """Groups stay in one process, all other tests go to the one that is free."""
+
+    def mark_test_complete(self, node: WorkerController, item_index: int, duration: float = 0) -> None:
+        """Note the end of a test, and hand out more."""
+        name = self.registered_collections[node][item_index]
+        group, groups = self._split_scope(name), self.assigned_work[node]
+        groups[group][name] = True
+        if all(groups[group].values()):
+            del groups[group]
+        self._reschedule(node)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config) -> Sharing | None:
+    return Sharing(config) if config.getoption("dist") == "loadgroup" else None
