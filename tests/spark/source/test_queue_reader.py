@@ -214,15 +214,18 @@ def test_a_query_sees_every_row_once_over_a_restart(
         query.awaitTermination()
         return [p["batchId"] for p in query.recentProgress]
 
+    with Timeball(node.endpoint) as ball:
+        ball.create_topic("orders", 2)  # each batch has a task for each queue
     send_due_now(node.endpoint, 40)
     assert len(drain()) >= 3
     with Timeball(node.endpoint) as ball:
-        ball.create_topic("orders", len(ball.queues("orders")) + 4)
+        ball.create_topic("orders", 3)
     send_due_now(node.endpoint, 70)  # those of before among them
     drain()
     rows = spark.read.parquet(str(tmp_path / "out")).collect()
     places = [(row.queue_id, row.queue_offset) for row in rows]
     assert len(places) == len(set(places)) >= 70
+    assert {row.queue_id for row in rows} == {0, 1, 2}
     assert {bytes(row.body).decode() for row in rows} >= {f"now {i}" for i in range(70)}
 
 
