@@ -24,12 +24,13 @@ SEEDS = {
 }
 
 
-def test_a_thousand_seeds_break_nothing() -> None:
+@pytest.mark.parametrize("seeds", [250, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_no_seed_breaks_anything(seeds: int) -> None:
     epochs = rows = 0
-    for seed in range(1_000):
+    for seed in range(seeds):
         simulation = run(seed, STEPS)
         epochs, rows = epochs + simulation.epochs, rows + len(simulation.checks.acknowledged)
-    assert epochs > 1_000 and rows > 8_000, "the faults have left it no time to lead"
+    assert epochs > seeds and rows > 8 * seeds, "the faults have left it no time to lead"
 
 
 @pytest.mark.slow
