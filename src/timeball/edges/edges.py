@@ -13,7 +13,7 @@ import asyncio
 # its import would fail while unknown clients hold all file descriptors.
 import psutil  # noqa: F401
 
-import timeball.broker.filters.sql_grammar
+import timeball.broker.filters.sql_filter
 import timeball.table.delta_rs  # noqa: F401
 from timeball.broker.service import Broker
 from timeball.edges.flight.server import FlightEdge

@@ -173,13 +173,6 @@ def test_half_a_surrogate_pair_is_refused() -> None:
     assert refused.value.position == 3
 
 
-def test_an_sql_filter_says_nothing_of_the_index() -> None:
-    wanted = compile_filter("a = 1", SQL92)
-    assert not wanted.matches_all
-    assert wanted.candidates(entries_of([0, 1, -5])).tolist() == [True] * 3
-    assert wanted.exact(rows_of([])).tolist() == []
-
-
 def test_an_invalid_filter_error_is_a_request_error() -> None:
     assert issubclass(InvalidFilter, RequestError)
 

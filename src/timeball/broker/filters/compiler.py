@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-import pyarrow as pa
-
 from timeball.broker.filters import tags
-from timeball.broker.filters.tags import ALL, EVERYTHING, BoolArray, Filter
-from timeball.log.format import EntryArray
+from timeball.broker.filters.tags import ALL, EVERYTHING, Filter
 from timeball.model import limits
 from timeball.model.errors import InvalidFilter
-
-if TYPE_CHECKING:
-    from timeball.broker.filters.sql_conditions import Condition
 
 TAG, SQL92 = "TAG", "SQL92"
 # The limit for the texts of one cache: about 8 MB of filters.
 CHARACTERS_MAX = 256 * 1024
 OVERHEAD_CHARACTERS = 64  # added to the length of each text, so that short texts count too
-
-
-class SqlFilter:
-    """A filter that matches messages for which a condition on their properties is TRUE."""
-
-    matches_all = False
-
-    def __init__(self, condition: Condition, names: frozenset[str], text: str) -> None:
-        self._condition, self._names, self.text = condition, names, text
-
-    def candidates(self, entries: EntryArray) -> BoolArray:
-        return np.ones(len(entries), dtype=np.bool_)  # the index does not contain properties
-
-    def exact(self, rows: pa.RecordBatch) -> BoolArray:
-        from timeball.broker.filters.sql_conditions import TRUE, Values
-
-        matches: BoolArray = self._condition.truth(Values(rows, self._names)) == TRUE
-        return matches
 
 
 def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_mask: bool = False) -> Filter:
@@ -57,9 +30,9 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
         return tags.TagMaskFilter(tag_set) if bit_mask else tags.TagFilter(tag_set)
     if expression_type == SQL92:
         # Imported here, so that a start takes less time (edges/edges.py): building the SQL parser takes 40 ms.
-        from timeball.broker.filters import sql_grammar
+        from timeball.broker.filters.sql_filter import SqlFilter
 
-        return SqlFilter(*sql_grammar.parse(text or ""), (text or "").strip())
+        return SqlFilter(text or "")
     raise InvalidFilter(f"expression type {expression_type[:80]!r}: it is {TAG} or {SQL92}")
 
 

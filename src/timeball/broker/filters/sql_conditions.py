@@ -28,7 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.filters.tags import JAVA_BLANKS
+from timeball.broker.filters.tags import JAVA_BLANKS, BoolArray
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, byte_lengths
 
 ORDERS: dict[str, Callable[[Any, Any], Any]] = {
@@ -464,6 +464,12 @@ def _to_numbers(
     state = np.array([ERROR if value is None else TRUE for value in converted] + [NULL], dtype=np.uint8)
     codes = encoded.indices.fill_null(len(converted)).to_numpy()
     return values[codes], state[codes]
+
+
+def matches(condition: Condition, names: frozenset[str], rows: pa.RecordBatch) -> BoolArray:
+    """Mark the rows (LOG_SCHEMA or READ_SCHEMA) for which a condition on the properties `names` is TRUE."""
+    mask: BoolArray = condition.truth(Values(rows, names)) == TRUE
+    return mask
 
 
 def _texts(rows: pa.RecordBatch, names: list[str]) -> dict[str, pa.Array]:
