@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 
-import numpy as np
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from tests.broker.filters import reference
-from tests.broker.filters.messages import Message, entries_of, rows_of
+from tests.broker.filters.messages import Message, entries_of, matches, rows_of
 from tests.broker.filters.reference import MESSAGES, TREES, Tree, is_delivered, show
 from tests.docs_pages import page
 
@@ -19,10 +18,7 @@ from timeball.model.errors import InvalidFilter, RequestError
 
 
 def delivered(text: str, messages: list[Message]) -> list[bool]:
-    wanted = compile_filter(text, SQL92)
-    mask = wanted.exact(rows_of(messages))
-    assert mask.dtype == np.bool_
-    return mask.tolist()
+    return matches(text, rows_of(messages))
 
 
 @settings(max_examples=600, deadline=None)

@@ -5,8 +5,9 @@ without reading them. It may let messages through that do not match, but it neve
 `exact` reads the remaining rows and decides. A message that `exact` refuses is neither delivered nor counted. So two
 tags with the same hash ("Aa" and "BB") are distinguished here, and not by the client as in RocketMQ.
 
-Both steps work on whole columns. A filter is immutable, has no references to the broker, and may be used in any thread.
-Its text comes from clients, so its size is limited (limits.FILTER_…), and it is never passed to eval.
+Both steps work on whole batches. The evaluation of SQL is compiled if the build had a C compiler (sql_program.pyx);
+sql_conditions.py is its reference. A filter is immutable, has no references to the broker, and may be used in any
+thread. Its text comes from clients, so its size is limited (limits.FILTER_…), and it is never passed to eval.
 """
 
 from timeball.broker.filters.compiler import SQL92, TAG, compile_filter, told

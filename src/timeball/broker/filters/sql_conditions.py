@@ -13,6 +13,8 @@ A condition has four outcomes, one byte per message. SQL has three: TRUE, FALSE,
 property that the message does not have. The fourth is ERROR, for a property that is no number where one is needed. As
 in RocketMQ, an error ends the evaluation and the message is not delivered, unless the left side has already decided
 (FALSE AND …, TRUE OR …).
+
+This is the reference. If the build had a C compiler, sql_program.pyx evaluates the conditions, with the same outcomes.
 """
 
 from __future__ import annotations
