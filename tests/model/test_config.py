@@ -40,13 +40,6 @@ def test_values_at_the_bounds_are_allowed(allowed: dict[str, Any]) -> None:
     Settings(**allowed)
 
 
-# The host has files for the second, the IANA's list does not name it.
-@pytest.mark.parametrize("zone", ["Europe/Atlantis", "posix/Europe/Berlin", ""])
-def test_a_zone_that_no_message_could_use_is_refused(zone: str) -> None:
-    with pytest.raises(SetupError, match=f"--timing-zone '{zone}' is no time zone"):
-        Settings(timing_zone=zone)
-
-
 @pytest.mark.parametrize(
     "refused",
     [

@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 
 from timeball.model import limits
 from timeball.model.addresses import Allowed, host_names
-from timeball.model.errors import InvalidDelay, SetupError
-from timeball.model.time_parsing import load_zone
+from timeball.model.errors import SetupError
 
 Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
@@ -225,7 +224,6 @@ class Settings:
         "User properties of RocketMQ clients that delay a message, separated by commas: TIMING, __STARTDELIVERTIME.",
         advanced=True,
     )
-    timing_zone: str = _of("UTC", "Time zone of a TIMING property without a zone.", advanced=True)
     gather_ahead_ms: int = _of(
         10_000, "Load bodies into memory this long before they are due.", 1_000, advanced=True
     )
@@ -304,10 +302,6 @@ class Settings:
         if unknown := sorted(self.delay_names - set(DELAY_PROPERTIES)):
             known = " and ".join(DELAY_PROPERTIES)
             raise SetupError(f"--delay-properties {self.delay_properties}: {unknown[0]!r} is none of {known}")
-        try:
-            load_zone(self.timing_zone)
-        except InvalidDelay as error:
-            raise SetupError(f"--timing-zone {error}") from error
 
     @property
     def delay_names(self) -> frozenset[str]:

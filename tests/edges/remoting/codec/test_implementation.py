@@ -67,7 +67,7 @@ USER_NAMES = frozenset(DELAY_PROPERTIES)
 
 
 def send_rows(names: frozenset[str] = USER_NAMES) -> SendRows:
-    return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", names, "cluster")
+    return SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, names, "cluster")
 
 
 def item_of(rows: SendRows, frame: Frame) -> Any:
@@ -122,7 +122,7 @@ def read(codec: Codec, data: bytes, names: frozenset[str] = USER_NAMES) -> Way:
         try:
             # As the edge does: the clock is not read for a run that says it needs no time.
             now_ms = NOW_MS if each.needs_time else 0
-            each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, "UTC", names)
+            each.plan(b"10.0.0.7:51234", now_ms, limits.DELAY_MS_MAX, names)
         except TimeballError as error:
             # The whole run goes the way of the reference then: one of its sends must be at fault.
             assert f"{type(error).__name__}: {error}" in tickets
@@ -357,7 +357,7 @@ def test_columns_of_several_runs_are_those_of_all_their_rows() -> None:
             tags = encode_properties({"UNIQ_KEY": f"k{number}", **({"TAGS": "t"} if number else {})})
             data = send({**PLAIN, "i": tags, "b": f"t{number}"}, form=form) * (number + 1)
             [run], _, _ = COMPILED.cut(data, FRAME_BYTES_MAX)
-            run.plan(b"10.0.0.%d:7" % number, NOW_MS, limits.DELAY_MS_MAX, "UTC", USER_NAMES)
+            run.plan(b"10.0.0.%d:7" % number, NOW_MS, limits.DELAY_MS_MAX, USER_NAMES)
             runs.append(run)
         assert COMPILED.join(runs).equals(batch_of([row for run in runs for row in run]))
 

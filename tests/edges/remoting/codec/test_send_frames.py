@@ -82,7 +82,7 @@ def runs_of(parts: list[bytes], codec: Codec | None = COMPILED) -> Runs:
     runs = [each for data in parts for each in codec.cut(data, FRAME_BYTES_MAX)[0]]
     assert not any(isinstance(run, Frame) for run in runs)
     for number, run in enumerate(runs):
-        run.plan(b"10.0.0.%d:51234" % number, NOW_MS, limits.DELAY_MS_MAX, "UTC", frozenset())
+        run.plan(b"10.0.0.%d:51234" % number, NOW_MS, limits.DELAY_MS_MAX, frozenset())
     return Runs(codec, runs)
 
 

@@ -26,7 +26,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.tickets: list[Ticket] = []
-        self._rows = SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, "UTC", frozenset(), "cluster")
+        self._rows = SendRows(UniqueKeys(b"", 1, 1), limits.DELAY_MS_MAX, frozenset(), "cluster")
 
     def __len__(self) -> int:
         return len(self.tickets)

@@ -18,7 +18,7 @@ message.
 
 A TIMING is a time of day. The message is due when a clock in the zone shows it next, today or tomorrow:
 
-    08:00:00                  in the broker's zone (--timing-zone)
+    08:00:00                  in UTC
     08:00:00 Europe/Berlin    in a time zone of the IANA database
     08:00:00+02:00            at an offset from UTC, at most 18 hours as in Java
 
@@ -74,12 +74,8 @@ class Plan(NamedTuple):
 AT_ONCE = Plan(0, None)
 
 
-def plan(
-    properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
-) -> Plan:
-    """Compute the delay of a message from its properties.
-
-    `timing_zone` is the zone of a TIMING without a zone. `user_names` are the enabled user properties.
+def plan(properties: dict[str, str], now_ms: int, delay_ms_max: int, user_names: frozenset[str]) -> Plan:
+    """Compute the delay of a message from its properties. `user_names` are the enabled user properties.
 
     A level above the last of the table is returned unchanged, because only the broker knows the table and lowers it.
     Raises InvalidDelay, whose text is the remark of a MESSAGE_ILLEGAL answer.
@@ -89,7 +85,7 @@ def plan(
         return Plan(level, None)
     if TIMER_DONE in properties:
         return AT_ONCE
-    due_ms = _due_ms(properties, now_ms, delay_ms_max, timing_zone, user_names)
+    due_ms = _due_ms(properties, now_ms, delay_ms_max, user_names)
     if due_ms is None:
         return AT_ONCE
     if TIMER_DELETES in properties:
@@ -129,7 +125,7 @@ def _parse_level(text: str | None) -> int:
 
 
 def _due_ms(
-    properties: dict[str, str], now_ms: int, delay_ms_max: int, timing_zone: str, user_names: frozenset[str]
+    properties: dict[str, str], now_ms: int, delay_ms_max: int, user_names: frozenset[str]
 ) -> int | None:
     """Compute the due time from the strongest timer property. Raises InvalidDelay."""
     name = _strongest_timer(properties, user_names)
@@ -137,7 +133,7 @@ def _due_ms(
         return None
     text = properties[name]
     if name == TIMING:
-        return next_timing_ms(text, now_ms, timing_zone)
+        return next_timing_ms(text, now_ms)
     value = _parse_number(text, _LONG_BITS)
     if value is None:
         raise InvalidDelay(_illegal_timer_text(delay_ms_max, properties, user_names))
@@ -175,16 +171,16 @@ def _illegal_timer_text(delay_ms_max: int, properties: dict[str, str], user_name
 # ---- a time of day -------------------------------------------------------------------------------------------
 
 
-def next_timing_ms(text: str, now_ms: int, default_zone: str) -> int:
+def next_timing_ms(text: str, now_ms: int) -> int:
     """Compute the first time after now, in ms, at which a clock shows the time of day `text`. Raises InvalidDelay."""
     match = _TIME_OF_DAY.fullmatch(text)
     if match is None:
         raise InvalidDelay(
-            f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and behind it the zone if it is not "
-            f"{default_zone}: '08:00:00 Europe/Berlin' or '08:00:00+02:00'"
+            f"the property {TIMING} is {text[:64]!r}; write HH:MM:SS, and behind it the zone if it is not UTC: "
+            "'08:00:00 Europe/Berlin' or '08:00:00+02:00'"
         )
     hour, minute, second, sign, hours, minutes, name = match.groups()
-    zone = _parse_offset(sign, hours, minutes) if sign else load_zone(name or default_zone)
+    zone = _parse_offset(sign, hours, minutes) if sign else load_zone(name or "UTC")
     now_us, time_of_day_us = now_ms * 1_000, ((int(hour) * 60 + int(minute)) * 60 + int(second)) * 1_000_000
     today_us = (now_us + zone.offset_us(now_us)) // DAY_US * DAY_US
     times_us = (zone.instant_us(today_us + day * DAY_US + time_of_day_us) for day in range(_DAYS))

@@ -49,7 +49,6 @@ class SendRun(Protocol):
         born_host: bytes,
         now_ms: int,
         delay_ms_max: int,
-        timing_zone: str,
         user_names: frozenset[str],
     ) -> None:
         """Complete the rows with the born host, the time and the delays. Raises InvalidDelay."""

@@ -159,7 +159,7 @@ cdef class SendRun:
         self.data, self.end = data, end
         return 0
 
-    def plan(self, bytes born_host, int64_t now_ms, int64_t delay_ms_max, str timing_zone, frozenset user_names):
+    def plan(self, bytes born_host, int64_t now_ms, int64_t delay_ms_max, frozenset user_names):
         """Complete the rows with born host, time and delays. Raises InvalidDelay."""
         cdef Row* row
         self.born_host = born_host
@@ -168,7 +168,7 @@ cdef class SendRun:
                 row.born_ms = now_ms
             if row.delays and not plan_plain(row, &self.text, now_ms, delay_ms_max):
                 properties = decode_properties(self.value(row, row.text_at, row.text_bytes))
-                row.level, due_ms = delays.plan(properties, now_ms, delay_ms_max, timing_zone, user_names)
+                row.level, due_ms = delays.plan(properties, now_ms, delay_ms_max, user_names)
                 row.due_ms = NEVER if due_ms is None else due_ms
 
     cdef object value(self, Row* row, int32_t at, int32_t size):

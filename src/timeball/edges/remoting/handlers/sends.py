@@ -106,9 +106,7 @@ class Sends:
         self._broker_name = context.broker_name
         unique_keys = UniqueKeys(b"", os.getpid(), self._clock.now_ms())
         self._user_names = settings.delay_names
-        self._rows = SendRows(
-            unique_keys, settings.delay_ms_max, settings.timing_zone, self._user_names, context.cluster_name
-        )
+        self._rows = SendRows(unique_keys, settings.delay_ms_max, self._user_names, context.cluster_name)
         self._batch_count = itertools.count()  # distributes batches over the queues
         self.handlers: Handlers = {RequestCode.RECALL_MESSAGE: self._recall}
 
@@ -176,10 +174,7 @@ class Sends:
                 settings, count = self._context.settings, len(run)
                 # now_ms() reads three clocks, which takes as long as all other steps of a single send up to here.
                 now_ms = self._clock.now_ms() if run.needs_time else 0
-                run.plan(
-                    connection.name.encode(), now_ms, settings.delay_ms_max, settings.timing_zone,
-                    self._user_names,
-                )  # fmt: skip
+                run.plan(connection.name.encode(), now_ms, settings.delay_ms_max, self._user_names)
                 size_bytes = run.size_bytes + OVERHEAD_BYTES * count
                 self._broker.sends.put(
                     RunTicket(
@@ -452,12 +447,11 @@ class SendRows:
         self,
         keys: UniqueKeys,
         delay_ms_max: int,
-        timing_zone: str,
         user_names: frozenset[str],
         cluster_name: str,
     ) -> None:
-        self._keys, self._delay_ms_max, self._timing_zone = keys, delay_ms_max, timing_zone
-        self._user_names, self._cluster_name = user_names, cluster_name
+        self._keys, self._delay_ms_max, self._user_names = keys, delay_ms_max, user_names
+        self._cluster_name = cluster_name
 
     def ticket(
         self,
@@ -499,9 +493,7 @@ class SendRows:
             raise InvalidMessage(f"{parsed[LITE_TOPIC][:64]!r}: Timeball has no lite topics; send to a topic")
         level, due_ms = 0, None
         if not delays.NAMES.isdisjoint(parsed):
-            level, due_ms = delays.plan(
-                parsed, now_ms, self._delay_ms_max, self._timing_zone, self._user_names
-            )
+            level, due_ms = delays.plan(parsed, now_ms, self._delay_ms_max, self._user_names)
         tag, keys, unique_key = (
             parsed.get("TAGS"),
             parsed.get("KEYS"),
@@ -629,7 +621,6 @@ class Transactions:
             properties,
             self._context.broker.clock.now_ms(),
             settings.delay_ms_max,
-            settings.timing_zone,
             self._user_names,
         )
         if level:
