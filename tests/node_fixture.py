@@ -21,6 +21,7 @@ from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
 from timeball.node.node import Node
 from timeball.schedule import ticker
+from timeball.schedule.loaded import LoadBounds
 
 SEGMENT_BYTES = (
     16 * 1024 * 1024
@@ -63,7 +64,13 @@ LOOKS = Shortened((ticker, "CLOCK_LOOK_MS", 10), (transacting, "LOOK_S", 0.01), 
 class RunningNode:
     """Start with `start`, end with `stop`; may be started again on the same folder and port."""
 
-    def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        data: Path,
+        clock: Clock | None = None,
+        load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
+        **settings: Any,
+    ) -> None:
         self.settings = Settings(
             data=data,
             **{
@@ -76,7 +83,7 @@ class RunningNode:
                 **settings,
             },
         )
-        self._clock = clock
+        self._clock, self._load_bounds = clock, load_bounds
         self._shortened = [UNSYNCED, LOOKS] if isinstance(clock, ManualClock) else [UNSYNCED]
         self.node: Node
 
@@ -86,7 +93,7 @@ class RunningNode:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="node-loop", daemon=True)
         self._thread.start()
-        self.node = Node(self.settings, self._clock) if self._clock else Node(self.settings)
+        self.node = Node(self.settings, self._clock, load_bounds=self._load_bounds)
         self.run(self.node.start())
         self.settings = replace(self.settings, port=self.node.port)
 

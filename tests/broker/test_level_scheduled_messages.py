@@ -14,6 +14,7 @@ from timeball.model.errors import DiskFailed, Forbidden, InvalidDelay, InvalidMe
 from timeball.model.limits import DAY_MS
 from timeball.model.message import SCHEDULE_TOPIC, Kind, decode_properties
 from timeball.node.node import Node
+from timeball.schedule.loaded import LoadBounds
 
 
 def levels(*wanted: int, **columns: Any) -> pa.RecordBatch:
@@ -233,7 +234,7 @@ async def test_retention_leaves_what_somebody_waits_for(world: World) -> None:
     await world.stop()
 
 
-@on_node(gather_bytes=1 << 20)
+@on_node(load_bounds=LoadBounds(gather_bytes=1 << 20))
 async def test_large_bodies_wait_on_disk_though_they_are_due_soon(world: World) -> None:
     for _ in range(3):
         await world.send_levels("orders", [2] * 10, 100_000)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from tests.cli.processes import Running
+from tests.cli.processes import COMMAND, Running
 from tests.crash.checker import Fault, Observed, Outcome, Sent, check
 from tests.crash.world import GROUP, HOUR_MS, SECOND_MS, as_rows
 from tests.edges.remoting.wire import Wire
@@ -47,7 +48,6 @@ CLOCK = SystemClock()
 BUSY = {
     "segment-bytes": "1MiB",
     "checkpoint-interval-ms": "300",
-    "gather-ahead-ms": "1000",
     "compact-rows": "100",
     "compact-interval-ms": "300",
 }
@@ -60,11 +60,23 @@ class Ahead(SystemClock):
         return super().wall_ms() + AHEAD_MS
 
 
+# `timeball` that loads bodies only a second ahead, so that each life reads some from the log and from files.
+LATE_LOADING = """
+import functools
+from timeball.cli.main import main
+from timeball.node import node
+from timeball.schedule.loaded import LoadBounds
+node.Node = functools.partial(node.Node, load_bounds=LoadBounds(ahead_ms=1_000))
+main()
+"""
+
+
 class BrokerProcess:
     """`timeball serve` on one folder and the same ports in all its lives."""
 
-    def __init__(self, data: Path, options: dict[str, str]) -> None:
+    def __init__(self, data: Path, options: dict[str, str], *, loads_late: bool = False) -> None:
         self.data = data
+        self._program = [sys.executable, "-c", LATE_LOADING] if loads_late else COMMAND
         self._options = [word for name, value in options.items() for word in (f"--{name}", value)]
         self._port, self._remoting_port = free_ports(2)
         self._process: Running | None = None
@@ -89,7 +101,8 @@ class BrokerProcess:
             "-1",
         )
         where += ("--http-port", "-1")
-        process = self._process = Running("serve", "--json", *where, *self._options)
+        command = [*self._program, "serve", "--json", *where, *self._options]
+        process = self._process = Running(command=command)
         pause = threading.Event()
         while not process.lines:
             assert process.code is None, f"the broker ended by itself: {process.errors}"
@@ -134,7 +147,7 @@ class Siege:
         `pause_ms`: how long each client rests after each step; without a rest they take all there is."""
         self._pause_s = pause_ms / 1_000
         chosen = {**(BUSY if options is None else options), "strategy": schedule}
-        self.broker = BrokerProcess(data, chosen)
+        self.broker = BrokerProcess(data, chosen, loads_late=options is None)
         self._compacts = schedule == "hour_log"
         self.seed = seed
         self.observed = Observed()

@@ -24,6 +24,7 @@ from timeball.io.clock import ManualClock
 from timeball.model.config import MIB, Settings
 from timeball.model.message import SCHEDULE_TOPIC, TABLE_SCHEMA, Kind
 from timeball.node.node import Node
+from timeball.schedule.loaded import LoadBounds
 from timeball.table import layout
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.data_file import DataFile
@@ -52,7 +53,12 @@ class World:
     """One node at a time on one disk. The disk, the clock and the observer outlive the node."""
 
     def __init__(
-        self, files: CrashFiles, clock: ManualClock, observed: Observed | None = None, **settings: Any
+        self,
+        files: CrashFiles,
+        clock: ManualClock,
+        observed: Observed | None = None,
+        load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
+        **settings: Any,
     ) -> None:
         self.files, self.clock = files, clock
         self.observed = observed or Observed()
@@ -60,6 +66,7 @@ class World:
             data=Path("in-memory"),
             **{"segment_bytes": MIB, "queues_per_topic": 2, "compact_rows": 0, **settings},
         )
+        self._load_bounds = load_bounds
         self.node: Node | None = None
         self.unheard: list[str] = []
         self.keys = 0
@@ -68,7 +75,7 @@ class World:
 
     async def start(self) -> None:
         asyncio.get_running_loop().set_exception_handler(self._hear)
-        self.node = Node(self.settings, clock=self.clock, files=self.files)
+        self.node = Node(self.settings, clock=self.clock, files=self.files, load_bounds=self._load_bounds)
         await self.build(self.node)
 
     async def build(self, node: Node) -> None:

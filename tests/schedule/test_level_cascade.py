@@ -310,7 +310,7 @@ def test_statistics_count_messages_by_state(world: World) -> None:
 def test_state_with_another_lead_time_is_refused(world: World) -> None:
     state = state_of(world)
     check(world.files, state, state.lead_ms)
-    with pytest.raises(SetupError, match="--gather-ahead-ms"):
+    with pytest.raises(SetupError, match="loaded ahead has changed"):
         check(world.files, state, state.lead_ms + 1)
 
 

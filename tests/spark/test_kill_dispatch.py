@@ -24,6 +24,7 @@ from tests.spark.test_kill_spark import eventually, kill_tree
 
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind, int64
+from timeball.schedule.loaded import LoadBounds
 from timeball.spark.endpoint import Endpoint
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -38,7 +39,8 @@ LIVES = 2
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
-    with running_node(tmp_path / "data", gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=1_000) as running:
+    bounds = LoadBounds(ahead_ms=AHEAD_MS, grace_ms=1_000)
+    with running_node(tmp_path / "data", load_bounds=bounds) as running:
         yield running
 
 

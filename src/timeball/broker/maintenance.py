@@ -104,7 +104,7 @@ class Maintenance:
         duties.append((watch_ms, self.watch.watch_table))
         if cache is not None:
             store_watch = StoredTable(
-                cache, broker.mover, settings=broker.settings, clock=broker.clock,
+                cache, broker.mover, clock=broker.clock,
                 scheduler=broker.scheduling.scheduler, hour_log=broker.scheduling.hour_log,
                 table_thread=broker.threads.table,
             )  # fmt: skip

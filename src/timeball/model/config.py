@@ -224,14 +224,6 @@ class Settings:
         "User properties of RocketMQ clients that delay a message, separated by commas: TIMING, __STARTDELIVERTIME.",
         advanced=True,
     )
-    gather_ahead_ms: int = _of(
-        10_000, "Load bodies into memory this long before they are due.", 1_000, advanced=True
-    )
-    gather_bytes: int = _of(512 * MIB, "Approximate memory limit of the bodies loaded ahead.", advanced=True)
-    dispatch_grace_ms: int = _of(
-        2_000, "The broker loads messages that Spark's dispatch has not sent this long after their due time.",
-        0, limits.HOUR_MS, advanced=True,
-    )  # fmt: skip
 
     # compaction of pending messages: the pipeline does it while it runs, otherwise the broker itself
     compact_rows: int = _of(

@@ -56,7 +56,7 @@ from timeball.schedule.delay_levels import DelayLevels, LevelsState
 from timeball.schedule.durations import Durations
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.levels import LevelTable
-from timeball.schedule.loaded import ExternalDelivery
+from timeball.schedule.loaded import ExternalDelivery, LoadBounds
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
@@ -85,12 +85,14 @@ class Node:
     def __init__(
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
         leading: Leading | None = None, replica: ReplicaReaders | None = None,
+        load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
     ) -> None:  # fmt: skip
         """Build on `files`, which are locked already, or on the folder of the settings.
 
         `leading` and `replica` are given in a cluster, whose log has other replicas.
         """
         self.settings, self._leading, self._replica = settings, leading, replica
+        self._load_bounds = load_bounds
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
@@ -225,11 +227,11 @@ class Node:
         for name, facts in tables.campaigns.all().items():
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
-        is_local, ahead_ms = cache.is_local if cache else None, settings.gather_ahead_ms
+        is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
         data: DataFiles = files if cache else catalog.data
         hour_log = HourLog(data, reader, reader_thread, found.files, ahead_ms=ahead_ms, is_local=is_local)
         levels = self._levels(reader, tables.topics, outcomes)
-        backlog = strategies.build(settings, files, reader, reader_thread, outcomes) or hour_log
+        backlog = strategies.build(settings, files, reader, reader_thread, outcomes, ahead_ms) or hour_log
         writer = self._writer(opened)
         durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
         durations.begin(max(each.newest_append_ms for each in opened.segments.all), applying.ledger.watermark)
@@ -282,7 +284,7 @@ class Node:
         saved = checkpoint.load(self.files)
         opened = await self._open_log(saved)
         start = starting_point(saved, opened.segments)
-        state = strategies.saved_state(self.settings, self.files, start)
+        state = strategies.saved_state(self.settings, self.files, start, self._load_bounds.ahead_ms)
         tables = Tables(self.files, self.settings.queues_per_topic)
         applying = await in_thread(
             self._threads[1], apply_log, start, LogReader(opened.segments), tables, resumes=state is not None
@@ -304,16 +306,16 @@ class Node:
         levels: DelayLevels,
         durations: Durations,
     ) -> Scheduler:
-        settings = self.settings
+        bounds = self._load_bounds
         return Scheduler(
             reader,
             self._threads[1],
             outcomes,
             list(dict.fromkeys((backlog, hour_log, levels))),
             table=hour_log,
-            external=ExternalDelivery(settings.dispatch_grace_ms),
-            ahead_ms=strategies.ahead_ms_of(settings),
-            gather_bytes=settings.gather_bytes,
+            external=ExternalDelivery(bounds.grace_ms),
+            ahead_ms=strategies.opens_ahead_ms(self.settings, bounds.ahead_ms),
+            gather_bytes=bounds.gather_bytes,
             on_failure=self._fail,
             durations=durations,
         )
@@ -323,7 +325,7 @@ class Node:
             topic = topics.find_topic(SCHEDULE_TOPIC)
             return [] if topic is None else [queue.index for queue in topic.queues]
 
-        ahead_ms = self.settings.gather_ahead_ms
+        ahead_ms = self._load_bounds.ahead_ms
         return DelayLevels(reader, self._level_table, indexes, outcomes, ahead_ms=ahead_ms)
 
     def _writer(self, opened: Opened) -> LogWriter:

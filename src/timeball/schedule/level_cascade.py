@@ -307,7 +307,7 @@ class CascadeState(msgspec.Struct):
 def check(files: Files, state: CascadeState, lead_ms: int) -> None:
     """Raise SetupError if `state` has another lead time, Corrupt if an entry within its bounds is damaged."""
     if state.lead_ms != lead_ms:
-        raise SetupError("--gather-ahead-ms has changed")
+        raise SetupError("the time for which bodies are loaded ahead has changed")
     folder = generations.folder_of(FOLDER, state.generation)
     generations.check(files, folder, (queue.bounds() for queue in state.queues))
 

@@ -29,6 +29,7 @@ import pyarrow as pa
 
 from timeball.log.row_encoder import NumberedRows, ReadRows, filtered, pairs_of
 from timeball.model import limits
+from timeball.model.config import MIB
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import Backlog, Bools
 from timeball.schedule.due_index import FAR_MS, DueIndex
@@ -42,7 +43,20 @@ logger = logging.getLogger(__name__)
 ROW_BYTES_GUESS = 512  # bytes per row
 EARLIEST = (-FAR_MS, 0)
 
+AHEAD_MS = 10_000
+GATHER_BYTES = 512 * MIB
+GRACE_MS = 2_000
+
 ReadBodies = Callable[[Int64Array, Int64Array, Int64Array], pa.RecordBatch]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBounds:
+    """When bodies are loaded, and how much memory they may take. Only tests choose other values."""
+
+    ahead_ms: int = AHEAD_MS  # before the due time, at which a body is loaded
+    gather_bytes: int = GATHER_BYTES  # approximate memory for bodies; delay levels may take half as much more
+    grace_ms: int = GRACE_MS  # after the due time, until which a message is left to an external dispatcher
 
 
 @dataclass(slots=True)
@@ -457,7 +471,6 @@ LEASE_MS_MAX = limits.HOUR_MS
 # Messages left to a dispatcher, 16 to 32 bytes each. With more, the backlog is opened as late as possible.
 LEASED_ROWS_MAX = 8_000_000
 OPENED_ROWS_MAX = 1 << 20  # the same limit without a dispatcher
-GRACE_MS = 2_000  # the default of the setting in config.py
 
 
 class ExternalDelivery:

@@ -23,6 +23,7 @@ from timeball.log.reader import LogReader
 from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, SetupError
 from timeball.schedule.backlog import Backlog
+from timeball.schedule.loaded import AHEAD_MS
 from timeball.schedule.outcomes import Outcomes
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> msgspec.Struct | None:
+def saved_state(
+    settings: Settings, files: Files, saved: Checkpoint | None, ahead_ms: int = AHEAD_MS
+) -> msgspec.Struct | None:
     """Find the saved state of the chosen strategy. None if there is none that it can start with.
 
     This reads all files of the strategy, which takes about 50 ns per pending message.
@@ -41,7 +44,7 @@ def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> m
         return None
     # A state is a cache of the log. A fault in it is a reason to rebuild it, never to refuse the start.
     try:
-        return _checked(settings, files, saved.facts.kept)
+        return _checked(settings, files, saved.facts.kept, ahead_ms)
     except (Corrupt, SetupError, msgspec.ValidationError) as error:
         logger.warning(
             "saved state not used, the whole log is read schedule=%s reason=%s", settings.strategy, error
@@ -49,25 +52,30 @@ def saved_state(settings: Settings, files: Files, saved: Checkpoint | None) -> m
         return None
 
 
-def _checked(settings: Settings, files: Files, raw_state: dict[str, object]) -> msgspec.Struct:
+def _checked(settings: Settings, files: Files, raw_state: dict[str, object], ahead_ms: int) -> msgspec.Struct:
     """Convert a state from JSON and check its files. Raises Corrupt, SetupError or ValidationError."""
     if settings.strategy == "timer_wheel":
         from timeball.schedule import timer_wheel as wheel
         from timeball.schedule.timer_wheel import WheelState
 
         wheel_state = msgspec.convert(raw_state, WheelState)
-        wheel.check(files, ring_slots_of(settings), wheel_state)
+        wheel.check(files, ring_slots_of(settings, ahead_ms), wheel_state)
         return wheel_state
     from timeball.schedule import level_cascade as cascade
     from timeball.schedule.level_cascade import CascadeState
 
     cascade_state = msgspec.convert(raw_state, CascadeState)
-    cascade.check(files, cascade_state, ahead_ms_of(settings))
+    cascade.check(files, cascade_state, opens_ahead_ms(settings, ahead_ms))
     return cascade_state
 
 
 def build(
-    settings: Settings, files: Files, reader: LogReader, reader_thread: Executor, outcomes: Outcomes
+    settings: Settings,
+    files: Files,
+    reader: LogReader,
+    reader_thread: Executor,
+    outcomes: Outcomes,
+    ahead_ms: int = AHEAD_MS,
 ) -> Backlog | None:
     """Build the backlog with its own files that the settings name. None for `hour_log`."""
     if settings.strategy == "timer_wheel":
@@ -78,33 +86,32 @@ def build(
             reader,
             reader_thread,
             outcomes,
-            slots=ring_slots_of(settings),
+            slots=ring_slots_of(settings, ahead_ms),
             congest_rows=settings.timer_congest_num_each_slot,
-            ahead_ms=settings.gather_ahead_ms,
+            ahead_ms=ahead_ms,
         )
     if settings.strategy == "level_cascade":
         from timeball.schedule.level_cascade import LevelCascade
 
-        return LevelCascade(files, reader, outcomes, ahead_ms=settings.gather_ahead_ms)
+        return LevelCascade(files, reader, outcomes, ahead_ms=ahead_ms)
     return None
 
 
-def ahead_ms_of(settings: Settings) -> int:
-    """Compute how many ms before their due times messages are opened."""
+def opens_ahead_ms(settings: Settings, ahead_ms: int) -> int:
+    """Compute how many ms before their due times messages are opened, if bodies are loaded `ahead_ms` ahead."""
     if settings.strategy != "level_cascade":
-        return settings.gather_ahead_ms
+        return ahead_ms
     from timeball.schedule.level_cascade import lead_ms_of
 
-    # The cascade opens its queues half the lead time ahead, and needs more lead time than a short setting gives.
-    return lead_ms_of(settings.gather_ahead_ms)
+    return lead_ms_of(ahead_ms)
 
 
-def ring_slots_of(settings: Settings) -> Slots:
+def ring_slots_of(settings: Settings, ahead_ms: int) -> Slots:
     """Compute the slots of the timer wheel's ring from the settings."""
     from timeball.schedule.timer_wheel import Slots
 
     return Slots.of(
         precision_ms=settings.timer_precision_ms,
         wheel_ms=settings.timer_wheel_ms,
-        ahead_ms=settings.gather_ahead_ms,
+        ahead_ms=ahead_ms,
     )

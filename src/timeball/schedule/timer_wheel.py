@@ -491,7 +491,9 @@ class TimerWheel(BacklogInFiles):
 def check(files: Files, slots: Slots, state: WheelState) -> None:
     """Raise SetupError if `state` belongs to a wheel with other slots, Corrupt if one of its files is damaged."""
     if (state.precision_ms, state.reach, state.count) != (slots.precision_ms, slots.reach, slots.count):
-        raise SetupError("--timer-precision-ms, --timer-wheel-ms or --gather-ahead-ms has changed")
+        raise SetupError(
+            "--timer-precision-ms, --timer-wheel-ms or the time for which bodies are loaded ahead changed"
+        )
     generations.check(files, generations.folder_of(FOLDER, state.generation), state.log.logs())
 
 

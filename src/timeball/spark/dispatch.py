@@ -14,7 +14,7 @@ broker over Flight. A task occupies a core while it waits, usually for at most `
 
 The broker decides which rows are released, and writes the release records. It releases a row once even if two tasks
 send it. It also releases by itself the rows that tasks send too late or never. So no message depends on the job. If
-Spark dies or lags, messages are at most `--dispatch-grace-ms` (a setting of the broker) late.
+Spark dies or lags, messages are at most 2 s late (GRACE_MS in schedule/loaded.py).
 """
 
 from __future__ import annotations

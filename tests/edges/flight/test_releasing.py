@@ -18,6 +18,7 @@ from timeball.edges.shared.arrow_ipc import ReleaseColumns
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.model.message import TABLE_SCHEMA
+from timeball.schedule.loaded import LoadBounds
 from timeball.table import layout
 from timeball.table.attachment import Attachment
 
@@ -42,7 +43,8 @@ def rows(dues: list[int], first_seq: int, **columns: Any) -> pa.RecordBatch:
 @pytest.fixture
 def leased(tmp_path: Path) -> Iterator[RunningNode]:
     """A node whose grace never ends."""
-    with running_node(tmp_path / "data", gather_ahead_ms=1_000, dispatch_grace_ms=limits.HOUR_MS) as running:
+    bounds = LoadBounds(ahead_ms=1_000, grace_ms=limits.HOUR_MS)
+    with running_node(tmp_path / "data", load_bounds=bounds) as running:
         yield running
 
 

@@ -16,6 +16,7 @@ from tests.spark.due_rows import all_out, attach, fetched, left, released, statu
 from tests.test_docs_shown import python_examples
 
 from timeball.model.limits import HOUR_MS
+from timeball.schedule.loaded import LoadBounds
 from timeball.spark import dispatch as dispatch
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.run import runner
@@ -28,9 +29,8 @@ BEHIND = {"behind_ms": str(HOUR_MS)}  # however slow the machine is
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that leaves dispatched rows to Spark for ever, so each release proves that Spark sent the row."""
-    with running_node(
-        tmp_path / "data", compact_rows=0, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
-    ) as running:
+    bounds = LoadBounds(ahead_ms=AHEAD_MS, grace_ms=HOUR_MS)
+    with running_node(tmp_path / "data", load_bounds=bounds, compact_rows=0) as running:
         yield running
 
 

@@ -13,6 +13,7 @@ from tests.spark.due_rows import all_out, attach, fetched, left, released
 from timeball.io.clock import ManualClock
 from timeball.model.errors import Unavailable
 from timeball.model.limits import HOUR_MS
+from timeball.schedule.loaded import LoadBounds
 from timeball.spark import dispatch
 from timeball.spark.dispatch import (
     LEAD_MS,
@@ -34,9 +35,8 @@ PATIENCE_MS = 60_000
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[RunningNode]:
     """A broker that leaves all due rows to the dispatcher for ever."""
-    with running_node(
-        tmp_path / "data", compact_rows=0, gather_ahead_ms=AHEAD_MS, dispatch_grace_ms=HOUR_MS
-    ) as running:
+    bounds = LoadBounds(ahead_ms=AHEAD_MS, grace_ms=HOUR_MS)
+    with running_node(tmp_path / "data", load_bounds=bounds, compact_rows=0) as running:
         with Endpoint(running.endpoint) as broker:
             broker.lease_dispatcher(HOUR_MS)
         yield running

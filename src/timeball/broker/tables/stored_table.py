@@ -19,7 +19,6 @@ from functools import partial
 from timeball.broker.tables.table_changes import TableChanges, soon_ms
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
-from timeball.model.config import Settings
 from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.scheduler import Scheduler
@@ -39,14 +38,13 @@ class StoredTable:
         cache: FileCache,
         mover: TableChanges,
         *,
-        settings: Settings,
         clock: SchedulerClock,
         scheduler: Scheduler,
         hour_log: HourLog,
         table_thread: Executor,
     ) -> None:
         self._cache, self._mover = cache, mover
-        self._settings, self._clock, self._scheduler = settings, clock, scheduler
+        self._clock, self._scheduler = clock, scheduler
         self._hour_log, self._table_thread = hour_log, table_thread
         self._unreadable: set[str] = set()  # files that were logged already
 
@@ -69,9 +67,7 @@ class StoredTable:
         await self._mover.catch_up()
 
     def _due_soon(self) -> list[FileEntry]:
-        return self._hour_log.pending.due_between(
-            self._scheduler.settled_before_ms, soon_ms(self._clock, self._settings)
-        )
+        return self._hour_log.pending.due_between(self._scheduler.settled_before_ms, soon_ms(self._clock))
 
     async def _fetch(self, due_soon: Sequence[FileEntry]) -> None:
         missing = [entry.path for entry in due_soon if not self._cache.is_local(entry.path)]

@@ -35,9 +35,9 @@ from timeball.model.config import Settings
 from timeball.model.errors import OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array, Kind, build_rows
 from timeball.model.wire import Attached
+from timeball.schedule.loaded import AHEAD_MS
 from timeball.schedule.locations import Waiting, take_scheduled
 from timeball.schedule.scheduler import Scheduling
-from timeball.schedule.strategies import ahead_ms_of
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
@@ -50,9 +50,9 @@ logger = logging.getLogger(__name__)
 FETCH_AHEAD_MS = limits.HOUR_MS + 10 * limits.MINUTE_MS
 
 
-def soon_ms(clock: SchedulerClock, settings: Settings) -> int:
+def soon_ms(clock: SchedulerClock) -> int:
     """Compute the due time in ms up to which files of a table in an object store are fetched ahead."""
-    return clock.now_ms() + FETCH_AHEAD_MS + ahead_ms_of(settings)
+    return clock.now_ms() + FETCH_AHEAD_MS + AHEAD_MS
 
 
 class TableChanges:
@@ -208,7 +208,7 @@ class TableChanges:
                 self._threads.table,
                 self._pending_table.cache.fetch_and_pin_due_soon,
                 entries,
-                soon_ms(self._clock, self._settings),
+                soon_ms(self._clock),
             )
             self._scheduling.hour_log.look_again()
 
