@@ -17,6 +17,7 @@ from tests.bounds import BOUND_S
 from timeball.broker import transacting
 from timeball.broker.service import Broker
 from timeball.edges.grpc.handlers import receipts
+from timeball.edges.remoting.codec.implementation import Codec
 from timeball.io.clock import Clock, ManualClock
 from timeball.model.config import Settings
 from timeball.node.node import Node
@@ -69,6 +70,7 @@ class RunningNode:
         data: Path,
         clock: Clock | None = None,
         load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
+        codec: Codec | None = None,
         **settings: Any,
     ) -> None:
         self.settings = Settings(
@@ -83,7 +85,7 @@ class RunningNode:
                 **settings,
             },
         )
-        self._clock, self._load_bounds = clock, load_bounds
+        self._clock, self._load_bounds, self._codec = clock, load_bounds, codec
         self._shortened = [UNSYNCED, LOOKS] if isinstance(clock, ManualClock) else [UNSYNCED]
         self.node: Node
 
@@ -93,7 +95,7 @@ class RunningNode:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="node-loop", daemon=True)
         self._thread.start()
-        self.node = Node(self.settings, self._clock, load_bounds=self._load_bounds)
+        self.node = Node(self.settings, self._clock, load_bounds=self._load_bounds, codec=self._codec)
         self.run(self.node.start())
         self.settings = replace(self.settings, port=self.node.port)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.log import writer
-from timeball.log.row_encoder import EncodedRows, Rows, build_by_pyarrow, builder_of, rows_of
+from timeball.log.row_encoder import EncodedRows, Rows, build, build_by_pyarrow, rows_of
 from timeball.log.writer import NewestRows
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow
 
@@ -39,7 +39,7 @@ def in_form(form: str, rows: list[LogRow]) -> Rows:
     if form == "message":  # as an edge that writes it itself
         encoded = build_by_pyarrow(rows)
         return EncodedRows(encoded.message, encoded.queue_ids, encoded.queue_offsets)
-    return build_by_pyarrow(rows) if form == "pyarrow" else builder_of("auto")(rows)
+    return build_by_pyarrow(rows) if form == "pyarrow" else build(rows)
 
 
 @given(APPENDS, st.integers(1, 10), st.data())

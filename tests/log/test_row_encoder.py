@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from timeball.log import row_encoder
-from timeball.log.row_encoder import build_by_pyarrow, build_compiled, builder_of, rows_of
+from timeball.log.row_encoder import build_by_pyarrow, build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, LogRow
 
 IS_COMPILED = row_encoder.MessageEncoder is not None
@@ -65,16 +65,15 @@ def test_rows_that_are_no_tuples_of_all_columns_are_left_to_pyarrow() -> None:
     assert [encoder.encode([bad]) for bad in (row[:-1], [*row], None)] == [None] * 3
 
 
-def test_codec_setting_chooses_the_builder() -> None:
-    assert builder_of("python") is build_by_pyarrow
-    assert builder_of("auto") is (build_by_pyarrow if row_encoder.MessageEncoder is None else build_compiled)
+def test_the_compiled_builder_is_used_if_it_is_installed() -> None:
+    assert row_encoder.build is (build_by_pyarrow if row_encoder.MessageEncoder is None else build_compiled)
 
 
 @given(st.lists(ROWS, min_size=2, max_size=5), st.lists(st.booleans(), min_size=5, max_size=5))
 def test_joining_values_equals_joining_columns(parts: list[list[LogRow]], are_columns: list[bool]) -> None:
-    build = builder_of("auto")
     made = [
-        rows_of(part) if as_rows else build(part) for part, as_rows in zip(parts, are_columns, strict=False)
+        rows_of(part) if as_rows else row_encoder.build(part)
+        for part, as_rows in zip(parts, are_columns, strict=False)
     ]
     reference = rows_of([row for part in parts for row in part])
     joined = row_encoder.joined(made)
@@ -98,7 +97,7 @@ def test_numbered_rows_are_the_same_as_values_and_as_a_batch(
     which = data.draw(st.lists(st.integers(0, len(values) - 1), unique=True, min_size=1).map(sorted))
     seqs = seqs[: len(which)]
     ways = [
-        row_encoder.numbered(build(values), seqs, which) for build in (builder_of("auto"), build_by_pyarrow)
+        row_encoder.numbered(build(values), seqs, which) for build in (row_encoder.build, build_by_pyarrow)
     ]
     expected = [
         dict(zip(READ_SCHEMA.names, (seq, *values[at]), strict=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from timeball.log import row_encoder
-from timeball.log.row_encoder import NumberedRows, builder_of, read_batch
+from timeball.log.row_encoder import NumberedRows, build, read_batch
 from timeball.model.message import Kind, build_rows, with_seq
 from timeball.schedule import due_wheel as wheel_module
 from timeball.schedule.due_index import FAR_MS
@@ -18,7 +18,6 @@ from timeball.schedule.due_wheel import SLOT_MS, DueWheel, Run, slot_cuts
 
 Pair = tuple[int, int]
 
-build = builder_of("auto")
 SLOT_DUES = st.lists(st.integers(-10_000, 10_000), min_size=1, max_size=60).map(sorted)
 DUES = st.lists(st.one_of(st.integers(0, 20), st.integers(0, 5_000)), min_size=1, max_size=30)
 

@@ -124,7 +124,7 @@ class Broker:
     ) -> None:
         settings, clock, scheduler = self.settings, self.clock, self.scheduling.scheduler
         self.delivery = delivery.Delivery(
-            on_visible=self.waiters.wake_queues, lateness=self.lateness, settings=settings, clock=clock,
+            on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
             rates=self.rates, traces=self.traces,
         )  # fmt: skip

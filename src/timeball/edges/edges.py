@@ -22,6 +22,7 @@ from timeball.edges.http.edge import HttpEdge
 from timeball.edges.http.handlers.operators import Status
 from timeball.edges.http.recovering import RecoveryResponder
 from timeball.edges.push.worker import PushEdge
+from timeball.edges.remoting.codec.implementation import CODEC, Codec
 from timeball.edges.remoting.edge import RemotingEdge
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.io.security import Security
@@ -32,9 +33,12 @@ from timeball.monitoring.metrics import Metrics
 class Edges:
     """Starts and closes all edges together. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, metrics: Metrics, status: Status, security: Security) -> None:
+    def __init__(
+        self, broker: Broker, metrics: Metrics, status: Status, security: Security, codec: Codec | None = None
+    ) -> None:
+        """Create the edges. `codec` of the remoting edge; None: the compiled one, if it is installed."""
         self.flight = FlightEdge(broker, status, security)
-        self.remoting, self.grpc = RemotingEdge(broker, security), GrpcEdge(broker, security)
+        self.remoting, self.grpc = RemotingEdge(broker, security, codec or CODEC), GrpcEdge(broker, security)
         self.http = HttpEdge(broker, metrics, status, security)
         self.push = PushEdge(broker, metrics.push)
         self._has_tls = security.tls is not None

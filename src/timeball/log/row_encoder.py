@@ -23,7 +23,6 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.model import flatbuffer as fb
-from timeball.model.config import CodecChoice
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, STORED_OVERHEAD_BYTES, Int64Array, LogRow, ReadRow
 
 # ---- the layout of a message, and its shared zeros -----------------------------------------------------------
@@ -408,9 +407,7 @@ def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
 # ---- the choice of an encoder --------------------------------------------------------------------------------
 
 
-def builder_of(choice: CodecChoice) -> Build:
-    """Choose the function that builds rows under this setting."""
-    return build_compiled if MessageEncoder is not None and choice == "auto" else build_by_pyarrow
+build: Build = build_by_pyarrow if MessageEncoder is None else build_compiled
 
 
 def _width(arrow_type: pa.DataType) -> int:

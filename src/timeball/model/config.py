@@ -24,7 +24,6 @@ Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 Acks = Literal["majority", "all"]
-CodecChoice = Literal["auto", "python"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -94,12 +93,6 @@ class Settings:
     cluster_name: str = _of("DefaultCluster", "The cluster's name for RocketMQ clients.", advanced=True)
     advertise: str = _of(
         "", "host[:port] that RocketMQ clients connect to; empty: the address that they used."
-    )
-
-    codec: CodecChoice = _of(
-        "auto",
-        "'auto': use the compiled codecs if they are built; 'python': use the reference implementation.",
-        advanced=True,
     )
 
     # the log

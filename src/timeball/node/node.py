@@ -67,6 +67,7 @@ from timeball.table.stored_catalog import open_table
 
 if TYPE_CHECKING:
     from timeball.edges.edges import Edges
+    from timeball.edges.remoting.codec.implementation import Codec
     from timeball.monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -86,13 +87,15 @@ class Node:
         self, settings: Settings, clock: Clock | None = None, files: Files | None = None,
         leading: Leading | None = None, replica: ReplicaReaders | None = None,
         load_bounds: LoadBounds = LoadBounds(),  # noqa: B008  # frozen, so it can be shared
+        codec: Codec | None = None,
     ) -> None:  # fmt: skip
         """Build on `files`, which are locked already, or on the folder of the settings.
 
-        `leading` and `replica` are given in a cluster, whose log has other replicas.
+        `leading` and `replica` are given in a cluster, whose log has other replicas. `codec` is RocketMQ's; None: the
+        compiled one, if it is installed.
         """
         self.settings, self._leading, self._replica = settings, leading, replica
-        self._load_bounds = load_bounds
+        self._load_bounds, self._codec = load_bounds, codec
         self.clock = clock or SystemClock()
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
@@ -191,7 +194,7 @@ class Node:
     async def _listen(self, recovering: RecoveryResponder) -> None:
         from timeball.edges.edges import Edges
 
-        edges = Edges(self.broker, self.metrics, self.status, self.security)
+        edges = Edges(self.broker, self.metrics, self.status, self.security, self._codec)
         await edges.start(recovering)
         self.edges = edges
         self._run_until_stop(self.broker.transaction_checks.run())

@@ -16,7 +16,7 @@ from timeball.edges.http2.connection import (
     Headers,
     HpackDecoder,
     Jh2Decoder,
-    choose_decoder,
+    new_decoder,
 )
 from timeball.edges.http2.frames import BrokenRule, Fault
 
@@ -143,6 +143,5 @@ def test_a_block_that_unpacks_to_too_much_ends_the_connection(decoder_type: Make
     assert broken.value.fault == Fault.ENHANCE_YOUR_CALM
 
 
-def test_the_codec_setting_chooses_the_decoder() -> None:
-    assert choose_decoder("python") is Jh2Decoder
-    assert choose_decoder("auto") is DECODERS[-1]
+def test_the_compiled_decoder_is_used_if_it_is_installed() -> None:
+    assert new_decoder is DECODERS[-1]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.edges.http2.raw_client import fields
 
 from timeball.edges.http2 import frames
-from timeball.edges.http2.connection import Connection, Headers, choose_decoder
+from timeball.edges.http2.connection import Connection, Headers
 from timeball.edges.http2.frames import RESPONSE, TRAILERS_OK, frame
 from timeball.edges.http2.streams import OUT_BYTES_MAX, Flushes, Stream, Streams
 
@@ -88,9 +88,7 @@ class Pair:
 
     def __init__(self, window: int, piece: int) -> None:
         self.calls: dict[int, Echo] = {}
-        self.connection = Connection(
-            self.begin, set(), asyncio.get_running_loop(), decoder=choose_decoder("auto")
-        )
+        self.connection = Connection(self.begin, set(), asyncio.get_running_loop())
         self.wire, self.piece = Wire(self.connection), piece
         self.connection.connection_made(self.wire)
         self.client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))

@@ -9,7 +9,7 @@ import pytest
 from tests.edges.remoting.wire import Wire
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.edges.remoting.codec.implementation import COMPILED
+from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON
 
 # The contract of the hot codec: these run with the compiled one, where it was built, and with the reference.
 BOTH_WAYS = {"test_sends", "test_sends_together", "test_pulls", "test_pops"}
@@ -34,9 +34,9 @@ def delay_properties() -> str:
 def node(tmp_path: Path, codec: str, delay_properties: str) -> Iterator[RunningNode]:
     if codec == "compiled" and COMPILED is None:
         pytest.skip("the codec is not compiled here: no Cython, or no C compiler with Python's headers")
-    choice = "python" if codec == "python" else "auto"
-    settings = {"codec": choice, "delay_properties": delay_properties}
-    with running_node(tmp_path / "data", grpc_port=-1, **settings) as running:
+    chosen = PYTHON if codec == "python" else None
+    settings = {"grpc_port": -1, "delay_properties": delay_properties}
+    with running_node(tmp_path / "data", codec=chosen, **settings) as running:
         assert running.node.edges is not None
         assert codec in ("auto", running.node.edges.remoting.codec.name)
         yield running

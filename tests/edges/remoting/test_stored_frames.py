@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 
-from timeball.edges.remoting.codec.implementation import PYTHON, Codec, codec_of
+from timeball.edges.remoting.codec.implementation import CODEC, PYTHON, Codec
 from timeball.edges.remoting.codec.records import Host, encode_each
 from timeball.edges.remoting.handlers import pulls as module
 from timeball.edges.remoting.handlers.pulls import StoredFrames
@@ -40,7 +40,7 @@ def frames_of(world: World, codec: Codec = PYTHON) -> StoredFrames:
     return StoredFrames(codec, reader=world.broker.log.reader, reader_thread=world.broker.threads.reader)
 
 
-@pytest.mark.parametrize("codec", ["auto", "python"])
+@pytest.mark.parametrize("codec", [CODEC, PYTHON], ids=["installed", "python"])
 @given(
     sends=st.lists(st.integers(1, 40), min_size=1, max_size=8),
     picks=st.lists(
@@ -55,7 +55,7 @@ def frames_of(world: World, codec: Codec = PYTHON) -> StoredFrames:
 @on_node(queues_per_topic=1)
 async def test_stored_frames_give_the_bytes_of_the_reference(
     world: World,
-    codec: str,
+    codec: Codec,
     sends: list[int],
     picks: list[tuple[float, float, int, bool, bool]],
     fresh_rows: int,
@@ -64,7 +64,7 @@ async def test_stored_frames_give_the_bytes_of_the_reference(
     """For consecutive rows and every second or third row, while the log grows, with several hosts."""
     before, module.FRESH_ROWS = module.FRESH_ROWS, fresh_rows
     try:
-        source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
+        source = frames_of(world, codec)
         seqs: list[int] = []
         for rows in sends:
             accepted = await world.broker.send(batch(rows))
@@ -81,11 +81,11 @@ async def test_stored_frames_give_the_bytes_of_the_reference(
         module.FRESH_ROWS = before
 
 
-@pytest.mark.parametrize("codec", ["auto", "python"])
+@pytest.mark.parametrize("codec", [CODEC, PYTHON], ids=["installed", "python"])
 @on_node()
-async def test_a_pending_message_is_out_of_range(world: World, codec: str) -> None:
+async def test_a_pending_message_is_out_of_range(world: World, codec: Codec) -> None:
     later = await world.broker.send(batch(1, delay_ms=[60_000]))
-    source = frames_of(world, codec_of(codec))  # type: ignore[arg-type]
+    source = frames_of(world, codec)
     for seq in (later.first_seq, later.first_seq + 100):
         with pytest.raises(OutOfRange):
             source.get_from_memory([seq], HERE, ANY)

@@ -38,7 +38,7 @@ from timeball.log.row_encoder import (
     ReadRows,
     Rows,
     as_batch,
-    builder_of,
+    build,
     numbered,
     pairs_of,
     stored_size,
@@ -175,7 +175,6 @@ class Appender:
     ) -> None:
         # True for the hour log. It stores scheduled messages unchanged, so they may take the fast paths.
         self._compacts, self._host = scheduling.compacts, settings.host
-        self._build = builder_of(settings.codec)
         self._policy, self._waiters, self._tail_count = policy, waiters, tail_count
         self._settings, self._clock, self._writer = settings, clock, writer
         self._topics, self._scheduling = topics, scheduling
@@ -236,7 +235,7 @@ class Appender:
         if topics is None:  # as in `_send_runs`
             return None
         return self._append_small_batch(
-            admission.log_rows(small_rows, topics, now_ms, self._host, self._build), now_ms
+            admission.log_rows(small_rows, topics, now_ms, self._host, build), now_ms
         )
 
     def _append_small_batch(
@@ -378,7 +377,7 @@ class Appender:
 
     def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
         """Append a few rows, given as values, that need no queue offset: leases (scheduled messages) and cancels."""
-        rows, writer = self._build(values), self._writer
+        rows, writer = build(values), self._writer
         first_seq = writer.next_seq
         scheduled = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
         stored_bytes = sum(

@@ -28,14 +28,13 @@ from timeball.log.row_encoder import (
     NumberedRows,
     Pairs,
     ReadRows,
-    builder_of,
+    build,
     pairs_of,
     read_batch,
     stored_size,
 )
 from timeball.log.writer import LogWriter
 from timeball.model import limits
-from timeball.model.config import Settings
 from timeball.model.errors import OutOfRange
 from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
 from timeball.model.rows import release_row
@@ -68,7 +67,6 @@ class Delivery:
         *,
         on_visible: Callable[[list[tuple[str, int]]], None],
         lateness: Lateness,
-        settings: Settings,
         clock: SchedulerClock,
         writer: LogWriter,
         topics: Topics,
@@ -85,7 +83,6 @@ class Delivery:
         self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
         self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
-        self._build = builder_of(settings.codec)
         self.indexing_ns = 0  # the time used for releases that have become durable
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
@@ -105,7 +102,7 @@ class Delivery:
     ) -> asyncio.Future[int]:
         """Append the releases of a few messages, row by row. `values` are their rows as values."""
         pairs = pairs_of(scheduled_rows)
-        releases, queue_offsets = build_few_releases(values, self._topics, now_ms, self._build)
+        releases, queue_offsets = build_few_releases(values, self._topics, now_ms, build)
         first_seq = self._writer.next_seq
         # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
         # that due time.

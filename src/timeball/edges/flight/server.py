@@ -18,7 +18,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -115,7 +114,7 @@ class FlightEdge:
             SharedLimit("calls and streams", 2 * (CALLS_MAX + STREAMS_MAX)),
         )
         self.methods = {f"{SERVICE}{name}": _method(name) for name in METHODS}
-        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"), broker.settings.codec)
+        self._server = Server(self, Bounds(FRAME_BYTES_MAX, ages=False, edge="flight"))
         self._watch_task: asyncio.Task[None] | None = None
         self.port = -1
 
@@ -225,7 +224,7 @@ class FlightEdge:
         Raises NotFound for an unknown path, and Forbidden.
         """
         if path == SEND_PATH:
-            return self._sends, partial(SendColumns, codec=self._broker.settings.codec)
+            return self._sends, SendColumns
         if path == SOURCE_PATH:
             return self._source_sends, SourceColumns
         if path == RELEASE_PATH:

@@ -71,7 +71,7 @@ class GrpcEdge:
             handler_tables, check if has_accounts else None, admit if has_accounts else None
         )
         self.service = GrpcService(self.dispatch)
-        self._server = Server(self.service, codec=self._settings.codec)
+        self._server = Server(self.service)
         self._background_tasks: list[asyncio.Task[None]] = []
 
     @property

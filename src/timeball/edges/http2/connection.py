@@ -74,15 +74,13 @@ from timeball.edges.http2.frames import (
 from timeball.edges.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.edges.shared.shared_limits import exceeds_share
-from timeball.model.config import CodecChoice
 
 logger = logging.getLogger(__name__)
 
 # ---- the header blocks of requests ---------------------------------------------------------------------------
-# If the build had a compiler, hpack_decoder.pyx decodes them in C. Otherwise jh2 does. jh2's decoder is the reference,
-# and `--codec python` forces it. It returns a list of all header fields. Timeball needs only the first value of each
-# name and the total size of the fields. To get these from the list takes as much time as the decoding. The decoder in C
-# returns them directly.
+# If the build had a compiler, hpack_decoder.pyx decodes them in C. Otherwise jh2 does. jh2's decoder is the reference.
+# It returns a list of all header fields. Timeball needs only the first value of each name and the total size of the
+# fields. To get these from the list takes as much time as the decoding. The decoder in C returns them directly.
 
 try:
     from timeball.edges.http2.hpack_decoder import HpackDecoder  # type: ignore[import-not-found]
@@ -127,10 +125,8 @@ class Jh2Decoder:
         return {field[0]: field[1] for field in reversed(fields)}, size_bytes
 
 
-def choose_decoder(choice: CodecChoice) -> Callable[[int], HeaderDecoder]:
-    """Return the decoder class for this setting. Its argument is `list_bytes_max`."""
-    compiled: Callable[[int], HeaderDecoder] | None = HpackDecoder
-    return compiled if compiled is not None and choice == "auto" else Jh2Decoder
+# The class of the decoder. Its argument is `list_bytes_max`.
+new_decoder: Callable[[int], HeaderDecoder] = Jh2Decoder if HpackDecoder is None else HpackDecoder
 
 
 # ---- the connection ------------------------------------------------------------------------------------------
@@ -208,12 +204,11 @@ class Connection(asyncio.Protocol):
         connections: set[Connection],
         loop: asyncio.AbstractEventLoop,
         bounds: Bounds = Bounds(),  # frozen, so it can be shared
-        decoder: Callable[[int], HeaderDecoder] = Jh2Decoder,
         flushes: Flushes | None = None,  # shared by the connections of the edge. None: a new one
     ) -> None:
         self._begin, self._connections, self._loop, self._bounds = begin, connections, loop, bounds
         self._transport: asyncio.Transport | None = None
-        self._decoder = decoder(UNPACKED_BYTES_MAX)
+        self._decoder = new_decoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
         # An incomplete header block: its stream, the flags of its HEADERS frame, and the bytes that have arrived.
         self._open_block: tuple[int, int, bytearray] | None = None

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection, Headers, choose_decoder
+from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection, Headers
 from timeball.edges.http2.exchange import Call, Exchange, Method, Room
 from timeball.edges.http2.frames import (
     END_HEADERS,
@@ -27,7 +27,6 @@ from timeball.edges.http2.streams import Flushes, Stream, Streams
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening, PlainFrom
 from timeball.io.security import Tls
-from timeball.model.config import CodecChoice
 from timeball.model.errors import SetupError
 
 logger = logging.getLogger(__name__)
@@ -75,9 +74,8 @@ class Server:
         self,
         service: Service,
         bounds: Bounds = Bounds(),  # noqa: B008  # frozen, so it can be shared
-        codec: CodecChoice = "auto",
     ) -> None:
-        self._service, self._bounds, self._decoder = service, bounds, choose_decoder(codec)
+        self._service, self._bounds = service, bounds
         self._connections: set[Connection] = set()
         self._server: Listening | None = None
 
@@ -93,7 +91,7 @@ class Server:
         flushes = Flushes(loop)
 
         def create_connection() -> Connection:
-            return Connection(self._begin, self._connections, loop, self._bounds, self._decoder, flushes)
+            return Connection(self._begin, self._connections, loop, self._bounds, flushes)
 
         try:
             self._server = await first_byte.listen(

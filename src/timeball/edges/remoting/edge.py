@@ -19,7 +19,7 @@ from timeball.broker.service import Broker
 from timeball.edges.remoting import calls
 from timeball.edges.remoting.calls import Dispatch, check_advertised
 from timeball.edges.remoting.codec.frame import BadHeader, Frame, cut, decode
-from timeball.edges.remoting.codec.implementation import PlainPull, codec_of
+from timeball.edges.remoting.codec.implementation import CODEC, Codec, PlainPull
 from timeball.edges.remoting.codec.sends import from_command, read_send
 from timeball.edges.remoting.connection import CONNECTIONS_MAX, EXPIRY_MS, Connection, Member, MemoryLimits
 from timeball.edges.remoting.handlers.admin.groups import ClientForwarding, GroupAdmin
@@ -48,14 +48,13 @@ LAST_ANSWERS_S = 2.0  # for clients to read their last answers when the edge sto
 class RemotingEdge:
     """Creates the handlers and listens on both ports. Belongs to the broker's event loop."""
 
-    def __init__(self, broker: Broker, security: Security = OPEN) -> None:
-        settings = broker.settings
+    def __init__(self, broker: Broker, security: Security = OPEN, codec: Codec = CODEC) -> None:
+        settings, self.codec = broker.settings, codec
         self._settings, self._security = settings, security
         sessions: Sessions[Connection, Member] = Sessions(EXPIRY_MS)
         self.context = context = EdgeContext(settings, broker, sessions)
         locks = Locks(context)
         retries = Retries(context, locks.is_held)
-        self.codec = codec_of(settings.codec)
         self._sends = Sends(context, retries, self.codec)
         self._heartbeats = HeartBeats(context, locks)
         self._runtime = Runtime(context)

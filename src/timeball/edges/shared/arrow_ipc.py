@@ -30,7 +30,6 @@ from timeball.log.row_encoder import encoder_of
 from timeball.model import flatbuffer as fb
 from timeball.model import limits, rules
 from timeball.model.access import Verb
-from timeball.model.config import CodecChoice
 from timeball.model.errors import InvalidMessage, OverLimit
 from timeball.model.message import SEND_COLUMNS, SEND_NAMES, TABLE_SCHEMA, SendRow
 
@@ -299,8 +298,8 @@ class SendColumns:
 
     rows_min = 1
 
-    def __init__(self, schema: pa.Schema, codec: CodecChoice = "python") -> None:
-        """Check names and types. Raises InvalidMessage naming the column. `codec` selects the reader for `rows`."""
+    def __init__(self, schema: pa.Schema) -> None:
+        """Check names and types. Raises InvalidMessage naming the column."""
         names = list(schema.names)
         unknown = sorted({repr(name[:80]) for name in names if name not in SEND_SCHEMA.names})
         if unknown:
@@ -319,7 +318,7 @@ class SendColumns:
         self._has_exact_types = all(field.type == SEND_SCHEMA.field(field.name).type for field in schema)
         self._required_indices = [names.index(name) for name in REQUIRED]
         # A SendRow has no field for a relative delay, so a stream with `delay_ms` is read as columns.
-        can_read_rows = self._has_exact_types and codec == "auto" and "delay_ms" not in names
+        can_read_rows = self._has_exact_types and "delay_ms" not in names
         self._row_reader = _row_reader(tuple(names)) if can_read_rows else None
         self._has_due = "due_ms" in names
         # For each field of a SendRow, the index of its column in the stream, or -1.

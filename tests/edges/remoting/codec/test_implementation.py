@@ -31,7 +31,7 @@ from timeball.edges.remoting.codec.frame import (
     cut,
     encode,
 )
-from timeball.edges.remoting.codec.implementation import COMPILED, PYTHON, Codec, codec_of
+from timeball.edges.remoting.codec.implementation import CODEC, COMPILED, PYTHON, Codec
 from timeball.edges.remoting.codec.records import BatchRecord, Host, UniqueKeys, encode_batch
 from timeball.edges.remoting.codec.sends import LONG_NAMES, SHORT_NAMES, encode_reply, read_send
 from timeball.edges.remoting.handlers.sends import SendRows, Ticket
@@ -594,7 +594,7 @@ def test_a_difference_is_noticed(fault: Callable[[Codec], Codec]) -> None:
 # ---- which one -----------------------------------------------------------------------------------------------
 
 
-def test_the_reference_can_be_chosen() -> None:
-    assert codec_of("python") is PYTHON and PYTHON.cut is cut
-    assert codec_of("auto") is (COMPILED or PYTHON)
-    assert (codec_of("auto").name == "compiled") == (COMPILED is not None)
+def test_the_compiled_codec_is_used_if_it_is_installed() -> None:
+    assert PYTHON.cut is cut
+    assert CODEC is (COMPILED or PYTHON)
+    assert (CODEC.name == "compiled") == (COMPILED is not None)

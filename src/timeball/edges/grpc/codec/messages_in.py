@@ -16,7 +16,7 @@ Invariant: each message either becomes a row or raises Refused, independently of
 
 If the build had a compiler, plain_sends.pyx decodes requests of the usual form ("plain sends") in C. protobuf decodes
 all others. protobuf and the checks of this module are the reference: for the same bytes, plain_sends.pyx gives the same
-row at a tenth of the cost. `--codec python` forces the reference.
+row at a tenth of the cost. Without a compiler, protobuf decodes all requests.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ from timeball.edges.grpc.codec.messages_out import (
 )
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
-from timeball.model.config import CodecChoice
 from timeball.model.message import PRIORITY, SendRow
 from timeball.model.rows import send_row
 
@@ -396,9 +395,8 @@ def decode_compiled(data: bytes) -> Any:
     return SendMessageRequest.FromString(data) if plain is None else plain
 
 
-def choose_decoder(choice: CodecChoice) -> Callable[[bytes], Any]:
-    """Choose the decoder of SendMessage requests for this setting."""
-    return decode_compiled if read_plain is not None and choice == "auto" else SendMessageRequest.FromString
+# The decoder of SendMessage requests.
+decode_send: Callable[[bytes], Any] = SendMessageRequest.FromString if read_plain is None else decode_compiled
 
 
 def topics_in_send(request: Any) -> list[Resource]:

@@ -67,7 +67,7 @@ from timeball.edges.grpc.codec.messages_in import (
     TRANSACTION,
     PlainSend,
     check_delivery_time,
-    choose_decoder,
+    decode_send,
     encode_answer,
     encode_entry,
     encode_row,
@@ -121,11 +121,14 @@ class Sends:
 
     def __init__(self, context: GrpcContext) -> None:
         self._context, self._broker = context, context.broker
-        self._topics, decode = self._broker.tables.topics, choose_decoder(self._broker.settings.codec)
+        self._topics = self._broker.tables.topics
         # A cache by namespace and name, valid for one version of the broker's topics.
         self._destinations: dict[tuple[str, str], Destination] = {}
         self._topics_version = -1
-        self.handlers: Handlers = {"SendMessage": Direct(self._send, decode), "RecallMessage": self._recall}
+        self.handlers: Handlers = {
+            "SendMessage": Direct(self._send, decode_send),
+            "RecallMessage": self._recall,
+        }
 
     def _send(self, call: Call, request: Any, reply: Reply) -> None:
         """Check a send and pass it to the broker. The reply gets the offsets when the messages are durable."""

@@ -6,7 +6,7 @@
                 the log. plain_pulls.pyx: pulls that are answered at once. stored_messages.pyx: the messages in their
                 answers. The reference handles all unusual requests
 
-For the same input, both produce the same columns, bytes and errors. `--codec python` forces the reference.
+For the same input, both produce the same columns, bytes and errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from timeball.edges.remoting.codec.frame import Cut, Frame
 from timeball.edges.remoting.codec.records import Host
 from timeball.log.format import EntryArray
 from timeball.log.format import Frame as LogFrame
-from timeball.model.config import CodecChoice
 from timeball.model.message import SendRow
 
 try:
@@ -148,8 +147,4 @@ COMPILED = (
         plain_pulls.PlainPull,
     )
 )
-
-
-def codec_of(choice: CodecChoice) -> Codec:
-    """Return the codec for this setting."""
-    return COMPILED if COMPILED is not None and choice == "auto" else PYTHON
+CODEC = COMPILED or PYTHON
