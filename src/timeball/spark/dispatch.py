@@ -31,7 +31,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyspark.sql import SparkSession
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition, WriterCommitMessage
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.streaming.datasource import ReadLimit
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
@@ -44,12 +51,7 @@ from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, Lease, query_name
 from timeball.spark.source import options as values
 from timeball.spark.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
-from timeball.spark.source.spark_api import (
-    DataSourceStreamArrowWriter,
-    ReadLimit,
-    spark_schema,
-    start_query,
-)
+from timeball.spark.source.spark_api import spark_schema, start_query
 from timeball.spark.source.streams import BrokerStream, Offset
 from timeball.spark.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS

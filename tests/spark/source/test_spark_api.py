@@ -1,17 +1,11 @@
-"""Tests of spark_api.py: placeholders replace classes that PySpark 4.0 and 4.1 do not have, and streams are refused."""
+"""Tests of spark_api.py: schemas that Spark accepts, and descriptions and partitions of its jobs."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from types import ModuleType
-
 import pytest
-from pyspark.sql import SparkSession, datasource
+from pyspark.sql import SparkSession
 
-from timeball.model.errors import SetupError
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
-from timeball.spark.source import spark_api
 from timeball.spark.source.options import RANGE_SCHEMA, arrow_schema, read_options
 from timeball.spark.source.spark_api import (
     PARTITION_ROWS,
@@ -20,43 +14,6 @@ from timeball.spark.source.spark_api import (
     shuffled_by_size,
     spark_schema,
 )
-
-
-def lacking(monkeypatch: pytest.MonkeyPatch, *names: str) -> ModuleType:
-    """Load the module as if PySpark's modules of these names were missing."""
-
-    def load(name: str) -> ModuleType:
-        if name in names:
-            raise ModuleNotFoundError(name)
-        return real(name)
-
-    real = importlib.import_module
-    monkeypatch.setattr(importlib, "import_module", load)
-    spec = importlib.util.spec_from_file_location(spark_api.__name__, spark_api.__file__)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_existing_classes_are_those_of_pyspark() -> None:
-    spark_api.check_streams()
-    assert spark_api.EqualTo is datasource.EqualTo
-    assert spark_api.DataSourceStreamArrowWriter is datasource.DataSourceStreamArrowWriter
-
-
-def test_streams_are_refused_before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What 4.1 has is used all the same."""
-    module = lacking(monkeypatch, "pyspark.sql.streaming.datasource")
-    with pytest.raises(SetupError, match=r"streams need pyspark 4\.2 or later, and this is 4\..*batch reads"):
-        module.check_streams()
-    assert module.EqualTo is datasource.EqualTo
-
-
-def test_placeholder_class_has_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = lacking(monkeypatch, "pyspark.sql.datasource", "pyspark.sql.streaming.datasource")
-    assert not isinstance(datasource.EqualTo(("topic",), "a"), module.EqualTo)
-    assert type("Sink", (module.DataSourceStreamArrowWriter,), {})()
 
 
 def test_every_column_has_a_spark_type_and_may_be_null() -> None:

@@ -42,6 +42,7 @@ from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
     DataSourceReader,
+    DataSourceStreamArrowWriter,
     DataSourceStreamReader,
     WriterCommitMessage,
 )
@@ -62,7 +63,7 @@ from timeball.spark.source.options import (
     write_options,
 )
 from timeball.spark.source.queue_reader import QueueReader, QueueStream
-from timeball.spark.source.spark_api import DataSourceStreamArrowWriter, check_streams, spark_schema
+from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.source.table_reader import FilesReader, HistoryReader, TableReader
 from timeball.spark.table_store import open_table
 
@@ -99,7 +100,6 @@ class TimeballDataSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's name
         """Build the reader of a stream. `schema` may have some of the columns only."""
-        check_streams()
         options = options_for_schema(schema, self.options)
         return QueueStream(options) if options.read == "queue" else LogStream(options)
 
@@ -120,7 +120,6 @@ class TimeballDataSource(DataSource):
         """Build the writer of a stream, which turns the stream's rows into scheduled messages."""
         from timeball.spark.source.scheduled_writer import ScheduledStreamWriter
 
-        check_streams()
         return ScheduledStreamWriter(schema, pin_to_one_group(write_options(self.options)))
 
 

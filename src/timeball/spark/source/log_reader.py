@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.io.clock import Clock
 from timeball.model.errors import OutOfRange, SetupError
@@ -37,7 +38,6 @@ from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions
 from timeball.spark.source.pacing import divide_rows, split_range
 from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, kinds, row_filter
-from timeball.spark.source.spark_api import Filter, ReadLimit
 from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from timeball.spark.source.spark_api import (
+from pyspark.sql.datasource import (
     EqualTo,
     Filter,
     GreaterThan,

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
+from pyspark.sql.streaming.datasource import ReadLimit
 
 from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
@@ -29,7 +30,6 @@ from timeball.spark.source.log_reader import piece_rows, shape
 from timeball.spark.source.options import Offsets, ReadOptions
 from timeball.spark.source.pacing import divide_rows, split_range
 from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, row_filter
-from timeball.spark.source.spark_api import Filter, ReadLimit
 from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:

@@ -41,7 +41,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
 from timeball.model import limits, rules
@@ -49,7 +49,6 @@ from timeball.model.errors import InvalidMessage, OverLimit, SetupError
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, TABLE_SCHEMA, Int64Array, int64
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.source.options import WriteOptions
-from timeball.spark.source.spark_api import DataSourceStreamArrowWriter
 from timeball.spark.table_store import Store, chunks
 from timeball.table.attachment import ANY_ROWS, Attachment, FileEntry
 

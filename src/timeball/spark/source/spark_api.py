@@ -1,12 +1,4 @@
-"""Adapters to PySpark: schemas, starting queries, and stand-ins for classes that older versions of PySpark lack.
-
-PySpark added these classes to its data source API after 4.0:
-
-    4.1    filters that Spark pushes down; a sink of streams that accepts Arrow batches
-    4.2    read limits of micro-batches; availableNow for Python streams
-
-With an empty class in place of each missing one (`Missing`), batch reads and writes work on 4.0 and 4.1, because these
-versions never use the missing classes there. Streams are refused (`check_streams`).
+"""Adapters to PySpark: schemas, settings of jobs, and starting queries.
 
 Spark compares the types of an Arrow batch with the declared schema exactly. At run time it refuses a dictionary, a
 `string_view`, or a field declared as not null. So `_TYPES` has only six types, and every field may be null.
@@ -17,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
-from importlib import import_module
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
-import pyspark
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
@@ -38,52 +27,12 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from timeball.model.errors import SetupError
 from timeball.spark.endpoint import GROUP
-
-if TYPE_CHECKING:
-    from pyspark.sql.datasource import DataSourceStreamArrowWriter as DataSourceStreamArrowWriter
-    from pyspark.sql.datasource import EqualTo as EqualTo
-    from pyspark.sql.datasource import Filter as Filter
-    from pyspark.sql.datasource import GreaterThan as GreaterThan
-    from pyspark.sql.datasource import GreaterThanOrEqual as GreaterThanOrEqual
-    from pyspark.sql.datasource import In as In
-    from pyspark.sql.datasource import LessThan as LessThan
-    from pyspark.sql.datasource import LessThanOrEqual as LessThanOrEqual
-    from pyspark.sql.streaming.datasource import ReadAllAvailable as ReadAllAvailable
-    from pyspark.sql.streaming.datasource import ReadLimit as ReadLimit
-    from pyspark.sql.streaming.datasource import ReadMaxRows as ReadMaxRows
-    from pyspark.sql.streaming.datasource import SupportsTriggerAvailableNow as SupportsTriggerAvailableNow
-else:
-    _BATCH = "EqualTo Filter GreaterThan GreaterThanOrEqual In LessThan LessThanOrEqual DataSourceStreamArrowWriter"
-    _STREAM = "ReadAllAvailable ReadLimit ReadMaxRows SupportsTriggerAvailableNow"
-
-    class Missing:
-        """Stands in for a class that this version of PySpark lacks."""
-
-    def _part(module: str, name: str) -> type:
-        try:
-            return getattr(import_module(module), name)
-        except (ImportError, AttributeError):
-            return Missing
-
-    globals().update({name: _part("pyspark.sql.datasource", name) for name in _BATCH.split()})
-    globals().update({name: _part("pyspark.sql.streaming.datasource", name) for name in _STREAM.split()})
-
 
 SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
 DEFAULT_PARTITIONS = "200"
 PARTITION_ROWS = 500_000  # per shuffle partition; the same as the default of the option rows_per_partition
 DESCRIPTION = "spark.job.description"
-
-
-def check_streams() -> None:
-    """Raise SetupError if this version of PySpark lacks the classes that streams need (4.2)."""
-    if SupportsTriggerAvailableNow.__module__ == __name__:
-        raise SetupError(
-            f"streams need pyspark 4.2 or later, and this is {pyspark.__version__}; batch reads and writes work"
-        )
-
 
 _TYPES: dict[pa.DataType, DataType] = {
     pa.int8(): ByteType(),

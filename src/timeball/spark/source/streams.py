@@ -10,18 +10,18 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 from pyspark.sql.datasource import DataSourceStreamReader
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 
 from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
 from timeball.spark.endpoint import Connections
 from timeball.spark.source.options import ReadOptions, check_stream
 from timeball.spark.source.pacing import Pace
-from timeball.spark.source.spark_api import (
-    ReadAllAvailable,
-    ReadLimit,
-    ReadMaxRows,
-    SupportsTriggerAvailableNow,
-)
 
 Offset = dict[str, Any]
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import DataSourceReader, InputPartition
+from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
 
 from timeball.model import storage_uris
 from timeball.model.errors import NotFound, SetupError, StorageError
@@ -33,7 +33,7 @@ from timeball.spark.endpoint import GROUP, PLACEHOLDER, Group, group_statuses, g
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
 from timeball.spark.source.pushdown import Bounds, RowFilter, row_filter
-from timeball.spark.source.spark_api import Filter, spark_schema
+from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.table_store import dataset_of, default_table_uri, load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 
