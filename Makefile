@@ -31,7 +31,7 @@ PYTHON  ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3;
              && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs sbom lock up
+.PHONY: help setup demo cluster test spark newspark slow siege interop wheel-check check bench versus pictures docs openapi sbom lock up
 
 help:   ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ pictures: $(READY)   ## the dashboard's pictures in docs/, of a real broker that
 docs: $(SITE)   ## the documentation as a site, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build $(ARGS)
 	@echo "make: the site is at site/index.html"
+
+openapi: $(READY)   ## write the OpenAPI document anew, from the structs of the HTTP API
+	$(BIN)/python -m tests.edges.http.openapi
 
 sbom: $(SBOM)   ## software bills of materials (CycloneDX) of the locked packages, into dist/
 	@mkdir -p $(SBOM_IN)

@@ -15,10 +15,9 @@ from tests.dashboard.browser import PHONE, Tab, needed, overflow
 from tests.dashboard.test_pages import faults_of_access
 from tests.edges.http.client import Client
 from tests.edges.http.handlers.test_campaigns import planned
+from tests.edges.http.openapi import OPERATIONS
 from tests.interop import environments
 from tests.node_fixture import RunningNode
-
-from timeball.edges.http.openapi import OPERATIONS
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 # The campaign of this test was sent and not attached, so that its rows are cancelled one by one; and a broker alone

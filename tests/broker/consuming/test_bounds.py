@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from tests.broker.consuming.consumer import (
+    GROUP,
     MINUTE_MS,
     TOPIC,
     bodies,
@@ -49,31 +50,19 @@ async def test_the_total_of_leased_positions_is_limited(
 
 
 @on_node()
-async def test_long_leases_in_a_crowded_queue_move_to_the_log(
+async def test_a_longer_lease_in_a_crowded_queue_becomes_a_scheduled_message(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
     await send_in_order(world)
     receipts = (await pop(world)).receipts
     assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS)
+    assert world.broker.redeliveries.counts() == {(GROUP, TOPIC): 1}
     assert stored(world)[0] == 1
+    assert engine(world).acknowledge_now(receipts[:1]) == [False], "its position is done"
     engine(world).acknowledge_now(receipts[1:])
     await pass_time(world, 5 * MINUTE_MS)
     assert not (await pop(world)).rows.num_rows
     await world.advance(5 * MINUTE_MS)
     again = await pop(world)
     assert bodies(again) == [b"0"] and column(again.rows, "reconsume_times") == [1]
-
-
-@on_node()
-async def test_a_slow_message_does_not_block_the_stored_offset(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_SPAN_MAX", 10)
-    await send_in_order(world, 20)
-    slow, *others = (await pop(world, 32)).receipts
-    engine(world).acknowledge_now(others)
-    await world.until(lambda: stored(world)[0] == 20, "the log keeps the slow one")
-    assert engine(world).acknowledge_now([slow]) == [False]
-    await world.advance(MINUTE_MS)
-    assert bodies(await pop(world)) == [b"0"]

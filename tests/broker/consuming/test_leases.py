@@ -14,7 +14,9 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming.leases import (
     NO_RECEIPT,
+    PART_POSITIONS,
     SWEEP_POSITIONS_MIN,
+    Lease,
     Leases,
     OpenCount,
     QueueLeases,
@@ -108,34 +110,71 @@ def test_the_first_open_position_is_the_least_that_is_neither_done_nor_unseen(
         assert w.open_rows == w.count.rows == len(open_ones)
 
 
-@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.sets(st.integers(10, 19)))
-def test_what_is_done_behind_the_first_open_position_is_told_in_stretches(
-    held: set[int], again: set[int], ahead: set[int]
-) -> None:
+def test_only_the_parts_of_changed_positions_are_marked() -> None:
     w = leases_of_queue()
-    take(w, list(range(10)))
-    for offset in range(10):
-        if offset in again - held:
-            w.give_back(offset)
-        elif offset not in held:
-            w.done(offset)
-    for offset in ahead:
-        w.ack_ahead(offset)
-    told = [offset for begin, end in w.ahead() for offset in range(begin, end)]
-    open_ = held | again
-    first = min(open_, default=10)
-    assert told == [o for o in range(first, 10) if o not in open_] + sorted(ahead)
-    assert all(begin < end for begin, end in w.ahead())
+    take(w, list(range(2 * PART_POSITIONS + 1)))
+
+    def marked() -> set[int]:
+        found = set(w.changed_parts)
+        assert (w in w.count.changed) == bool(found)
+        w.changed_parts.clear()
+        w.count.changed.clear()
+        return found
+
+    assert marked() == {0, 1, 2}
+    w.done(PART_POSITIONS)
+    assert marked() == {1}
+    w.prolong(3, 99, 1, counts=True)
+    assert marked() == {0}
+    w.nack(2 * PART_POSITIONS, 1)
+    assert marked() == {2}
+    w.give_back(5)
+    w.give_back(PART_POSITIONS - 1)
+    assert marked() == {0}
+    w.lease_returned(1, 7, 17, in_order=False)
+    assert marked() == {0}
+    w.ack_ahead(7 * PART_POSITIONS)
+    assert marked() == {7}
+    w.advance(4 * PART_POSITIONS)
+    assert marked() == {3}
+    w.drop_before(100 + PART_POSITIONS)
+    assert marked() == {0}, "the position before the first row is done"
+    w.done(PART_POSITIONS)
+    assert marked() == set(), "it was done before"
 
 
-@given(st.sets(st.integers(0, 20)), st.integers(0, 20))
-def test_after_a_crash_a_window_goes_on_behind_what_was_done(done: set[int], begin: int) -> None:
-    w = leases_of_queue(begin)
-    w.skip_done(done)
-    left = [offset for offset in range(begin, 40) if offset not in done]
-    assert w.next_offset == w.first_open == left[0]
-    assert w.acked_ahead == {offset for offset in done if offset > left[0]}
-    assert w.count.rows == len(w.acked_ahead)
+def test_the_first_change_of_a_queue_is_told_once() -> None:
+    w, told = leases_of_queue(), []
+    w.count.on_change = lambda: told.append(w)
+    take(w, [0, 1])
+    w.done(0)
+    assert told == [w]
+
+
+def test_a_search_that_finds_nothing_changes_nothing_that_must_be_saved() -> None:
+    w = leases_of_queue()
+    w.advance(5)
+    assert not w.changed_parts and not w.count.changed
+
+
+@given(st.sets(st.integers(0, 20)), st.sets(st.integers(0, 20)), st.sets(st.integers(21, 40)))
+def test_after_a_start_a_queue_has_the_open_positions_that_were_saved(
+    held: set[int], back: set[int], ahead: set[int]
+) -> None:
+    w, back = leases_of_queue(21), back - held
+    leases = {offset: Lease(100 + offset, 10, 1, 11, 1) for offset in held | back}
+    for offset in back:
+        leases[offset].pop_ms = NO_RECEIPT
+    w.restore({o: leases[o] for o in held}, {o: leases[o] for o in back}, set(ahead), {0})
+    assert w.first_open == min([*held, *back, 21])
+    assert w.count.rows == w.open_rows + len(ahead) == len(held) + len(back) + len(ahead)
+    assert {o for o in range(41) if w.lease_of(o, 1)} == held
+    assert not w.changed_parts, "the log contains it"
+    w.advance(41)
+    for offset in sorted(held):
+        w.done(offset)
+    assert w.first_open == min([*back, 41])
+    assert w.lease_returned(30, 9, 19, in_order=False) == sorted(back)
 
 
 def test_one_that_is_never_given_back_does_not_keep_the_places_of_all_behind_it() -> None:
@@ -197,28 +236,9 @@ async def test_an_ack_does_not_undo_what_somebody_else_has_stored(world: World) 
     take(one, [0, 1])
     await world.broker.commit_offsets("g", "orders", {0: 2})
     one.done(0)
-    assert not leases.store(one)
+    leases.store(one)
     assert world.broker.offsets("g", "orders") == {0: 2}
     assert leases.get("g", "orders", 0) is None and leases.count.rows == 0
-
-
-@on_node()
-async def test_storing_says_when_the_open_stretch_is_too_wide(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "POP_SPAN_MAX", 1)
-    leases = await opened(world)
-    one = queue(world, leases)
-    take(one, [0])
-    assert not leases.store(one)
-    take(one, [1])
-    assert leases.store(one)
-    too_wide: list[QueueLeases] = []
-    leases.on_too_wide = too_wide.append
-    leases.store_all([one])
-    assert too_wide == [one]
-    one.done(0)
-    assert not leases.store(one) and world.broker.offsets("g", "orders") == {0: 1}
 
 
 @on_node()
@@ -244,30 +264,24 @@ async def test_only_what_is_ahead_and_exists_is_done_ahead(world: World) -> None
 
 
 @on_node()
-async def test_a_crash_is_told_what_is_done_of_live_windows_that_scheduled_messages_speak_of(
+async def test_queues_whose_offset_was_changed_elsewhere_are_forgotten_and_the_others_stay(
     world: World,
 ) -> None:
     leases = await opened(world)
-    for group in ("promised", "popped", "moved"):
-        one = queue(world, leases, group)
-        one.in_log = group != "popped"
+    queues = {group: queue(world, leases, group) for group in ("popped", "moved")}
+    for one in queues.values():
         take(one, [0, 1, 2])
-        one.done(1)
+        one.saved_parts = {0}
     await world.broker.commit_offsets("moved", "orders", {0: 2})
-    assert leases.ahead() == {"promised": {"orders": {0: [(1, 2)]}}}
-    live = {w.group for w in leases.all() if leases.is_live(w)}
-    assert live == {"promised", "popped"}
-
-
-@on_node()
-async def test_positions_that_were_done_before_a_crash_move_the_group_on(world: World) -> None:
-    leases = await opened(world, 5)
-    topic = world.broker.tables.topics.get("orders")
-    queue(world, leases)
-    leases.skip_done("g", topic, 0, [0, 1, 3, 99])
-    one = queue(world, leases)
-    assert world.broker.offsets("g", "orders") == {0: 2}
-    assert (one.next_offset, one.acked_ahead) == (2, {3}), "and what is not there is nobody's"
+    assert [leases.is_live(one) for one in queues.values()] == [True, False]
+    for group in queues:
+        leases.forget_moved(group, "orders")
+    assert leases.all() == [queues["popped"]] and leases.count.rows == 3
+    assert queues["moved"] not in leases.count.changed
+    assert leases.orphaned_parts == {("moved", "orders", 0): {0}}, "its row must be deleted"
+    again = queue(world, leases, "moved")
+    assert not leases.orphaned_parts, "or written anew"
+    assert (again.next_offset, again.saved_parts, again.changed_parts) == (2, {0}, {0})
 
 
 @on_node()

@@ -151,10 +151,20 @@ async def test_after_its_last_try_a_message_is_a_dead_letter(world: World) -> No
 
 
 @on_node()
-async def test_a_longer_lease_has_a_new_receipt(world: World) -> None:
+async def test_a_longer_lease_has_the_same_receipt(world: World) -> None:
+    await send(world, [b"a"])
+    (receipt,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
+    assert await engine(world).change_invisible_time(receipt, 3 * MINUTE_MS) == receipt
+    await pass_time(world, 2 * MINUTE_MS)
+    assert not (await pop(world)).rows.num_rows
+    assert engine(world).acknowledge_now([receipt]) == [True]
+
+
+@on_node()
+async def test_a_longer_lease_has_a_new_receipt_where_the_protocol_wants_one(world: World) -> None:
     await send(world, [b"a"])
     (old,) = (await pop(world, invisible_ms=MINUTE_MS)).receipts
-    new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS)
+    new = await engine(world).change_invisible_time(old, 3 * MINUTE_MS, is_renamed=True)
     assert new is not None and new != old
     assert engine(world).acknowledge_now([old]) == [False]
     assert await engine(world).change_invisible_time(old, 1) is None

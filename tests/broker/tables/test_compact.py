@@ -98,18 +98,36 @@ def test_files_are_a_bucket_each_and_none_for_no_rows() -> None:
 
 
 @on_node(compact_rows=10)
-async def test_receipts_that_were_acknowledged_are_not_moved_and_not_looked_at_again(world: World) -> None:
+async def test_redeliveries_that_were_cancelled_are_not_moved_and_not_looked_at_again(world: World) -> None:
     await world.send("a", [HOUR_MS] * 8)
-    await world.send("now", [None] * 12)
-    verbs = world.broker.consuming
-    received = await verbs.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS, counts_times=True), 0)
-    assert await verbs.acknowledge(received.receipts) == [True] * 12
+    keys = await world.send("now", [None] * 12)
+
+    async def give_back_and_cancel(group: str) -> None:
+        received = await world.broker.consuming.receive(ReceiveRequest(group, "now"), 0)
+        for receipt in received.receipts:
+            assert await world.broker.consuming.nack(receipt, HOUR_MS)
+        verdicts = await world.broker.cancel(ids=keys, topic=f"%RETRY%{group}_now")
+        assert [one.verdict for one in verdicts] == ["cancelled"] * 12
+
+    await give_back_and_cancel("g")
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["schedule"]["table_rows"] == 8
     assert world.broker.mover.tail_count.rows == 0
     watermark = world.broker.status()["watermark"]
-    received = await verbs.receive(ReceiveRequest("h", "now", invisible_ms=HOUR_MS, counts_times=True), 0)
-    await verbs.acknowledge(received.receipts)
+    await give_back_and_cancel("h")
     await world.node.maintenance.compact_if_worth()  # type: ignore[union-attr]
     assert world.broker.status()["watermark"] > watermark, "nothing was left to move, and that is known"
     assert world.broker.mover.tail_count.rows == 0
+
+
+@on_node(compact_rows=10)
+async def test_leases_and_acknowledgements_add_nothing_to_move(world: World) -> None:
+    await world.send("now", [None] * 12)
+    consuming = world.broker.consuming
+    received = await consuming.receive(ReceiveRequest("g", "now", invisible_ms=HOUR_MS), 0)
+    assert len(received.receipts) == 12
+    await consuming.saver.saved()
+    assert (world.broker.mover.tail_count.rows, world.broker.pending_messages) == (0, 0)
+    assert await consuming.acknowledge(received.receipts) == [True] * 12
+    await consuming.saver.saved()
+    assert (world.broker.mover.tail_count.rows, world.broker.pending_messages) == (0, 0)

@@ -14,9 +14,9 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.core.transport import Response
 from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance
 from tests.bounds import BOUND_S
+from tests.edges.http.openapi import OPERATIONS
 
 from timeball.edges.http.answers_codec import EVENTS
-from timeball.edges.http.openapi import OPERATIONS
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
 LABELS = [f"{each.method.upper()} {each.path}" for each in OPERATIONS]

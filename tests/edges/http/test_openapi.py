@@ -7,9 +7,21 @@ import re
 
 import msgspec
 from tests.edges.http.client import Client
+from tests.edges.http.openapi import FILE, OPERATIONS, encoded
+from tests.edges.http.openapi import document as made
 
-from timeball.edges.http.openapi import OPERATIONS
-from timeball.edges.http.openapi import document as made
+from timeball.edges.http.edge import QUERY_PARAMETERS
+
+
+def test_the_file_is_the_document_of_the_structs() -> None:
+    assert FILE.read_bytes() == encoded(), "run `make openapi`"
+
+
+def test_the_server_knows_the_query_parameters_of_each_operation() -> None:
+    expected: dict[str, dict[str, tuple[str, ...]]] = {}
+    for item in OPERATIONS:
+        expected.setdefault(item.path, {})[item.method.upper()] = tuple(name for name, *_ in item.query)
+    assert expected == QUERY_PARAMETERS
 
 
 def test_each_reference_has_a_target(client: Client) -> None:

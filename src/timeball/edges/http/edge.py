@@ -20,6 +20,7 @@ from functools import partial
 from importlib.resources import files
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -36,7 +37,6 @@ from timeball.edges.http.handlers.operators import (
 )
 from timeball.edges.http.handlers.receives import Events, Receives
 from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
-from timeball.edges.http.openapi import document, query_parameters
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import (
     EXCHANGE,
@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 
 # ---- the server ----------------------------------------------------------------------------------------------
 
+# The OpenAPI document: a file of the package, which `make openapi` writes.
+OPENAPI = files("timeball.edges.http").joinpath("openapi.json").read_bytes()
 IDLE_S = 75  # the longest pause between two requests of a connection
 STOP_S = 1  # for requests under way at a stop; longer polls end without an answer
 
@@ -103,6 +105,20 @@ class _Server(uvicorn.Server):
         yield
 
 
+def query_parameters(document: bytes) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Read the names of the query parameters from the OpenAPI document, by path and method."""
+    return {
+        path: {
+            method.upper(): tuple(each["name"] for each in operation["parameters"] if each["in"] == "query")
+            for method, operation in methods.items()
+        }
+        for path, methods in msgspec.json.decode(document)["paths"].items()
+    }
+
+
+QUERY_PARAMETERS = query_parameters(OPENAPI)
+
+
 class HttpEdge:
     """Builds the table of paths, and starts and stops the server. Belongs to the broker's event loop."""
 
@@ -119,7 +135,6 @@ class HttpEdge:
             cluster_hosts=metrics.replica.hosts if metrics.replica is not None else tuple,
         )
         self._collect_routes = partial(collect_routes, broker, metrics, status)
-        self._document: dict[str, Any] | None = None  # built at the first request for it
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -192,13 +207,11 @@ class HttpEdge:
         """Build the endpoint of one path, with the handlers of its methods."""
         return Endpoint(
             methods, self._security, self._pages, self._clock.wall_ms, self.limits, is_open=is_open,
-            former_methods=former_methods or {}, parameters=query_parameters(path),
+            former_methods=former_methods or {}, parameters=QUERY_PARAMETERS.get(path.replace(":path}", "}"), {}),
         )  # fmt: skip
 
     async def _openapi(self, call: Call) -> Answer:
-        if self._document is None:
-            self._document = document()
-        return Answer(200, self._document)
+        return Answer(200, OPENAPI)
 
 
 # ---- one connection ------------------------------------------------------------------------------------------

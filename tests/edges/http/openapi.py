@@ -1,7 +1,12 @@
-"""Builds the OpenAPI document: each path with its parameters, bodies and answers, from the structs of the codecs."""
+"""Builds the OpenAPI document: each path with its parameters, bodies and answers, from the structs of the codecs.
+
+The server serves the document as a file of the package. `make openapi` writes this file, and test_openapi.py compares
+it.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -11,6 +16,8 @@ from timeball.broker.revoking import group_questions
 from timeball.edges.http import answers_codec, codec, send_codec, subscription_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.model.answers import GroupState
+
+FILE = Path(__file__).parents[3] / "src/timeball/edges/http/openapi.json"
 
 _SCHEMA_REF = "#/components/schemas/{name}"
 _GROUP_PARAMETER = ("group", "The consumer group.", True)
@@ -291,16 +298,6 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def query_parameters(path: str) -> dict[str, tuple[str, ...]]:
-    """List the names of the query parameters of a path, by method. Empty for an undocumented path."""
-    path = path.replace(":path}", "}")  # the router's notation for an id that may contain slashes
-    return {
-        operation.method.upper(): tuple(name for name, *_ in operation.query)
-        for operation in OPERATIONS
-        if operation.path == path
-    }
-
-
 def document() -> dict[str, Any]:
     """Build the document as OpenAPI 3.1."""
     types = [type_ for operation in OPERATIONS for type_ in operation.request + operation.answer]
@@ -401,3 +398,12 @@ def _any_of(types: tuple[Any, ...], schemas: dict[str, Any]) -> dict[str, Any]:
     """Build the schema of a value of one of these types."""
     alternatives = [schemas[str(type_)] for type_ in types]
     return {"anyOf": alternatives} if len(alternatives) > 1 else alternatives[0] if alternatives else {}
+
+
+def encoded() -> bytes:
+    """Encode the document as in the file: indented, so that a change of it can be read."""
+    return msgspec.json.format(msgspec.json.encode(document()), indent=1) + b"\n"
+
+
+if __name__ == "__main__":
+    FILE.write_bytes(encoded())
