@@ -148,8 +148,14 @@ def codec_modules() -> list[Extension]:
             py_limited_api=True,
             optional=True,
         )
-        for path in sorted(SOURCES.rglob("*.pyx"))
+        for path in compiled_sources()
     ]
+
+
+def compiled_sources() -> list[Path]:
+    """Return the sources of the modules: each .pyx, and each .py that has a .pxd with types for the compiler."""
+    typed = (path.with_suffix(".py") for path in SOURCES.rglob("*.pxd"))
+    return sorted([*SOURCES.rglob("*.pyx"), *(path for path in typed if path.exists())])
 
 
 def compiles(source: str) -> bool:

@@ -46,7 +46,7 @@ def refused(data: Path, text: str, **settings: int) -> None:
 
 
 # Libraries of what clients need; a start releases what is due before it imports them.
-LATE = {"deltalake", "google.protobuf", "jh2", "lark", "prometheus_client", "starlette", "uvicorn"}
+LATE = {"deltalake", "google.protobuf", "lark", "prometheus_client", "starlette", "uvicorn"}
 
 
 def imported(module: str) -> set[str]:

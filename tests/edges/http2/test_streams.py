@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from tests.edges.http2.raw_client import fields
 
 from timeball.edges.http2 import frames
-from timeball.edges.http2.connection import Connection, Headers
+from timeball.edges.http2.connection import Connection
 from timeball.edges.http2.frames import RESPONSE, TRAILERS_OK, frame
+from timeball.edges.http2.hpack_decoder import Headers
 from timeball.edges.http2.streams import OUT_BYTES_MAX, Flushes, Stream, Streams
 
 SIZES = st.integers(0, 70_000) | st.sampled_from([0, 1, 16_383, 16_384, 16_385, 65_535, 300_000])

@@ -26,9 +26,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
-
-from jh2.connection import Decoder, HPACKError, OversizedHeaderListError
+from typing import cast
 
 from timeball.edges.http2.frames import (
     ACK,
@@ -71,63 +69,12 @@ from timeball.edges.http2.frames import (
     strip_padding,
     window_update,
 )
+from timeball.edges.http2.hpack_decoder import Headers, HpackDecoder
 from timeball.edges.http2.streams import WINDOW_BYTES, Flushes, Stream, Streams
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS
 from timeball.edges.shared.shared_limits import exceeds_share
 
 logger = logging.getLogger(__name__)
-
-# ---- the header blocks of requests ---------------------------------------------------------------------------
-# If the build had a compiler, hpack_decoder.pyx decodes them in C. Otherwise jh2 does. jh2's decoder is the reference.
-# It returns a list of all header fields. Timeball needs only the first value of each name and the total size of the
-# fields. To get these from the list takes as much time as the decoding. The decoder in C returns them directly.
-
-try:
-    from timeball.edges.http2.hpack_decoder import HpackDecoder  # type: ignore[import-not-found]
-except ImportError:  # The build had no compiler.
-    HpackDecoder = None
-
-FIELD_BYTES = 32  # HTTP/2 adds so many to the name and value of each header, when it counts a header list
-
-Headers = dict[str, str]  # the first value of each name
-Fields = list[tuple[str, ...]]  # a name, a value, and perhaps whether it is secret
-
-
-class HeaderDecoder(Protocol):
-    """Decodes the header blocks of one connection, in order, because a block may refer to fields of earlier ones."""
-
-    def decode(self, data: bytes, /) -> tuple[Headers, int]:
-        """Return the first value of each name, and the size of all fields in bytes. Raises BrokenRule."""
-
-
-class Jh2Decoder:
-    """The HeaderDecoder of jh2. For a block that decodes to more than `list_bytes_max`, `decode` raises BrokenRule."""
-
-    def __init__(self, list_bytes_max: int) -> None:
-        self._decoder = Decoder(list_bytes_max)
-
-    def decode(self, data: bytes) -> tuple[Headers, int]:
-        """Decode one block. See HeaderDecoder."""
-        try:
-            fields: Fields = self._decoder.decode(data, False)
-        except OversizedHeaderListError as error:
-            raise BrokenRule(Fault.ENHANCE_YOUR_CALM, "headers decompress to too many bytes") from error
-        except (HPACKError, UnicodeDecodeError) as error:
-            raise BrokenRule(Fault.COMPRESSION_ERROR, f"no header block: {error}") from error
-        except BaseException as error:
-            # At a block that ends within a field, jh2 panics in Rust. The panic is no Exception, and its class cannot
-            # be imported.
-            if type(error).__name__ != "PanicException":
-                raise
-            raise BrokenRule(Fault.COMPRESSION_ERROR, "a header block that ends within a field") from error
-        texts = "".join([field[0] + field[1] for field in fields]).encode()
-        size_bytes = len(texts) + FIELD_BYTES * len(fields)
-        return {field[0]: field[1] for field in reversed(fields)}, size_bytes
-
-
-# The class of the decoder. Its argument is `list_bytes_max`.
-new_decoder: Callable[[int], HeaderDecoder] = Jh2Decoder if HpackDecoder is None else HpackDecoder
-
 
 # ---- the connection ------------------------------------------------------------------------------------------
 
@@ -208,7 +155,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self._begin, self._connections, self._loop, self._bounds = begin, connections, loop, bounds
         self._transport: asyncio.Transport | None = None
-        self._decoder = new_decoder(UNPACKED_BYTES_MAX)
+        self._decoder = HpackDecoder(UNPACKED_BYTES_MAX)
         self._reader = FrameReader(bounds.frame_bytes_max)
         # An incomplete header block: its stream, the flags of its HEADERS frame, and the bytes that have arrived.
         self._open_block: tuple[int, int, bytearray] | None = None

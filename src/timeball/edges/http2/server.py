@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection, Headers
+from timeball.edges.http2.connection import HEADERS_BYTES_MAX, Bounds, Connection
 from timeball.edges.http2.exchange import Call, Exchange, Method, Room
 from timeball.edges.http2.frames import (
     END_HEADERS,
@@ -23,6 +23,7 @@ from timeball.edges.http2.frames import (
     literal,
     rst_stream,
 )
+from timeball.edges.http2.hpack_decoder import Headers
 from timeball.edges.http2.streams import Flushes, Stream, Streams
 from timeball.edges.shared import first_byte
 from timeball.edges.shared.first_byte import Listening, PlainFrom
