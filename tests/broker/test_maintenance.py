@@ -96,7 +96,7 @@ async def test_a_stop_saves_offsets_and_a_checkpoint(world: World) -> None:
     await world.consume()
     await world.stop()
     saved = checkpoint.load(world.files)
-    assert saved is not None and saved.facts.seq == 6
+    assert saved is not None and saved.facts.seq == 5
     left = await left_after_a_cut(world)
     assert left.broker.offsets(GROUP, "a")[0] == 1
     await left.stop()
@@ -112,7 +112,7 @@ async def test_a_stop_succeeds_with_a_full_disk(world: World) -> None:
     await world.stop()
     world.files.heal()
     await world.start()
-    assert world.broker.offsets(GROUP, "a").get(0, 0) == 0, "from what was saved before"
+    assert world.broker.offsets(GROUP, "a")[0] == 1, "state goes into the segment at hand"
 
 
 @on_node()

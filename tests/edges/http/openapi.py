@@ -161,6 +161,18 @@ OPERATIONS = (
         ), (), (codec.LeasedMany,),
     ),
     Operation(
+        "post", "/v1/topics/{topic}/stream", "stream",
+        "Receive messages as they become visible: a line of JSON for each, and empty lines while there is none.",
+        (
+            _GROUP_PARAMETER,
+            ("credit", "The largest number of messages in flight, 1 to 10000; default 256.", False),
+            ("lease", "The duration of the leases, 1s to 12h; default 60s.", False),
+            ("start", "Where a new group begins: earliest (the default), latest, or a time.", False),
+            ("tag", "Only messages with one of these tags, as in red || blue. The group skips the others.", False),
+            ("sql", "Only messages whose properties fulfil this SQL condition; instead of tag.", False),
+        ), (), (codec.Leased,), media_type=NDJSON,
+    ),
+    Operation(
         "get", "/v1/topics/{topic}/events", "events", "A live tail of visible messages, as server-sent events.",
         (("tag", "Only messages with one of these tags, as in red || blue.", False),),
         media_type=answers_codec.EVENTS,

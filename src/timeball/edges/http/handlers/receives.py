@@ -24,7 +24,7 @@ from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
-from timeball.edges.http.codec import Answer, Answered, AnsweredMany, encode
+from timeball.edges.http.codec import NDJSON, Answer, Answered, AnsweredMany, encode
 from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import limits
@@ -38,7 +38,6 @@ from timeball.model.time_parsing import delay_ms
 DEFAULT_LEASE_MS = 60_000
 STREAM_ROWS = 256  # of one chunk
 KEEP_ALIVE_S = 15.0
-NDJSON = "application/x-ndjson"
 _TOPIC_PATH = "/v1/topics/{topic}"
 FORMER_METHODS = {
     f"{_TOPIC_PATH}/messages": {
