@@ -54,7 +54,9 @@ class Machine:
 def environment() -> dict[str, str]:
     """Return an environment in which `timeball` is this one."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("TIMEBALL_")}
-    return {**kept, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # The page shows the first epoch. A machine too busy to renew a lease of a second has others by then.
+    lease = {"TIMEBALL_LEASE_TTL_MS": "10s"}
+    return {**kept, **lease, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
 @contextmanager
