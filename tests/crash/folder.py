@@ -114,9 +114,10 @@ async def _live(world: World) -> tuple[dict[str, list[str]], list[int]]:
     await world.send_levels("b", [4, 10])
     await world.send("a", [None] * 4)
     await broker.consuming.receive(ReceiveRequest(POPS, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0)
-    await broker.consuming.receive(
-        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS, counts_times=True), 0
+    received = await broker.consuming.receive(
+        ReceiveRequest(RECEIVES, "a", rows=2, invisible_ms=10 * MINUTE_MS), 0
     )
+    assert await broker.consuming.nack(received.receipts[0], 10 * MINUTE_MS, "not yet")
     assert (broker.log.reader.first_seq > 1) == (world.settings.retention_ms == 1)
     await world.stop()
     keys = {"cancel": [far[3], table[1], tail[1]], "move": [far[4], table[2], tail[2]], "held": held[1:3]}
@@ -197,6 +198,7 @@ def known(world: World) -> Look:
         "modes": world.broker.tables.request_modes.get("a", POPS),
         "secret": world.broker.tables.receipt_secret.get() if world.broker.tables.receipt_secret.is_made else None,
         "held": [held(queue, broker.clock) for queue in broker.consuming.leases.all() if not queue.idle],
+        "redeliveries": broker.redeliveries.counts(),
         "campaigns": [broker.campaigns(each.campaign)[0] for each in broker.campaigns()],
         "halves": sorted(broker.transactions.open()),
         "ledger": (epochs, world.broker.attach_state.reserved, world.broker.attach_state.attach_seq),

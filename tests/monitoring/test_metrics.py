@@ -83,7 +83,9 @@ async def test_what_consumers_have_in_flight(world: World) -> None:
     await consuming.nack(received.receipts[1], 5_000)
     found, retries = await samples(world), ("timeball_group_retry_messages", "g", "orders")
     assert (found[in_flight, "g", "orders"], found[retries]) == (1, 1)
-    assert found["timeball_waiting_messages",] == 0, "a redelivery is no message that a producer has scheduled"
+    assert found["timeball_waiting_messages",] == 0, (
+        "a redelivery is no message that a producer has scheduled"
+    )
     assert found["timeball_schedule_rows", "tail"] + found["timeball_schedule_rows", "near"] == 1
     await world.advance(5_000)
     await consuming.receive(ReceiveRequest("g", "orders"), 1_000)

@@ -336,8 +336,8 @@ class Maintenance:
                 or (is_interval_over and rows >= self._settings.compact_early_rows)
             )
         ):
-            # Move the watermark even if all messages of the tail are settled (released or cancelled), as those of
-            # leases almost always are. Otherwise each call would read these rows again.
+            # Move the watermark even if all messages of the tail are settled (released or cancelled). Otherwise each
+            # call would read these rows again.
             await self._broker.mover.compact(even_without_rows=True)
             self._compacted_ms = now_ms
         await self._broker.mover.rewrite()

@@ -87,8 +87,6 @@ POP_ROWS_MAX = 1_024
 POP_BYTES_MAX = 8 * 1024 * 1024  # per answer; RocketMQ's clients close the connection at 16 MiB
 POP_HELD_PER_QUEUE_MAX = 10_000  # leased in memory by one group (RocketMQ's popInflightMessageThreshold)
 POP_HELD_MAX = 500_000  # leased in memory by all groups; some 300 bytes each
-# Offsets between a group's stored offset and its newest lease. After a crash they are delivered again.
-POP_SPAN_MAX = 100_000
 CREDIT_ROWS_MAX = 10_000  # messages that a streaming consumer may hold
 POP_WINDOWS_MAX = 100_000  # (queue, group) pairs whose leases are managed at the same time
 PUSH_SUBSCRIPTIONS_MAX = 1_000  # each has a task and a connection pool

@@ -11,8 +11,8 @@ META rows are state of the broker: a key (`unique_key`) and a value (`body`). An
 under `secret/` and the snapshot must not leave the broker, so code that hands out rows first applies `without_secrets`.
 
 A SCHEDULED row accepts a message for later. It is a message with a due time, a half message of a transaction, or a
-delivered message that returns to its group when its lease ends (broker/consuming/). All three are called *scheduled
-messages* here. A scheduled message is *settled* when it is durably released or cancelled.
+message that a consumer gave back with a delay (broker/consuming/). All three are called *scheduled messages* here. A
+scheduled message is *settled* when it is durably released or cancelled.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ LOG_SCHEMA = pa.schema(
         ("reconsume_times", pa.int32()),
         # Null for an ordinary message, a half message, and the rows that end a half message.
         ("due_ms", pa.int64()),
-        # RELEASE, CANCEL, MOVED: when the scheduled message was appended (null: the scheduled message is a lease
-        # receipt). SCHEDULED: the time from which the delay counts.
+        # RELEASE, CANCEL, MOVED: when the scheduled message was appended (null: it was given back by a consumer).
+        # SCHEDULED: the time from which the delay counts.
         ("accepted_ms", pa.int64()),
         # RELEASE, CANCEL, MOVED: the number of the scheduled message. SCHEDULED: the delivered row that it returns to a
         # consumer, if that is its purpose (broker/consuming/).

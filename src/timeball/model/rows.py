@@ -43,7 +43,7 @@ def cancel_row(
     properties: str | None = None,
     accepted_ms: int | None = None,
 ) -> LogRow:
-    """Build the CANCEL row of a scheduled message or of a lease.
+    """Build the CANCEL row of a scheduled message.
 
     `source_seq` is its own row. `due_seq` is the row that had set its due time: the same one if it was never moved.
     """

@@ -229,7 +229,7 @@ class ChangeInvisibleTime(Request, frozen=True):
     """change_invisible_time: end leases `invisible_ms` from now, or (null) after the delay of the retry policy.
 
     The receipts stay valid. If `counts` is false, the lease does not count as an attempt. `nack`: this is a negative
-    acknowledgement, for `reason`.
+    acknowledgement, for `reason`. It ends the leases, except in order.
     """
 
     group: Group

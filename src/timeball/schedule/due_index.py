@@ -7,7 +7,7 @@ A look-up of pairs searches by sequence number first and then compares the due t
 a few messages at a time, with due times anywhere in the next minutes, and a search through all pairs in that span would
 take 1 ms each. The pairs sorted by number take 16 more bytes a pair, but only in runs that a look-up has searched.
 
-Pairs that arrive one by one, such as leases and their ends, are first stored as Python values. As a column, one pair
+Pairs that arrive one by one are first stored as Python values. As a column, one pair
 would cost as much as a thousand, on arrival and in every look-up. When there are many, they become a run.
 """
 

@@ -1,4 +1,4 @@
-"""Durations: scheduled messages with a relative due time (leases, retries, delays). They follow elapsed time.
+"""Durations: scheduled messages with a relative due time (retries, delays). They follow elapsed time.
 
 When a message is accepted, its duration is converted once to a due time on the scheduler's clock. If that clock is set
 afterwards, the due time in the log no longer matches the elapsed time and must be *shifted* by the step.

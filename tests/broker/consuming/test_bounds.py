@@ -56,7 +56,7 @@ async def test_a_longer_lease_in_a_crowded_queue_becomes_a_scheduled_message(
     monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
     await send_in_order(world)
     receipts = (await pop(world)).receipts
-    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS)
+    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS, is_renamed=True)
     assert world.broker.redeliveries.counts() == {(GROUP, TOPIC): 1}
     assert stored(world)[0] == 1
     assert engine(world).acknowledge_now(receipts[:1]) == [False], "its position is done"
@@ -66,3 +66,16 @@ async def test_a_longer_lease_in_a_crowded_queue_becomes_a_scheduled_message(
     await world.advance(5 * MINUTE_MS)
     again = await pop(world)
     assert bodies(again) == [b"0"] and column(again.rows, "reconsume_times") == [1]
+
+
+@on_node()
+async def test_a_longer_lease_that_keeps_its_receipt_stays_a_lease_in_a_crowded_queue(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_HELD_PER_QUEUE_MAX", 4)
+    await send_in_order(world)
+    receipts = (await pop(world)).receipts
+    assert await engine(world).change_invisible_time(receipts[0], 10 * MINUTE_MS) == receipts[0]
+    await pass_time(world, 5 * MINUTE_MS)
+    assert world.broker.redeliveries.waiting_rows == 0
+    assert engine(world).acknowledge_now(receipts[:1]) == [True]

@@ -1,10 +1,9 @@
-"""Receive: what is handed out is promised first, comes back when its time is over, and is in no hand twice."""
+"""Receive: what is handed out comes back when its time is over, and is in no hand twice."""
 
 from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from tests.broker.consuming.subscriber import (
@@ -18,6 +17,7 @@ from tests.broker.consuming.subscriber import (
     bodies,
     engine,
     in_queue,
+    pass_time,
     receive,
     send,
     try_at_most,
@@ -25,25 +25,38 @@ from tests.broker.consuming.subscriber import (
 from tests.broker.on_node import InTurn, column, on_node
 from tests.crash.world import World
 
+from timeball.broker.consuming import engine as consuming_engine
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.filters import compile_filter
 from timeball.model.errors import NotFound, OutOfRange, OverLimit
 from timeball.model.message import Kind
 
+MESSAGES = [Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.CANCEL, Kind.MOVED]
+
 
 @on_node()
-async def test_a_lease_is_a_scheduled_message_in_the_log(world: World) -> None:
+async def test_a_lease_is_in_memory_and_the_offset_stands_before_it(world: World) -> None:
     await send(world, [b"a", b"b"], tag=["x", None], keys=["k", None])
     received = await receive(world, invisible_ms=5_000)
     assert sorted(bodies(received)) == [b"a", b"b"] and attempts(received) == [1, 1]
-    seqs = [receipt.seq for receipt in received.receipts]
-    rows = world.broker.log.reader.read_rows(np.array(seqs)).to_pylist()
-    for row, given in zip(rows, received.rows.to_pylist(), strict=True):
-        assert (row["kind"], row["topic"], row["source_seq"]) == (Kind.SCHEDULED, AGAIN, given["seq"])
-        assert row["due_ms"] == world.clock.wall + 5_000 == received.receipts[0].due_ms
-        assert (row["body"], row["tag"], row["keys"]) == (given["body"], given["tag"], given["keys"])
-    assert world.broker.offsets(GROUP, TOPIC) == {0: 1, 1: 1}, "the positions are done"
-    assert world.broker.consuming.leases.count.rows == 0, "and nothing is in memory"
+    assert engine(world).leases.count.rows == 2
+    ends = {one.deadline_ms for queue in engine(world).leases.all() for one in queue.in_flight.values()}
+    assert ends == {world.broker.clock.elapsed_ms() + 5_000}
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 0, 1: 0}
+    await world.broker.log.writer.flushed()
+    reader = world.broker.log.reader
+    assert not list(reader.rows(received.rows.column("seq")[-1].as_py() + 1, reader.next_seq, MESSAGES))
+    assert await in_queue(world, AGAIN) == [] and world.broker.redeliveries.waiting_rows == 0
+
+
+@on_node(ack_save_ms=0)
+async def test_an_answer_may_wait_until_its_leases_are_durable(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    received = await receive(world)
+    log, rows = world.broker.log, world.broker.tables.leases.values
+    assert log.reader.next_seq == log.writer.next_seq and len(rows) == 2
+    await acknowledge(world, received)
+    assert log.reader.next_seq == log.writer.next_seq and not rows
 
 
 @on_node()
@@ -51,14 +64,14 @@ async def test_an_unacknowledged_message_is_redelivered_once_and_counted(world: 
     await send(world, [b"a", b"b"])
     received = await receive(world, 1)
     await acknowledge(world, await receive(world, 1))
-    await world.advance(MINUTE_MS - 1)
+    await pass_time(world, MINUTE_MS - 1)
     assert bodies(await receive(world)) == []
-    await world.advance(1)
+    await pass_time(world, 1)
     again = await receive(world)
     assert bodies(again) == bodies(received) and attempts(again) == [2]
     assert await acknowledge(world, received) == [False], "its time was over"
     assert await acknowledge(world, again) == [True]
-    await world.advance(2 * MINUTE_MS)
+    await pass_time(world, 2 * MINUTE_MS)
     assert bodies(await receive(world)) == []
 
 
@@ -69,7 +82,7 @@ async def test_after_the_last_attempt_a_message_is_a_dead_letter(world: World) -
     for attempt in (1, 2):
         received = await receive(world)
         assert attempts(received) == [attempt]
-        await world.advance(MINUTE_MS)
+        await pass_time(world, MINUTE_MS)
     assert bodies(await receive(world)) == [] and await in_queue(world, DEAD) == [b"a"]
     assert column(await world.broker.read_queue(DEAD, 0, 0, 9), "reconsume_times") == [2]
 
@@ -79,7 +92,7 @@ async def test_a_last_attempt_acknowledged_in_time_leaves_no_dead_letter(world: 
     try_at_most(world, 0)
     await send(world, [b"a"])
     assert await acknowledge(world, await receive(world)) == [True]
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert await in_queue(world, DEAD) == []
 
 
@@ -110,6 +123,7 @@ async def test_many_at_once_get_each_message_once(world: World) -> None:
     received = await asyncio.gather(*(receive(world, 7) for _ in range(12)))
     got = [body for one in received for body in bodies(one)]
     assert len(got) == len(set(got)) == 60
+    assert all(await engine(world).acknowledge([receipt for one in received for receipt in one.receipts]))
     assert world.broker.offsets(GROUP, TOPIC) == {0: 30, 1: 30}
 
 
@@ -118,50 +132,63 @@ async def test_a_filter_is_asked_once_and_not_of_what_comes_again(world: World) 
     await send(world, [b"a", b"b", b"c", b"d"], tag=["x", "y", "x", "y"])
     wanted = compile_filter("y")
     assert sorted(bodies(await receive(world, wanted=wanted))) == [b"b", b"d"]
-    assert world.broker.offsets(GROUP, TOPIC) == {0: 2, 1: 2}, "what nobody wants is done"
-    await world.advance(MINUTE_MS)
+    assert engine(world).leases.count.rows == 2, "what nobody wants is done"
+    await pass_time(world, MINUTE_MS)
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 2, 1: 2}
     assert sorted(bodies(await receive(world, wanted=compile_filter("z")))) == [b"b", b"d"]
 
 
+@on_node(InTurn, ack_save_ms=0)
+async def test_a_consumer_that_goes_away_at_any_turn_leaves_nothing_behind_and_loses_no_attempt(
+    world: World,
+) -> None:
+    """While its group begins, its rows are read, or its lease is written."""
+    turns, is_done = 0, False
+    while not is_done:
+        await send(world, [b"%d" % turns])
+        asking = asyncio.create_task(receive(world))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_done = asking.done()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert asking.cancelled() != is_done
+        if not is_done:
+            again = await receive(world)
+            assert bodies(again) == [b"%d" % turns] and attempts(again) == [1]
+            await acknowledge(world, again)
+        turns += 1
+    assert turns > 3, "or a receive took no turn"
+    assert await in_queue(world, AGAIN) == []
+
+
 @on_node()
-async def test_a_consumer_that_goes_away_before_the_rows_are_read_leaves_nothing_behind(world: World) -> None:
+async def test_when_the_rows_cannot_be_read_the_positions_come_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await send(world, [b"a"])
-    asking = asyncio.create_task(receive(world))
-    await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    await world.broker.log.writer.flushed()
-    reader = world.broker.log.reader
-    assert not list(reader.rows(1, reader.next_seq, [Kind.SCHEDULED]))
+
+    async def broken(*_: object, **__: object) -> None:
+        raise OSError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consuming_engine, "selected_rows", broken)
+        with pytest.raises(OSError, match="broken"):
+            await receive(world)
     again = await receive(world)
     assert bodies(again) == [b"a"] and attempts(again) == [1]
 
 
-@on_node(InTurn)
-async def test_a_consumer_that_goes_away_while_its_scheduled_message_is_written_loses_no_attempt(
-    world: World,
-) -> None:
-    await send(world, [b"a"])
-    asking = asyncio.create_task(receive(world))
-    while not world.broker.consuming._log_leases._under_way:
-        await asyncio.sleep(0)
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    assert asking.cancelled()
-    again = await receive(world, wait_ms=30_000)
-    assert bodies(again) == [b"a"] and attempts(again) == [1]
-    assert await in_queue(world, AGAIN) == [b"a"]
-
-
 @on_node()
-async def test_when_nothing_can_be_written_the_positions_come_back(world: World) -> None:
-    await send(world, [b"a"])
+async def test_while_the_disk_is_full_messages_are_handed_out_and_acknowledged(world: World) -> None:
+    """A lease needs no room before it is answered."""
+    await send(world, [b"a", b"b"])
+    await acknowledge(world, await receive(world, 1))
     writer = world.broker.log.writer
     writer.next_segment.disk_full_error = OverLimit("full")
-    with pytest.raises(OverLimit, match="full"):
-        await receive(world)
+    received = await receive(world)
+    assert await acknowledge(world, received) == [True]
     writer.next_segment.disk_full_error = None
-    assert bodies(await receive(world)) == [b"a"]
 
 
 @on_node()
@@ -208,14 +235,14 @@ async def test_in_order_the_verbs_are_the_same(world: World) -> None:
 
 
 @on_node()
-async def test_a_message_too_many_groups_want_is_each_ones_own(world: World) -> None:
+async def test_a_message_that_two_groups_want_is_each_ones_own(world: World) -> None:
     await send(world, [b"a"])
     mine = await receive(world)
     theirs = await engine(world).receive(
         ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, counts_times=True), 0
     )
     assert await acknowledge(world, mine) == [True]
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert bodies(await receive(world)) == []
     again = await engine(world).receive(
         ReceiveRequest("other", TOPIC, invisible_ms=MINUTE_MS, counts_times=True), 0
@@ -228,7 +255,7 @@ async def test_a_producer_who_takes_its_message_back_does_not_take_it_from_a_con
     await send(world, [b"now"], unique_key=["u1"], keys=["k"])
     later = pa.array([1_000], pa.int64())
     await send(world, [b"later"], unique_key=["u2"], keys=["k"], delay_ms=later)
-    await world.advance(1_000)
+    await pass_time(world, 1_000)
     received = await receive(world)
     assert len(received.receipts) == 2
     verdicts = await world.broker.cancel(ids=["u1", "u2"])
@@ -246,5 +273,10 @@ async def test_who_names_the_retry_topic_finds_what_waits_for_it(world: World) -
     await send(world, [b"a"], unique_key=["u1"])
     received = await receive(world)
     verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
+    assert [verdict.verdict for verdict in verdicts] == ["not_found"], "a lease waits for nothing"
+    assert await engine(world).nack(received.receipts[0], MINUTE_MS) is not None
+    verdicts = await world.broker.cancel(ids=["u1"], topic=AGAIN)
     assert [verdict.verdict for verdict in verdicts] == ["cancelled"]
-    assert await acknowledge(world, received) == [False]
+    assert world.broker.redeliveries.waiting_rows == 0
+    await pass_time(world, MINUTE_MS)
+    assert bodies(await receive(world)) == []

@@ -1,8 +1,7 @@
-"""How far a group is with a message, from its first delivery to its end, wherever its leases are kept."""
+"""How far a group is with a message, from its first delivery to its end."""
 
 from __future__ import annotations
 
-import pytest
 from tests.broker.consuming.subscriber import (
     DEAD,
     GROUP,
@@ -10,6 +9,7 @@ from tests.broker.consuming.subscriber import (
     acknowledge,
     engine,
     in_queue,
+    pass_time,
     receive,
     send,
     try_at_most,
@@ -29,12 +29,11 @@ async def place(world: World, message_id: str = ID) -> GroupPlace | None:
     return next(iter(found.groups), None)
 
 
-@pytest.mark.parametrize("in_log", [True, False])
 @on_node()
-async def test_the_state_follows_delivery_and_acknowledgement(world: World, in_log: bool) -> None:
+async def test_the_state_follows_delivery_and_acknowledgement(world: World) -> None:
     await send(world, [b"a"], unique_key=[ID])
     assert await place(world) is None, "no group yet"
-    received = await receive(world, in_log=in_log)
+    received = await receive(world)
     until_ms = world.clock.wall + MINUTE_MS
     assert await place(world) == GroupPlace(GROUP, "leased", 1, until_ms)
     await world.restart()
@@ -42,9 +41,10 @@ async def test_the_state_follows_delivery_and_acknowledgement(world: World, in_l
     await engine(world).nack(received.receipts[0], 2 * MINUTE_MS, "no")
     until_ms = world.clock.wall + 2 * MINUTE_MS
     assert await place(world) == GroupPlace(GROUP, "waiting", 1, until_ms)
-    await world.advance(2 * MINUTE_MS)
-    engine(world).wake()
-    again = await receive(world, in_log=in_log, wait_ms=1_000)
+    await world.restart()
+    assert await place(world) == GroupPlace(GROUP, "waiting", 1, until_ms)
+    await pass_time(world, 2 * MINUTE_MS)
+    again = await receive(world)
     told = await place(world)
     assert told is not None
     assert (told.state, told.attempts) == ("leased", 2)
@@ -61,7 +61,7 @@ async def test_a_lease_that_ends_unanswered_and_one_that_is_longer(world: World)
     (receipt,) = received.receipts
     await engine(world).change_invisible_time(receipt, 3 * MINUTE_MS)
     assert await place(world) == GroupPlace(GROUP, "leased", 1, world.clock.wall + 3 * MINUTE_MS)
-    await world.advance(3 * MINUTE_MS)
+    await pass_time(world, 3 * MINUTE_MS)
     assert await place(world) == GroupPlace(GROUP, "waiting", 1)
 
 
@@ -74,9 +74,9 @@ async def test_a_dead_letter_has_the_state_dead(world: World) -> None:
     await engine(world).dead_letter(given_up, "no such order")
     assert await place(world) == GroupPlace(GROUP, "dead", 1)
     await engine(world).nack(other, MINUTE_MS)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     await receive(world)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert len(await in_queue(world, DEAD)) == 2
     assert await place(world, "id-2") == GroupPlace(GROUP, "dead", 2)
 

@@ -14,6 +14,7 @@ from tests.broker.on_node import batch, column, on_node
 from tests.crash.world import World
 from tests.log.test_recovery import flip
 
+from timeball.broker.consuming import retry
 from timeball.broker.consuming.engine import Consuming
 from timeball.broker.consuming.redelivery import SWEEP_ENTRIES_MIN, Deadlines
 from timeball.broker.consuming.requests import Received, ReceiveRequest
@@ -92,7 +93,10 @@ async def test_many_expired_leases_are_written_in_chunks(
 async def test_an_acknowledgement_during_redelivery_is_not_valid(world: World) -> None:
     (receipt,) = (await popped(world)).receipts
     giving_up = asyncio.create_task(engine(world).dead_letter(receipt))
-    await asyncio.sleep(0)
+    lease = engine(world).leases.all()[0].in_flight[0]
+    while not lease.is_void:  # its batch begins at the end of a turn
+        await asyncio.sleep(0)
+    assert not giving_up.done()
     assert engine(world).acknowledge_now([receipt]) == [False]
     assert await engine(world).change_invisible_time(receipt, 1) is None
     assert await giving_up
@@ -189,6 +193,25 @@ async def test_every_attempt_is_counted_however_long_the_names_are(
     assert (await engine(world).receive(ReceiveRequest(group, topic), 0)).rows.num_rows == 0
     dead = await world.broker.read_queue(f"%DLQ%{group}", 0, 0, 9)
     assert column(dead, "reconsume_times") == [3]
+
+
+@pytest.mark.parametrize("times_max", [2, 0])
+@on_node()
+async def test_each_message_is_judged_by_its_own_attempts(world: World, times_max: int) -> None:
+    world.broker.tables.groups.update(SubscriptionGroup("g", retry_max_times=times_max))
+    tried = [2, 0, 1, 99, retry.INT_MAX]
+    await popped(world, 5, unique_key=[str(n) for n in range(5)], reconsume_times=pa.array(tried, pa.int32()))
+    world.clock.advance(MINUTE_MS)
+    engine(world).wake()
+    await world.until(lambda: engine(world).leases.count.rows == 0, "all are back")
+    dead = await world.broker.read_queue("%DLQ%g", 0, 0, 9)
+    counted = {str(n): min(times + 1, retry.INT_MAX) for n, times in enumerate(tried)}
+    expected = {key: times for key, times in counted.items() if times > times_max}
+    assert dict(zip(column(dead, "unique_key"), column(dead, "reconsume_times"), strict=True)) == expected
+    if expected != counted:
+        back = await retries(world)
+        found = dict(zip(column(back, "unique_key"), column(back, "reconsume_times"), strict=True))
+        assert found == {key: times for key, times in counted.items() if key not in expected}
 
 
 def test_the_earliest_deadline_is_told_to_whoever_adds_it() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME, POP_CK
-from timeball.log.row_encoder import NumberedRows, rows_of
 from timeball.model import limits
 from timeball.model.message import (
-    LOG_SCHEMA,
     ORIGIN_GROUP,
     READ_SCHEMA,
     RETRY_TOPIC,
@@ -92,107 +90,72 @@ def test_properties_stay_within_what_a_wire_can_carry() -> None:
         assert room < 20 or after[ORIGIN_GROUP] == GROUP
 
 
-def test_a_scheduled_message_has_everything_of_its_message() -> None:
+def copies(
+    source: pa.RecordBatch, *, is_later: list[bool], topics: list[str], properties: list[str | None]
+) -> list[dict[str, Any]]:
+    """The rows that bring `source` back: some visible, some scheduled messages for NOW_MS + 99."""
+    later = np.array(is_later)
+    times = redelivery_rows.times_of(source) + 1
+    made: list[dict[str, Any]] = redelivery_rows.build(
+        source,
+        kind=np.where(later, int(Kind.SCHEDULED), int(Kind.MESSAGE)).astype(np.int8),
+        topics=topics,
+        properties=pa.array(properties, pa.string()),
+        times=times,
+        due_ms=pa.array(np.full(len(later), NOW_MS + 99), mask=~later) if later.any() else None,
+        source_seq=pa.array(source.column("seq").to_numpy(), mask=~later) if later.any() else None,
+        now_ms=NOW_MS,
+        host="here",
+    ).to_pylist()
+    return made
+
+
+def test_a_copy_has_everything_of_its_message() -> None:
     source = rows(
         tag="t", keys="k", unique_key="u", flag=3, sys_flag=4, born_host="h", queue_id=5, queue_offset=6
     )
-    times = redelivery_rows.times_after(source)
-    made = redelivery_rows.build(
-        source, topics=["a", "b"], properties=pa.array(["p\x01q\x02", None]), times=times,
-        due_ms=times + 99, source_seq=source.column("seq"), now_ms=NOW_MS, host="here",
-    )  # fmt: skip
-    first = made.to_pylist()[0]
-    for name in ("body", "tag", "keys", "unique_key", "flag", "sys_flag", "born_ms", "born_host"):
-        assert first[name] == source.to_pylist()[0][name] is not None
-    assert (first["kind"], first["topic"], first["queue_id"], first["queue_offset"]) == (
-        Kind.SCHEDULED,
-        "a",
-        0,
-        None,
+    later, visible = copies(
+        source, is_later=[True, False], topics=["a", "b"], properties=["p\x01q\x02", None]
     )
-    assert (first["due_ms"], first["source_seq"], first["reconsume_times"]) == (100, 7, 1)
-    assert (first["store_ms"], first["store_host"], first["accepted_ms"]) == (NOW_MS, "here", None)
+    for copy, message in zip((later, visible), source.to_pylist(), strict=True):
+        for name in ("body", "tag", "keys", "unique_key", "flag", "sys_flag", "born_ms", "born_host"):
+            assert copy[name] == message[name] is not None
+        assert (copy["queue_id"], copy["queue_offset"], copy["reconsume_times"]) == (0, None, 1)
+        assert (copy["store_ms"], copy["store_host"], copy["accepted_ms"]) == (NOW_MS, "here", None)
+    assert (later["kind"], later["topic"], later["properties"]) == (Kind.SCHEDULED, "a", "p\x01q\x02")
+    assert (later["due_ms"], later["source_seq"]) == (NOW_MS + 99, 7)
+    assert (visible["kind"], visible["topic"], visible["properties"]) == (Kind.MESSAGE, "b", None)
+    assert (visible["due_ms"], visible["source_seq"]) == (None, None)
 
 
-@given(
-    st.lists(
-        st.tuples(st.none() | TEXTS, st.none() | st.integers(0, 20), st.none() | st.just("t"), st.binary(max_size=9)),
-        min_size=1, max_size=5,
-    )
-)  # fmt: skip
-def test_a_few_scheduled_messages_as_values_are_those_made_by_columns(
-    messages: list[tuple[str | None, int | None, str | None, bytes]],
-) -> None:
-    texts, times, tags, bodies = zip(*messages, strict=True)
-    source = rows(
-        len(messages), properties=list(texts), reconsume_times=pa.array(times, pa.int32()), tag=list(tags),
-        body=list(bodies), unique_key="u", flag=3, sys_flag=None, born_host="h",
-    )  # fmt: skip
-    main: Any = SimpleNamespace(retry_name="%RETRY%g_orders", dead_letter_name="%DLQ%g", times_max=9)
-    how: Any = {"group": GROUP, "topic": TOPIC, "main": main, "now_ms": NOW_MS, "due_ms": 99, "host": "here"}
-    few, many = redelivery_rows.few_handed_out(source, **how), redelivery_rows.handed_out(source, **how)
-    assert rows_of(few).to_pylist() == many.to_pylist()
-    as_values = NumberedRows(list(zip(*(column.to_pylist() for column in source.columns), strict=True)))
-    assert redelivery_rows.few_handed_out(as_values, **how) == few
+def test_copies_that_are_all_visible_have_no_due_time() -> None:
+    made = copies(rows(), is_later=[False, False], topics=["a", "a"], properties=[None, None])
+    assert [(copy["kind"], copy["due_ms"], copy["source_seq"]) for copy in made] == [
+        (Kind.MESSAGE, None, None)
+    ] * 2
 
 
-def test_a_few_scheduled_messages_stay_within_what_a_wire_can_carry_too() -> None:
-    text = encode_properties({"long": "x" * (limits.PROPERTIES_BYTES_MAX - 40)})
-    main: Any = SimpleNamespace(retry_name="again", dead_letter_name="dead", times_max=9)
-    source = rows(1, properties=[text])
-    (row,) = redelivery_rows.few_handed_out(
-        source, group=GROUP, topic=TOPIC, main=main, now_ms=NOW_MS, due_ms=99, host="here"
-    )
-    assert row[LOG_SCHEMA.get_field_index("properties")] == dressed([text])[0]
+@given(st.lists(st.none() | st.integers(0, retry.INT_MAX), min_size=1, max_size=5))
+def test_a_row_without_attempts_has_none(times: list[int | None]) -> None:
+    found = redelivery_rows.times_of(rows(len(times), reconsume_times=pa.array(times, pa.int32())))
+    assert found.tolist() == [one or 0 for one in times]
 
 
-@given(st.integers(0, retry.INT_MAX), st.integers(0, 20))
-def test_the_last_attempt_goes_to_the_dead_letters(times: int, times_max: int) -> None:
-    after = redelivery_rows.times_after(rows(1, reconsume_times=times))
-    assert after.tolist() == [min(times + 1, retry.INT_MAX)]
-    (topic,) = redelivery_rows.topics_after("%RETRY%g_orders", "%DLQ%g", after, times_max)
-    assert topic == ("%DLQ%g" if min(times + 1, retry.INT_MAX) > times_max else "%RETRY%g_orders")
+def test_a_retry_topic_is_its_own() -> None:
+    assert redelivery_rows.retry_topic(GROUP, TOPIC) == "%RETRY%g_orders"
     assert redelivery_rows.retry_topic(GROUP, "%RETRY%g_orders") == "%RETRY%g_orders"
-
-
-def comes_back(times: list[int], properties: str | None = None, **how: Any) -> pa.RecordBatch:
-    """What a lease in memory that ends writes: rows of `orders` for group g."""
-    source = rows(
-        len(times), reconsume_times=pa.array(times, pa.int32()), properties=[properties] * len(times)
-    )
-    after = redelivery_rows.times_after(source)
-    return redelivery_rows.build(
-        source,
-        kind=Kind.MESSAGE,
-        topics=redelivery_rows.topics_after("%RETRY%g_orders", "%DLQ%g", after, how.pop("times_max", 16)),
-        properties=redelivery_rows.properties_of_each(
-            source.column("properties"), [redelivery_rows.added(GROUP, TOPIC, 77)] * len(times)
-        ),
-        times=after,
-        now_ms=NOW_MS,
-        host="here",
-        **how,
-    )
 
 
 def test_later_copies_keep_the_first_topic_and_time_and_what_the_producer_said() -> None:
     text = encode_properties(
         {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "POP_CK": "x", "DELAY": "3", "own": "1"}
     )
-    for before, after in (
-        (None, {"RETRY_TOPIC": TOPIC, "1ST_POP_TIME": "77", "ORIGIN_GROUP": GROUP}),
-        (text, {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "ORIGIN_GROUP": GROUP, "own": "1"}),
-    ):
-        (copy,) = comes_back([0], before).to_pylist()
-        assert decode_properties(copy["properties"]) == after
-        assert (copy["topic"], copy["queue_id"], copy["reconsume_times"]) == ("%RETRY%g_orders", 0, 1)
-
-
-def test_each_row_is_judged_by_its_own_attempts() -> None:
-    made = comes_back([16, 0, 15, 99])
-    assert made.column("topic").to_pylist() == ["%DLQ%g", "%RETRY%g_orders", "%RETRY%g_orders", "%DLQ%g"]
-    assert made.column("reconsume_times").to_pylist() == [17, 1, 16, 100]
-    assert set(comes_back([0, 0], times_max=-1).column("topic").to_pylist()) == {"%DLQ%g"}
+    adding = [redelivery_rows.added(GROUP, TOPIC, 77)] * 2
+    made = redelivery_rows.properties_of_each(pa.array([None, text], pa.string()), adding)
+    assert [decode_properties(one) for one in made.to_pylist()] == [
+        {"RETRY_TOPIC": TOPIC, "1ST_POP_TIME": "77", "ORIGIN_GROUP": GROUP},
+        {"RETRY_TOPIC": "t", "1ST_POP_TIME": "5", "ORIGIN_GROUP": GROUP, "own": "1"},
+    ]
 
 
 GROUPS = st.sampled_from(["a", "a_b", "ab", "b"])

@@ -1,4 +1,4 @@
-"""Leases across a restart: what was handed out before a crash is done, and an orderly stop loses no lease."""
+"""Leases across a restart: what was saved before a crash is exact, and an orderly stop loses no lease."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from tests.broker.consuming.subscriber import (
     bodies,
     engine,
     in_queue,
+    pass_time,
+    power_cut,
     receive,
     send,
 )
-from tests.broker.consuming.test_leases import leases_of_queue, take
 from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
-from timeball.broker.consuming.memory_leases import pop_leases, save
-from timeball.broker.registry.lease_counts import SavedLeases
 
-from timeball.broker.consuming import memory_leases
-from timeball.broker.consuming.leases import OpenCount, QueueLeases
+from timeball.broker.consuming import engine as consuming_engine
+from timeball.broker.consuming.lease_saver import restored_queues
+from timeball.broker.consuming.leases import OpenCount
 from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.registry.lease_meta import LeaseRun, SavedPart
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topic import Queues, Topic, TopicFacts
 from timeball.log.queue_index import QueueIndexes
@@ -37,16 +38,10 @@ async def save_offsets(world: World) -> None:
     await world.node.maintenance.save_offsets()
 
 
-async def power_cut(world: World) -> None:
-    """What was not synced is gone."""
-    files = world.files
-    await world.abandon()
-    world.files = files.crash(survival="nothing")
-    await world.start()
-
-
-@on_node()
-async def test_what_was_handed_out_since_the_offsets_were_saved_is_not_handed_out_again(world: World) -> None:
+@on_node(ack_save_ms=0)
+async def test_what_was_handed_out_before_a_crash_is_not_handed_out_again_before_its_time(
+    world: World,
+) -> None:
     await send(world, [b"%d" % i for i in range(10)])
     first = await receive(world, 4)
     await save_offsets(world)
@@ -56,33 +51,51 @@ async def test_what_was_handed_out_since_the_offsets_were_saved_is_not_handed_ou
     rest = await receive(world)
     assert sorted(bodies(first) + bodies(second) + bodies(rest)) == [b"%d" % i for i in range(10)]
     assert attempts(rest) == [1, 1]
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     again = await receive(world)
     assert sorted(bodies(again)) == sorted(bodies(first) + bodies(rest)) and set(attempts(again)) == {2}
 
 
 @on_node()
-async def test_without_a_look_at_the_log_they_would_come_twice(
+async def test_what_was_not_saved_before_a_crash_comes_again(world: World) -> None:
+    """Acknowledged, and in a hand: both are as they were when the leases were saved."""
+    await send(world, [b"%d" % i for i in range(4)])
+    first = await receive(world, 1)
+    await save_offsets(world)
+    second = await receive(world)
+    assert await acknowledge(world, first) == [True]
+    assert await acknowledge(world, second) == [True] * 3
+    await power_cut(world)
+    again = await receive(world)
+    assert sorted(bodies(again)) == sorted(bodies(second)) and set(attempts(again)) == {1}, "at once"
+    await pass_time(world, MINUTE_MS)
+    late = await receive(world)
+    assert sorted(bodies(late)) == sorted(bodies(first) + bodies(again)), "when its lease ends"
+    assert set(attempts(late)) == {2}
+
+
+@on_node(ack_save_ms=0)
+async def test_without_the_saved_leases_they_would_come_twice(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: the step that reads positions from the log, left out."""
+    """Negative control: a start that does not restore the leases."""
     await send(world, [b"a"])
     await receive(world)
     with monkeypatch.context() as patch:
-        patch.setattr(memory_leases, "skip_done", lambda *_, **__: None)
+        patch.setattr(consuming_engine, "restored_queues", lambda *_: [])
         await power_cut(world)
-    assert bodies(await receive(world)) == [b"a"], "handed out again while its scheduled message waits"
+    assert bodies(await receive(world)) == [b"a"], "handed out again while it is in a hand"
 
 
-@on_node()
+@on_node(ack_save_ms=0)
 async def test_what_came_again_and_was_handed_out_again_is_not_handed_out_a_third_time(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert attempts(await receive(world)) == [2]
     await power_cut(world)
     assert bodies(await receive(world)) == []
-    await world.advance(MINUTE_MS)
+    await pass_time(world, MINUTE_MS)
     assert attempts(await receive(world)) == [3]
 
 
@@ -98,45 +111,96 @@ async def test_a_group_that_somebody_moved_back_stays_there(world: World) -> Non
 
 
 @on_node()
+async def test_a_group_that_was_moved_while_it_had_leases_stays_there(world: World) -> None:
+    await send(world, [b"%d" % i for i in range(6)])
+    received = await receive(world)
+    firsts = [receipt for receipt in received.receipts if not receipt.offset]
+    assert await engine(world).acknowledge(firsts) == [True, True]
+    await save_offsets(world)
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 2})
+    await save_offsets(world)
+    assert world.broker.tables.leases.values == {}
+    await power_cut(world)
+    again = await receive(world)
+    assert sorted(bodies(again)) == [b"0", b"2", b"4", b"5"] and set(attempts(again)) == {1}
+
+
+@pytest.mark.parametrize("writes", ["save", "nack"])
+@on_node()
+async def test_what_else_is_saved_for_its_group_does_not_undo_that_a_queue_was_moved(
+    world: World, writes: str
+) -> None:
+    """Another queue's leases are saved, with the offsets of the topic, before the moved queue is looked at."""
+    await send(world, [b"%d" % i for i in range(6)])
+    received = await receive(world)
+    firsts = [receipt for receipt in received.receipts if not receipt.offset]
+    assert await engine(world).acknowledge(firsts) == [True, True]
+    await save_offsets(world)
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0})
+    (other,) = [receipt for receipt in received.receipts if receipt[2:4] == (1, 1)]
+    if writes == "nack":
+        assert await engine(world).nack(other, MINUTE_MS) == other
+    else:
+        assert await engine(world).acknowledge([other]) == [True]
+        await engine(world).saver.saved()
+    await power_cut(world)
+    assert sorted(bodies(await receive(world))) == [b"0", b"2", b"4"], "the moved queue begins again"
+
+
+@on_node()
+async def test_what_is_saved_for_another_group_does_not_undo_that_queues_were_moved(world: World) -> None:
+    """An answer has forgotten the leases of one moved queue, and nobody has looked at the other one."""
+    await send(world, [b"%d" % i for i in range(6)])
+    received = await receive(world)
+    firsts = [receipt for receipt in received.receipts if not receipt.offset]
+    assert await engine(world).acknowledge(firsts) == [True, True]
+    others = await engine(world).receive(ReceiveRequest("other", TOPIC), 0)
+    await save_offsets(world)
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
+    await engine(world).acknowledge([one for one in received.receipts if one[2:4] == (0, 1)])
+    await acknowledge(world, others)
+    await engine(world).saver.saved()
+    await power_cut(world)
+    assert sorted(bodies(await receive(world))) == [b"%d" % i for i in range(6)]
+
+
+@on_node()
 async def test_a_group_that_is_gone_does_not_come_back(world: World) -> None:
     await send(world, [b"a"])
     await receive(world)
+    await save_offsets(world)
     world.broker.tables.offsets.forget_group(GROUP)
     await save_offsets(world)
+    assert world.broker.tables.leases.values == {}
     await power_cut(world)
     assert world.broker.offsets(GROUP, TOPIC) == {}
     assert bodies(await receive(world)) == [b"a"]
 
 
-@on_node()
-async def test_holes_that_others_leave_are_remembered(world: World) -> None:
-    """A consumer of RocketMQ 4 holds a position, while others behind it are handed out as scheduled messages."""
+@on_node(ack_save_ms=0)
+async def test_a_slow_message_is_all_that_comes_again_after_a_crash(world: World) -> None:
+    """The group's offset stands before it. The saved leases say that all behind it are done."""
     await send(world, [b"%d" % i for i in range(8)])
-    held = await world.broker.consuming.receive(
-        ReceiveRequest(GROUP, TOPIC, rows=1, queue_id=0, invisible_ms=MINUTE_MS), 0
-    )
-    assert held.rows.num_rows == 1
+    held = await receive(world, 1, queue_id=0)
     received = await receive(world)
     assert len(received.receipts) == 7
     await acknowledge(world, received)
-    await save_offsets(world)
-    await world.send("filler", [None] * 3)
-    await save_offsets(world)
+    assert world.broker.offsets(GROUP, TOPIC) == {0: 0, 1: 4}
     await power_cut(world)
+    assert bodies(await receive(world)) == []
+    await pass_time(world, MINUTE_MS)
     again = await receive(world)
-    assert bodies(again) == [bytes(held.rows.column("body")[0].as_py())]
-    assert attempts(again) == [1]
+    assert bodies(again) == bodies(held) and attempts(again) == [2]
 
 
 @on_node()
-async def test_after_an_orderly_stop_no_positions_need_recovery(world: World) -> None:
-    await send(world, [b"a", b"b"])
-    received = await receive(world, 1)
+async def test_after_an_orderly_stop_all_leases_are_as_before(world: World) -> None:
+    await send(world, [b"a", b"b", b"c", b"d"])
+    received = await receive(world, 3)
+    assert await engine(world).acknowledge(received.receipts[:1]) == [True]
     await world.restart()
-    parked = world.broker.tables.offsets.parked
-    assert parked is not None and parked.from_seq > max(one.seq for one in received.receipts)
     assert len(bodies(await receive(world))) == 1
-    assert await acknowledge(world, received) == [True]
+    assert await acknowledge(world, received) == [False, True, True]
 
 
 @on_node()
@@ -152,76 +216,89 @@ async def test_where_a_group_begins_is_saved_before_it_is_handed_anything(world:
     assert total == 6
 
 
-# ---- an orderly stop -----------------------------------------------------------------------------------------------
-
-
-def find_topic(name: str) -> Topic:
-    return Topic(name, Queues(QueueIndexes(CrashFiles()), name, 1), TopicFacts(1))
-
-
-def kept(meta: MetaLog) -> MetaTable[SavedLeases]:
-    return MetaTable(meta, "in_flight", SavedLeases)
-
-
-def facts(w: QueueLeases) -> tuple[object, ...]:
-    return (
-        w.next_offset,
-        w.stored_offset,
-        w.in_flight,
-        w.returned,
-        w.acked_ahead,
-        w.first_open,
-        w.count,
-        w.last_pop_ms,
-    )
-
-
-NOW_MS = 1_000  # later than all leases of these tests
-
-
-def test_a_window_goes_on_where_it_ended_and_idle_ones_are_left_out() -> None:
-    busy, idle = leases_of_queue(), leases_of_queue()
-    take(busy, list(range(6)), pop_ms=7)
-    busy.done(0)
-    busy.give_back(2)
-    busy.in_flight[3].times, busy.in_flight[3].in_order = 4, True
-    busy.ack_ahead(9)
-    busy.last_pop_ms, busy.attempt_id = 7, "x"
-    log = StateRows()
-    save(log.opened(kept), [busy, idle], lambda ms: ms)
-    (found,) = pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)
-    assert facts(found) == facts(busy) and found.attempt_id == "x"
-    found.done(1)
-    assert found.first_open == 2
-
-
-def test_saved_leases_are_restored_only_once() -> None:
-    busy = leases_of_queue()
-    take(busy, [0])
-    log = StateRows()
-    assert pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS) == []
-    assert log.count == 0
-    save(log.opened(kept), [busy], lambda ms: ms)
-    assert len(pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)) == 1
-    assert pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS) == []
-
-
 @on_node()
 async def test_what_was_moved_while_nobody_looked_is_forgotten(world: World) -> None:
     await world.broker.create_topic("orders", 1)
     await world.broker.send(batch(3))
-    await world.broker.consuming.receive(ReceiveRequest("g", "orders"), 0)
+    await engine(world).receive(ReceiveRequest("g", "orders"), 0)
     await world.restart()
     await world.broker.commit_offsets("g", "orders", {0: 1})
-    assert (await world.broker.consuming.receive(ReceiveRequest("g", "orders"), 0)).rows.num_rows == 2
+    assert (await engine(world).receive(ReceiveRequest("g", "orders"), 0)).rows.num_rows == 2
 
 
-def test_a_lease_from_the_future_lasts_no_longer_than_its_whole_time() -> None:
-    """The clock was set back while no broker ran."""
-    busy = leases_of_queue()
-    take(busy, [0], pop_ms=NOW_MS + 500)
-    lasting_ms = busy.in_flight[0].deadline_ms - busy.in_flight[0].pop_ms
+@on_node(ack_save_ms=0)
+async def test_in_order_a_crash_keeps_the_count_the_delay_and_the_reason(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    for _ in range(2):
+        received = await receive(world, 1, in_order=True, queue_id=0)
+        await engine(world).nack(received.receipts[0], MINUTE_MS, "no stock")
+        await power_cut(world)
+        assert bodies(await receive(world, in_order=True, queue_id=0)) == []
+        await pass_time(world, MINUTE_MS)
+    again = await receive(world, 1, in_order=True, queue_id=0)
+    assert attempts(again) == [3]
+    assert "NACK_REASON\x01no stock" in again.rows.column("properties")[0].as_py()
+    assert again.receipts[0].pop_ms > received.receipts[0].pop_ms
+    await power_cut(world)
+    assert await acknowledge(world, received) == [False]
+    assert await acknowledge(world, again) == [True]
+
+
+@on_node(ack_save_ms=0)
+async def test_in_order_the_same_attempt_is_answered_again_after_a_crash(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    first = await receive(world, in_order=True, attempt_id="x")
+    await power_cut(world)
+    assert bodies(await receive(world, in_order=True, attempt_id="y")) == []
+    again = await receive(world, in_order=True, attempt_id="x")
+    assert sorted(bodies(again)) == sorted(bodies(first))
+
+
+# ---- what a start makes of the rows ----------------------------------------------------------------------------
+
+NOW_MS = 1_000
+
+
+def restored(part: SavedPart, stored: int | None = 0, topics: tuple[str, ...] = (TOPIC,)) -> list[object]:
+    queues = Queues(QueueIndexes(CrashFiles()), TOPIC, 1)
+
+    def find_topic(name: str) -> Topic | None:
+        return Topic(name, queues, TopicFacts(1)) if name in topics else None
+
+    def table(meta: MetaLog) -> MetaTable[SavedPart]:
+        return MetaTable(meta, "leases", SavedPart)
+
     log = StateRows()
-    save(log.opened(kept), [busy], lambda ms: ms)
-    (found,) = pop_leases(log.opened(kept), find_topic, OpenCount(), NOW_MS)
-    assert found.in_flight[0].deadline_ms == NOW_MS + lasting_ms
+    log.opened(table).put([("a name", part)])
+    return list(restored_queues(log.opened(table), find_topic, lambda *_: stored, OpenCount(), NOW_MS))
+
+
+def test_leases_of_a_deleted_topic_or_group_or_queue_are_not_restored() -> None:
+    part = SavedPart(GROUP, TOPIC, 0, 0, 0, [], [])
+    assert len(restored(part)) == 1
+    assert restored(part, topics=()) == []
+    assert restored(part, stored=None) == []
+    assert restored(SavedPart(GROUP, TOPIC, 1, 0, 0, [], [])) == []
+
+
+def test_positions_that_the_queue_does_not_have_are_not_restored() -> None:
+    """Retention has removed them, or a disk that lies has lost them."""
+    part = SavedPart(GROUP, TOPIC, 0, 0, 9, [LeaseRun(3, 5, 7, 17, 7)], [12])
+    (queue,) = restored(part)
+    assert (queue.next_offset, queue.in_flight, queue.returned) == (0, {}, {})  # type: ignore[attr-defined]
+
+
+@on_node(ack_save_ms=0)
+async def test_a_lease_from_the_future_lasts_no_longer_than_its_whole_time(world: World) -> None:
+    """The clock was set back while no broker ran."""
+    await send(world, [b"a"])
+    await receive(world)
+    files = world.files
+    await world.abandon()
+    world.clock.step_wall(-10 * MINUTE_MS)
+    world.files = files.crash(survival="nothing")
+    await world.start()
+    await pass_time(world, MINUTE_MS - 1)
+    assert await in_queue(world, AGAIN) == []
+    await pass_time(world, 1)
+    assert await in_queue(world, AGAIN) == [b"a"]

@@ -42,27 +42,35 @@ async def crash(world: World) -> None:
 
 
 @on_node()
-async def test_after_a_crash_what_was_in_hand_is_handed_out_again(world: World) -> None:
-    await send_in_order(world)
-    receipts = (await pop(world)).receipts
+async def test_after_a_crash_what_was_in_hand_and_saved_is_still_in_hand(world: World) -> None:
+    await send_in_order(world, 6)
+    receipts = (await pop(world, 4, invisible_ms=MINUTE_MS)).receipts
     engine(world).acknowledge_now([receipts[0], receipts[3]])
     await crash(world)
-    assert bodies(await pop(world)) == [b"1", b"2", b"3"]
+    assert bodies(await pop(world)) == [b"4", b"5"]
+    assert engine(world).acknowledge_now(receipts) == [False, True, True, False]
+    assert stored(world)[0] == 4
 
 
 @on_node()
-async def test_a_receipt_of_before_a_crash_counts_until_its_message_is_handed_out_again(world: World) -> None:
+async def test_a_receipt_that_was_not_saved_before_a_crash_counts_until_its_message_is_handed_out_again(
+    world: World,
+) -> None:
     await send_in_order(world)
+    engine(world).acknowledge_now((await pop(world, 1)).receipts)
+    assert world.node is not None
+    await world.node.maintenance.save_offsets()
+    files = world.files
     receipts = (await pop(world)).receipts
-    await crash(world)
-    assert engine(world).acknowledge_now([receipts[2], receipts[2]._replace(offset=99)]) == [
-        True,
-        False,
-    ]
+    await world.abandon()
+    world.files = files.crash(survival="nothing")
+    world.clock.advance(1_000)
+    await world.start()
+    assert engine(world).acknowledge_now([receipts[1], receipts[1]._replace(offset=99)]) == [True, False]
     popped = await pop(world)
-    assert bodies(popped) == [b"0", b"1", b"3"]
-    assert engine(world).acknowledge_now(receipts) == [False] * 4
-    assert engine(world).acknowledge_now(popped.receipts) == [True] * 3
+    assert bodies(popped) == [b"1", b"3"]
+    assert engine(world).acknowledge_now(receipts) == [False] * 3
+    assert engine(world).acknowledge_now(popped.receipts) == [True] * 2
     assert stored(world)[0] == 4
     assert engine(world).leases.count.rows == 0
 

@@ -44,13 +44,13 @@ class Told:
         made.received, made.settled = note_received, note_settled
 
 
-@pytest.mark.parametrize("in_log", [True, False])
-def test_receives_and_acknowledgements_are_traced(in_log: bool) -> None:
-    @on_node(traces=True)
+@pytest.mark.parametrize("save_ms", [0, 50])
+def test_receives_and_acknowledgements_are_traced(save_ms: int) -> None:
+    @on_node(traces=True, ack_save_ms=save_ms)
     async def run(world: World) -> None:
         consuming, told = world.broker.consuming, Told(world)
         assert isinstance(consuming, TracedConsuming)
-        request = ReceiveRequest("g", "orders", rows=2, in_log=in_log)
+        request = ReceiveRequest("g", "orders", rows=2)
         await world.broker.send(batch(3, properties=[CONTEXT] * 3))
         first = await consuming.receive(request, 0)
         second = await consuming.receive(request, 0)
@@ -67,12 +67,12 @@ def test_receives_and_acknowledgements_are_traced(in_log: bool) -> None:
 
 
 @on_node(traces=True)
-async def test_positions_are_told_and_a_lease_that_was_made_longer_is_the_same_lease(world: World) -> None:
+async def test_a_lease_that_was_made_longer_and_renamed_is_the_same_lease(world: World) -> None:
     consuming, told = world.broker.consuming, Told(world)
     await world.broker.send(batch(1, properties=[CONTEXT]))
     (receipt,) = (await consuming.receive(ReceiveRequest("g", "orders"), 0)).receipts
     world.clock.advance(10)
-    longer = await consuming.change_invisible_time(receipt, 30_000)
+    longer = await consuming.change_invisible_time(receipt, 30_000, is_renamed=True)
     assert longer != receipt
     assert consuming.acknowledge_now([longer]) == [True]
     assert told.settled == [("ack", [True])]

@@ -49,11 +49,11 @@ def lists(found: Recovered | Any) -> dict[str, Any]:
         "settled": (settled.due_ms.tolist(), settled.seq.tolist(), settled.released),
         "mark": (settled.before_ms, settled.before_seq, settled.late),
         "waiting": [waiting.due_ms.tolist(), waiting.seq.tolist(), waiting.row_seq.tolist()],
-        "leases": found.leases.facts(),
+        "redeliveries": found.redeliveries.facts(),
         **{
             name: getattr(found, name)
             for name in Recovered.__slots__
-            if name not in ("settled", "waiting", "leases", "bring_up")
+            if name not in ("settled", "waiting", "redeliveries", "bring_up")
         },
     }
 
@@ -160,7 +160,7 @@ def test_the_rows_alone_say_what_snapshots_say(life: Life) -> None:
     ]
     assert plain.waiting_rows == found.waiting_rows
     assert plain.cursor == found.cursor
-    assert plain.leases.facts() == found.leases.facts()
+    assert plain.redeliveries.facts() == found.redeliveries.facts()
     assert plain.halves.tolist() == [half.seq for half in found.halves]
     assert sorted(plain.files) == sorted(entry.path for entry in found.files)
     assert (ledger.watermark, ledger.attach_seq) == (applying.ledger.watermark, applying.ledger.attach_seq)

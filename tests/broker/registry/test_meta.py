@@ -9,7 +9,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows, rows_of
 from tests.crash.world import World
 
-from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.meta import MetaLog, MetaTable, together
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import Kind
 
@@ -49,6 +49,37 @@ def test_state_of_a_newer_timeball_and_values_that_are_none_are_refused() -> Non
         meta.restore([("colour/a", b"1")])
     with pytest.raises(Corrupt, match="META row of 'number/a'"):
         meta.restore([("number/a", b'"x"')])
+
+
+def test_values_that_only_former_versions_wrote_are_ignored() -> None:
+    meta = MetaLog()
+    kept = table(meta)
+    meta.restore([("in_flight/g@orders@1", b'{"group":"g"}'), ("number/a", b"1")])
+    assert (kept.values, meta.values.keys()) == ({"a": 1}, {"number/a"})
+
+
+def test_a_change_that_others_append_counts_when_it_is_kept() -> None:
+    """An append may be refused, and then nothing has changed."""
+    log = StateRows()
+    kept = log.opened(table)
+    kept.put([("b", 2)])
+    change = kept.changed([("a", 1), ("b", None)])
+    assert (kept.values, log.count) == ({"b": 2}, 1)
+    change.keep()
+    assert kept.values == {"a": 1} and kept._log.values.keys() == {"number/a"}
+    log.appended.append(change.rows)
+    assert log.opened(table).values == {"a": 1}
+
+
+def test_changes_of_several_tables_are_the_rows_of_one_frame() -> None:
+    log = StateRows()
+    meta = log.opened(lambda meta: meta)
+    first, second = MetaTable(meta, "number", int), MetaTable(meta, "text", str)
+    change = together(first.changed([("a", 1)]), second.changed([]), second.changed([("a", "x")]))
+    assert change.rows.column("unique_key").to_pylist() == ["number/a", "text/a"]
+    assert first.values == second.values == {}
+    change.keep()
+    assert (first.values, second.values) == ({"a": 1}, {"a": "x"})
 
 
 @on_node()

@@ -26,6 +26,7 @@ STEPS = 120
 STEP_MS = 5_000
 ATTEMPTS_MAX = 6
 POLICY = RetryPolicy(customized_retry_policy=CustomizedRetry([1_000, 2_000, 20_000]))
+PAUSE_MS = 20_000  # of each attempt: RocketMQ begins with the third of the list
 
 
 @dataclass
@@ -47,6 +48,9 @@ class Model:
     acknowledged: set[str] = field(default_factory=set)
     attempts: dict[str, int] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
+    delayed: dict[str, int] = field(
+        default_factory=dict
+    )  # messages that wait for their next delivery, at this time
 
     def receive(self, message: d.Message, consumer: Consumer, due_ms: int | None) -> None:
         key = message.system_properties.message_id
@@ -56,13 +60,21 @@ class Model:
         assert message.system_properties.delivery_attempt == self.attempts[key]
         self.in_flight[key] = Lease(message, consumer, due_ms)
 
-    def come_back(self, key: str, *, counts: bool = True) -> None:
+    def come_back(self, key: str, *, counts: bool = True, due_ms: int | None = None) -> None:
+        """End a lease without an acknowledgement: the message is received again, with `due_ms` only from then on."""
         self.stale.append(self.in_flight.pop(key).message)
         if not counts:
             self.attempts[key] -= 1
         if self.attempts[key] >= ATTEMPTS_MAX:
             self.dead.add(key)
+        elif due_ms is not None:
+            self.delayed[key] = due_ms
         else:
+            self.waiting.add(key)
+
+    def pass_time(self, now_ms: int) -> None:
+        for key in [key for key, due_ms in self.delayed.items() if due_ms <= now_ms]:
+            del self.delayed[key]
             self.waiting.add(key)
 
 
@@ -130,7 +142,7 @@ class GroupRun:
             # A second acknowledgement may succeed, while the broker remembers the first. A handle whose message has
             # come back is invalid.
             key = message.system_properties.message_id
-            has_ended = key not in self.model.in_flight and key not in self.model.waiting
+            has_ended = key not in {*self.model.in_flight, *self.model.waiting, *self.model.delayed}
             assert code == d.Code.INVALID_RECEIPT_HANDLE or (has_ended and code == d.Code.OK), key
 
     async def change(self) -> None:
@@ -156,10 +168,9 @@ class GroupRun:
         consumer = self.random.choice(self.consumers)
         consumer.edge.context.sessions.remove(consumer.name)
         await self.quiet()
-        for held in self.model.in_flight.values():
+        for key, held in list(self.model.in_flight.items()):
             if held.consumer is consumer and held.due_ms is None:
-                # The pause of the policy: RocketMQ begins with the third of its list. The handle is valid until then.
-                held.due_ms = self.world.clock.wall + 20_000
+                self.model.come_back(key, due_ms=self.world.clock.wall + PAUSE_MS)
         consumer.connect()
 
     async def pass_time(self, ms: int | None = None) -> None:
@@ -168,6 +179,7 @@ class GroupRun:
             await self.consumers[0].pass_time(STEP_MS if ms is None else ms)
             await asyncio.gather(*self.edges[-1]._renewals.start_due())
             now_ms = self.world.clock.wall
+            self.model.pass_time(now_ms)
             for key, held in list(self.model.in_flight.items()):
                 if held.due_ms is not None and held.due_ms <= now_ms:
                     self.model.come_back(key, counts=not self.suspended.pop(key, False))
@@ -188,7 +200,7 @@ class GroupRun:
     async def quiet(self) -> None:
         """Wait for the background tasks of broker and edge."""
         edge = self.edges[-1]
-        await asyncio.gather(*self.world.broker.consuming._tasks, *edge._renewals._tasks)
+        await asyncio.gather(*edge._renewals._tasks)
         await self.pass_time(0)
 
     async def end(self) -> None:

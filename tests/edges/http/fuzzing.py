@@ -17,6 +17,7 @@ from tests.bounds import BOUND_S
 from tests.edges.http.openapi import OPERATIONS
 
 from timeball.edges.http.answers_codec import EVENTS
+from timeball.edges.http.codec import NDJSON
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
 LABELS = [f"{each.method.upper()} {each.path}" for each in OPERATIONS]
@@ -50,10 +51,10 @@ def attack(port: int, label: str, examples: int) -> Counter[int]:
 
 
 def answer_to(case: Any, base: str, session: requests.Session) -> Response | None:
-    """Return what the broker answers; None for a stream of events, which has no end."""
+    """Return what the broker answers; None for a stream, which has no end."""
     asked = case.as_transport_kwargs(base_url=base)
     with session.request(**asked, timeout=BOUND_S, stream=True) as answer:
-        if answer.ok and answer.headers["content-type"].startswith(EVENTS):
+        if answer.ok and answer.headers["content-type"].startswith((EVENTS, NDJSON)):
             return None
         return Response.from_requests(answer, verify=False)
 

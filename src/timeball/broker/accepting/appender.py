@@ -41,7 +41,6 @@ from timeball.log.row_encoder import (
     build,
     numbered,
     pairs_of,
-    stored_size,
 )
 from timeball.log.writer import LogWriter
 from timeball.model.access import ANONYMOUS, Caller
@@ -375,30 +374,9 @@ class Appender:
         _, durable = self._writer.append(rows, on_durable=on_durable)
         return Appended(first_seq, rows, durable)
 
-    def append_few(self, values: list[LogRow], then: Callable[[], None] | None = None) -> asyncio.Future[int]:
-        """Append a few rows, given as values, that need no queue offset: leases (scheduled messages) and cancels."""
-        rows, writer = build(values), self._writer
-        first_seq = writer.next_seq
-        scheduled = [at for at, row in enumerate(values) if row[_KIND] == Kind.SCHEDULED]
-        stored_bytes = sum(
-            stored_size(values[at][_TOPIC], values[at][_BODY] or b"", values[at][_PROPERTIES])
-            for at in scheduled
-        )
-
-        def on_durable() -> None:
-            if scheduled:
-                now_ms, next_seq = values[-1][_STORE_MS], first_seq + len(values)
-                pending_rows = numbered(rows, [first_seq + at for at in scheduled], scheduled)
-                # All scheduled messages here are leases, which last a duration. Sends do not use this method.
-                duration_mask = np.ones(len(scheduled), np.bool_)
-                self._add_pending(
-                    pending_rows, pairs_of(pending_rows), now_ms, stored_bytes, next_seq, duration_mask
-                )
-            if then is not None:
-                then()
-
-        _, durable = writer.append(rows, on_durable=on_durable)
-        return durable
+    def append_few(self, values: list[LogRow]) -> asyncio.Future[int]:
+        """Append a few rows, given as values, that are neither visible nor scheduled: cancels."""
+        return self._writer.append(build(values))[1]
 
     def _assign_offsets(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Assign queues and offsets to the rows at the positions `visible`: visible rows, and rows of a delay level."""

@@ -2,7 +2,7 @@
 
 A row belongs to such a message (a duration) in these cases:
 
-    leases and retries     its topic returns messages to a group, or is a dead letter topic
+    retries                its topic returns messages to a group, or is a dead letter topic
     a relative delay       it is a SCHEDULED row with `accepted_ms`: the delay counts from that time
     RocketMQ's timers      its properties contain TIMER_DELAY_MS or TIMER_DELAY_SEC
 

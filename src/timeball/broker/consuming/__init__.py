@@ -5,11 +5,10 @@ engine.py             the operations: receive, acknowledge, change the invisible
 requests.py           requests, received messages, receipts, subscriptions
 selection.py          the positions that one request leases, and their rows after the exact decision of the filter
 leases.py             the leases of a group in a queue (in flight, returned, done), and of all groups and queues
-memory_leases.py      leases in memory, leases after a crash, and leases across an orderly stop
-redelivery.py         redelivery of messages whose leases in memory have ended
-log_leases.py         leases as scheduled messages in the log: their newest versions, acknowledgements, concurrent
-                      answers, and the CANCEL rows that end them
-lookup.py             look-up of the rows of these scheduled messages
+settling.py           acknowledgements, and other changes of leases by their receipts
+lease_saver.py        the rows of the log that contain the leases, and a start with them
+credit.py             how many messages a streaming consumer may hold
+redelivery.py         redelivery of messages that are given back, and of those whose leases have ended
 redelivery_rows.py    the rows that bring a message back to its group
 retry.py              retries that RocketMQ's clients request
 pull.py               reads without leases: by offset, and of new messages without a group

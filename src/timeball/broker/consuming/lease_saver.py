@@ -62,13 +62,16 @@ class LeaseSaver:
 
     def save(self) -> None:
         """Append all changes of leases, and all changed offsets of groups."""
-        # An offset that was changed elsewhere ends the leases of its queue, in the same frame.
-        for group, topic in self._tables.offsets.moved():
-            self._leases.forget_moved(group, topic)
         self._append(self.change(list(self._leases.count.changed), all_offsets=True))
 
     def change(self, queues: Sequence[QueueLeases], *, all_offsets: bool = False) -> Change:
         """Build the rows that save these queues, with the offsets of their groups (or all changed offsets)."""
+        units = {_key_of(queue)[:2] for queue in queues}
+        # An offset that was changed elsewhere ends the leases of its queue, in the same frame.
+        moved = self._tables.offsets.moved()
+        for group, topic in moved if all_offsets else units & moved:
+            self._leases.forget_moved(group, topic)
+        queues = [queue for queue in queues if self._leases.get(*_key_of(queue)) is queue]
         saved: dict[str, SavedPart | None] = {}
         orphaned = dict(self._leases.orphaned_parts)
         for key, numbers in orphaned.items():
@@ -79,7 +82,7 @@ class LeaseSaver:
             saved |= {_name(_key_of(queue), number): part for number, part in parts.items()}
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
-        units = {_key_of(queue)[:2] for queue in queues} | {key[:2] for key in orphaned}
+        units |= {key[:2] for key in orphaned}
         rows, keep_values = together(
             self._tables.leases.changed(saved.items()),
             self._tables.offsets.changed(None if all_offsets else units),

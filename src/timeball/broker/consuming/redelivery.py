@@ -305,6 +305,8 @@ class Redelivery:
         copies = self._copies(rows, returning, now_ms)
         prepared = self._appender.prepare(copies, now_ms)  # runs every check that may refuse
         # A group that was moved during the read begins again elsewhere, and gets no copies.
+        for group, topic in {(position.queue.group, position.queue.topic) for position in returning}:
+            self._leases.forget_moved(group, topic)
         current = np.array([position.is_current for position in returning])
         if not current.all():
             prepared = prepared.filter(pa.array(current))
@@ -313,6 +315,7 @@ class Redelivery:
                 return
         for position in returning:
             position.lease.is_written = True
+            position.queue.touch(position.offset, position.offset)
         change = self._saver.change(list({position.queue: None for position in returning}))
         scheduled = np.flatnonzero(prepared.column("kind").to_numpy() == Kind.SCHEDULED)
         keys = [

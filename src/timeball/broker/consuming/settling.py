@@ -1,8 +1,8 @@
 """Settle leases: acknowledge messages, change the end of leases, give messages back, or make them dead letters.
 
 Positions stay in flight until their receipts come back or their leases end. The number of leases is limited: a full
-queue hands out no more messages until a lease ends. A lease that is prolonged in a queue that is more than half full is
-replaced by a scheduled message in the log.
+queue hands out no more messages until a lease ends. In a queue that is more than half full, a lease that a client of
+POP prolongs is replaced by a scheduled message in the log.
 
 An acknowledgement changes memory only, and lease_saver.py saves it soon. A message that goes back to its group, or to
 the dead letters, is written to the log before the answer (redelivery.py). No lock is necessary, because each decision
@@ -19,7 +19,7 @@ from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming.lease_saver import LeaseSaver
 from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
-from timeball.broker.consuming.redelivery import Redelivery, Return
+from timeball.broker.consuming.redelivery import Redelivery, Return, Returning
 from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import Receipt
 from timeball.broker.consuming.selection import Selection
@@ -29,6 +29,7 @@ from timeball.broker.registry.tables import Tables
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import CommitLog
 from timeball.model import limits
+from timeball.model.errors import TimeballError
 
 ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
 RETURNS_PER_TURN = 1_024  # messages that requests give back together, with one append
@@ -128,8 +129,10 @@ class Settling:
         if not (lease.in_order or counts or invisible_ms):
             self.give_back([receipt])
             return receipt
-        # A long lease takes up one of the limited positions for long. A scheduled message in the log does not.
-        if invisible_ms and not lease.in_order and queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2:
+        # POP's clients report a failure like this, too. A long lease takes up one of the limited positions for long. A
+        # scheduled message in the log does not.
+        is_crowded = queue.open_rows > limits.POP_HELD_PER_QUEUE_MAX // 2
+        if is_renamed and invisible_ms and not lease.in_order and is_crowded:
             lease.counts = counts
             return receipt if await self._returns.put(_Request(receipt, Return(invisible_ms))) else None
         if is_renamed and not lease.in_order:
@@ -173,19 +176,26 @@ class Settling:
                 topics.add(receipt.topic)
         self._waiters.wake(topics)
 
-    async def _return(self, requests: list[_Request]) -> Sequence[bool]:
+    async def _return(self, requests: list[_Request]) -> Sequence[bool | TimeballError]:
         """Write the messages of these requests to their groups again. False for each receipt that is not valid."""
-        results, returning = [], []
+        returning: list[Returning | None] = []
         for request in requests:
             queue_and_lease = self._lease_of(request.receipt)
-            results.append(queue_and_lease is not None)
-            if queue_and_lease is not None:
-                # Void from here on, so that the second of two equal receipts is not valid.
-                returning.append(
-                    self.redelivery.begin(queue_and_lease[0], request.receipt.offset, request.how)
-                )
-        await self.redelivery.write(returning)
-        return results
+            # Void from here on, so that the second of two equal receipts is not valid.
+            returning.append(
+                None
+                if queue_and_lease is None
+                else self.redelivery.begin(queue_and_lease[0], request.receipt.offset, request.how)
+            )
+        try:
+            await self.redelivery.write([position for position in returning if position is not None])
+        except TimeballError as error:
+            # The first ones may be written already.
+            return [
+                False if position is None else error if position.is_current else True
+                for position in returning
+            ]
+        return [position is not None for position in returning]
 
     def _lease_of(self, receipt: Receipt) -> tuple[QueueLeases, Lease] | None:
         if receipt.pop_ms < 0:  # NO_RECEIPT is negative and marks positions without a valid receipt

@@ -328,9 +328,9 @@ class Offsets:
         self.table[group][topic][queue] = offset
         self._changed.add((group, topic))
 
-    def moved(self) -> list[Unit]:
-        """List the units whose offsets were changed by `commit` or forgotten since they were last saved."""
-        return list(self._moved)
+    def moved(self) -> set[Unit]:
+        """Find the units whose offsets were changed by `commit` or forgotten since they were last saved."""
+        return set(self._moved)
 
     def changed(self, units: Iterable[Unit] | None = None) -> Change:
         """Build rows with those of these units' offsets that have changed. None: of all units."""

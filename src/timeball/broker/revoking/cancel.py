@@ -115,7 +115,7 @@ async def cancel(
         if is_pending
     ]
     if pending:
-        # An operator may name a retry topic. Its scheduled messages are leases, which are counted.
+        # An operator may name a retry topic. Its scheduled messages are counted.
         redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
         await appender.append_few(cancel_rows(pending, now_ms, by))

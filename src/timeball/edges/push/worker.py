@@ -10,7 +10,7 @@ receiver's answer:
                                    later if the receiver requests that; after the last attempt it is a dead letter
 
 A lease lasts longer than a request may take plus LEASE_SLACK_MS for storing the outcome, so it is never extended.
-Leases are stored in the log. After a crash they end by themselves, and the messages are sent again.
+After a crash, leases end by themselves, and the messages are sent again.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ def given_up(node: RunningNode, client: Client, topic: str, group: str, *message
     async def give_up() -> None:
         consuming, remaining = node.broker.consuming, len(messages)
         consuming.join(group, topic, ANONYMOUS)
-        request = ReceiveRequest(group, topic, rows=32, invisible_ms=60_000, in_order=False, counts_times=True)
+        request = ReceiveRequest(
+            group, topic, rows=32, invisible_ms=60_000, in_order=False, counts_times=True
+        )
         while remaining:
             received = await consuming.receive(request, 5_000)
             for receipt in received.receipts:

@@ -51,7 +51,7 @@ def test_a_message_is_shown_with_its_state_in_each_group(client: Client) -> None
     assert {"until", "until_ms"} <= leased.keys()
     path, query = "/v1/topics/plans-of-groups/ack", {"group": "planners"}
     client.ask("POST", path, {"receipts": [received["receipt"]]}, query=query)
-    assert groups() == [{"group": "planners", "state": "done", "attempts": 1}]
+    assert groups() == [{"group": "planners", "state": "done"}]
 
 
 def test_an_unknown_id_is_not_found(client: Client) -> None:

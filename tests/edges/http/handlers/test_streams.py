@@ -143,7 +143,13 @@ def test_an_idle_stream_sends_empty_lines(
 
 @pytest.mark.parametrize(
     ("query", "status"),
-    [("&credit=0", 416), ("&credit=10001", 416), ("&credit=x", 416), ("&lease=1ms", 416), ("&tag=a&sql=b", 400)],
+    [
+        ("&credit=0", 416),
+        ("&credit=10001", 416),
+        ("&credit=x", 416),
+        ("&lease=1ms", 416),
+        ("&tag=a&sql=b", 400),
+    ],
 )
 def test_an_invalid_stream_is_refused(node: RunningNode, client: Client, query: str, status: int) -> None:
     client.send("refused", {"body": "x"})

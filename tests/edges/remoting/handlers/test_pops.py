@@ -167,6 +167,50 @@ async def test_a_batch_is_acknowledged_by_a_bit_set(world: World) -> None:
         assert (await client.json(RequestCode.BATCH_ACK_MESSAGE, acks=[])).code == ResponseCode.NO_MESSAGE
 
 
+async def open_after_a_cut(world: World) -> int:
+    """How many of the first six messages a start on the durable state still has to deliver to the group."""
+    left = World(world.files.crash(survival="nothing"), world.clock)
+    await left.start()
+    leases = left.broker.consuming.leases.all()
+    done = sum(left.broker.offsets(GROUP, TOPIC).values())
+    done += sum(queue.next_offset - queue.first_open - queue.open_rows for queue in leases)
+    await left.stop()
+    return 6 - done
+
+
+@pytest.mark.parametrize("save_ms", [0, 50])
+@pytest.mark.parametrize("code", [RequestCode.ACK_MESSAGE, RequestCode.BATCH_ACK_MESSAGE])
+def test_without_a_save_interval_acknowledgements_are_durable_when_answered(code: int, save_ms: int) -> None:
+    @on_node(ack_save_ms=save_ms)
+    async def check(world: World) -> None:
+        async with pop_client(world) as client:
+            await client.send(6)
+            world.broker.consuming.saver.close()  # nothing is saved after an interval
+            points = check_points_of(await client.pop())
+            answered = points[1:3]
+            if code == RequestCode.ACK_MESSAGE:
+                answers = [await client.ack(point) for point in answered]
+            else:
+                bits = base64.b64encode(b"\x01").decode()
+                acks = [
+                    {
+                        "c": GROUP,
+                        "t": TOPIC,
+                        "r": "0",
+                        "so": p.offset,
+                        "q": p.queue_id,
+                        "pt": p.pop_ms,
+                        "b": bits,
+                    }
+                    for p in answered
+                ]
+                answers = [await client.json(code, brokerName="timeball", acks=acks)]
+            assert {answer.code for answer in answers} == {ResponseCode.SUCCESS}
+            assert await open_after_a_cut(world) == (4 if save_ms == 0 else 6)
+
+    check()
+
+
 @on_node()
 async def test_a_batch_with_too_many_acknowledgements_is_refused(world: World) -> None:
     """A body of 4 MiB could name 25 million messages and block the event loop for half a minute."""

@@ -128,15 +128,14 @@ class Receipts:
                 Code.ILLEGAL_INVISIBLE_TIME, f"invisible_duration: 0 to {limits.INVISIBLE_MS_MAX} ms from now"
             )
         async with self._renewals.settling([receipt]):
-            by_policy = (
-                invisible_ms < limits.SECOND_MS and not request.suspend and self._is_push_consumer(call)
-            )
-            # The protocol does not distinguish a failure of the listener from a request for more time.
-            changed = await (
-                self._consuming.nack(receipt, None, first=PUSH_FIRST)
-                if by_policy
-                else self._consuming.change_invisible_time(receipt, invisible_ms, counts=not request.suspend)
-            )
+            counts = not request.suspend
+            if self._is_push_consumer(call):
+                # The broker renews its leases, so this call means that the listener has failed.
+                by_policy = counts and invisible_ms < limits.SECOND_MS
+                delay_ms = None if by_policy else invisible_ms
+                changed = await self._consuming.nack(receipt, delay_ms, counts=counts, first=PUSH_FIRST)
+            else:
+                changed = await self._consuming.change_invisible_time(receipt, invisible_ms, counts=counts)
         if changed is None:
             raise invalid(NO_LONGER_VALID)
         return ChangeInvisibleDurationResponse(
@@ -176,8 +175,8 @@ def _overall_status(statuses: Sequence[Status]) -> Status:
 # ---- auto-renewal --------------------------------------------------------------------------------------------
 # A push consumer sets no invisible time, since the duration of its listener is unknown. Its messages begin with an
 # invisible time of one minute. The broker renews it before it ends, for longer each time, up to three hours in total.
-# After that the message is delivered again. Each renewal moves the scheduled redelivery of the message to a later time,
-# and the receipt stays valid. When the client disconnects, its messages are given back.
+# After that the message is delivered again. The receipt stays valid. When the client disconnects, its messages are
+# given back.
 
 
 FIRST_LEASE_MS = limits.MINUTE_MS
