@@ -17,7 +17,7 @@ from timeball.io.files import Files
 from timeball.log.reader import LogReader
 from timeball.log.segment import FOLDER, Segment, Segments
 from timeball.model.errors import Corrupt
-from timeball.model.key_hash import FEW, KeyRun, Pairs, UInt64Array, hash_keys, joined
+from timeball.model.key_hash import FEW, KeyRun, Pairs, UInt64Array, distinct, hash_keys, joined
 from timeball.model.message import Int64Array
 
 # Pairs of the active segment in the table, before they become a sorted run. A look-up after a cancel has one row to
@@ -53,7 +53,7 @@ class KeyIndex:
             row_numbers += [run.find_numbers(hashes) for run in self._runs]
             newest_rows = [seq for key_hash in hashes.tolist() for seq in self._newest.get(key_hash, ())]
             row_numbers.append(np.array(newest_rows, np.int64))
-        return np.unique(np.concatenate(row_numbers))
+        return distinct(np.concatenate(row_numbers))
 
     def _forget_segments(self, removed: list[Segment]) -> None:
         """Drop the runs of removed segments."""

@@ -190,10 +190,13 @@ class LogReader:
             )
         return size_bytes // rows if rows else 0
 
-    def read_rows(self, seqs: Int64Array) -> pa.RecordBatch:
-        """Read READ_SCHEMA rows with exactly these sequence numbers, in the given order. Raises OutOfRange."""
+    def read_rows(self, seqs: Int64Array, columns: Sequence[str] | None = None) -> pa.RecordBatch:
+        """Read READ_SCHEMA rows with exactly these sequence numbers, in the given order. Raises OutOfRange.
+
+        `columns`: return only these columns besides `seq`, which comes first. The others are not copied.
+        """
         if len(seqs) == 0:
-            return _NO_ROWS
+            return _NO_ROWS if columns is None else _NO_ROWS.select(["seq", *columns])
         # Sorted, so that each frame is decoded once for all its wanted rows.
         order = np.argsort(seqs, kind="stable")
         sorted_seqs = seqs[order]
@@ -209,6 +212,7 @@ class LogReader:
                 raise OutOfRange(
                     f"seq {sorted_seqs[done]} was set aside for a bulk attach and is not in the log"
                 )
+            rows = rows if columns is None else rows.select(columns)
             row_indexes = sorted_seqs[done:end] - first_seq
             # Consecutive rows (none of them twice) are sliced without a copy, while pyarrow's `take` copies every body.
             consecutive = len(row_indexes) == row_indexes[-1] - row_indexes[0] + 1 and bool(
@@ -222,7 +226,10 @@ class LogReader:
             batches.append(picked_rows)
             done = end
         rows = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
-        result = pa.RecordBatch.from_arrays([pa.array(sorted_seqs), *rows.columns], schema=READ_SCHEMA)
+        schema = READ_SCHEMA
+        if columns is not None:
+            schema = pa.schema([READ_SCHEMA.field("seq"), *rows.schema])
+        result = pa.RecordBatch.from_arrays([pa.array(sorted_seqs), *rows.columns], schema=schema)
         # Most callers pass sorted numbers. Then the order is right already.
         if np.array_equal(order, np.arange(len(order))):
             return result

@@ -178,7 +178,7 @@ class KeyRun:
 
         Raises Corrupt if a block that may contain a hash does not match its checksum.
         """
-        matches, fences = set[int](), self._fences
+        matches, fences = list[Int64Array](), self._fences
         blocks: dict[int, Pairs] = {}
         # A loop over hashes, with methods of the arrays: a look-up has few hashes, and vectorised calls cost three
         # times as much for each array that they make.
@@ -189,8 +189,10 @@ class KeyRun:
                 block_hashes, numbers = blocks.get(block) or blocks.setdefault(block, self._block(block))
                 begin = int(block_hashes.searchsorted(wanted))
                 end = int(block_hashes.searchsorted(wanted, "right"))
-                matches.update(numbers[begin:end].tolist())
-        return np.array(sorted(matches), np.int64)
+                matches.append(numbers[begin:end])
+        if not matches:
+            return np.empty(0, np.int64)
+        return distinct(np.concatenate(matches))
 
     def columns(self) -> Pairs:
         """Read all pairs, sorted by hash. Raises Corrupt."""
@@ -213,6 +215,14 @@ class KeyRun:
         if google_crc32c.value(data) != self._checksums[block]:
             raise Corrupt(f"block {block} of a key run does not match its checksum")
         return np.frombuffer(data, "<u8", count), np.frombuffer(data, "<i8", count, offset=8 * count)
+
+
+def distinct(numbers: Int64Array) -> Int64Array:
+    """Sort numbers and remove duplicates. `np.unique` takes longer for a few, and holds the interpreter for many."""
+    ordered = np.sort(numbers)
+    is_first = np.ones(len(ordered), np.bool_)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return ordered[is_first]
 
 
 def encode(parts: Iterable[Pairs], names: Sequence[str] = ()) -> Iterator[bytes]:
