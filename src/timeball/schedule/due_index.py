@@ -68,7 +68,11 @@ class _Run:
     def contains(self, due_ms: Int64Array, seq: Int64Array) -> npt.NDArray[np.bool_]:
         """Compute a mask of the pairs that the run contains."""
         due_times, numbers = self._sorted_by_number()
-        indexes, present = np.searchsorted(numbers, seq), np.zeros(len(seq), np.bool_)
+        present = np.zeros(len(seq), np.bool_)
+        # A large cancel asks in the order of the numbers, so its earlier parts are other runs with lower numbers.
+        if numbers[-1] < seq.min() or numbers[0] > seq.max():
+            return present
+        indexes = np.searchsorted(numbers, seq)
         while True:  # once, unless a number occurs with several due times
             # For numbers after the last one, `indexes` is one too far. The comparison with `len` excludes these.
             in_range = np.minimum(indexes, len(numbers) - 1)

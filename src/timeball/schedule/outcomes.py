@@ -45,7 +45,7 @@ from timeball.schedule.locations import FEW
 # only the entry shows to be outdated.
 
 # Recent moves that are kept as Python objects before they are merged into the columns.
-RECENT_MAX = 16_384
+RECENT_MAX = 2_048
 
 # number, due_ms, version, until_ms. Sorted by number, each number once.
 Columns = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -71,13 +71,24 @@ class Moved:
 
     def add(self, rows: Iterable[tuple[int, int, int, int]]) -> None:
         """Store moves (due_ms, number, version, from_due_ms). The last move of a number replaces earlier ones."""
-        for due_ms, number, version, from_due_ms in rows:
-            entry = self._find(number)
-            # An old row may have any of the message's due times, so the entry is needed until the latest of them.
-            until_ms = max(due_ms, from_due_ms, -FAR_MS if entry is None else entry[2])
-            self._recent[number] = (due_ms, version, until_ms)
-            self._first_until_ms = min(self._first_until_ms, until_ms)
-        if len(self._recent) > RECENT_MAX:
+        moves = list(rows)
+        if not moves:
+            return
+        due_ms, numbers, versions, from_due_ms = zip(*moves, strict=True)
+        recent = self._recent
+        # An old row may have any of the message's due times, so the entry is needed until the latest of them.
+        until_ms = [
+            max(times) for times in zip(due_ms, from_due_ms, self._older_until_ms(numbers), strict=True)
+        ]
+        if not recent.keys().isdisjoint(numbers) or len(set(numbers)) < len(numbers):
+            for index, number in enumerate(numbers):
+                if (entry := recent.get(number)) is not None:
+                    until_ms[index] = max(until_ms[index], entry[2])
+                recent[number] = due_ms[index], versions[index], until_ms[index]
+        else:
+            recent.update(zip(numbers, zip(due_ms, versions, until_ms, strict=True), strict=True))
+        self._first_until_ms = min(self._first_until_ms, *until_ms)
+        if len(recent) > RECENT_MAX:
             self._merge()
 
     def newest(self, number: int) -> tuple[int, int] | None:
@@ -105,16 +116,17 @@ class Moved:
         )
 
     def newest_of(self, due_ms: Int64Array, number: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Find the current (due_ms, version) of many messages, given their numbers and first due times."""
+        """Find the current (due_ms, version) of many messages, given their numbers and first due times (any thread)."""
         due_ms, version = due_ms.copy(), number.copy()
-        numbers, *newest, _ = self._older
+        # In this order, because a merge replaces the columns first.
+        recent, (numbers, *newest, _) = self._recent, self._older
         if len(numbers):
             indexes = np.minimum(np.searchsorted(numbers, number), len(numbers) - 1)
             was_moved = numbers[indexes] == number
             due_ms[was_moved], version[was_moved] = (column[indexes[was_moved]] for column in newest)
-        for index, seq in enumerate(number.tolist()) if self._recent else ():
-            if seq in self._recent:
-                due_ms[index], version[index], _ = self._recent[seq]
+        for index, seq in enumerate(number.tolist()) if recent else ():
+            if (entry := recent.get(seq)) is not None:
+                due_ms[index], version[index], _ = entry
         return due_ms, version
 
     def forget_before(self, due_ms: int) -> None:
@@ -145,17 +157,36 @@ class Moved:
             return None
         return int(due_ms[index]), int(versions[index]), int(until_ms[index])
 
+    def _older_until_ms(self, numbers: Sequence[int]) -> list[int]:
+        """Find the latest due time of each number in the columns. -FAR_MS for a number that they do not contain."""
+        known, _, _, until_ms = self._older
+        if not len(known):
+            return [-FAR_MS] * len(numbers)
+        wanted = np.array(numbers, np.int64)
+        indexes = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        found: list[int] = np.where(known[indexes] == wanted, until_ms[indexes], -FAR_MS).tolist()
+        return found
+
     def _merge(self) -> None:
         """Merge the recent moves into the columns."""
         if not self._recent:
             return
-        recent_rows = [(number, *entry) for number, entry in self._recent.items()]
-        # The new entries come first, because `unique` takes the first of equal numbers.
-        rows = np.concatenate([np.array(recent_rows, dtype=np.int64), np.stack(self._older, axis=1)])
-        _, first_indexes = np.unique(rows[:, 0], return_index=True)
-        rows = rows[first_indexes]
+        numbers = np.fromiter(self._recent, np.int64, len(self._recent))
+        order = np.argsort(numbers)
+        rows = numbers[order], *np.array(list(self._recent.values()), np.int64)[order].T
+        # The columns are not sorted again: that would hold the event loop for longer than a copy.
+        known = self._older[0]
+        indexes = np.searchsorted(known, rows[0])
+        is_known = np.zeros(len(indexes), np.bool_)
+        inside = indexes < len(known)
+        is_known[inside] = known[indexes[inside]] == rows[0][inside]
+        merged = []
+        for older, recent in zip(self._older, rows, strict=True):
+            column = older.copy()
+            column[indexes[is_known]] = recent[is_known]
+            merged.append(np.insert(column, indexes[~is_known], recent[~is_known]))
         # In this order, so that another thread finds an entry in one of the two or in both, but never in neither.
-        self._older = (rows[:, 0].copy(), rows[:, 1].copy(), rows[:, 2].copy(), rows[:, 3].copy())
+        self._older = (merged[0], merged[1], merged[2], merged[3])
         self._recent = {}
 
 
