@@ -48,16 +48,19 @@ def opened(data: bytes) -> Identities:
 @given(
     st.lists(st.tuples(st.none() | st.integers(0, 1 << 60), TEXT, TEXT), min_size=1, max_size=14),
     st.lists(st.integers(0, 13), max_size=6),
+    st.sampled_from([1, 3, 32]),
 )
 def test_decoded_identities_equal_the_encoded_rows(
-    rows: list[tuple[int | None, str | None, str | None]], asked: list[int]
+    rows: list[tuple[int | None, str | None, str | None]], asked: list[int], many_rows: int
 ) -> None:
     numbers, ids, keys = zip(*rows, strict=True)
     table = table_rows([NOW_MS + n for n in range(len(rows))], number=numbers, unique_key=ids, keys=keys)
     result, right = opened(encode(table)), table.select(ID_COLUMNS).to_pylist()
     places = [place for place in asked if place < len(rows)]
     assert result.rows == len(rows)
-    assert result.rows_at(places) == [right[place] for place in places]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(identities, "MANY_ROWS", many_rows)
+        assert result.rows_at(places) == [right[place] for place in places]
     result.check()
     with pytest.raises(Corrupt, match="is needed"):
         result.rows_at([len(rows)])
