@@ -1,10 +1,10 @@
-"""The threads of a broker for blocking calls, and the signals that ask a process to end."""
+"""The threads of a broker for blocking calls, long work on the event loop, and the signals that end a process."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,10 @@ from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
+
+# Rows that a request may handle in one turn of the event loop: at 2 to 6 us each, 1 to 3 ms.
+SLICE_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,17 @@ class Threads:
 def in_thread(thread: Executor, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[R]:
     """Run a blocking call in one of the broker's threads."""
     return asyncio.get_running_loop().run_in_executor(thread, partial(call, *args, **kwargs))
+
+
+async def in_slices(rows: Sequence[T]) -> AsyncIterator[Sequence[T]]:
+    """Yield the rows in slices of SLICE_ROWS. Between two slices all other tasks of the event loop have their turn.
+
+    A request that names one key may concern a million messages. No other request may wait for more than a slice.
+    """
+    for begin in range(0, len(rows), SLICE_ROWS):
+        if begin:
+            await asyncio.sleep(0)
+        yield rows[begin : begin + SLICE_ROWS]
 
 
 # ---- stop signals --------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ VERDICTS = (
 )  # fmt: skip
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """The outcome of a cancel or a move. `at_ms`: when it happened, if known.
 
     cancelled           it will not be delivered

@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -490,7 +491,8 @@ def test_of_several_the_one_that_was_ended_now_comes_first_and_then_the_newest()
 
 def test_what_was_once_cancelled_is_not_told_beside_what_has_its_id_now() -> None:
     old, new, other = (
-        replace(candidate("a", seq), unique_key=key) for seq, key in ((1, "x"), (2, "x"), (3, "y"))
+        msgspec.structs.replace(candidate("a", seq), unique_key=key)
+        for seq, key in ((1, "x"), (2, "x"), (3, "y"))
     )
     told = {
         seq: Verdict("", "already_cancelled", seq, at_ms) for seq, at_ms in ((1, None), (2, None), (3, 9))

@@ -33,8 +33,8 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.revoking import reschedule
 from timeball.io.clock import ManualClock
+from timeball.io.threads import SLICE_ROWS
 from timeball.log import writer
 from timeball.log.reader import LogReader
 from timeball.log.recovery import open_log
@@ -294,7 +294,7 @@ async def test_what_came_at_another_instant_long_ago_was_not_cancelled(world: Wo
 
 @on_node()
 async def test_many_at_once_and_one_named_twice(world: World) -> None:
-    keys = await world.send("a", [FAR_MS] * (2 * reschedule.ROWS_AT_ONCE + 5))
+    keys = await world.send("a", [FAR_MS] * (2 * SLICE_ROWS + 5))
     asked = [*keys[::-1], keys[3], "nobody"]
     verdicts = await world.broker.reschedule(ids=asked, delay_ms=LATER_MS)
     assert [v.subject for v in verdicts] == asked

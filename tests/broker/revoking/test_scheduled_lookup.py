@@ -146,7 +146,7 @@ async def test_moves_and_ends_of_just_these(world: World) -> None:
     await world.advance(1_000)
     reader = world.broker.log.reader
     rows = scan(reader, {seqs[0], seqs[1], 1 << 40})
-    assert [(row["kind"], row["source_seq"]) for row in rows] == [
+    assert [(row.kind, row.number) for row in rows] == [
         (Kind.MOVED, seqs[1]), (Kind.MOVED, seqs[1]), (Kind.CANCEL, seqs[1]), (Kind.RELEASE, seqs[0]),
     ]  # fmt: skip
     assert scan(reader, {seqs[3]}) == []

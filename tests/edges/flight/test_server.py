@@ -10,14 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as flight
 import pytest
+from tests.loop_turns import LoopTurns
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import Timeball
 from timeball.edges.flight import codec
-from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge
+from timeball.edges.flight.server import ANSWERS_BYTES_MAX, MESSAGE_BYTES_MAX, FlightEdge, encode_answer
+from timeball.io.threads import SLICE_ROWS
 from timeball.model.errors import OverLimit, SetupError
 from timeball.model.message import READ_SCHEMA
-from timeball.model.wire import BODY_BYTES_MAX
+from timeball.model.wire import BODY_BYTES_MAX, Verdict
 
 
 def act(wire: flight.FlightClient, verb: str, body: bytes = b"{}", **options: Any) -> Any:
@@ -170,6 +172,24 @@ def test_the_bytes_of_unread_answers_are_limited(node: RunningNode, wire: flight
         node.run(give_back())
     assert get(wire, **ticket).num_rows == 1
     eventually(lambda: answers.held_bytes == 0, "what was sent counts no more")
+
+
+def test_a_long_answer_is_encoded_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, encode = LoopTurns(), codec.encode
+
+    def counted(answer: Any) -> bytes:
+        for _ in answer if isinstance(answer, list) else ():
+            turns.count()
+        return encode(answer)
+
+    monkeypatch.setattr(codec, "encode", counted)
+    for rows in (0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS):
+        answer = {"verdicts": [Verdict(f"[k{row}]", "cancelled", row, 5) for row in range(rows)]}
+        encoded, most = asyncio.run(turns.most(encode_answer(answer)))
+        assert encoded == encode(answer)
+        assert most <= SLICE_ROWS
+    for other in ({}, {"verdicts": [], "more": 1}, Verdict("k", "cancelled")):
+        assert asyncio.run(encode_answer(other)) == encode(other)
 
 
 def test_a_taken_port_is_a_setup_error(node: RunningNode, tmp_path: Path) -> None:

@@ -28,12 +28,13 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.revoking.scheduled_lookup import (
     Candidate,
+    LookupResult,
     LookUps,
     Names,
     due_version_columns,
     read_scheduled_rows,
 )
-from timeball.io.threads import Threads, in_thread
+from timeball.io.threads import Threads, in_slices, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
@@ -201,26 +202,22 @@ class Listing:
         # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=request.topic, may=self._policy.visible(caller))
         lookup = await self._look_ups.look_up(names)
-        begin, end = request.low, request.high
-        candidates = sorted(
-            (
-                c
-                for c in lookup.candidates
-                if c.number not in lookup.settled and begin <= (c.due_ms, c.seq) < end
-            ),
-            key=lambda c: (c.due_ms, c.seq),
+        candidates = await self._look_ups.work_through(
+            lookup, _due_between, lookup, request.low, request.high
         )
+        pending = list[Candidate]()
         # Checked after the lookup on the event loop, because a release that has begun may have no row in the log yet.
-        are_pending = (
-            self._scheduling.outcomes.waits(*due_version_columns(candidates)).tolist() if candidates else []
-        )
-        candidates = [c for c, is_pending in zip(candidates, are_pending, strict=True) if is_pending]
-        chosen = candidates[: request.rows]
+        async for part in in_slices(candidates):
+            are_pending = self._scheduling.outcomes.waits(*due_version_columns(part)).tolist()
+            pending += [c for c, is_pending in zip(part, are_pending, strict=True) if is_pending]
+            if len(pending) > request.rows:
+                break
+        chosen = pending[: request.rows]
         messages = await in_thread(
             self._threads.files, self._read_candidates, chosen, self._campaign_ranges()
         )
         # The lookup finds all messages with the key, so there is a next page only if it has more candidates.
-        is_last = len(candidates) == len(chosen)
+        is_last = len(pending) == len(chosen)
         return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
     def _read_candidates(self, chosen: list[Candidate], ranges: CampaignRanges) -> list[Waiting]:
@@ -237,6 +234,16 @@ class Listing:
             )
             for c, name in zip(chosen, names, strict=True) if c.seq in by_seq
         ]  # fmt: skip
+
+
+def _due_between(lookup: LookupResult, begin: tuple[int, int], end: tuple[int, int]) -> list[Candidate]:
+    """Select the messages that had not ended with begin <= (due_ms, seq) < end, in this order."""
+    candidates = [
+        c for c in lookup.candidates if c.number not in lookup.settled and begin <= (c.due_ms, c.seq) < end
+    ]
+    # Unlike `sort`, numpy does not hold the interpreter.
+    due_ms, seq = due_version_columns(candidates)
+    return [candidates[index] for index in np.lexsort((seq, due_ms)).tolist()]
 
 
 class Shown:

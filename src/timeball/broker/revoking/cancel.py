@@ -13,6 +13,9 @@ The schedule decides the race with the due time and with other requests. It does
 which rows are appended to the log. A message whose release has begun cannot be cancelled, and a cancelled message is
 not released. There is no third case (G7).
 
+A name may stand for any number of messages. They are settled in slices (`in_slices`), each in one step, so that other
+requests and releases do not wait. All slices are durable before the answer.
+
 If another request settled the scheduled message first, the lookup is repeated once that request's row is durable. A
 scheduled message that was moved meanwhile is tried at its new due time. Each repetition means that another request made
 progress. The answer was true at some time between call and answer. All verdicts name a scheduled message by its number,
@@ -21,16 +24,17 @@ which never changes.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.registry.drains import Drains
@@ -46,18 +50,22 @@ from timeball.broker.revoking.scheduled_lookup import (
     due_version_columns,
 )
 from timeball.io.clock import SchedulerClock
-from timeball.io.threads import in_thread
+from timeball.io.threads import SLICE_ROWS, in_slices, in_thread
 from timeball.log.reader import LogReader
+from timeball.model import limits
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, NotFound
-from timeball.model.message import CANCELLED_BY, LogRow, encode_properties
+from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, encode_properties
 from timeball.model.rows import cancel_row
 from timeball.model.wire import HANDED, Verdict
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler
 
-# Settles the candidates that are still pending, durably. Returns the verdicts of these candidates, by number.
-Act = Callable[[list[Candidate]], Awaitable[dict[int, Verdict]]]
+# Settles the candidates that are still pending, durably, and adds their verdicts, by number.
+Act = Callable[[Sequence[Candidate], dict[int, Verdict]], Awaitable[None]]
+# Slices of CANCEL rows that wait for the disk at the same time.
+SLICES_IN_FLIGHT_MAX = 16
+FEW_ROWS = 64  # for more rows, columns cost less
 
 
 async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
@@ -74,53 +82,76 @@ async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
 
 async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
     lookup = await look_ups.look_up(names)
+    verdicts, remaining = await look_ups.work_through(lookup, _divide, lookup)
+    while remaining:
+        # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.
+        await act(remaining, verdicts)
+        unsettled: list[Candidate] = []
+        async for candidates in in_slices(remaining):
+            unsettled += [candidate for candidate in candidates if candidate.number not in verdicts]
+        remaining = await recheck_unsettled(look_ups, unsettled, verdicts)
+    return await look_ups.work_through(lookup, _finish, names.subjects, lookup, verdicts)
+
+
+def _divide(lookup: LookupResult) -> tuple[dict[int, Verdict], list[Candidate]]:
+    """Make the verdicts of the messages that are settled already, by number, and list the other messages once."""
     verdicts = {number: Verdict("", end.verdict, number, end.at_ms) for number, end in lookup.settled.items()}
     # By number: a message may be found by its id and by its key, but is settled once.
     remaining = {
         candidate.number: candidate for candidate in lookup.candidates if candidate.number not in verdicts
     }
-    while remaining:
-        # `act` decides in one step on the event loop. So a message without a verdict was settled or moved by another
-        # request.
-        settled_now = await act(list(remaining.values()))
-        verdicts |= settled_now
-        remaining = await recheck_unsettled(
-            look_ups,
-            [candidate for candidate in remaining.values() if candidate.number not in settled_now],
-            verdicts,
-        )
-    return list_verdicts(names.subjects, lookup, verdicts)
+    return verdicts, list(remaining.values())
+
+
+def _finish(
+    subjects: Sequence[str], lookup: LookupResult, verdict_by_number: dict[int, Verdict]
+) -> list[Verdict]:
+    """List the verdicts, and free everything else part by part: freeing a million objects holds the interpreter."""
+    verdicts = list_verdicts(subjects, lookup, verdict_by_number)
+    while lookup.candidates:
+        del lookup.candidates[-SLICE_ROWS:]
+    while verdict_by_number:
+        verdict_by_number.popitem()
+    return verdicts
 
 
 async def cancel(
     appender: Appender,
-    candidates: list[Candidate],
+    candidates: Sequence[Candidate],
+    verdicts: dict[int, Verdict],
     *,
     by: str = "",
     clock: SchedulerClock,
     redeliveries: Redeliveries,
     scheduler: Scheduler,
     rates: Rates,
-) -> dict[int, Verdict]:
-    """Cancel those candidates that are pending, durably (an `Act`). Other candidates have no verdict in the result.
+) -> None:
+    """Cancel those candidates that are pending, durably (an `Act`). The others get no verdict.
 
     `by`: the account that requests the cancel. The CANCEL rows name it.
     """
-    now_ms = clock.now_ms()
-    pending = [
-        c
-        for c, is_pending in zip(
-            candidates, cancel_pending(candidates, scheduler=scheduler).tolist(), strict=True
-        )
-        if is_pending
-    ]
-    if pending:
+    commits: deque[asyncio.Future[int]] = deque()
+    # A request that is interrupted has cancelled its first slices, and may be repeated.
+    async for part in in_slices(candidates):
+        now_ms = clock.now_ms()
+        was_pending = cancel_pending(part, scheduler=scheduler).tolist()
+        pending = [c for c, is_pending in zip(part, was_pending, strict=True) if is_pending]
+        if not pending:
+            continue
         # An operator may name a retry topic. Its scheduled messages are counted.
         redeliveries.end(np.array([c.number for c in pending], dtype=np.int64))
         # No await since the decision: the CANCEL rows stand in the log before any later release.
-        await appender.append_few(cancel_rows(pending, now_ms, by))
+        commits.append(
+            appender.append_few(cancel_rows(pending, now_ms, by))
+            if len(pending) <= FEW_ROWS
+            else appender.append(cancel_columns(pending, now_ms, by)).durable
+        )
         rates.add_each(Stat.CANCELLED_NUMS, (candidate.topic for candidate in pending))
-    return {c.number: Verdict("", "cancelled", c.number, now_ms) for c in pending}
+        verdicts.update((c.number, Verdict("", "cancelled", c.number, now_ms)) for c in pending)
+        if len(commits) > SLICES_IN_FLIGHT_MAX:
+            await commits.popleft()
+    for durable in commits:
+        await durable
 
 
 def cancel_pending(candidates: Sequence[Candidate], *, scheduler: Scheduler) -> npt.NDArray[np.bool_]:
@@ -143,6 +174,26 @@ def cancel_rows(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> list[
     ]  # fmt: skip
 
 
+def cancel_columns(chosen: Sequence[Candidate], now_ms: int, by: str = "") -> pa.RecordBatch:
+    """Build the rows of `cancel_rows` as columns of LOG_SCHEMA."""
+    due_ms, version = due_version_columns(chosen)
+    number = np.array([c.number for c in chosen], dtype=np.int64)
+    return build_rows(
+        len(chosen),
+        kind=int(Kind.CANCEL),
+        queue_id=-1,
+        store_ms=now_ms,
+        source_seq=number,
+        version_seq=pa.array(version, mask=version == number),
+        properties=encode_properties({CANCELLED_BY: by}) if by else None,
+        due_ms=due_ms,
+        **{
+            name: [getattr(c, name) for c in chosen]
+            for name in ("topic", "keys", "unique_key", "accepted_ms")
+        },
+    )
+
+
 def list_verdicts(
     subjects: Iterable[str], lookup: LookupResult, verdict_by_number: dict[int, Verdict]
 ) -> list[Verdict]:
@@ -153,34 +204,40 @@ def list_verdicts(
     by_subject: dict[str, list[Candidate]] = defaultdict(list)
     for candidate in lookup.candidates:
         by_subject[candidate.subject].append(candidate)
-    result, verdict_by_number = [], dict(verdict_by_number)
+    result = list[Verdict]()
+    cancelled_numbers = set[int]()  # of this request, and listed already
     for subject in subjects:
-        subject_verdicts = []
+        settled_now, settled_before = list[Verdict](), list[Verdict]()
         for candidate in by_subject.get(subject, []):
-            verdict = verdict_by_number[candidate.number]
-            if not _is_superseded(candidate, verdict, by_subject[subject]):
-                subject_verdicts.append(msgspec.structs.replace(verdict, subject=subject))
-            if (
-                verdict.verdict == "cancelled"
-            ):  # for a message named twice, the second verdict is `already_cancelled`
-                verdict_by_number[candidate.number] = msgspec.structs.replace(verdict, verdict=CANCELLED)
-        subject_verdicts.sort(
-            key=lambda verdict: (verdict.verdict not in ("cancelled", "rescheduled"), -(verdict.seq or 0))
-        )
-        if not subject_verdicts:
-            # Every name gets a verdict, even if it has no scheduled message.
-            subject_verdicts = [_missing_verdict(subject, lookup)]
-        result += subject_verdicts
+            known = verdict_by_number[candidate.number]
+            # For a message named twice, the second verdict is `already_cancelled`.
+            verdict = CANCELLED if candidate.number in cancelled_numbers else known.verdict
+            if _is_superseded(candidate, verdict, known.at_ms, by_subject[subject]):
+                continue
+            if verdict == "cancelled":
+                cancelled_numbers.add(candidate.number)
+            listed = settled_now if verdict in ("cancelled", "rescheduled") else settled_before
+            listed.append(Verdict(subject, verdict, known.seq, known.at_ms, known.due_ms))
+        # Every name gets a verdict, even if it has no scheduled message.
+        result += [*_newest_first(settled_now), *_newest_first(settled_before)] or [
+            _missing_verdict(subject, lookup)
+        ]
     return result
 
 
-def _is_superseded(candidate: Candidate, verdict: Verdict, others: list[Candidate]) -> bool:
+def _newest_first(verdicts: list[Verdict]) -> list[Verdict]:
+    if len(verdicts) < 2:
+        return verdicts
+    # Unlike `sort`, numpy does not hold the interpreter.
+    numbers = np.fromiter((verdict.seq or 0 for verdict in verdicts), np.int64, len(verdicts))
+    return [verdicts[index] for index in np.argsort(-numbers, kind="stable").tolist()]
+
+
+def _is_superseded(
+    candidate: Candidate, verdict: str, at_ms: int | None, others: Sequence[Candidate]
+) -> bool:
     """Check whether a later message has the same id, while the end of this one is known only vaguely (no time)."""
-    if (
-        verdict.verdict not in (CANCELLED, "expired")
-        or verdict.at_ms is not None
-        or candidate.unique_key is None
-    ):
+    if verdict not in (CANCELLED, "expired") or at_ms is not None or candidate.unique_key is None:
         return False
     # The producer used the id again. The caller means the later message.
     return any(
@@ -195,25 +252,29 @@ def _missing_verdict(subject: str, lookup: LookupResult) -> Verdict:
 
 async def recheck_unsettled(
     look_ups: LookUps, unsettled: Sequence[Candidate], verdicts: dict[int, Verdict]
-) -> dict[int, Candidate]:
+) -> list[Candidate]:
     """Look up again the messages that `act` did not settle, and add the verdicts of other requests to `verdicts`.
 
-    The result contains, by number, the messages that moved meanwhile: the caller tries them again.
+    The result contains the messages that moved meanwhile: the caller tries them again.
     """
     if not unsettled:
-        return {}
+        return []
     # Each was settled since the lookup, and its row may not be durable yet. After the flush a lookup finds the row.
     await look_ups.writer.flushed()
-    lookup = await look_ups.look_up(Names(seqs=[candidate.number for candidate in unsettled]), thorough=True)
-    current_by_number, remaining = {candidate.number: candidate for candidate in lookup.candidates}, {}
-    for before in unsettled:
-        now, end = current_by_number.get(before.number), lookup.settled.get(before.number)
-        if end is not None:
-            verdicts[before.number] = Verdict("", end.verdict, before.number, end.at_ms)
-        elif now is not None and (now.seq, now.at_seq) != (before.seq, before.at_seq):
-            remaining[before.number] = now  # it was moved, or retention removed the row with its body
-        else:
-            verdicts[before.number] = _remembered_verdict(look_ups.outcomes, before)
+    remaining = list[Candidate]()
+    for begin in range(0, len(unsettled), limits.CANCELS_PER_REQUEST_MAX):
+        part = unsettled[begin : begin + limits.CANCELS_PER_REQUEST_MAX]
+        lookup = await look_ups.look_up(Names(seqs=[candidate.number for candidate in part]), thorough=True)
+        current_by_number = {candidate.number: candidate for candidate in lookup.candidates}
+        async for candidates in in_slices(part):
+            for before in candidates:
+                now, end = current_by_number.get(before.number), lookup.settled.get(before.number)
+                if end is not None:
+                    verdicts[before.number] = Verdict("", end.verdict, before.number, end.at_ms)
+                elif now is not None and (now.seq, now.at_seq) != (before.seq, before.at_seq):
+                    remaining.append(now)  # it was moved, or retention removed the row with its body
+                else:
+                    verdicts[before.number] = _remembered_verdict(look_ups.outcomes, before)
     return remaining
 
 

@@ -28,7 +28,7 @@ from timeball.broker.revoking.scheduled_lookup import (
     due_version_columns,
     is_on_its_way_back,
 )
-from timeball.io.threads import Threads, in_thread
+from timeball.io.threads import Threads, in_slices, in_thread
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog
@@ -38,6 +38,7 @@ from timeball.model.key_hash import hash_text
 from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
 from timeball.model.wire import Content, MessagePlace, Verdict
 from timeball.schedule.hour_log import HourLog
+from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.key_index import TableKeys
 
@@ -81,14 +82,15 @@ async def find_message(
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
 
-    async def pending_verdicts(found: list[Candidate]) -> dict[int, Verdict]:
+    async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
         # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides which
         # messages are pending.
-        are_pending = scheduling.outcomes.waits(*scheduled_lookup.due_version_columns(found)).tolist()
-        candidates = [
-            candidate for candidate, is_pending in zip(found, are_pending, strict=True) if is_pending
-        ]
+        candidates = await pending_ones(scheduling.outcomes, found)
         topics.update({candidate.number: candidate.topic for candidate in candidates})
+        verdicts.update(
+            (candidate.number, Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms))
+            for candidate in candidates
+        )
         # The content needs a permission that the state does not need.
         readable = [candidate for candidate in candidates if may_read(candidate.topic)]
         contents.update(
@@ -101,12 +103,8 @@ async def find_message(
                 file_keys=file_keys,
             )
         )
-        return {
-            candidate.number: Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms)
-            for candidate in candidates
-        }
 
-    verdicts = await settle(look_ups, names, pending_verdicts)
+    verdicts = await settle(look_ups, names, add_pending)
     # Read after the verdicts: a message that was released meanwhile is then found as a visible row.
     rows_by_kind = await in_thread(
         threads.reader, _read_log, names, may_read, reader=log.reader, key_index=log.key_index
@@ -130,6 +128,15 @@ async def find_message(
                 by=cancel_properties.get(CANCELLED_BY), reason=cancel_properties.get(CANCEL_REASON),
             )  # fmt: skip
     return [places[number] for number in sorted(places, reverse=True)]
+
+
+async def pending_ones(outcomes: Outcomes, found: Sequence[Candidate]) -> list[Candidate]:
+    """Select the messages that are pending, in slices."""
+    pending = list[Candidate]()
+    async for part in in_slices(found):
+        are_pending = outcomes.waits(*due_version_columns(part)).tolist()
+        pending += [candidate for candidate, is_pending in zip(part, are_pending, strict=True) if is_pending]
+    return pending
 
 
 def _read_contents(
@@ -223,18 +230,14 @@ async def _states(
     # Before the verdicts, because the verdict of a settled message does not contain its due time.
     due_ms = {candidate.number: candidate.due_ms for candidate in (await look_ups.look_up(names)).candidates}
 
-    async def pending_verdicts(candidates: list[Candidate]) -> dict[int, Verdict]:
+    async def add_pending(candidates: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
         # The message may have been rescheduled since the first lookup.
         due_ms.update({candidate.number: candidate.due_ms for candidate in candidates})
-        are_pending = outcomes.waits(*due_version_columns(candidates)).tolist()
-        return {
-            candidate.number: Verdict("", WAITING, candidate.number)
-            for candidate, is_pending in zip(candidates, are_pending, strict=True)
-            if is_pending
-        }
+        pending = await pending_ones(outcomes, candidates)
+        verdicts.update((c.number, Verdict("", WAITING, c.number)) for c in pending)
 
     # There is one verdict for each number, in order.
-    verdicts = map_verdicts(await settle(look_ups, names, pending_verdicts))
+    verdicts = map_verdicts(await settle(look_ups, names, add_pending))
     return [
         SentState(_STATES.get(verdict.verdict, verdict.verdict), due_ms.get(number))
         for number, verdict in zip(numbers, verdicts, strict=True)

@@ -11,11 +11,16 @@ its scheduled message is pending. The properties of an earlier delay (a level, a
 longer apply.
 
 If a send would refuse the due time, the disk is full, or a slot of the wheel is full, nothing changes. Many scheduled
-messages are moved in several frames. A call that fails in between has moved the first ones, and may be repeated.
+messages are moved in slices. A call that fails in between has moved the first ones, and may be repeated. The next slice
+is read while the last ones are written. A slice ends at SLICE_ROWS messages, so that other requests do not wait, or
+when its bodies have SLICE_BYTES.
 """
 
 from __future__ import annotations
 
+import asyncio
+import re
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -31,7 +36,8 @@ from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.cancel import cancel_pending, settle
 from timeball.broker.revoking.scheduled_lookup import Candidate, LookUps, Names
 from timeball.io.clock import SchedulerClock
-from timeball.io.threads import in_thread
+from timeball.io.threads import SLICE_ROWS, in_thread
+from timeball.log.reader import LogReader
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
 from timeball.model.config import Settings
@@ -41,10 +47,15 @@ from timeball.model.wire import Verdict
 from timeball.schedule.levels import REAL_QUEUE
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
+from timeball.table.file_keys import FileSet
 from timeball.table.key_index import TableKeys
 
 REASON = "rescheduled"
-ROWS_AT_ONCE = 64  # bodies in memory: at most 256 MiB
+READ_ROWS = (
+    64  # rows of the log read at once, because their sizes are not known before: at most 256 MiB of bodies
+)
+SLICE_BYTES = 4 * 1024 * 1024  # a slice ends with the read that reaches this size
+SLICES_IN_FLIGHT_MAX = 1  # slices that wait for the disk while the next one is read
 
 
 async def reschedule(
@@ -108,7 +119,8 @@ def _check_due_ms(
 async def _move(
     appender: Appender,
     new_due_ms: int,
-    candidates: list[Candidate],
+    candidates: Sequence[Candidate],
+    verdicts: dict[int, Verdict],
     *,
     is_duration: bool,
     settings: Settings,
@@ -118,32 +130,57 @@ async def _move(
     file_keys: TableKeys,
     file_thread: Executor,
     rates: Rates,
-) -> dict[int, Verdict]:
-    """Move those candidates that are pending, durably, in frames of at most ROWS_AT_ONCE messages (an `Act`)."""
-    verdicts: dict[int, Verdict] = {}
-    for begin in range(0, len(candidates), ROWS_AT_ONCE):
-        # Keyed by version, because the rows read below contain the version (`seq`).
-        by_version = {candidate.seq: candidate for candidate in candidates[begin : begin + ROWS_AT_ONCE]}
+) -> None:
+    """Move those candidates that are pending, durably (an `Act`). The others get no verdict."""
+    commits: deque[asyncio.Future[int]] = deque()
+    begin = 0
+    while begin < len(candidates):
+        part = candidates[begin : begin + SLICE_ROWS]
         # Read before the decision, because reading may fail or wait, and nothing after the decision may.
-        rows = await in_thread(
-            file_thread, scheduled_lookup.read_scheduled_rows,
-            log.reader, file_keys, scheduling.hour_log.pending.live, list(by_version.values()),
-        )  # fmt: skip
+        rows, read_count = await in_thread(
+            file_thread, _read_slice, log.reader, file_keys, scheduling.hour_log.pending.live, part
+        )
+        begin += read_count
+        # Keyed by version, because the rows contain the version (`seq`).
+        by_version = {candidate.seq: candidate for candidate in part[:read_count]}
         for frame in split_into_frames(rows) if rows.num_rows else ():
-            verdicts |= await _move_frame(
+            durable = _move_frame(
                 appender, new_due_ms, frame, [by_version[seq] for seq in frame.column("seq").to_pylist()],
-                is_duration=is_duration,
+                verdicts, is_duration=is_duration,
                 settings=settings, clock=clock, writer=log.writer, scheduler=scheduling.scheduler,
                 outcomes=scheduling.outcomes, rates=rates,
             )  # fmt: skip
-    return verdicts
+            if durable is not None:
+                commits.append(durable)
+        while len(commits) > SLICES_IN_FLIGHT_MAX:
+            await commits.popleft()
+    for durable in commits:
+        await durable
 
 
-async def _move_frame(
+def _read_slice(
+    reader: LogReader, file_keys: TableKeys, live_files: FileSet, candidates: Sequence[Candidate]
+) -> tuple[pa.RecordBatch, int]:
+    """Read the rows of the first candidates, up to SLICE_BYTES (file thread). Returns how many candidates these are."""
+    batches, count, size_bytes = [], 0, 0
+    while count < len(candidates) and size_bytes < SLICE_BYTES:
+        part = candidates[count : count + READ_ROWS]
+        # A file is read by row groups of thousands of rows of any size, so all rows in files are read at once.
+        if all(candidate.at_seq is None for candidate in candidates[count:]):
+            part = candidates[count:]
+        rows = scheduled_lookup.read_scheduled_rows(reader, file_keys, live_files, part)
+        count += len(part)
+        size_bytes += rows.nbytes
+        batches.append(rows)
+    return pa.concat_batches(batches), count
+
+
+def _move_frame(
     appender: Appender,
     due_ms: int,
     rows: pa.RecordBatch,
-    candidates: list[Candidate],
+    candidates: Sequence[Candidate],
+    verdicts: dict[int, Verdict],
     *,
     is_duration: bool,
     settings: Settings,
@@ -152,8 +189,11 @@ async def _move_frame(
     scheduler: Scheduler,
     outcomes: Outcomes,
     rates: Rates,
-) -> dict[int, Verdict]:
-    """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame."""
+) -> asyncio.Future[int] | None:
+    """Move the pending messages among `rows` (READ_SCHEMA, parallel to `candidates`) in one frame.
+
+    The future is done when they are durable. None if no message is pending.
+    """
     writer.check_admission()
     now_ms = clock.now_ms()
     due_ms = max(due_ms, now_ms)  # a past due time becomes now, so that the release does not count as late
@@ -169,7 +209,7 @@ async def _move_frame(
         candidate for candidate, is_moved in zip(candidates, was_pending.tolist(), strict=True) if is_moved
     ]
     if not moved:
-        return {}
+        return None
     # After `cancel_pending` the append must not fail or wait, so every check that may refuse runs before it.
     first_seq = writer.next_seq
     # The MOVED row is the message's new version.
@@ -177,26 +217,26 @@ async def _move_frame(
         (due_ms, candidate.number, first_seq + index, candidate.due_ms)
         for index, candidate in enumerate(moved)
     ]
-    moved_mask = pa.array(was_pending)
+    if not was_pending.all():  # else bodies would be copied
+        moved_mask = pa.array(was_pending)
+        scheduled_rows, rows = scheduled_rows.filter(moved_mask), rows.filter(moved_mask)
     appended = appender.append(
-        as_moved_rows(scheduled_rows.filter(moved_mask), rows.filter(moved_mask)), lambda: outcomes.moved.add(moves),
-        is_duration=is_duration,
-    )  # fmt: skip
-    await appended.durable
+        as_moved_rows(scheduled_rows, rows), lambda: outcomes.moved.add(moves), is_duration=is_duration
+    )
     rates.add_each(Stat.RESCHEDULED_NUMS, (candidate.topic for candidate in moved))
-    return {candidate.number: Verdict("", REASON, candidate.number, now_ms, due_ms) for candidate in moved}
+    verdicts.update((c.number, Verdict("", REASON, c.number, now_ms, due_ms)) for c in moved)
+    return appended.durable
 
 
 def moved_scheduled_rows(
     rows: pa.RecordBatch, topics: Sequence[str], *, due_ms: int, now_ms: int, host: str
 ) -> pa.RecordBatch:
     """Build LOG_SCHEMA rows of these READ_SCHEMA messages with another due time. `topics`: the real topic of each."""
-    row_count = rows.num_rows
-    row_properties = [decode_properties(text or "") for text in rows.column("properties").to_pylist()]
+    row_count, row_properties = rows.num_rows, rows.column("properties").to_pylist()
     in_level_queue = np.asarray(rows.column("queue_offset").is_valid())  # of a delay level
     # A message of a delay level leaves the level's queue. Its properties contain its real topic and queue.
     queues = [
-        int(properties[REAL_QUEUE]) if is_in_level else queue_id
+        int(decode_properties(properties)[REAL_QUEUE]) if is_in_level else queue_id
         for properties, is_in_level, queue_id in zip(
             row_properties, in_level_queue.tolist(), rows.column("queue_id").to_pylist(), strict=True
         )
@@ -222,7 +262,12 @@ def moved_scheduled_rows(
     )
 
 
-def _without_spent(properties: dict[str, str]) -> str | None:
-    # Properties of an earlier delay must not take effect again (consuming/retry.py).
-    remaining = {name: value for name, value in properties.items() if name not in SPENT}
+_HAS_SPENT = re.compile("|".join(map(re.escape, SPENT))).search
+
+
+def _without_spent(properties: str | None) -> str | None:
+    # Properties of an earlier delay must not take effect again (consuming/retry.py). Most messages have none of them.
+    if not properties or not _HAS_SPENT(properties):
+        return properties or None
+    remaining = {name: value for name, value in decode_properties(properties).items() if name not in SPENT}
     return encode_properties(remaining) if remaining else None

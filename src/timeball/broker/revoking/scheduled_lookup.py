@@ -10,8 +10,9 @@ number ends the message.
 Copies that return to a consumer (topics %RETRY% and %DLQ%) are left out unless the caller names their topic. They carry
 their producer's id and keys, but the producer's message has been delivered, and a cancel of a copy would lose it.
 
-Log and files are searched in a separate thread, so that no release waits for a search. Consumers wait only while the
-keys of the log are searched. A search uses the list of files from its beginning. So a scheduled message that compaction
+Log and files are searched in a separate thread, which also collects the results. So no release waits for a search,
+even if a key has a million messages. Consumers wait only while the keys of the log are searched. A search uses the list
+of files from its beginning. So a scheduled message that compaction
 moves meanwhile from the log to a file, or between files, is still found. A search is repeated if retention has removed
 some of its input (`LookUps`).
 """
@@ -20,19 +21,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
-from enum import Enum
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from timeball.broker.accepting.ingress import AsyncBatcher
 from timeball.broker.accepting.waiters import Gate
 from timeball.broker.revoking.drain_rows import has_drain_mark
-from timeball.io.threads import in_thread
+from timeball.io.threads import SLICE_ROWS, in_thread
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
 from timeball.log.writer import LogWriter
@@ -56,6 +58,8 @@ COLUMNS = [
 ]  # fmt: skip
 # The kinds of rows that end a scheduled message.
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
+# Rows of the log that become Python values at once, in about 1 ms. This holds the interpreter, so the event loop waits.
+VALUES_ROWS = 512
 CANCELLED, RELEASED = "already_cancelled", "released"
 
 
@@ -89,8 +93,7 @@ class Names:
         return [*self.ids, *self.keys, *map(str, self.seqs)]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """A scheduled message that matches a name of the caller.
 
     `due_ms` and `seq` identify it in the schedule. `at_seq`: the row of the log that now contains it, if there is one.
@@ -133,16 +136,40 @@ def is_on_its_way_back(topic: str) -> bool:
     return topic.startswith((RETRY_PREFIX, DLQ_PREFIX))
 
 
-class NameKind(Enum):
+class NameKind(IntEnum):
     """The kinds of names by which a caller can ask for a scheduled message."""
 
     ID, KEY, SEQ = range(3)
 
 
-class Search:
-    """One search for several callers.
+Name = tuple[NameKind, str]
 
-    Call `search` (lookup thread). Then, for each caller: scan the log for the numbers in `missing` (`scan`),
+
+class FoundRow(NamedTuple):
+    """A row of the log or of a file that accepts, moves or ends a scheduled message.
+
+    `version`: the row that set the due time. `at_seq`: the row of the log that contains the message, if this one does.
+    """
+
+    kind: int  # of a row in a file: SCHEDULED
+    number: int
+    version: int
+    due_ms: int
+    topic: str
+    unique_key: str | None
+    keys: str | None
+    accepted_ms: int | None
+    store_ms: int  # 0 for a row in a file
+    is_level: bool  # it is in the queue of a delay level
+    in_table: bool
+    at_seq: int | None
+    properties: str | None
+
+
+class Search:
+    """One search for several callers, in the lookup thread.
+
+    Call `search`. Then, for each caller: scan the log for the numbers in `missing` (`scan`, in another thread),
     pass the rows to `add_rows`, and call `result`.
     """
 
@@ -157,11 +184,11 @@ class Search:
     ) -> None:
         self._reader, self._key_index, self._moved = reader, key_index, moved
         self._file_keys, self._live_files = file_keys, live_files
-        self._ids = {name for names in callers for name in names.ids}
-        self._keys = {name for names in callers for name in names.keys}
+        self._ids: dict[str, Name] = {name: (NameKind.ID, name) for names in callers for name in names.ids}
+        self._keys: dict[str, Name] = {name: (NameKind.KEY, name) for names in callers for name in names.keys}
         self._seqs = {seq for names in callers for seq in names.seqs}
         # By (kind, name), then by number. The kind is needed because one caller's id may be another caller's key.
-        self._candidates: dict[tuple[NameKind, str], dict[int, Candidate]] = defaultdict(dict)
+        self._candidates: dict[Name, dict[int, Candidate]] = defaultdict(dict)
         self._settled: dict[int, End] = {}  # by number
         self._maybe_expired: set[int] = set()  # requested numbers without a row so far
 
@@ -176,19 +203,20 @@ class Search:
         self._search_log(hashes)
         if len(hashes):
             # Different texts may have the same hash, so `_matching_names` compares the texts.
-            for row in self._file_keys.find_keys(self._live_files, hashes):
+            for row in rows_in_files(self._file_keys.find_keys(self._live_files, hashes)):
                 for name in self._matching_names(row):
-                    self._add_from_file(name, row)
+                    self._add(name, row)
 
     def _search_numbers(self) -> None:
         """Search the files, then the log, for the requested numbers."""
         number_by_version = self._numbers_by_version()
-        for row in self._file_keys.find_seqs(
+        identities = self._file_keys.find_seqs(
             self._live_files, np.array(list(number_by_version), dtype=np.int64)
-        ).to_pylist():
+        )
+        for row in rows_in_files(identities.to_pylist()):
             # The caller may have named the seq of a MOVED row, which is a version of another message.
-            if _number_in_table(row) == number_by_version[row["seq"]]:
-                self._add_from_file((NameKind.SEQ, str(number_by_version[row["seq"]])), row)
+            if row.number == number_by_version[row.version]:
+                self._add((NameKind.SEQ, str(row.number)), row)
         for version, number in self._numbers_by_version().items():
             if (
                 not self._add_if_in_log(version, number)
@@ -205,16 +233,17 @@ class Search:
         } - {None}
         # One lookup for all names, because each lookup searches the index of every sealed segment.
         seqs = self._key_index.find_rows(
-            np.concatenate([hashes, hash_text(pa.array(candidate_ids - self._ids, pa.string()))])
+            np.concatenate([hashes, hash_text(pa.array(candidate_ids - self._ids.keys(), pa.string()))])
             if candidate_ids
             else hashes
         )
         # Usually there are none, because compaction has moved most pending messages from the log to the table.
-        for row in self._reader.read_rows(seqs).select(COLUMNS).to_pylist() if len(seqs) else ():
-            for name in self._matching_names(row):
-                self._add_from_log(name, row)
-            self._record_end(row)
-            self._record_move(row)
+        for begin in range(0, len(seqs), VALUES_ROWS):
+            for row in rows_in_log(self._reader.read_rows(seqs[begin : begin + VALUES_ROWS], COLUMNS[1:])):
+                for name in self._matching_names(row):
+                    self._add(name, row)
+                self._record_end(row)
+                self._record_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
         """Find the numbers for which the log must be scanned.
@@ -222,42 +251,48 @@ class Search:
         `thorough`: include found messages without an id, because no index leads to the rows that ended them.
         """
         maybe_expired = self._maybe_expired.intersection(names.seqs)
+        if not thorough:
+            return maybe_expired
         return maybe_expired | {
-            found.number for found in self._candidates_for(names) if thorough and found.unique_key is None
+            found.number for found in self._candidates_for(names) if found.unique_key is None
         }
 
-    def add_rows(self, rows: list[dict[str, Any]]) -> None:
+    def add_rows(self, rows: Sequence[FoundRow]) -> None:
         """Add the rows that a scan of the log found for the numbers in `missing`."""
         for row in rows:
             self._record_end(row)
             self._record_move(row)
-            if row["source_seq"] in self._maybe_expired:
-                self._add_from_log((NameKind.SEQ, str(row["source_seq"])), row)
+            if row.number in self._maybe_expired:
+                self._add((NameKind.SEQ, str(row.number)), row)
 
     def result(self, names: Names) -> LookupResult:
         """Collect the scheduled messages with one caller's names, at their newest versions."""
-        candidates = [self._at_newest_version(found) for found in self._candidates_for(names)]
+        candidates = self._at_newest_versions(self._candidates_for(names))
         found_numbers = {found.number for found in candidates}
         # These numbers were given out, but are in neither log nor table. Their end is no longer known ("expired").
         maybe_expired = self._maybe_expired.intersection(names.seqs) - found_numbers
         expired_numbers = {str(seq): seq for seq in maybe_expired if seq < self._reader.first_seq}
         # Without a topic, copies that return to a consumer are hidden: they carry the id of a delivered message.
-        if names.topic is not None:
-            candidates = [found for found in candidates if found.topic == names.topic]
-        else:
-            requested_numbers = {str(seq) for seq in names.seqs}
-            candidates = [
-                found
-                for found in candidates
-                if found.subject in requested_numbers or not is_on_its_way_back(found.topic)
-            ]
+        requested_numbers = {str(seq) for seq in names.seqs} if names.topic is None else set()
+        topics = {found.topic for found in candidates}
         if names.may is not None:
-            candidates = [found for found in candidates if names.may(found.topic)]
-        return LookupResult(candidates, self._settled, expired_numbers)
+            topics = {topic for topic in topics if names.may(topic)}
+        shown = {
+            topic
+            for topic in topics
+            if (not is_on_its_way_back(topic) if names.topic is None else topic == names.topic)
+        }
+        candidates = [
+            found
+            for found in candidates
+            if found.topic in shown or (found.topic in topics and found.subject in requested_numbers)
+        ]
+        # A copy, because the search may have another caller, for whom it goes on.
+        return LookupResult(candidates, dict(self._settled), expired_numbers)
 
     def _candidates_for(self, names: Names) -> list[Candidate]:
         """List the candidates for a caller's names: each message once per name that finds it."""
-        requested = [
+        requested: list[Name] = [
             *((NameKind.ID, name) for name in names.ids),
             *((NameKind.KEY, name) for name in names.keys),
             *((NameKind.SEQ, str(seq)) for seq in names.seqs),
@@ -269,15 +304,21 @@ class Search:
         }
         return list(unique.values())
 
-    def _at_newest_version(self, candidate: Candidate) -> Candidate:
-        """Update a candidate to its newest version. A file may still contain an older version."""
-        moved_to = self._moved.newest(candidate.number)
-        if moved_to is None or moved_to[1] <= candidate.seq:
-            return candidate
-        due_ms, version = moved_to
-        # Moved since the search: the MOVED row can be read, unless retention has removed it.
-        at_seq = version if version >= self._reader.first_seq else None
-        return replace(candidate, due_ms=due_ms, seq=version, in_table=False, at_seq=at_seq)
+    def _at_newest_versions(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Update candidates to their newest versions. A file may still contain an older version."""
+        for begin in range(0, len(candidates), VALUES_ROWS):
+            part = candidates[begin : begin + VALUES_ROWS]
+            numbers = np.array([found.number for found in part], np.int64)
+            due_ms, versions = self._moved.newest_of(due_version_columns(part)[0], numbers)
+            for index in np.flatnonzero(versions != numbers).tolist():
+                found, version = part[index], int(versions[index])
+                if version > found.seq:
+                    # Moved since the search: the MOVED row can be read, unless retention has removed it.
+                    at_seq = version if version >= self._reader.first_seq else None
+                    candidates[begin + index] = msgspec.structs.replace(
+                        found, due_ms=int(due_ms[index]), seq=version, in_table=False, at_seq=at_seq
+                    )
+        return candidates
 
     # -- by number ---------------------------------------------------------------------------------------------
 
@@ -298,95 +339,93 @@ class Search:
             return False
         is_in_log = False
         for rows in self._reader.rows(version, version + 1):
-            for row in rows.select(COLUMNS).to_pylist():
-                # A half message is not enough: later rows decide whether it became a scheduled message.
-                is_in_log = row["kind"] != Kind.SCHEDULED or row["due_ms"] is not None
-                if row["kind"] in KINDS and _number_in_log(row) == number:
-                    self._add_from_log((NameKind.SEQ, str(number)), row)
+            # A half message is not enough: later rows decide whether it became a scheduled message.
+            is_in_log = rows.column("kind")[0].as_py() != Kind.SCHEDULED or rows.column("due_ms")[0].is_valid
+            for row in rows_in_log(rows.select(COLUMNS)):
+                if row.kind in KINDS and row.number == number:
+                    self._add((NameKind.SEQ, str(number)), row)
         return is_in_log
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
-    def _add_from_log(self, name: tuple[NameKind, str], row: dict[str, Any]) -> None:
-        """Add the message that a row of the log accepts, moves or ends. Half messages (no due time) are ignored."""
-        if row["due_ms"] is None:
-            return
-        if row["kind"] in KINDS:
-            accepted_ms = row["store_ms"] if row["kind"] == Kind.SCHEDULED else row["accepted_ms"]
-            self._add(name, row, _number_in_log(row), _version_of(row), accepted_ms, at_seq=row["seq"])
-        elif row["kind"] in SETTLING:
-            # Retention may have removed the scheduled message itself, or it was never in the log (bulk).
-            self._add(name, row, row["source_seq"], _version_of(row), row["accepted_ms"])
-
-    def _add_from_file(self, name: tuple[NameKind, str], row: dict[str, Any]) -> None:
-        self._add(name, row, _number_in_table(row), row["seq"], row["accepted_ms"], in_table=True)
-
-    def _add(
-        self,
-        name: tuple[NameKind, str],
-        row: dict[str, Any],
-        number: int,
-        version: int,
-        accepted_ms: int | None,
-        *,
-        in_table: bool = False,
-        at_seq: int | None = None,
-    ) -> None:
+    def _add(self, name: Name, row: FoundRow) -> None:
         """Add a message under a name. Its newest version wins, and for the same version the last row of the log."""
         by_number = self._candidates[name]
-        known = by_number.get(number)
-        if known is not None and known.seq > version:
-            return
-        if known is not None and known.seq == version:
-            by_number[number] = replace(
-                known, in_table=known.in_table or in_table, at_seq=known.at_seq if at_seq is None else at_seq
+        known = by_number.get(row.number)
+        if known is None or known.seq < row.version:
+            # The CANCEL row must name the topic of the message, not that of the level.
+            topic = decode_properties(row.properties or "")[REAL_TOPIC] if row.is_level else row.topic
+            by_number[row.number] = Candidate(
+                name[1], row.number, row.version, row.due_ms, topic, row.unique_key, row.keys,
+                row.accepted_ms or 0, row.is_level, row.in_table, row.at_seq,
+            )  # fmt: skip
+        elif known.seq == row.version:
+            by_number[row.number] = msgspec.structs.replace(
+                known,
+                in_table=known.in_table or row.in_table,
+                at_seq=known.at_seq if row.at_seq is None else row.at_seq,
             )
-            return
-        # Only scheduled messages of delay levels have a position in a queue.
-        is_level = row.get("kind") in KINDS and row["queue_offset"] is not None
-        # The CANCEL row must name the topic of the message, not that of the level.
-        topic = decode_properties(row["properties"])[REAL_TOPIC] if is_level else row["topic"]
-        by_number[number] = Candidate(
-            name[1], number, version, row["due_ms"], topic, row["unique_key"], row["keys"], accepted_ms or 0,
-            is_level, in_table, at_seq,
-        )  # fmt: skip
 
-    def _record_end(self, row: dict[str, Any]) -> None:
-        if row["kind"] in SETTLING and row["due_ms"] is not None:
-            verdict = RELEASED if row["kind"] == Kind.RELEASE else CANCELLED
+    def _record_end(self, row: FoundRow) -> None:
+        if row.kind in SETTLING:
+            verdict = RELEASED if row.kind == Kind.RELEASE else CANCELLED
             # A drain also ends messages with CANCEL rows. The properties of these rows name the receiving group.
-            if verdict == CANCELLED and has_drain_mark(row["properties"]):
+            if verdict == CANCELLED and has_drain_mark(row.properties):
                 verdict = HANDED
-            self._settled[row["source_seq"]] = End(verdict, row["store_ms"])
+            self._settled[row.number] = End(verdict, row.store_ms)
 
-    def _record_move(self, row: dict[str, Any]) -> None:
+    def _record_move(self, row: FoundRow) -> None:
         """Add a MOVED row as a version of a message that was requested and found by its number."""
-        name = NameKind.SEQ, str(row["source_seq"])
-        if row["kind"] == Kind.MOVED and row["source_seq"] in self._candidates.get(name, ()):
-            self._add_from_log(name, row)
+        if row.kind == Kind.MOVED:
+            name = NameKind.SEQ, str(row.number)
+            if row.number in self._candidates.get(name, ()):
+                self._add(name, row)
 
-    def _matching_names(self, row: dict[str, Any]) -> list[tuple[NameKind, str]]:
+    def _matching_names(self, row: FoundRow) -> list[Name]:
         """List the requested ids and keys that a row carries."""
-        names = [(NameKind.ID, row["unique_key"])] if row["unique_key"] in self._ids else []
-        if row["keys"] is not None and self._keys:
-            names += [(NameKind.KEY, key) for key in self._keys.intersection(row["keys"].split(" "))]
+        names = [self._ids[row.unique_key]] if row.unique_key in self._ids else []
+        if row.keys in self._keys:  # it has this key alone
+            names.append(self._keys[row.keys])
+        elif row.keys is not None and self._keys:
+            names += [self._keys[key] for key in self._keys.keys() & row.keys.split(" ")]
         return names
 
 
-def _number_in_log(row: dict[str, Any]) -> int:
-    return int(row["source_seq"] if row["kind"] == Kind.MOVED else row["seq"])
+def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
+    """Yield the rows of the log (`COLUMNS`) that accept, move or end scheduled messages. Half messages are left out."""
+    for (
+        seq, kind, topic, queue_offset, unique_key, keys, due_ms, store_ms, accepted_ms, source_seq, version_seq,
+        from_due_ms, properties,
+    ) in zip(*(column.to_pylist() for column in rows.columns), strict=True):  # fmt: skip
+        if due_ms is None:
+            continue
+        number = source_seq
+        # The first row and a reschedule set a due time, so they are versions themselves. Other rows name a version.
+        version = seq if from_due_ms is not None else source_seq if version_seq is None else version_seq
+        if kind == Kind.SCHEDULED:
+            number, version, accepted_ms = seq, seq, store_ms
+        if kind in KINDS:
+            # Only scheduled messages of delay levels have a position in a queue.
+            is_level, at_seq = queue_offset is not None, seq
+        elif kind in SETTLING:
+            # Retention may have removed the scheduled message itself, or it was never in the log (bulk).
+            is_level, at_seq = False, None
+        else:
+            continue
+        yield FoundRow(
+            kind, number, version, due_ms, topic, unique_key, keys, accepted_ms, store_ms, is_level, False,
+            at_seq, properties,
+        )  # fmt: skip
 
 
-def _number_in_table(row: dict[str, Any]) -> int:
-    return int(row["seq"] if row["number"] is None else row["number"])
-
-
-def _version_of(row: dict[str, Any]) -> int:
-    """Find the version that a row of the log sets, writes again or ends."""
-    # The first row and a reschedule set a due time, so they are versions themselves. Other rows name a version.
-    if row["kind"] == Kind.SCHEDULED or row["from_due_ms"] is not None:
-        return int(row["seq"])
-    return int(row["source_seq"] if row["version_seq"] is None else row["version_seq"])
+def rows_in_files(identities: Iterable[dict[str, Any]]) -> Iterator[FoundRow]:
+    """Yield rows of files (ID_SCHEMA)."""
+    for row in identities:
+        version, number = row["seq"], row["number"]
+        yield FoundRow(
+            Kind.SCHEDULED, version if number is None else number, version, row["due_ms"], row["topic"],
+            row["unique_key"], row["keys"], row["accepted_ms"], 0, False, True, None, None,
+        )  # fmt: skip
 
 
 def read_scheduled_rows(
@@ -424,6 +463,25 @@ def due_version_columns(candidates: Sequence[Candidate]) -> tuple[Int64Array, In
 # thread runs one search at a time. The result for each caller depends only on that caller's names (`Search.result`).
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Question(NamedTuple):
+    """The names of one caller. `thorough`: as for `LookUps.look_up`."""
+
+    names: Names
+    thorough: bool
+
+
+class Found(NamedTuple):
+    """The numbers for which the log must be scanned, with the search that goes on then, or else the result."""
+
+    search: Search | None
+    missing: set[int]
+    result: LookupResult  # empty if numbers are missing
+
+
 class LookUps:
     """The lookups of one broker. Belongs to the event loop."""
 
@@ -444,7 +502,7 @@ class LookUps:
         self._reader, self._key_index, self._hour_log = reader, key_index, hour_log
         self._file_keys = file_keys
         self._lookup_thread = lookup_thread
-        self._batcher: AsyncBatcher[Names, Search] = AsyncBatcher(
+        self._batcher: AsyncBatcher[Question, Found] = AsyncBatcher(
             self._search_together, limits.CANCELS_PER_REQUEST_MAX
         )
 
@@ -454,33 +512,43 @@ class LookUps:
         `thorough`: also find the end of messages without an id, which needs a scan of the log. Raise Corrupt if a file
         that may contain one of the messages cannot be read.
         """
-        search = await self._batcher.put(names, rows=len(names.subjects))
-        missing = search.missing(names, thorough=thorough)
-        if missing:
-            search.add_rows(await asyncio.to_thread(scan, self._reader, missing))
-        return search.result(names)
+        search, missing, result = await self._batcher.put(
+            Question(names, thorough), rows=len(names.ids) + len(names.keys) + len(names.seqs)
+        )
+        if search is None:
+            return result
+        rows = await asyncio.to_thread(scan, self._reader, missing)
+        # In the lookup thread again, because other callers may have the same search.
+        return await in_thread(self._lookup_thread, _result_with, search, names, rows)
 
-    async def _search_together(self, callers: Sequence[Names]) -> list[Search | TimeballError]:
-        """Run one search for several callers. The result has a search or an error for each caller, in order."""
+    async def work_through(
+        self, lookup: LookupResult, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call a function that walks through this result and changes nothing, in the lookup thread if it is long."""
+        if len(lookup.candidates) <= SLICE_ROWS:  # a switch to another thread and back costs more
+            return call(*args, **kwargs)
+        return await in_thread(self._lookup_thread, call, *args, **kwargs)
+
+    async def _search_together(self, questions: Sequence[Question]) -> list[Found | TimeballError]:
+        """Run one search for several callers. The result has what was found or an error for each caller, in order."""
         try:
-            search = await self._search(callers)
+            return [*await self._search(questions)]
         except (Corrupt, NotFound) as error:
-            if len(callers) == 1:
+            if len(questions) == 1:
                 return [error]
             # One caller needs a file that cannot be read. The others must not fail, so each one searches separately.
-            return [result for names in callers for result in await self._search_together([names])]
-        return [search] * len(callers)
+            return [result for question in questions for result in await self._search_together([question])]
 
-    async def _search(self, callers: Sequence[Names]) -> Search:
+    async def _search(self, questions: Sequence[Question]) -> list[Found]:
         """Search log and files. Repeat the search if retention removed segments or files meanwhile."""
         while True:
             first_seq, live_files = self._reader.first_seq, self._hour_log.pending.live
-            search = Search(
-                self._reader, self._key_index, self._file_keys, live_files, self.outcomes.moved, callers
-            )
             try:
-                # One call for log and files, because a switch to another thread and back costs as much as the search.
-                await in_thread(self._lookup_thread, search.search)
+                # One call for all, because a switch to another thread and back costs as much as the search.
+                found = await in_thread(
+                    self._lookup_thread, _search_for, self._reader, self._key_index, self._file_keys, live_files,
+                    self.outcomes.moved, questions,
+                )  # fmt: skip
             except NotFound:
                 if self._hour_log.pending.live is live_files:
                     raise  # a file of the table is missing
@@ -489,7 +557,36 @@ class LookUps:
                     raise
             else:
                 if self._reader.first_seq == first_seq:
-                    return search
+                    return found
+
+
+def _search_for(
+    reader: LogReader,
+    key_index: KeyIndex,
+    file_keys: TableKeys,
+    live_files: FileSet,
+    moved: Moved,
+    questions: Sequence[Question],
+) -> list[Found]:
+    """Search log and files, and collect what each caller is told (lookup thread)."""
+    # Created here, so that its objects are freed here: a million of them would hold the event loop for a while.
+    search = Search(
+        reader, key_index, file_keys, live_files, moved, [question.names for question in questions]
+    )
+    search.search()
+    found = []
+    for names, thorough in questions:
+        missing = search.missing(names, thorough=thorough)
+        found.append(
+            Found(search, missing, LookupResult()) if missing else Found(None, missing, search.result(names))
+        )
+    return found
+
+
+def _result_with(search: Search, names: Names, rows: Sequence[FoundRow]) -> LookupResult:
+    """Add the rows of a scan, and collect the result (lookup thread)."""
+    search.add_rows(rows)
+    return search.result(names)
 
 
 # ---- scan of the log by number -------------------------------------------------------------------------------
@@ -501,11 +598,8 @@ class LookUps:
 _BATCH_ROWS = 65_536
 
 
-def scan(reader: LogReader, numbers: set[int]) -> list[dict[str, Any]]:
-    """Read the MOVED, RELEASE and CANCEL rows of the scheduled messages with these numbers, in log order (any thread).
-
-    Rows have the columns `COLUMNS`.
-    """
+def scan(reader: LogReader, numbers: set[int]) -> list[FoundRow]:
+    """Read the MOVED, RELEASE and CANCEL rows of the messages with these numbers, in log order (any thread)."""
     while True:
         begin_seq = max(reader.first_seq, min(numbers))
         try:
@@ -516,11 +610,13 @@ def scan(reader: LogReader, numbers: set[int]) -> list[dict[str, Any]]:
             # Retention has removed the segment since `first_seq` was read, so the scan begins at the new one.
 
 
-def _scan(reader: LogReader, numbers: list[int], begin_seq: int) -> list[dict[str, Any]]:
-    matches = []
+def _scan(reader: LogReader, numbers: list[int], begin_seq: int) -> list[FoundRow]:
+    matches = list[FoundRow]()
     for rows in reader.coalesced(begin_seq, reader.next_seq, (*SETTLING, Kind.MOVED), _BATCH_ROWS, COLUMNS):
         # Vectorized and without bodies, because a scan may read days of log.
         is_match = np.isin(rows.column("source_seq").fill_null(-1).to_numpy(), numbers)
         if is_match.any():
-            matches += rows.filter(pa.array(is_match)).to_pylist()
+            matching = rows.filter(pa.array(is_match))
+            for begin in range(0, matching.num_rows, VALUES_ROWS):
+                matches += rows_in_log(matching.slice(begin, VALUES_ROWS))
     return matches

@@ -1,0 +1,229 @@
+"""A request for one key with many messages: slices of it, and turns of the event loop for everybody else in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.broker.on_node import batch, on_node
+from tests.broker.revoking.test_cancel import candidate
+from tests.crash.scenarios import FAR_MS
+from tests.crash.world import SECOND_MS, World
+from tests.loop_turns import LoopTurns
+
+from timeball.broker.revoking import cancel, reschedule
+from timeball.io import threads
+from timeball.io.threads import SLICE_ROWS, in_slices
+from timeball.log.row_encoder import rows_of
+from timeball.model.message import Int64Array
+from timeball.schedule.outcomes import Outcomes
+from timeball.schedule.scheduler import Scheduler
+
+SLICES = 4
+ROWS = (SLICES - 1) * SLICE_ROWS + 7
+SOON_MS = 2 * SECOND_MS
+
+Request = Callable[[World], Awaitable[Any]]
+
+
+async def send_many(world: World, due_ms: int, rows: int = ROWS) -> list[int]:
+    """Send messages with one key, and return their numbers."""
+    names = {"unique_key": [f"m{row}" for row in range(rows)], "keys": ["campaign"] * rows}
+    sent = await world.broker.send(batch(rows, due_ms=[due_ms] * rows, **names))
+    return list(range(sent.first_seq, sent.first_seq + rows))
+
+
+def note_slices(monkeypatch: pytest.MonkeyPatch, method: str, note: Callable[[int], None]) -> None:
+    """Call `note` with the number of messages of each decision."""
+    decide = getattr(Outcomes, method)
+
+    def noted(self: Outcomes, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+        note(len(seq))
+        return decide(self, due_ms, seq)
+
+    monkeypatch.setattr(Outcomes, method, noted)
+
+
+async def cancel_all(world: World) -> list[str]:
+    return [verdict.verdict for verdict in await world.broker.cancel(keys=["campaign"])]
+
+
+async def move_all(world: World) -> list[str]:
+    moved = await world.broker.reschedule(keys=["campaign"], delay_ms=2 * FAR_MS)
+    return [verdict.verdict for verdict in moved]
+
+
+async def in_log(world: World) -> None:
+    pass
+
+
+async def in_files(world: World) -> None:
+    await world.compact()
+
+
+# ---- how much is decided in one turn --------------------------------------------------------------------------
+
+
+async def busiest_turn(world: World, request: Request, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
+    """Return the answer, and how many messages the busiest turn of the loop settled."""
+    turns = LoopTurns()
+
+    def note(rows: int) -> None:
+        for _ in range(rows):
+            turns.count()
+
+    note_slices(monkeypatch, "cancel", note)
+    return await turns.most(request(world))
+
+
+@pytest.mark.parametrize("place", [in_log, in_files])
+@pytest.mark.parametrize(("request_all", "verdict"), [(cancel_all, "cancelled"), (move_all, "rescheduled")])
+def test_no_turn_of_the_loop_settles_more_than_a_slice(
+    place: Request, request_all: Request, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @on_node()
+    async def work(world: World) -> None:
+        await send_many(world, world.clock.wall + FAR_MS)
+        await place(world)
+        verdicts, most = await busiest_turn(world, request_all, monkeypatch)
+        assert verdicts == [verdict] * ROWS
+        assert 0 < most <= SLICE_ROWS
+
+    work()
+
+
+def test_a_request_that_settles_all_at_once_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "SLICE_ROWS", 1 << 30)
+
+    @on_node()
+    async def work(world: World) -> None:
+        await send_many(world, world.clock.wall + FAR_MS)
+        _, most = await busiest_turn(world, cancel_all, monkeypatch)
+        assert most == ROWS
+
+    work()
+
+
+@pytest.mark.parametrize("request_all", [cancel_all, move_all])
+def test_other_tasks_have_their_turn_between_two_slices(
+    request_all: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @on_node()
+    async def work(world: World) -> None:
+        await send_many(world, world.clock.wall + FAR_MS)
+        turns = [0]
+        turns_at_slices: list[int] = []
+        note_slices(monkeypatch, "cancel", lambda rows: turns_at_slices.append(turns[0]))
+
+        async def somebody() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.ensure_future(somebody())
+        await request_all(world)
+        other.cancel()
+        assert len(turns_at_slices) >= SLICES
+        assert all(np.diff(turns_at_slices) > 0), turns_at_slices
+
+    work()
+
+
+def test_slices_contain_all_rows_in_order() -> None:
+    async def sliced(rows: int) -> list[int]:
+        parts = [list(part) async for part in in_slices(range(rows))]
+        assert all(0 < len(part) <= SLICE_ROWS for part in parts)
+        return [row for part in parts for row in part]
+
+    for rows in (0, 1, SLICE_ROWS, SLICE_ROWS + 1, 3 * SLICE_ROWS):
+        assert asyncio.run(sliced(rows)) == list(range(rows))
+
+
+# ---- what happens between two slices ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_all", [cancel_all, move_all])
+def test_what_is_due_between_two_slices_is_released_and_not_settled(
+    request_all: Request, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each message is either settled or delivered, and the verdict says which."""
+
+    @on_node()
+    async def work(world: World) -> None:
+        await send_many(world, world.clock.wall + SOON_MS)
+        decide, decided = Scheduler.cancel, list[int]()
+
+        def due_after_the_first(self: Scheduler, due_ms: Int64Array, seq: Int64Array) -> np.ndarray:
+            was_pending = decide(self, due_ms, seq)
+            decided.append(int(was_pending.sum()))
+            if len(decided) == 1:
+                world.clock.advance(SOON_MS)
+                world.broker.ticker.wake()
+            return was_pending
+
+        monkeypatch.setattr(Scheduler, "cancel", due_after_the_first)
+        verdicts = await request_all(world)
+        settled, released = sum(decided), verdicts.count("released")
+        assert decided[0] == SLICE_ROWS
+        assert settled + released == ROWS and released > 0
+        assert len(verdicts) - released == settled
+        await world.advance(SECOND_MS)  # not as far as the new due time
+        delivered = [row.key for row in (await world.outcome()).rows]
+        assert len(delivered) == len(set(delivered)) == released
+
+    work()
+
+
+@on_node()
+async def test_two_requests_for_the_same_messages_settle_each_once(world: World) -> None:
+    await send_many(world, world.clock.wall + FAR_MS)
+    first, second = await asyncio.gather(cancel_all(world), cancel_all(world))
+    assert sorted(first + second) == ["already_cancelled"] * ROWS + ["cancelled"] * ROWS
+    await world.advance(2 * FAR_MS)
+    assert not (await world.outcome()).rows
+
+
+@on_node()
+async def test_a_request_that_is_interrupted_has_settled_its_first_slices(world: World) -> None:
+    await send_many(world, world.clock.wall + FAR_MS)
+    before = world.broker.scheduling.outcomes.waiting_rows
+    task = asyncio.ensure_future(cancel_all(world))
+    await world.until(
+        lambda: world.broker.scheduling.outcomes.waiting_rows < before, "the first slice is cancelled"
+    )
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert set(await cancel_all(world)) <= {"cancelled", "already_cancelled"}
+    await world.restart()
+    assert set(await cancel_all(world)) == {"already_cancelled"}
+    await world.advance(2 * FAR_MS)
+    assert not (await world.outcome()).rows
+
+
+# ---- bodies of a move ----------------------------------------------------------------------------------------
+
+
+def test_a_slice_of_a_move_ends_with_the_read_that_reaches_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reschedule, "SLICE_BYTES", 64 * 1024)
+    slices: list[int] = []
+    note_slices(monkeypatch, "cancel", slices.append)
+
+    @on_node()
+    async def work(world: World) -> None:
+        rows, due_ms = 3 * reschedule.READ_ROWS, world.clock.wall + FAR_MS
+        columns = {"body": [b"x" * 2_048] * rows, "keys": ["campaign"] * rows}
+        await world.broker.send(batch(rows, due_ms=[due_ms] * rows, **columns))
+        assert await move_all(world) == ["rescheduled"] * rows
+        assert slices == [reschedule.READ_ROWS] * 3
+
+    work()
+
+
+def test_columns_and_values_make_the_same_cancel_rows() -> None:
+    chosen = [candidate("a", 3), candidate("b", 9)]
+    for by in ("", "alice"):
+        values = rows_of(cancel.cancel_rows(chosen, 50, by))
+        assert cancel.cancel_columns(chosen, 50, by).equals(values)
