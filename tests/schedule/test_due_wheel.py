@@ -51,12 +51,15 @@ class WheelMachine(RuleBasedStateMachine):
         arrivals_max=st.sampled_from([1, 8, 4_096]),
         few_max=st.sampled_from([1, 8, 4_096]),
         of_slot_max=st.sampled_from([1, 8, 4_096]),
+        small_bytes=st.sampled_from([1, 3_000, 1 << 20]),
     )
-    def open(self, arrivals_max: int, few_max: int, of_slot_max: int) -> None:
+    def open(self, arrivals_max: int, few_max: int, of_slot_max: int, small_bytes: int) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(wheel_module, "ARRIVALS_MAX", arrivals_max)
         self.patch.setattr(wheel_module, "HEAP_ROWS_MAX", few_max)
         self.patch.setattr(wheel_module, "HEAP_ROWS_OF_SLOT_MAX", of_slot_max)
+        self.patch.setattr(wheel_module, "SMALL_RUN_BYTES", small_bytes)
+        self.patch.setattr(wheel_module, "ARRIVAL_BYTES_MAX", 2 * small_bytes)
         self.wheel = DueWheel()
         self.waiting: list[Pair] = []
         self.gone: list[Pair] = []
@@ -89,13 +92,23 @@ class WheelMachine(RuleBasedStateMachine):
     def add_run(self, first: list[int], second: list[int]) -> None:
         self.wheel.add_run(Run.from_batches([self._new(first), self._new(second)]))
 
-    @rule(before_ms=st.integers(0, 5_001), limit=st.sampled_from([1, 2, 7, 1_000]))
-    def take(self, before_ms: int, limit: int) -> None:
+    @rule(
+        before_ms=st.integers(0, 5_001),
+        limit=st.sampled_from([1, 2, 7, 1_000]),
+        bytes_max=st.sampled_from([1, 9, 40, wheel_module.UNLIMITED_BYTES]),
+    )
+    def take(self, before_ms: int, limit: int, bytes_max: int) -> None:
         wanted = [pair for pair in self.waiting if pair[0] < before_ms][:limit]
-        run = self.wheel.take_due(before_ms, limit)
+        run = self.wheel.take_due(before_ms, limit, bytes_max)
         if run is None:
             assert wanted == []
             return
+        if bytes_max < wheel_module.UNLIMITED_BYTES:
+            # A part of them, which is not empty and not too large.
+            wanted = wanted[: len(run.due)]
+            body_bytes = sum(len(f"{due} {seq}") for due, seq in wanted)
+            assert len(wanted) == 1 or 0 < body_bytes <= bytes_max
+            assert run.body_bytes == body_bytes
         assert list(zip(run.due.tolist(), run.seq.tolist(), strict=True)) == wanted
         assert run.original_due_ms.tolist() == [due for due, _ in wanted]
         batch = read_batch(run.rows)
@@ -242,3 +255,69 @@ def test_empty_batch_leaves_the_wheel_empty() -> None:
     assert len(wheel) == 0
     assert wheel.first_due_ms == FAR_MS
     assert wheel.take_due(FAR_MS, 10) is None
+
+
+# ---- large bodies ---------------------------------------------------------------------------------------------
+
+
+def large_rows(count: int, first_seq: int, body_bytes: int, due_ms: int = 0) -> pa.RecordBatch:
+    columns = {"topic": "t", "body": [b"x" * body_bytes] * count, "store_ms": 0, "due_ms": due_ms}
+    return with_seq(build_rows(count, kind=int(Kind.SCHEDULED), **columns), first_seq)
+
+
+def hand_outs(wheel: DueWheel, bytes_max: int, limit: int = 1_000) -> list[list[int]]:
+    taken = list[list[int]]()
+    while (run := wheel.take_due(SLOT_MS * 10, limit, bytes_max)) is not None:
+        taken.append(run.seq.tolist())
+    return taken
+
+
+@pytest.mark.parametrize("batches", [[12], [1] * 12, [5, 7], [4, 1, 4, 3]])
+def test_a_hand_out_ends_before_its_bodies_are_too_large(batches: list[int]) -> None:
+    wheel, seq = DueWheel(), 1
+    for count in batches:
+        wheel.add(large_rows(count, seq, 1_000_000))
+        seq += count
+    assert hand_outs(wheel, 4_000_000) == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert len(wheel) == wheel.size_bytes == 0
+
+
+def test_a_body_larger_than_a_hand_out_is_a_hand_out_of_its_own() -> None:
+    wheel = DueWheel()
+    for first_seq, body_bytes in ((1, 10), (2, 5_000), (3, 5_000), (4, 10), (5, 10)):
+        wheel.add(large_rows(1, first_seq, body_bytes))
+    assert hand_outs(wheel, 1_000) == [[1], [2], [3], [4, 5]]
+
+
+def test_a_hand_out_of_several_slots_is_limited_as_a_whole() -> None:
+    wheel = DueWheel()
+    for slot in range(4):
+        wheel.add(large_rows(2, 1 + 2 * slot, 400, slot * SLOT_MS))
+    assert hand_outs(wheel, 1_000) == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+def test_a_small_row_does_not_pass_a_large_one_that_has_stayed_behind() -> None:
+    """Neither between the heap and the columns, nor between two runs."""
+    wheel = DueWheel()
+    wheel.add(large_rows(1, 6, 1_000))
+    for first_seq, body_bytes in ((1, 500), (3, 900), (5, 10)):
+        wheel.add(as_values(large_rows(1, first_seq, body_bytes)))
+    for first_seq, body_bytes in ((2, 100), (4, 10)):
+        wheel.add(large_rows(1, first_seq, body_bytes))
+    assert hand_outs(wheel, 1_000) == [[1, 2], [3, 4, 5], [6]]
+
+
+def test_large_bodies_are_not_copied_before_they_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    concat = pa.concat_batches
+
+    def counted(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+        joined.append(sum(batch.nbytes for batch in batches))
+        return concat(batches)
+
+    monkeypatch.setattr(wheel_module.pa, "concat_batches", counted)
+    wheel, count = DueWheel(), 2 * wheel_module.RUNS_MAX
+    for index in range(count):
+        wheel.add(large_rows(4, 1 + 4 * index, wheel_module.SMALL_RUN_BYTES // 4))
+    assert [len(seqs) for seqs in hand_outs(wheel, wheel_module.SMALL_RUN_BYTES)] == [4] * count
+    assert joined == []

@@ -79,6 +79,9 @@ REQUEST_BYTES_MAX = FRAME_BYTES_MAX // 2
 # Bytes that are accepted but not on disk yet. Above this, sends are refused with OverLimit.
 APPEND_BYTES_IN_FLIGHT_MAX = 512 * 1024 * 1024
 RELEASE_ROWS_IN_FLIGHT_MAX = 524_288  # released but not on disk yet
+# Bodies of one hand-out: the first message of a burst is visible when this is on disk. One body always fits.
+RELEASE_BYTES_MAX = BODY_BYTES_MAX
+RELEASE_BYTES_IN_FLIGHT_MAX = 2 * RELEASE_BYTES_MAX  # one on its way to the disk, and the next one
 PULL_ROWS_MAX = 65_536
 PULL_BYTES_MAX = 64 * 1024 * 1024
 PULL_WAIT_MS_MAX = 60_000

@@ -10,6 +10,9 @@ Messages that arrive a few at a time stay in the Arrow message of their commit, 
 columns, each step for one message would cost as much as for a thousand. They become columns when they are due together
 with columns. If the heap is very large, further messages are stored as columns.
 
+Large bodies are not copied: a batch with many bytes is a run of its own, and only small runs are merged. A hand-out
+ends after some bytes of bodies, so that the first message of a burst does not wait until all others are on disk.
+
 A slot never rounds a due time. Rows keep their due time in ms, and the slot only selects the runs to search. So the
 precision does not depend on the width of a slot.
 
@@ -33,13 +36,17 @@ from timeball.model import limits
 from timeball.model.message import READ_SCHEMA, Int64Array, int64
 from timeball.schedule.due_index import FAR_MS
 from timeball.schedule.locations import with_column
-from timeball.table.data_file import search
+from timeball.table.data_file import Position, search
 
 # A wider slot means more merges, a narrower one more slots. Deliveries do not depend on it (see the module docstring).
 SLOT_MS = limits.SECOND_MS
 ARRIVALS_MAX = 4_096  # rows collected before they are sorted into their slots
 # Batches collected. Each takes about 10 KB of objects, with one row or with a thousand.
 ARRIVAL_BATCHES_MAX = 256
+ARRIVAL_BYTES_MAX = 4 * 1024 * 1024  # sorting them copies them, at about 1 ms per 2 MiB
+# A run with fewer bytes and fewer than ARRIVALS_MAX rows is small: it may be merged with others, which copies it.
+SMALL_RUN_BYTES = 512 * 1024
+UNLIMITED_BYTES = 1 << 62
 HEAP_ROWS_MAX = 65_536  # rows in the heap, of about 200 bytes each besides their messages
 # Rows of one slot in the heap. For more rows, which may all be due at one time, columns cost less.
 HEAP_ROWS_OF_SLOT_MAX = 12_288
@@ -48,7 +55,7 @@ RUNS_MAX = 24
 OPEN_RUNS_MAX = 4  # the same for a slot from which rows have already been handed out
 
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
-_DUE_MS = READ_SCHEMA.get_field_index("due_ms")
+_BODY, _DUE_MS = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("due_ms")
 _END = struct.Struct("<i")
 
 
@@ -131,6 +138,11 @@ class Run:
         )
 
     @property
+    def body_bytes(self) -> int:
+        """The total bytes of all bodies."""
+        return _text_bytes(self.rows.column(_BODY))
+
+    @property
     def last_original_due_ms(self) -> int:
         """The latest original due time."""
         return int(self.original_due_ms.max())
@@ -156,6 +168,7 @@ class ValuesRun:
     due: Int64Array
     seq: Int64Array
     rows: NumberedRows
+    body_bytes: int = 0  # approximate, and 0 after `filtered`
 
     @property
     def original_due_ms(self) -> Int64Array:
@@ -184,9 +197,9 @@ class DueWheel:
         # Invariant: a slot is in the heap exactly once, for as long as `_slots` contains it.
         self._used: list[int] = []  # a heap of the slot numbers in `_slots`
         self._latest_slot = -FAR_MS  # the latest slot from which rows have been handed out
-        # Batches that are not sorted into slots yet, their row count and their earliest due time.
+        # Batches that are not sorted into slots yet, their row count, their bytes and their earliest due time.
         self._arrivals: list[pa.RecordBatch] = []
-        self._arrival_rows = 0
+        self._arrival_rows = self._arrival_bytes = 0
         self._arrivals_first_ms = FAR_MS
         # A heap by (due_ms, seq) of rows that are not columns. The other items of an Entry are in row_encoder.py.
         self._row_heap: list[Entry] = []
@@ -213,15 +226,24 @@ class DueWheel:
             rows = rows.batch
         if rows.num_rows == 0:
             return
+        size_bytes = _bytes_of(rows)
+        if size_bytes >= SMALL_RUN_BYTES:
+            self.add_run(Run.from_batches([rows]))
+            return
         self._size += rows.num_rows
-        self.size_bytes += _bytes_of(rows)
+        self.size_bytes += size_bytes
         # Not sorted into slots yet: a send of one row costs an append here, and its share of a sort when many have
         # arrived.
         self._arrivals.append(rows)
         self._arrival_rows += rows.num_rows
+        self._arrival_bytes += size_bytes
         self._arrivals_first_ms = min(self._arrivals_first_ms, int(int64(rows.column("due_ms")).min()))
         self._note_columns_due(self._arrivals_first_ms)
-        if self._arrival_rows >= ARRIVALS_MAX or len(self._arrivals) >= ARRIVAL_BATCHES_MAX:
+        if (
+            self._arrival_rows >= ARRIVALS_MAX
+            or self._arrival_bytes >= ARRIVAL_BYTES_MAX
+            or len(self._arrivals) >= ARRIVAL_BATCHES_MAX
+        ):
             self._sort_arrivals()
 
     def add_run(self, run: Run | ValuesRun) -> None:
@@ -236,14 +258,22 @@ class DueWheel:
         self._note_columns_due(int(run.due[0]))
         self._put_into_slots(run)
 
-    def take_due(self, before_ms: int, limit: int) -> Run | ValuesRun | None:
-        """Remove and return up to `limit` rows due before `before_ms`, in order. None if there are none."""
+    def take_due(
+        self, before_ms: int, limit: int, bytes_max: int = UNLIMITED_BYTES
+    ) -> Run | ValuesRun | None:
+        """Remove and return up to `limit` rows due before `before_ms`, in order. None if there are none.
+
+        Their bodies have at most `bytes_max` bytes, unless the first row alone has more.
+        """
         if self._row_heap and self._row_heap[0][0] < before_ms:
             if self._columns_first_ms >= before_ms:
-                return self._take_from_heap(before_ms, limit)
+                return self._take_from_heap(before_ms, limit, bytes_max)
             # Rows as values are due together with columns. Convert only as many as are handed out, since the heap may
             # be very large.
-            self.add_run(Run.from_batches([self._take_from_heap(before_ms, limit).rows.batch]))
+            self.add_run(Run.from_batches([self._take_from_heap(before_ms, limit, bytes_max).rows.batch]))
+        # No row of a slot comes before a row that has stayed in the heap.
+        heap_head = self._row_heap[0][:2] if self._row_heap else (FAR_MS, 0)
+        before = min((before_ms, 0), heap_head)
         # Arrivals must be in their slots if one of them is due, or belongs to the slot that is used next.
         last_slot = (before_ms - 1) // SLOT_MS
         if self._arrivals_first_ms < (
@@ -251,14 +281,21 @@ class DueWheel:
         ):
             self._sort_arrivals()
         taken: list[Run] = []
-        taken_rows = 0
+        taken_rows = taken_bytes = 0
         while self._used and taken_rows < limit:
-            due_run = self._take_from_slot(self._used[0], before_ms, limit - taken_rows)
+            slot = self._used[0]
+            due_run = self._take_from_slot(
+                slot, before, limit - taken_rows, bytes_max - taken_bytes, at_least=0 if taken else 1
+            )
             # The first slot of the heap is the earliest, so no later slot contains rows that are due.
             if due_run is None:
                 break
             taken.append(due_run)
             taken_rows += len(due_run.due)
+            taken_bytes += due_run.body_bytes
+            # If the slot is still used, its next row is not due, or too large for this hand-out.
+            if slot in self._slots:
+                break
         if not taken:
             return None
         self._size -= taken_rows
@@ -268,18 +305,24 @@ class DueWheel:
             return taken[0]
         return Run.joined(taken)
 
-    def _take_from_slot(self, slot: int, before_ms: int, limit: int) -> Run | None:
-        """Remove and return up to `limit` rows of a slot that are due before `before_ms`, in order, or None."""
+    def _take_from_slot(
+        self, slot: int, before: Position, limit: int, bytes_max: int, *, at_least: int
+    ) -> Run | None:
+        """Remove and return up to `limit` rows of a slot before the position `before`, in order, or None.
+
+        Their bodies have at most `bytes_max` bytes, but `at_least` rows are returned.
+        """
         runs = self._slots[slot]
         # All small runs are merged only at the first hand-out from a slot. A late message may make an earlier slot used
         # again, and then this slot once more.
         runs = self._slots[slot] = _merge_small(runs) if slot > self._latest_slot else _merge_if_many(runs)
         self._latest_slot = max(self._latest_slot, slot)
-        ends = [run.cursor + int(np.searchsorted(run.due[run.cursor :], before_ms)) for run in runs]
+        ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], before) for run in runs]
         # More rows are due than may be handed out: take the first ones of all runs together, by (due_ms, seq).
-        if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit:
-            cutoff = _find_cutoff(runs, ends, limit)
-            ends = [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], cutoff) for run in runs]
+        if sum(end - run.cursor for run, end in zip(runs, ends, strict=True)) > limit or (
+            sum(_body_bytes(run, end) for run, end in zip(runs, ends, strict=True)) > bytes_max
+        ):
+            ends = _cut(runs, ends, limit, bytes_max, at_least)
         due_runs = [
             run.part(run.cursor, end) for run, end in zip(runs, ends, strict=True) if end > run.cursor
         ]
@@ -306,11 +349,14 @@ class DueWheel:
         self._size += len(entries)
         self._update_first_due()
 
-    def _take_from_heap(self, before_ms: int, limit: int) -> ValuesRun:
+    def _take_from_heap(self, before_ms: int, limit: int, bytes_max: int) -> ValuesRun:
         """Remove and return up to `limit` rows of the heap that are due before `before_ms`, at least one."""
         heap = self._row_heap
         taken: list[Entry] = []
         while heap and heap[0][0] < before_ms and len(taken) < limit:
+            bytes_max -= heap[0][2]
+            if bytes_max < 0 and taken:
+                break
             taken.append(heapq.heappop(heap))
         due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
         for slot, count in Counter(ms // SLOT_MS for ms in due_ms).items():
@@ -321,7 +367,7 @@ class DueWheel:
         self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._update_first_due()
         pairs = np.array(due_ms, dtype=np.int64), np.array(seqs, dtype=np.int64)
-        return ValuesRun(*pairs, NumberedRows.gathered(taken, pairs))
+        return ValuesRun(*pairs, NumberedRows.gathered(taken, pairs), sum(sizes))
 
     def _update_first_due(self) -> None:
         self.first_due_ms = min(self._columns_first_ms, self._row_heap[0][0] if self._row_heap else FAR_MS)
@@ -345,7 +391,8 @@ class DueWheel:
         """Sort all collected batches into their slots."""
         if self._arrivals:
             run = Run.from_batches(self._arrivals)
-            self._arrivals, self._arrival_rows, self._arrivals_first_ms = [], 0, FAR_MS
+            self._arrivals, self._arrivals_first_ms = [], FAR_MS
+            self._arrival_rows = self._arrival_bytes = 0
             self._put_into_slots(run)
 
     def _put_into_slots(self, run: Run) -> None:
@@ -363,11 +410,11 @@ class DueWheel:
 
 def _merge_smallest(runs: list[Run]) -> list[Run]:
     """Merge the smallest three quarters of the small runs, if there are many. Each row is copied O(log n) times."""
-    small = sorted((run for run in runs if _rows_left(run) < ARRIVALS_MAX), key=_rows_left)
+    small = sorted((run for run in runs if _is_small(run)), key=_rows_left)
     if len(small) <= RUNS_MAX:
         return runs
-    # Large runs are gathers of thousands of rows. Merging them would copy every body again.
-    large = [run for run in runs if _rows_left(run) >= ARRIVALS_MAX]
+    # Large runs have thousands of rows or large bodies. Merging them would copy every body again.
+    large = [run for run in runs if not _is_small(run)]
     smallest = small[: len(small) * 3 // 4]
     return [*large, *small[len(smallest) :], Run.joined(smallest)]
 
@@ -377,31 +424,64 @@ def _rows_left(run: Run) -> int:
     return len(run.due) - run.cursor
 
 
+def _is_small(run: Run) -> bool:
+    """Check whether the rows of a run that have not been handed out cost little to copy."""
+    return _rows_left(run) < ARRIVALS_MAX and _body_bytes(run, len(run.due)) < SMALL_RUN_BYTES
+
+
 def _merge_small(runs: list[Run]) -> list[Run]:
     """Merge the small runs of a slot into one, so that the rows of each millisecond need no merge."""
-    small = [run for run in runs if _rows_left(run) < ARRIVALS_MAX]
+    small = [run for run in runs if _is_small(run)]
     if len(small) < 2:
         return runs
-    large = [run for run in runs if _rows_left(run) >= ARRIVALS_MAX]
+    large = [run for run in runs if not _is_small(run)]
     return [Run.joined(small), *large]
 
 
 def _merge_if_many(runs: list[Run]) -> list[Run]:
-    """Merge all runs but the largest if there are too many. Each row is copied O(log n) times."""
+    """Merge all small runs but the largest if there are too many. Each row is copied O(log n) times."""
     if len(runs) <= OPEN_RUNS_MAX:
         return runs
-    runs = sorted(runs, key=_rows_left)
-    largest = [] if _rows_left(runs[-1]) < ARRIVALS_MAX else [runs.pop()]
-    return [Run.joined(runs), *largest]
+    return _merge_small(runs)
 
 
-def _find_cutoff(runs: list[Run], ends: list[int], limit: int) -> tuple[int, int]:
-    """Find the (due_ms, seq) that exactly `limit` of the due rows precede. `ends` are the ends of the due rows."""
-    due = np.concatenate([run.due[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
-    seq = np.concatenate([run.seq[run.cursor : end] for run, end in zip(runs, ends, strict=True)])
-    # Pairs are distinct, so exactly `limit` of them come before the one at index `limit`.
-    index = np.lexsort((seq, due))[limit]
-    return int(due[index]), int(seq[index])
+def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least: int) -> list[int]:
+    """Reduce `ends`, the ends of the due rows, to the first rows of all runs together, by (due_ms, seq).
+
+    These are `limit` rows, or as many of them as have bodies of at most `bytes_max` bytes, but `at_least` rows.
+    """
+    due, seq, body_bytes = [], [], []
+    for run, run_end in zip(runs, ends, strict=True):
+        offsets = _body_offsets(run, run_end)
+        # The first rows, and one more, which is not handed out if it is the first of all that does not fit.
+        fitting = int(np.searchsorted(offsets, int(offsets[0]) + bytes_max, side="right")) - 1
+        end = min(run_end, run.cursor + max(at_least, min(limit, fitting)) + 1)
+        due.append(run.due[run.cursor : end])
+        seq.append(run.seq[run.cursor : end])
+        body_bytes.append(np.diff(offsets[: end - run.cursor + 1]))
+    all_due, all_seq = np.concatenate(due), np.concatenate(seq)
+    order = np.lexsort((all_seq, all_due))
+    total_bytes = np.cumsum(np.concatenate(body_bytes)[order], dtype=np.int64)
+    count = min(limit, max(at_least, int(np.searchsorted(total_bytes, bytes_max, side="right"))))
+    if count >= len(order):
+        return ends
+    # Pairs are distinct, so exactly `count` of them come before the one at index `count`.
+    first_left = int(all_due[order[count]]), int(all_seq[order[count]])
+    return [run.cursor + search(run.due[run.cursor :], run.seq[run.cursor :], first_left) for run in runs]
+
+
+def _body_offsets(run: Run, end: int) -> Int64Array:
+    """List the positions at which the bodies of the rows from the cursor to `end` begin, and the end of the last."""
+    column = run.rows.column(_BODY)
+    offsets = column.buffers()[1]
+    if offsets is None:
+        return np.zeros(end - run.cursor + 1, np.int64)
+    return np.frombuffer(offsets, np.int32, end - run.cursor + 1, 4 * (column.offset + run.cursor))
+
+
+def _body_bytes(run: Run, end: int) -> int:
+    """Compute the total bytes of the bodies from the cursor of a run to `end`."""
+    return _text_bytes(run.rows.column(_BODY).slice(run.cursor, end - run.cursor))
 
 
 def _bytes_of(rows: pa.RecordBatch) -> int:

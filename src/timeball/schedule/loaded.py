@@ -250,13 +250,15 @@ class Loaded:
     def take_due(self, now_ms: int, limit: int, below_ms: int) -> ReadRows | None:
         """Hand out up to `limit` messages due by now and before `below_ms`, sorted. None if there are none.
 
-        A backlog may still contain messages due at or after `below_ms`.
+        Their bodies have at most RELEASE_BYTES_MAX, so the next call may hand out more at once. A backlog may still
+        contain messages due at or after `below_ms`.
         """
         self._gather_if_needed(now_ms)
         # Invariant: no message is handed out before an earlier one whose body is not in memory. This bound ensures it.
         bound_ms = min(now_ms + 1, below_ms, self._first_unloaded_ms(now_ms))
         while (
-            self._wheel.first_due_ms < bound_ms and (run := self._wheel.take_due(bound_ms, limit)) is not None
+            self._wheel.first_due_ms < bound_ms
+            and (run := self._wheel.take_due(bound_ms, limit, limits.RELEASE_BYTES_MAX)) is not None
         ):
             # Outcomes identify a message by its original due time. After a clock step it may count as due at another
             # time.
@@ -273,7 +275,7 @@ class Loaded:
             rows = run.rows_as_due() if run.is_shifted else run.rows
             recorded_ms = original_due_ms if rows is run.rows else pairs_of(rows)[0]
             # In flight from here on: a later cancel fails, and recovery looks for the release record.
-            self._outcomes.hand_out(original_due_ms, run.seq, recorded_ms)
+            self._outcomes.hand_out(original_due_ms, run.seq, recorded_ms, run.body_bytes)
             return rows
         return None
 

@@ -313,9 +313,10 @@ class Outcomes:
     """The outcomes as columns (due_ms, seq). `len` counts the pairs: 16 bytes each, 32 after a look-up."""
 
     def __init__(self) -> None:
-        # Hand-outs, oldest first: (due_ms, seq, recorded_ms).
+        # Hand-outs, oldest first: (due_ms, seq, recorded_ms), and the bytes of their bodies.
         self._in_flight: deque[tuple[Int64Array, Int64Array, Int64Array]] = deque()
-        self.in_flight_rows = 0
+        self._in_flight_sizes: deque[int] = deque()
+        self.in_flight_rows = self.in_flight_bytes = 0
         # The number of scheduled messages that are not settled, in all places. The log alone determines it.
         self.waiting_rows = 0
         self._released, self._cancelled = DueIndex(), DueIndex()
@@ -339,14 +340,18 @@ class Outcomes:
 
     # -- changes -------------------------------------------------------------------------------------------
 
-    def hand_out(self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array) -> None:
+    def hand_out(
+        self, due_ms: Int64Array, seq: Int64Array, recorded_ms: Int64Array, body_bytes: int = 0
+    ) -> None:
         """Move pending messages to "in flight". Their release records follow in this order.
 
         `recorded_ms` contains their due times as the records state them. They differ from `due_ms`, the original ones,
         if a clock step has shifted a delay level or a duration.
         """
         self._in_flight.append((due_ms, seq, recorded_ms))
+        self._in_flight_sizes.append(body_bytes)
         self.in_flight_rows += len(seq)
+        self.in_flight_bytes += body_bytes
 
     def released(self, seq: Int64Array) -> None:
         """Count the oldest hand-out, or its first messages, as released, because their release records are durable."""
@@ -358,6 +363,8 @@ class Outcomes:
         )
         if count < len(in_flight_seq):  # with large bodies one hand-out becomes several frames
             self._in_flight.appendleft((in_flight_due[count:], in_flight_seq[count:], recorded_ms[count:]))
+        else:
+            self.in_flight_bytes -= self._in_flight_sizes.popleft()
         self.in_flight_rows -= count
         self.waiting_rows -= count
         self._released.add(in_flight_due[:count], seq)

@@ -35,6 +35,7 @@ import pyarrow as pa
 
 from timeball.log.reader import LogReader
 from timeball.log.row_encoder import Pairs, ReadRows, filtered
+from timeball.model import limits
 from timeball.model.message import Int64Array
 from timeball.schedule.backlog import SORT_ROWS, Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels import DelayLevels
@@ -266,6 +267,11 @@ class Scheduler:
     def settled_ms(self) -> int:
         """The earlier of `settled_before_ms` and now."""
         return min(self.settled_before_ms, self._now_ms)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the bodies being written to disk leave no room for another hand-out."""
+        return self.outcomes.in_flight_bytes >= limits.RELEASE_BYTES_IN_FLIGHT_MAX
 
     @property
     def in_flight_rows(self) -> int:

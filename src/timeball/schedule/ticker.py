@@ -12,6 +12,9 @@ they use at most RELEASE_SHARE of a core: the loop stays free for the consumers,
 The wait follows from the measured time of the last hand-outs, and is INTERVAL_MAX_MS at most. A message that is due
 after an idle moment is handed out at once.
 
+A hand-out is limited in bytes, and so are the hand-outs in flight: one that is being written, and the next one. So the
+first message of a burst of large bodies is visible after a few milliseconds, and others can use the disk in between.
+
 There is no polling for due messages: the scheduler is only called at the next due time, or when the clock was set.
 Setting a wall clock sends no signal, so the ticker reads the clock once a second (`CLOCK_LOOK_MS`), even if no messages
 are pending. Without these readings the probation of a step (clock.py) would begin with the next send, which would then
@@ -82,7 +85,7 @@ class Ticker:
         in_flight_rows = scheduler.in_flight_rows
         # Handed-out messages cannot be cancelled any more, so no more are handed out than the disk can take.
         free_rows = min(limits.RELEASE_ROWS_IN_FLIGHT_MAX - in_flight_rows, limits.FRAME_ROWS_MAX)
-        if free_rows <= 0:
+        if free_rows <= 0 or scheduler.is_full:
             return scheduler.fall_asleep(until_durable=True)
         # The ms that due messages may still wait for the few rows in flight. If it is more than SHARE_MS, the clock was
         # set back: do not wait.

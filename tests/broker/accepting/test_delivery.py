@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,9 @@ from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, OutOfRange, OverLimit
 from timeball.model.limits import DAY_MS
-from timeball.model.message import TABLE_SCHEMA, Kind, build_rows, lateness_ms, with_seq
+from timeball.model.message import TABLE_SCHEMA, Int64Array, Kind, build_rows, lateness_ms, with_seq
 from timeball.schedule.locations import as_scheduled
+from timeball.schedule.outcomes import Outcomes
 
 
 def scheduled_rows(sizes: list[int]) -> pa.RecordBatch:
@@ -324,3 +326,73 @@ async def test_what_comes_back_to_a_group_is_brought_however_long_its_names_are(
             with pytest.raises(InvalidMessage, match="topic"):
                 await world.broker.delivery.release_dispatched(renamed)
     assert name in world.broker.topics()
+
+
+# ---- many bytes due at one instant ------------------------------------------------------------------------------
+
+
+async def in_log_tail(world: World) -> None:
+    pass
+
+
+async def in_files(world: World) -> None:
+    await world.compact()
+
+
+@pytest.mark.parametrize("place", [in_log_tail, in_files])
+def test_releases_of_one_instant_are_commits_of_limited_bytes(
+    place: Callable[[World], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "RELEASE_BYTES_MAX", 64 * 1024)
+    monkeypatch.setattr(limits, "RELEASE_BYTES_IN_FLIGHT_MAX", 128 * 1024)
+    rows, body_bytes = 45, 10 * 1024
+
+    @on_node(gather_ahead_ms=10 * SECOND_MS)
+    async def work(world: World) -> None:
+        due_ms = world.clock.wall + DAY_MS
+        bodies = [bytes([row]) * body_bytes for row in range(rows)]
+        for begin in range(0, rows, 15):
+            await world.broker.send(batch(15, due_ms=[due_ms] * 15, body=bodies[begin : begin + 15]))
+        await place(world)
+        await world.advance(DAY_MS - SECOND_MS)
+        loaded = world.broker.scheduling.scheduler.loaded
+        await world.until(lambda: loaded.wheel_rows == rows, "all bodies are in memory")
+        writer, first_seq = world.broker.log.writer, world.broker.log.writer.next_seq
+        commits = writer.statistics.commits
+        await world.advance(SECOND_MS)
+        frames = [frame for _, frame in world.broker.log.reader.frames(first_seq, writer.next_seq)]
+        releases = [frame.filter(pc.equal(frame.column("kind"), int(Kind.RELEASE))) for frame in frames]
+        # Six bodies have less than 64 KiB, seven have more.
+        assert [frame.num_rows for frame in releases if frame.num_rows] == [6] * 7 + [3]
+        assert writer.statistics.commits - commits >= 8
+        released = [body for frame in releases for body in frame.column("body").to_pylist()]
+        assert released == bodies  # in the order in which they were sent, each once
+
+    work()
+
+
+def test_the_first_bytes_are_visible_while_the_others_are_not_on_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "RELEASE_BYTES_MAX", 64 * 1024)
+    monkeypatch.setattr(limits, "RELEASE_BYTES_IN_FLIGHT_MAX", 128 * 1024)
+
+    @on_node()
+    async def work(world: World) -> None:
+        due_ms = world.clock.wall + SECOND_MS
+        await world.broker.send(batch(45, due_ms=[due_ms] * 45, body=[b"x" * 10 * 1024] * 45))
+        outcomes, visible, in_flight = world.broker.scheduling.outcomes, list[int](), list[int]()
+        count_released = type(outcomes).released
+
+        def noted(self: Outcomes, seq: Int64Array) -> None:
+            in_flight.append(self.in_flight_rows)
+            count_released(self, seq)
+            visible.append(sum(high for _, high in world.broker.queues("orders").values()))
+
+        monkeypatch.setattr(type(outcomes), "released", noted)
+        await world.advance(SECOND_MS)
+        assert visible == [6, 12, 18, 24, 30, 36, 42, 45]
+        assert max(in_flight) <= 12
+        assert (outcomes.in_flight_rows, outcomes.in_flight_bytes) == (0, 0)
+
+    work()
