@@ -60,6 +60,7 @@ COLUMNS = [
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
 # Rows of the log that become Python values at once, in about 1 ms. This holds the interpreter, so the event loop waits.
 VALUES_ROWS = 512
+_SCHEDULED = int(Kind.SCHEDULED)
 CANCELLED, RELEASED = "already_cancelled", "released"
 
 
@@ -145,7 +146,7 @@ class NameKind(IntEnum):
 Name = tuple[NameKind, str]
 
 
-class FoundRow(NamedTuple):
+class FoundRow(msgspec.Struct, frozen=True, gc=False):
     """A row of the log or of a file that accepts, moves or ends a scheduled message.
 
     `version`: the row that set the due time. `at_seq`: the row of the log that contains the message, if this one does.
@@ -242,8 +243,9 @@ class Search:
             for row in rows_in_log(self._reader.read_rows(seqs[begin : begin + VALUES_ROWS], COLUMNS[1:])):
                 for name in self._matching_names(row):
                     self._add(name, row)
-                self._record_end(row)
-                self._record_move(row)
+                if row.kind != _SCHEDULED:  # nearly all rows are of this kind
+                    self._record_end(row)
+                    self._record_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
         """Find the numbers for which the log must be scanned.
@@ -399,12 +401,15 @@ def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
     ) in zip(*(column.to_pylist() for column in rows.columns), strict=True):  # fmt: skip
         if due_ms is None:
             continue
-        number = source_seq
-        # The first row and a reschedule set a due time, so they are versions themselves. Other rows name a version.
+        if kind == _SCHEDULED:
+            yield FoundRow(
+                kind, seq, seq, due_ms, topic, unique_key, keys, store_ms, store_ms, queue_offset is not None,
+                False, seq, properties,
+            )  # fmt: skip
+            continue
+        # A reschedule sets a due time, so it is a version itself. Other rows name a version.
         version = seq if from_due_ms is not None else source_seq if version_seq is None else version_seq
-        if kind == Kind.SCHEDULED:
-            number, version, accepted_ms = seq, seq, store_ms
-        if kind in KINDS:
+        if kind == Kind.MOVED:
             # Only scheduled messages of delay levels have a position in a queue.
             is_level, at_seq = queue_offset is not None, seq
         elif kind in SETTLING:
@@ -413,7 +418,7 @@ def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
         else:
             continue
         yield FoundRow(
-            kind, number, version, due_ms, topic, unique_key, keys, accepted_ms, store_ms, is_level, False,
+            kind, source_seq, version, due_ms, topic, unique_key, keys, accepted_ms, store_ms, is_level, False,
             at_seq, properties,
         )  # fmt: skip
 
