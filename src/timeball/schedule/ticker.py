@@ -95,10 +95,11 @@ class Ticker:
         pause_ms = (self._paused_until_ns - began_ns) / 1e6
         scheduled_rows = None if share_ms or pause_ms > 0 else scheduler.take_due(now_ms, free_rows)
         if scheduled_rows is not None:
-            is_all = scheduled_rows.num_rows < free_rows
-            self._share_until_ms = now_ms + SHARE_MS if is_all else now_ms
+            self._share_until_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < free_rows else now_ms
             self._release(scheduled_rows, now_ms)
-            self._pause(began_ns, scheduled_rows.num_rows if is_all else SHARED_ROWS)
+            # A hand-out that a limit has cut is large, even if its rows are few.
+            is_small = scheduled_rows.num_rows < SHARED_ROWS and scheduler.loaded.first_due_ms() > now_ms
+            self._pause(began_ns, is_small=is_small)
             return 0
         # Rewrites come second, so that due messages never wait for messages that are not due.
         scheduled_rows = scheduler.take_rewrites(free_rows)
@@ -113,15 +114,15 @@ class Ticker:
             return share_ms
         return max(0, next_ms - now_ms, pause_ms)
 
-    def _pause(self, began_ns: int, rows: int) -> None:
-        """Decide when the next hand-out may begin, after one of `rows` rows that began at `began_ns`."""
+    def _pause(self, began_ns: int, *, is_small: bool) -> None:
+        """Decide when the next hand-out may begin, after one that began at `began_ns`."""
         indexed_ns = self._indexing_ns()
         spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
         self._mean_ns += WEIGHT * (spent_ns - self._mean_ns)
         self._indexed_ns = indexed_ns
         self.interval_ms = min(INTERVAL_MAX_MS, self._mean_ns / 1e6 / RELEASE_SHARE)
         # A large hand-out uses its time for messages, and the next one must not wait.
-        self._paused_until_ns = began_ns + int(self.interval_ms * 1e6) if rows < SHARED_ROWS else 0
+        self._paused_until_ns = began_ns + int(self.interval_ms * 1e6) if is_small else 0
 
     async def run(self) -> None:
         """Tick until cancelled."""
