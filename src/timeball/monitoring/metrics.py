@@ -145,6 +145,11 @@ class Metrics:
             late.counts.tolist(),
             late.sum_ms / 1_000,
         )
+        yield GaugeMetricFamily(
+            "timeball_release_interval_seconds",
+            "Time between two commits of releases under load. An idle broker releases at the millisecond.",
+            broker.ticker.interval_ms / 1_000,
+        )
 
     def _table(self, table_files: int) -> Iterator[Metric]:
         yield GaugeMetricFamily("timeball_table_files", "Data files of the pending table.", table_files)
@@ -173,11 +178,6 @@ class Metrics:
         }
         yield GaugeMetricFamily(
             "timeball_waiting_messages", "Scheduled messages that wait.", self._broker.pending_messages
-        )
-        yield GaugeMetricFamily(
-            "timeball_release_interval_seconds",
-            "Time between two commits of releases under load. An idle broker releases at the millisecond.",
-            broker.ticker.interval_ms / 1_000,
         )
         kept = GaugeMetricFamily(
             "timeball_schedule_rows", "What the schedule keeps, by where it lies.", labels=["place"]

@@ -119,7 +119,7 @@ def held(ball: Timeball) -> Counter[str]:
     return Counter(
         visible[part.queue_id, offset]
         for part in parts.values()
-        for run in part.open
+        for run in part.runs
         for offset in range(run.offset, run.offset + run.count)
     )
 

@@ -83,7 +83,7 @@ async def save(world: World) -> None:
 
 def open_offsets(part: SavedPart | None) -> list[int]:
     assert part is not None
-    return [offset for run in part.open for offset in range(run.offset, run.offset + run.count)]
+    return [offset for run in part.runs for offset in range(run.offset, run.offset + run.count)]
 
 
 # ---- which rows ----------------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ async def test_leases_of_one_request_take_one_run(world: World) -> None:
     await receive(world, 100)
     await save(world)
     (part,) = (await written.parts()).values()
-    assert part is not None and len(part.open) == 1
-    assert (part.open[0].offset, part.open[0].count, part.next_offset) == (0, 100, 100)
+    assert part is not None and len(part.runs) == 1
+    assert (part.runs[0].offset, part.runs[0].count, part.next_offset) == (0, 100, 100)
 
 
 @on_node(ack_save_ms=1_000)

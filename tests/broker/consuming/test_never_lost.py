@@ -140,7 +140,7 @@ class Life:
         self.forget()
 
     def forget(self) -> None:
-        """A crash takes everything out of all hands. Messages that were acknowledged since the last save may come again."""
+        """Take everything out of all hands. Messages that were acknowledged since the last save may come again."""
         self.clock.advance(1)
         self.acked = set(self.saved)
         self.hands.clear()

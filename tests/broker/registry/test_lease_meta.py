@@ -21,7 +21,7 @@ RUN = LeaseRun(
     nacked_ms=9, nack_reason="no",
 )  # fmt: skip
 PART = SavedPart(
-    group="g", topic="orders", queue_id=1, part=1, next_offset=1030, open=[RUN], acked_ahead=[1032],
+    group="g", topic="orders", queue_id=1, part=1, next_offset=1030, runs=[RUN], acked_ahead=[1032],
     last_pop_ms=7, attempt_id="x",
 )  # fmt: skip
 NAME = "g@orders@1@1"

@@ -66,7 +66,7 @@ class LeaseSaver:
 
     def change(self, queues: Sequence[QueueLeases], *, all_offsets: bool = False) -> Change:
         """Build the rows that save these queues, with the offsets of their groups (or all changed offsets)."""
-        units = {_key_of(queue)[:2] for queue in queues}
+        units = {_key_of(queue)[:2] for queue in queues} | {key[:2] for key in self._leases.orphaned_parts}
         # An offset that was changed elsewhere ends the leases of its queue, in the same frame.
         moved = self._tables.offsets.moved()
         for group, topic in moved if all_offsets else units & moved:
@@ -82,7 +82,6 @@ class LeaseSaver:
             saved |= {_name(_key_of(queue), number): part for number, part in parts.items()}
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
-        units |= {key[:2] for key in orphaned}
         rows, keep_values = together(
             self._tables.leases.changed(saved.items()),
             self._tables.offsets.changed(None if all_offsets else units),
@@ -232,7 +231,7 @@ def _restored(
     )  # fmt: skip
     in_flight: dict[int, Lease] = {}
     returned: dict[int, Lease] = {}
-    for run in (run for part in parts for run in part.open):
+    for run in (run for part in parts for run in part.runs):
         # Retention may have removed the first rows.
         begin, end = max(run.offset, index.min_offset), min(run.offset + run.count, index.max_offset)
         if begin >= end:

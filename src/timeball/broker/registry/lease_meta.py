@@ -38,7 +38,7 @@ class SavedPart(msgspec.Struct):
     queue_id: int
     part: int  # of the positions from part * PART_POSITIONS on
     next_offset: int
-    open: list[LeaseRun]
+    runs: list[LeaseRun]
     acked_ahead: list[int]  # positions from `next_offset` on that are done
     last_pop_ms: int = 0
     attempt_id: str = ""
