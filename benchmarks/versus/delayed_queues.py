@@ -7,12 +7,14 @@ written on sockets, so that each costs about the same and leaves the cores to th
                  do. An acknowledgement removes the member from that set. The consumer polls every 2 ms.
     beanstalkd   put with a delay in whole seconds, reserve, delete
     NATS         JetStream with scheduled messages (a stream with `allow_msg_schedules`), pull consumer, explicit ack
-    Timeball     HTTP: send, receive with a lease, ack. Flight: the Python client, with the same operations
+    Timeball     HTTP: send, receive with a lease, ack; or a stream with credit in place of the receives. Flight: the
+                 Python client, with the operations of the former
 """
 
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -380,6 +382,63 @@ class HttpQueue(DelayedQueue):
         return json.loads(answer)
 
 
+class HttpStreamQueue(HttpQueue):
+    """Receives from a stream with credit. Sends and acknowledgements are those of HttpQueue."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self._address = address
+        self._stream: socket.socket | None = None
+        self._data = bytearray()  # read from the stream, and not a complete chunk yet
+
+    def receive(self, rows_max: int, wait_s: float) -> list[Received]:
+        """See DelayedQueue. The first call opens the stream, with `rows_max` as its credit."""
+        if self._stream is None:
+            self._stream = self._opened(rows_max)
+        until_s = time.monotonic() + wait_s
+        while True:
+            found = [json.loads(line) for line in self._chunk().splitlines() if line]
+            if found:
+                return [(each["body"].encode(), each["receipt"]) for each in found]
+            left_s = until_s - time.monotonic()
+            if left_s <= 0 or not select.select([self._stream], [], [], left_s)[0]:
+                return []
+            data = self._stream.recv(1 << 18)
+            if not data:
+                raise ConnectionError("the broker closed the stream")
+            self._data += data
+
+    def close(self) -> None:
+        """See DelayedQueue."""
+        super().close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def _opened(self, credit: int) -> socket.socket:
+        host, _, port = self._address.rpartition(":")
+        stream = socket.create_connection((host, int(port)), timeout=60)
+        path = f"/v1/topics/{TOPIC}/stream?group={GROUP}&credit={credit}"
+        stream.sendall(b"POST %b HTTP/1.1\r\nhost: %b\r\n\r\n" % (path.encode(), self._host))
+        while b"\r\n\r\n" not in self._data:
+            self._data += stream.recv(1 << 16)
+        head, _, rest = bytes(self._data).partition(b"\r\n\r\n")
+        if b" 200 " not in head.split(b"\r\n")[0]:
+            raise RuntimeError(f"Timeball: {head!r}")
+        self._data = bytearray(rest)
+        return stream
+
+    def _chunk(self) -> bytes:
+        """Take the complete chunks out of what was read (HTTP's chunked coding)."""
+        found = b""
+        while (end := self._data.find(b"\r\n")) >= 0:
+            size_bytes = int(self._data[:end], 16)
+            if len(self._data) < end + size_bytes + 4:
+                break
+            found += bytes(self._data[end + 2 : end + 2 + size_bytes])
+            del self._data[: end + size_bytes + 4]
+        return found
+
+
 class FlightQueue(DelayedQueue):
     """See the module."""
 
@@ -415,5 +474,6 @@ def _text_of(due_ms: int) -> str:
 
 
 CLIENTS: dict[str, Callable[[str], DelayedQueue]] = {
-    "redis": RedisQueue, "beanstalkd": BeanstalkQueue, "nats": NatsQueue, "http": HttpQueue, "flight": FlightQueue,
+    "redis": RedisQueue, "beanstalkd": BeanstalkQueue, "nats": NatsQueue, "http": HttpQueue,
+    "http stream": HttpStreamQueue, "flight": FlightQueue,
 }  # fmt: skip

@@ -140,7 +140,7 @@ def burst(client: str, peer: Peer, bench: Bench) -> Sample:
 
 
 def _address(client: str, peer: Peer) -> str:
-    return peer.addresses[{"http": HTTP, "flight": FLIGHT}.get(client, DELIVERY)]
+    return peer.addresses[{"http": HTTP, "http stream": HTTP, "flight": FLIGHT}.get(client, DELIVERY)]
 
 
 def _warm(client: str, address: str) -> None:
@@ -219,6 +219,7 @@ STARTS = [
     Start("NATS, default sync", "nats", lambda folder, _: NatsPeer(folder, durable=False), durable=False),
     Start("beanstalkd", "beanstalkd", lambda folder, _: BeanstalkdPeer(folder)),
     Start("Timeball, HTTP", "http", TimeballPeer),
+    Start("Timeball, HTTP stream", "http stream", TimeballPeer),
     Start("Timeball, Flight", "flight", TimeballPeer),
 ]
 ROWS = [

@@ -39,7 +39,7 @@ CLOCK_LOOK_MS = 1_000
 # The longest time that due messages wait for a write in progress.
 SHARE_MS = 5
 SHARED_ROWS = 1_024  # from this many rows in flight the next ones are prepared while the disk is busy
-RELEASE_SHARE = 0.2  # of a core, for small hand-outs
+RELEASE_SHARE = 0.12  # of a core, for small hand-outs
 INTERVAL_MAX_MS = 8.0
 WEIGHT = 0.1  # of the newest hand-out in the mean of their times
 

@@ -504,12 +504,12 @@ class Consuming:
         return results
 
     def was_ended(self, receipts: Sequence[Receipt]) -> list[bool]:
-        """Find the receipts that were acknowledged, as far as the broker remembers.
+        """Find the receipts whose messages were acknowledged or became dead letters, as far as the broker remembers.
 
         To acknowledge such a receipt again is no error, because the first answer may have been lost. The result is
         False for a message that has come back meanwhile, and for all receipts some time after the end of the lease.
         """
-        return [self._settling.was_acknowledged(receipt) for receipt in receipts]
+        return [self._settling.was_ended(receipt) for receipt in receipts]
 
     async def change_invisible_time(
         self, receipt: Receipt, invisible_ms: int | None, *, counts: bool = True, is_renamed: bool = False

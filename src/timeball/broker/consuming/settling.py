@@ -31,7 +31,7 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.errors import TimeballError
 
-ACKNOWLEDGED_MAX = 16_384  # receipts remembered, about 300 bytes each
+ENDED_MAX = 16_384  # receipts remembered, about 300 bytes each
 RETURNS_PER_TURN = 1_024  # messages that requests give back together, with one append
 
 
@@ -60,8 +60,9 @@ class Settling:
         self.redelivery = redelivery
         # Receipts with an earlier time are from before the last restart (`_ack_ahead`).
         self._started_ms = clock.now_ms()
-        # The last receipts that were acknowledged, oldest first: a client that lost the answer sends them again.
-        self._acknowledged: dict[Receipt, None] = {}
+        # The last receipts that were acknowledged or became dead letters, oldest first: a client that lost the answer
+        # sends them again.
+        self._ended: dict[Receipt, None] = {}
         self._returns: AsyncBatcher[_Request, bool] = AsyncBatcher(self._return, RETURNS_PER_TURN)
         # Leases of the log end at the same time as they would have without the restart.
         for queue in leases.all():
@@ -97,22 +98,25 @@ class Settling:
             # A consumer that finished its message before a crash still holds a receipt from then.
             results.append(queue_and_lease is not None or self._ack_ahead(receipt))
             if results[-1]:
-                self._acknowledged[receipt] = None
+                self._remember(receipt)
                 acknowledged[receipt.group, receipt.topic] += 1
         for (group, topic), rows in acknowledged.items():
             self._rates.add(Stat.GROUP_ACK_NUMS, of_group(topic_of(group, topic), group), rows)
         self._leases.store_all(was_full)
-        while len(self._acknowledged) > ACKNOWLEDGED_MAX:
-            del self._acknowledged[next(iter(self._acknowledged))]
         # Consumers may be waiting for space in a queue that was full or, in order, for the end of the last lease.
         self._waiters.wake(
             {queue.topic for queue, is_full in was_full.items() if is_full or not queue.in_flight}
         )
         return results
 
-    def was_acknowledged(self, receipt: Receipt) -> bool:
-        """Check whether this receipt is among the last ACKNOWLEDGED_MAX receipts that were acknowledged."""
-        return receipt in self._acknowledged
+    def was_ended(self, receipt: Receipt) -> bool:
+        """Check whether this receipt is among the last ENDED_MAX ones that were acknowledged or became dead letters."""
+        return receipt in self._ended
+
+    def _remember(self, receipt: Receipt) -> None:
+        self._ended[receipt] = None
+        if len(self._ended) > ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
 
     async def change(
         self, receipt: Receipt, invisible_ms: int, *, counts: bool, is_renamed: bool
@@ -164,7 +168,10 @@ class Settling:
             self.give_back([receipt])
             return True
         lease.counts = counts
-        return await self._returns.put(_Request(receipt, how))
+        is_valid = await self._returns.put(_Request(receipt, how))
+        if is_valid and how.is_dead:
+            self._remember(receipt)
+        return is_valid
 
     def give_back(self, receipts: Iterable[Receipt]) -> None:
         """End leases whose consumer disconnected before it received the messages. They are handed out next."""

@@ -380,6 +380,12 @@ class SourceColumns(SendColumns):
 
     rows_min = 0
 
+    def __init__(self, schema: pa.Schema) -> None:
+        """Check names and types. Raises InvalidMessage naming the column."""
+        super().__init__(schema)
+        # Each batch has its step in its metadata, which only the reader of whole batches hands on.
+        self._row_reader = None
+
 
 class ReleaseColumns:
     """The columns of one release stream.
