@@ -18,7 +18,7 @@ from timeball.model import limits
 from timeball.schedule import ticker
 from timeball.schedule.locations import take_scheduled
 from timeball.schedule.scheduler import Scheduler
-from timeball.schedule.ticker import Ticker
+from timeball.schedule.ticker import IndexingTime, Ticker
 
 TURNS = 50
 
@@ -45,10 +45,9 @@ class TickedWorld(World):
         super().__init__(HourLogRig(scheduler=Counted, gather_bytes=1 << 30))
         self.kept: list[tuple[int, int]] = []
         self.moved: list[int] = []
-        self.release_ms = self.indexed_ms = 0  # the time that a hand-out takes, and that all commits took
-        self.ticker = Ticker(
-            self.strategy, self.clock, self.keep, self.move, lambda: self.indexed_ms * 1_000_000
-        )
+        self.release_ms = 0  # the time that a hand-out takes
+        self.indexing = IndexingTime()
+        self.ticker = Ticker(self.strategy, self.clock, self.keep, self.move, self.indexing)
 
     def keep(self, scheduled_rows: pa.RecordBatch, now_ms: int) -> None:
         assert now_ms == self.now_ms
@@ -146,15 +145,15 @@ def hand_out_often(world: TickedWorld, rows: int) -> None:
         world.admit([world.now_ms] * rows)
         assert world.ticker.tick() == 0
         world.release()
-        world.indexed_ms += 1
+        world.indexing.total_ns += 600_000
         world.advance(20)
 
 
 def test_small_hand_outs_use_a_share_of_the_time(world: TickedWorld) -> None:
     world.drain()
     world.release_ms = 0
-    hand_out_often(world, 1)  # each takes 1 ms, when it is durable
-    assert world.ticker.interval_ms == pytest.approx(1 / ticker.RELEASE_SHARE, rel=0.01)
+    hand_out_often(world, 1)  # each takes 0.6 ms, when it is durable
+    assert world.ticker.interval_ms == pytest.approx(0.6 / ticker.RELEASE_SHARE, rel=0.01)
     world.admit([world.now_ms, world.now_ms + 1, world.now_ms + 2])
     kept = len(world.kept)
     assert world.ticker.tick() == 0

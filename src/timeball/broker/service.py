@@ -129,7 +129,7 @@ class Broker:
             rates=self.rates, traces=self.traces,
         )  # fmt: skip
         self.ticker = Ticker(
-            scheduler, clock, self.delivery.release, self.delivery.rewrite, lambda: self.delivery.indexing_ns
+            scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing
         )
         self.mover = TableChanges(
             scheduled_since_watermark=scheduled_since_watermark, settings=settings, files=self.files, clock=clock,

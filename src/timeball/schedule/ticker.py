@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -32,6 +33,7 @@ from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import ReadRows
 from timeball.model import limits
 from timeball.schedule.due_index import FAR_MS
+from timeball.schedule.due_wheel import SMALL_RUN_BYTES
 from timeball.schedule.scheduler import Scheduler
 
 # Time between two readings of the clock while the ticker sleeps.
@@ -49,6 +51,13 @@ Release = Callable[[ReadRows, int], object]
 Rewrite = Callable[[pa.RecordBatch, int], object]
 
 
+@dataclass(slots=True)
+class IndexingTime:
+    """The time used so far for releases that have become durable: their indexes and counts, and waking consumers."""
+
+    total_ns: int = 0
+
+
 class Ticker:
     """Drives the scheduler. Call `wake` when a message due earlier arrives, or when releases have become durable."""
 
@@ -58,12 +67,11 @@ class Ticker:
         clock: SchedulerClock,
         release: Release,
         rewrite: Rewrite,
-        indexing_ns: Callable[[], int],
+        indexing: IndexingTime,
     ) -> None:
-        """Create a ticker. `indexing_ns` returns the time used so far for releases that have become durable."""
         self._scheduler, self._clock = scheduler, clock
-        self._release, self._rewrite, self._indexing_ns = release, rewrite, indexing_ns
-        self._indexed_ns = indexing_ns()
+        self._release, self._rewrite = release, rewrite
+        self._indexing, self._indexed_ns = indexing, indexing.total_ns
         self._mean_ns = 0.0  # of a hand-out
         self._paused_until_ns = 0  # on the monotonic clock
         self.interval_ms = 0.0  # the time between two hand-outs under load
@@ -97,8 +105,10 @@ class Ticker:
         if scheduled_rows is not None:
             self._share_until_ms = now_ms + SHARE_MS if scheduled_rows.num_rows < free_rows else now_ms
             self._release(scheduled_rows, now_ms)
-            # A hand-out that a limit has cut is large, even if its rows are few.
-            is_small = scheduled_rows.num_rows < SHARED_ROWS and scheduler.loaded.first_due_ms() > now_ms
+            # With large bodies, a hand-out is large although its rows are few.
+            is_small = (
+                scheduled_rows.num_rows < SHARED_ROWS and scheduler.outcomes.in_flight_bytes < SMALL_RUN_BYTES
+            )
             self._pause(began_ns, is_small=is_small)
             return 0
         # Rewrites come second, so that due messages never wait for messages that are not due.
@@ -116,7 +126,7 @@ class Ticker:
 
     def _pause(self, began_ns: int, *, is_small: bool) -> None:
         """Decide when the next hand-out may begin, after one that began at `began_ns`."""
-        indexed_ns = self._indexing_ns()
+        indexed_ns = self._indexing.total_ns
         spent_ns = self._clock.clock.monotonic_ns() - began_ns + indexed_ns - self._indexed_ns
         self._mean_ns += WEIGHT * (spent_ns - self._mean_ns)
         self._indexed_ns = indexed_ns

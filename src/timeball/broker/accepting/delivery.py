@@ -43,6 +43,7 @@ from timeball.schedule.level_cascade import NAME as TIMING_LIST
 from timeball.schedule.level_cascade import without_list
 from timeball.schedule.locations import FEW, with_column
 from timeball.schedule.scheduler import Scheduler
+from timeball.schedule.ticker import IndexingTime
 
 FEW_ROWS = 64  # for more rows, columns cost less
 FEW_BYTES = limits.REQUEST_BYTES_MAX // 64
@@ -83,7 +84,7 @@ class Delivery:
         self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
         self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
-        self.indexing_ns = 0  # the time used for releases that have become durable
+        self.indexing = IndexingTime()
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
         """Append release records for due messages. The ticker calls this.
@@ -166,7 +167,7 @@ class Delivery:
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         if self._traces is not None:
             self._traces.released(read_batch(scheduled_rows), now_ms)
-        self.indexing_ns += self._clock.clock.monotonic_ns() - began_ns
+        self.indexing.total_ns += self._clock.clock.monotonic_ns() - began_ns
 
     # -- releases by an external dispatcher, which reads due messages from the files of the pending table --------------
 

@@ -231,12 +231,19 @@ class Consuming:
             self.leases, clock=clock, writer=log.writer, tables=tables, save_ms=settings.ack_save_ms,
             on_failure=on_failure,
         )  # fmt: skip
-        redelivery = Redelivery(
+        self._redelivery = Redelivery(
             appender, waiters, self.leases, self.saver, settings=settings, clock=clock, log=log, tables=tables,
             redeliveries=redeliveries, reader_thread=threads.reader, on_failure=on_failure,
         )  # fmt: skip
         self._settling = Settling(
-            waiters, self.leases, redelivery, self.saver, clock=clock, log=log, tables=tables, rates=rates
+            waiters,
+            self.leases,
+            self._redelivery,
+            self.saver,
+            clock=clock,
+            log=log,
+            tables=tables,
+            rates=rates,
         )
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
@@ -252,7 +259,7 @@ class Consuming:
 
     def wake(self) -> None:
         """Make redelivery read the clock again, because the clock was changed."""
-        self._settling.redelivery.wake()
+        self._redelivery.wake()
 
     # -- handing out -------------------------------------------------------------------------------------------
 
@@ -430,7 +437,7 @@ class Consuming:
 
     async def _hand_out(self, request: ReceiveRequest, selection: Selection) -> Received:
         # Before the read: if the consumer disconnects during it, the positions must still come back.
-        self._settling.hold(selection)
+        self._redelivery.hold(selection)
         try:
             if self.leases.has_new_groups:
                 # A group's first offsets are in the log before its first messages are handed out. Otherwise the group

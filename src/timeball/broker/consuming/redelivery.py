@@ -31,6 +31,7 @@ from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import redelivery_rows, retry
 from timeball.broker.consuming.lease_saver import LeaseSaver
 from timeball.broker.consuming.leases import Lease, Leases, OpenCount, QueueLeases
+from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters.tags import BoolArray
 from timeball.broker.registry import groups
 from timeball.broker.registry.redeliveries import Redeliveries, topic_of
@@ -176,6 +177,11 @@ class Redelivery:
     def wake(self) -> None:
         """Make the task read the clock again, and process the leases that have ended."""
         self._wake.set()
+
+    def hold(self, selection: Selection) -> None:
+        """Let the positions of a selection come back at its deadline, unless they are acknowledged before."""
+        for queue, offsets in selection.offsets().items():
+            self.expect(queue, offsets, selection.pop_ms, selection.deadline_ms)
 
     def expect(self, queue: QueueLeases, offsets: list[int], pop_ms: int, deadline_ms: int) -> None:
         """Bring these positions back at `deadline_ms` unless they are acknowledged before."""

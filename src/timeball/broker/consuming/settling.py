@@ -22,7 +22,6 @@ from timeball.broker.consuming.leases import Lease, Leases, QueueLeases
 from timeball.broker.consuming.redelivery import Redelivery, Return, Returning
 from timeball.broker.consuming.redelivery_rows import reason_text
 from timeball.broker.consuming.requests import Receipt
-from timeball.broker.consuming.selection import Selection
 from timeball.broker.registry.rates import Rates, Stat, of_group
 from timeball.broker.registry.redeliveries import topic_of
 from timeball.broker.registry.tables import Tables
@@ -77,11 +76,6 @@ class Settling:
             # Positions whose rows are still being written become done first.
             await self._log.writer.flushed()
             self._saver.save()
-
-    def hold(self, selection: Selection) -> None:
-        """Let the positions of a selection come back at its deadline, unless they are acknowledged before."""
-        for queue, offsets in selection.offsets().items():
-            self.redelivery.expect(queue, offsets, selection.pop_ms, selection.deadline_ms)
 
     def acknowledge(self, receipts: Iterable[Receipt]) -> list[bool]:
         """End these leases. The result is False for each receipt that is not valid (any more)."""
