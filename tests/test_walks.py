@@ -28,7 +28,7 @@ from timeball.schedule import scheduler
 # Compiled, a send does not pass by codec/sends.py, broker/accepting/admission.py and message.py.
 # Three or four changes of each are the timing of a commit and of its sync (clock.py).
 SEND_MAX = (20, 48) if COMPILED is not None else (24, 54)
-RECEIVE_MAX = (24, 81) if COMPILED is not None else (25, 85)
+RECEIVE_MAX = (24, 84) if COMPILED is not None else (25, 88)
 RELEASE_MAX = (21, 61)
 
 TRIES = 10  # the node's own maintenance, or a busy machine, may lengthen some of them

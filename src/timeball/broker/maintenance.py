@@ -164,7 +164,7 @@ class Maintenance:
     async def save_offsets(self) -> None:
         """Append the changes of consumer offsets to the log. Durable on return."""
         self._log.writer.check_admission()
-        self._broker.consuming.saver.save()
+        await self._broker.consuming.saver.save_in_slices()
         await self._log.writer.flushed()
 
     async def checkpoint(self) -> None:

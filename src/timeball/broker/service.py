@@ -511,6 +511,9 @@ class Broker:
         # Another member may have stored offsets during the look-up, and may have read messages since.
         if not self.tables.offsets.get(group, topic):
             await self.commit_offsets(group, topic, offsets, caller)
+            self.consuming.leases.has_new_groups = (
+                True  # before the first message, the offsets must be durable
+            )
 
     async def commit_offsets(
         self, group: str, topic: str, offsets: dict[int, int], caller: Caller = ANONYMOUS

@@ -347,7 +347,7 @@ def test_releases_of_one_instant_are_commits_of_limited_bytes(
     monkeypatch.setattr(limits, "RELEASE_BYTES_IN_FLIGHT_MAX", 128 * 1024)
     rows, body_bytes = 45, 10 * 1024
 
-    @on_node(gather_ahead_ms=10 * SECOND_MS)
+    @on_node()
     async def work(world: World) -> None:
         due_ms = world.clock.wall + DAY_MS
         bodies = [bytes([row]) * body_bytes for row in range(rows)]

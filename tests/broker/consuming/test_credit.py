@@ -30,6 +30,13 @@ async def dead_letter(world: World, receipt: Receipt) -> None:
     assert await engine(world).dead_letter(receipt)
 
 
+async def give_back_in_order(world: World, receipt: Receipt) -> None:
+    queue = engine(world).leases.get(receipt.group, receipt.topic, receipt.queue_id)
+    assert queue is not None
+    queue.in_flight[receipt.offset].in_order = True
+    assert await engine(world).nack(receipt, MINUTE_MS)
+
+
 async def not_seen(world: World, receipt: Receipt) -> None:
     engine(world).not_seen([receipt])
 
@@ -45,7 +52,9 @@ async def move_the_group(world: World, receipt: Receipt) -> None:
     await receive(world)
 
 
-@pytest.mark.parametrize("end", [acknowledge, give_back, dead_letter, not_seen, expire, move_the_group])
+@pytest.mark.parametrize(
+    "end", [acknowledge, give_back, give_back_in_order, dead_letter, not_seen, expire, move_the_group]
+)
 @on_node()
 async def test_a_lease_that_ends_returns_credit_once(world: World, end: End) -> None:
     await send(world, [b"a", b"b"])
@@ -57,7 +66,8 @@ async def test_a_lease_that_ends_returns_credit_once(world: World, end: End) -> 
     await end(world, received.receipts[0])
     await waiting
     assert credit.free_rows == 1
-    assert engine(world).acknowledge_now(received.receipts[:1]) == [False]
+    is_kept = end is give_back_in_order  # its receipt stays valid
+    assert engine(world).acknowledge_now(received.receipts[:1]) == [is_kept]
     assert credit.free_rows == 1
 
 

@@ -154,7 +154,7 @@ def test_the_power_goes_at_every_call(step: int, save_ms: int) -> None:
 def test_a_look_would_notice_leases_that_are_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a start that does not restore the leases."""
     calls = live()[0].calls
-    monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: [])
+    monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
 
     def noticed(call: int) -> bool:
         files, told = live(call)

@@ -341,13 +341,15 @@ def state(queue: QueueLeases) -> dict[str, object]:
 
 def restored(world: World) -> list[QueueLeases]:
     tables = world.broker.tables
-    return restored_queues(
+    queues, orphaned_parts = restored_queues(
         tables.leases,
         tables.topics.find_topic,
         tables.offsets.find_offset,
         OpenCount(),
         world.broker.clock.now_ms(),
     )
+    assert not orphaned_parts
+    return queues
 
 
 def agrees(world: World) -> None:

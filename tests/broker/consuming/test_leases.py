@@ -12,6 +12,7 @@ from tests.broker.on_node import batch, on_node
 from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
+from timeball.broker.consuming.lease_saver import LeaseSaver
 from timeball.broker.consuming.leases import (
     NO_RECEIPT,
     PART_POSITIONS,
@@ -254,6 +255,22 @@ async def test_idle_windows_make_room_for_others(world: World, monkeypatch: pyte
 
 
 @on_node()
+async def test_a_forgotten_queue_that_changes_is_not_saved_for_ever(world: World) -> None:
+    leases = await opened(world)
+    former = queue(world, leases)
+    await world.broker.commit_offsets("g", "orders", {0: 1})
+    queue(world, leases)
+    take(former, [0])
+    assert former in leases.count.changed
+    saver = LeaseSaver(
+        leases, clock=world.broker.clock, writer=world.broker.log.writer, tables=world.broker.tables, save_ms=50,
+        on_failure=lambda _: None,
+    )  # fmt: skip
+    saver.save()
+    assert former not in leases.count.changed
+
+
+@on_node()
 async def test_only_what_is_ahead_and_exists_is_done_ahead(world: World) -> None:
     leases = await opened(world)
     one = queue(world, leases)
@@ -280,8 +297,21 @@ async def test_queues_whose_offset_was_changed_elsewhere_are_forgotten_and_the_o
     assert queues["moved"] not in leases.count.changed
     assert leases.orphaned_parts == {("moved", "orders", 0): {0}}, "its row must be deleted"
     again = queue(world, leases, "moved")
-    assert not leases.orphaned_parts, "or written anew"
-    assert (again.next_offset, again.saved_parts, again.changed_parts) == (2, {0}, {0})
+    assert leases.orphaned_parts == {("moved", "orders", 0): {0}}, "before its new rows are written"
+    assert (again.next_offset, again.saved_parts, again.changed_parts) == (2, set(), set())
+
+
+@on_node()
+async def test_a_queue_in_use_is_not_dropped_for_another_topic(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "POP_WINDOWS_MAX", 2)
+    leases = await opened(world)
+    used, idle = queue(world, leases, "a"), queue(world, leases, "b")
+    topic = world.broker.tables.topics.get("orders")
+    leases.open("c", topic, [0], from_max=False, kept=[used])
+    assert leases.get("a", "orders", 0) is used and leases.get("b", "orders", 0) is None
+    assert idle.idle
 
 
 @on_node()

@@ -357,7 +357,7 @@ TAKEN_AND_CUT = [("send", 2), ("receive", 2), ("power cut", 0), ("receive", 2)]
 
 def test_a_life_would_notice_positions_that_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a start that does not restore the leases."""
-    monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: [])
+    monkeypatch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
     life = Life()
     life.check_figures = lambda: None  # type: ignore[method-assign]  # they would notice it first
     with pytest.raises(AssertionError, match="in two hands"):

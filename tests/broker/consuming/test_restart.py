@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
 import pytest
 from tests.broker.consuming.subscriber import (
     AGAIN,
@@ -25,12 +29,16 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.consuming import engine as consuming_engine
 from timeball.broker.consuming.lease_saver import restored_queues
-from timeball.broker.consuming.leases import OpenCount
+from timeball.broker.consuming.leases import Key, OpenCount, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.lease_meta import LeaseRun, SavedPart
 from timeball.broker.registry.meta import MetaLog, MetaTable
 from timeball.broker.registry.topic import Queues, Topic, TopicFacts
+from timeball.log.format import ENTRY
 from timeball.log.queue_index import QueueIndexes
+from timeball.model import limits
+from timeball.model.access import ANONYMOUS
+from timeball.model.errors import OverLimit
 
 
 async def save_offsets(world: World) -> None:
@@ -82,7 +90,7 @@ async def test_without_the_saved_leases_they_would_come_twice(
     await send(world, [b"a"])
     await receive(world)
     with monkeypatch.context() as patch:
-        patch.setattr(consuming_engine, "restored_queues", lambda *_: [])
+        patch.setattr(consuming_engine, "restored_queues", lambda *_: ([], {}))
         await power_cut(world)
     assert bodies(await receive(world)) == [b"a"], "handed out again while it is in a hand"
 
@@ -259,7 +267,9 @@ async def test_in_order_the_same_attempt_is_answered_again_after_a_crash(world: 
 NOW_MS = 1_000
 
 
-def restored(part: SavedPart, stored: int | None = 0, topics: tuple[str, ...] = (TOPIC,)) -> list[object]:
+def restored(
+    part: SavedPart, stored: int | None = 0, topics: tuple[str, ...] = (TOPIC,)
+) -> tuple[list[QueueLeases], dict[Key, set[int]]]:
     queues = Queues(QueueIndexes(CrashFiles()), TOPIC, 1)
 
     def find_topic(name: str) -> Topic | None:
@@ -270,22 +280,113 @@ def restored(part: SavedPart, stored: int | None = 0, topics: tuple[str, ...] = 
 
     log = StateRows()
     log.opened(table).put([("a name", part)])
-    return list(restored_queues(log.opened(table), find_topic, lambda *_: stored, OpenCount(), NOW_MS))
+    return restored_queues(log.opened(table), find_topic, lambda *_: stored, OpenCount(), NOW_MS)
 
 
 def test_leases_of_a_deleted_topic_or_group_or_queue_are_not_restored() -> None:
     part = SavedPart(GROUP, TOPIC, 0, 0, 0, [], [])
-    assert len(restored(part)) == 1
-    assert restored(part, topics=()) == []
-    assert restored(part, stored=None) == []
-    assert restored(SavedPart(GROUP, TOPIC, 1, 0, 0, [], [])) == []
+    assert len(restored(part)[0]) == 1
+    # Their rows are deleted, so that a new topic or group of this name does not find them.
+    deleted = [], {(GROUP, TOPIC, 0): {0}}
+    assert restored(part, topics=()) == deleted
+    assert restored(part, stored=None) == deleted
+    assert restored(SavedPart(GROUP, TOPIC, 1, 0, 0, [], [])) == ([], {(GROUP, TOPIC, 1): {0}})
 
 
 def test_positions_that_the_queue_does_not_have_are_not_restored() -> None:
     """Retention has removed them, or a disk that lies has lost them."""
     part = SavedPart(GROUP, TOPIC, 0, 0, 9, [LeaseRun(3, 5, 7, 17, 7)], [12])
-    (queue,) = restored(part)
+    ((queue,), _) = restored(part)
     assert (queue.next_offset, queue.in_flight, queue.returned) == (0, {}, {})  # type: ignore[attr-defined]
+
+
+def test_a_stored_offset_that_is_newer_than_the_rows_counts() -> None:
+    """The offsets of a group are also saved without the leases of all its queues."""
+    queues = Queues(QueueIndexes(CrashFiles()), TOPIC, 1)
+    topic = Topic(TOPIC, queues, TopicFacts(1))
+    entries = np.zeros(9, ENTRY)
+    entries["seq"] = np.arange(9)
+    topic.queues[0].index.extend(entries)
+    log = StateRows()
+    log.opened(lambda meta: MetaTable(meta, "leases", SavedPart)).put(
+        [("a name", SavedPart(GROUP, TOPIC, 0, 0, 5, [LeaseRun(1, 4, 7, 17, 7)], []))]
+    )
+    saved = log.opened(lambda meta: MetaTable(meta, "leases", SavedPart))
+    ((behind,), _) = restored_queues(saved, lambda _: topic, lambda *_: 3, OpenCount(), NOW_MS)
+    assert (behind.next_offset, sorted(behind.in_flight), behind.first_open) == (5, [3, 4], 3)
+    ((ahead,), _) = restored_queues(saved, lambda _: topic, lambda *_: 8, OpenCount(), NOW_MS)
+    assert (ahead.next_offset, ahead.in_flight, ahead.first_open) == (8, {}, 8)
+
+
+@on_node()
+async def test_a_topic_that_is_made_again_gets_no_leases_of_the_former_one(world: World) -> None:
+    await send(world, [b"a"])
+    await receive(world)
+    await engine(world).saver.saved()
+    await world.broker.administration.delete_topic(TOPIC, ANONYMOUS)
+    await power_cut(world)
+    await save_offsets(world)
+    assert not world.broker.tables.leases.values, "the rows are deleted"
+
+
+@on_node()
+async def test_a_moved_group_stays_where_it_was_moved_although_only_one_of_its_queues_is_saved(
+    world: World,
+) -> None:
+    await send(world, [b"%d" % i for i in range(8)])
+    received = await receive(world)
+    await acknowledge(world, received)
+    await send(world, [b"held 0", b"held 1"])
+    held = await receive(world)
+    await engine(world).saver.saved()
+    await world.broker.commit_offsets(GROUP, TOPIC, {0: 0, 1: 0})
+    again = await receive(world)  # both queues begin again
+    assert len(bodies(again)) == 10 and held.receipts
+    await engine(world).saver.saved([world.broker.consuming.leases.get(GROUP, TOPIC, 0)])
+    await power_cut(world)
+    rest = await receive(world)
+    held_bodies = {
+        body for body, receipt in zip(bodies(again), again.receipts, strict=True) if not receipt.queue_id
+    }
+    assert set(bodies(rest)) == set(bodies(again)) - held_bodies, "the other queue begins where it was moved"
+
+
+@on_node()
+async def test_the_first_offset_of_a_group_is_durable_before_any_of_its_messages(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(world, [b"%d" % i for i in range(4)])
+    ask = ReceiveRequest(GROUP, TOPIC, rows=1, invisible_ms=MINUTE_MS, counts_times=True)
+    log, durable, begun = world.broker.log, list[bool](), list[int]()
+    save = engine(world).saver.save_new_groups
+
+    def saved(queues: Iterable[QueueLeases]) -> asyncio.Future[int] | None:
+        future = save(queues)
+        begun.append(log.writer.next_seq)
+        return future
+
+    monkeypatch.setattr(engine(world).saver, "save_new_groups", saved)
+
+    async def look() -> None:
+        await engine(world).receive(ask, 0)
+        durable.append(log.reader.next_seq >= begun[0])
+
+    await asyncio.gather(look(), look(), look())
+    assert durable == [True] * 3
+
+
+@on_node()
+async def test_a_group_that_a_full_disk_refused_begins_durably_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await send(world, [b"a"])
+    with monkeypatch.context() as full:
+        full.setattr(limits, "APPEND_BYTES_IN_FLIGHT_MAX", -1)
+        with pytest.raises(OverLimit):
+            await receive(world)
+    assert bodies(await receive(world)) == [b"a"]
+    await power_cut(world)
+    assert world.broker.offsets(GROUP, TOPIC), "where it began is in the log"
 
 
 @on_node(ack_save_ms=0)

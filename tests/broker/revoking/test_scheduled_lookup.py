@@ -55,6 +55,22 @@ def test_too_many_names_in_one_request_are_refused() -> None:
 
 
 @on_node()
+async def test_a_caller_gets_only_the_ends_of_its_own_messages(world: World) -> None:
+    """Another topic's key may have a million ends, and the event loop would walk through them."""
+    for topic in ("mine", "theirs"):
+        await world.broker.send(
+            batch(3, topic=[topic] * 3, keys=["shared"] * 3, due_ms=[world.clock.wall + HOUR_MS] * 3)
+        )
+    await world.broker.cancel(keys=["shared"])
+    every = look_up(world, keys=["shared"])
+    mine = look_up(world, keys=["shared"], topic="mine")
+    hidden = look_up(world, keys=["shared"], may=lambda topic: topic == "mine")
+    assert len(every.settled) == 6
+    assert mine.settled.keys() == hidden.settled.keys() == {one.number for one in mine.candidates}
+    assert len(mine.candidates) == 3
+
+
+@on_node()
 async def test_the_same_scheduled_message_in_the_log_and_in_a_file_is_one(world: World) -> None:
     """Compaction copies a row before the log lets it go."""
     [key] = await world.send("a", [FAR_MS])

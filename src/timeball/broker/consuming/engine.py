@@ -223,10 +223,10 @@ class Consuming:
         self._clock, self._log, self._tables, self._threads, self._rates = clock, log, tables, threads, rates
         self._loop = asyncio.get_running_loop()
         count = OpenCount()
-        saved_queues = restored_queues(
+        saved_queues, orphaned_parts = restored_queues(
             tables.leases, tables.topics.find_topic, tables.offsets.find_offset, count, clock.now_ms()
         )
-        self.leases = Leases(tables.offsets, waiters, count, saved_queues)
+        self.leases = Leases(tables.offsets, waiters, count, saved_queues, orphaned_parts)
         self.saver = LeaseSaver(
             self.leases, clock=clock, writer=log.writer, tables=tables, save_ms=settings.ack_save_ms,
             on_failure=on_failure,
@@ -252,6 +252,7 @@ class Consuming:
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
+        self._begun: asyncio.Future[int] | None = None  # until the first offsets of new groups are durable
 
     async def close(self) -> None:
         """End the tasks, and save the leases."""
@@ -408,7 +409,8 @@ class Consuming:
             if is_main and request.queue_id >= count:
                 raise OutOfRange(f"queue {request.queue_id}: topic {topic.name!r} has {count}")
             queue_ids = [request.queue_id] if is_main and request.queue_id >= 0 else range(count)
-            queues = self.leases.open(request.group, topic, queue_ids, from_max=request.from_max and is_main)
+            from_max = request.from_max and is_main
+            queues = self.leases.open(request.group, topic, queue_ids, from_max=from_max, kept=ordered_queues)
             for queue in queues:
                 if queue.returned:
                     queue.drop_before(self._log.reader.first_seq)
@@ -442,9 +444,12 @@ class Consuming:
             if self.leases.has_new_groups:
                 # A group's first offsets are in the log before its first messages are handed out. Otherwise the group
                 # could begin elsewhere after a crash.
-                self.leases.has_new_groups = False
-                self.saver.save()
-                await self._log.writer.flushed()
+                self._begun = self.saver.save_new_groups(selection.queues)
+                self.leases.has_new_groups = False  # after the save, which a full disk refuses
+            if self._begun is not None:  # also for the next request of the same group
+                begun = self._begun
+                await asyncio.shield(begun)  # others wait for it, too
+                self._begun = None if self._begun is begun else self._begun
             rows = await self._read(request, selection)
             self.leases.store_all(selection.queues)
             if not self.saver.save_ms:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from timeball.broker.consuming.leases import PART_POSITIONS, Key, Lease, Leases, OpenCount, QueueLeases
 from timeball.broker.registry.lease_meta import LeaseRun, SavedPart
@@ -25,7 +25,8 @@ from timeball.broker.registry.topic import Topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import LogWriter
 
-QUEUES_AT_ONCE = 64  # saved in one slice, which takes about two milliseconds
+# Saved in one slice, which takes about two milliseconds.
+QUEUES_AT_ONCE, POSITIONS_AT_ONCE = 64, 2_048
 AGAIN_MS = 1_000  # the next try when the disk is full
 
 
@@ -46,6 +47,8 @@ class LeaseSaver:
         self.save_ms, self._on_failure = save_ms, on_failure
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.Handle | None = None
+        self._last: asyncio.Future[int] = self._loop.create_future()  # of the last save by the timer
+        self._last.set_result(0)
         leases.count.on_change = self._on_change
 
     def close(self) -> None:
@@ -55,14 +58,30 @@ class LeaseSaver:
             self._timer.cancel()
             self._timer = None
 
-    async def saved(self) -> None:
-        """Save all changes so far, durably."""
-        self._save_leases()
+    async def saved(self, queues: Iterable[QueueLeases] | None = None) -> None:
+        """Save the changes of these queues (None: of all), durably. Raises OverLimit when the disk is full."""
+        self._writer.check_admission()
+        self._append(self.change(list(self._leases.count.changed if queues is None else queues)))
         await self._writer.flushed()
 
     def save(self) -> None:
         """Append all changes of leases, and all changed offsets of groups."""
         self._append(self.change(list(self._leases.count.changed), all_offsets=True))
+
+    def save_new_groups(self, queues: Iterable[QueueLeases]) -> asyncio.Future[int] | None:
+        """Append the first offsets of new groups, and the changes of these queues. Raises OverLimit on a full disk.
+
+        The future is done when they are durable. None if there is nothing to save.
+        """
+        self._writer.check_admission()
+        return self._append(self.change(list(queues), all_offsets=True))
+
+    async def save_in_slices(self) -> None:
+        """The same, without holding the event loop for long."""
+        while len(self._leases.count.changed) > QUEUES_AT_ONCE:
+            self._append(self.change(self._slice()))
+            await asyncio.sleep(0)
+        self.save()
 
     def change(self, queues: Sequence[QueueLeases], *, all_offsets: bool = False) -> Change:
         """Build the rows that save these queues, with the offsets of their groups (or all changed offsets)."""
@@ -71,6 +90,7 @@ class LeaseSaver:
         moved = self._tables.offsets.moved()
         for group, topic in moved if all_offsets else units & moved:
             self._leases.forget_moved(group, topic)
+        former = [queue for queue in queues if self._leases.get(*_key_of(queue)) is not queue]
         queues = [queue for queue in queues if self._leases.get(*_key_of(queue)) is queue]
         saved: dict[str, SavedPart | None] = {}
         orphaned = dict(self._leases.orphaned_parts)
@@ -93,6 +113,8 @@ class LeaseSaver:
                 queue.saved_parts = numbers
                 queue.changed_parts.clear()
                 self._leases.count.changed.pop(queue, None)
+            for queue in former:  # forgotten since it has changed
+                self._leases.count.changed.pop(queue, None)
             for key in orphaned:
                 del self._leases.orphaned_parts[key]
 
@@ -109,51 +131,53 @@ class LeaseSaver:
         if self._writer.failed is not None:
             return
         try:
-            if self._writer.no_room:
-                # Not from the space that is reserved for releases.
-                self._timer = self._loop.call_later(AGAIN_MS / 1_000, self._save_slice)
+            # Not from the space that is reserved for releases, and not faster than the disk writes.
+            if self._writer.no_room or not self._last.done():
+                pause_ms = AGAIN_MS if self._writer.no_room else self.save_ms
+                self._timer = self._loop.call_later(pause_ms / 1_000, self._save_slice)
                 return
-            changed = self._leases.count.changed
-            self._append(self.change([queue for queue, _ in zip(changed, range(QUEUES_AT_ONCE))]))
-            if changed:
+            durable = self._append(self.change(self._slice()))
+            if self._leases.count.changed:
                 self._timer = self._loop.call_soon(self._save_slice)
+            elif durable is not None:
+                self._last = durable
         except Exception as error:  # no caller waits for the timer, so an error must stop the broker
             self._on_failure(error)
 
-    def _save_leases(self) -> None:
-        changed = self._leases.count.changed
-        if changed:
-            self._append(self.change(list(changed)))
+    def _slice(self) -> list[QueueLeases]:
+        """Choose changed queues that are saved in about two milliseconds."""
+        queues: list[QueueLeases] = []
+        open_rows = 0
+        for queue in self._leases.count.changed:
+            open_rows += queue.open_rows
+            if queues and (len(queues) == QUEUES_AT_ONCE or open_rows > POSITIONS_AT_ONCE):
+                break
+            queues.append(queue)
+        return queues
 
-    def _append(self, change: Change) -> None:
-        if change.rows.num_rows:
-            self._writer.append(change.rows)
+    def _append(self, change: Change) -> asyncio.Future[int] | None:
+        durable = self._writer.append(change.rows)[1] if change.rows.num_rows else None
         change.keep()
+        return durable
 
     # -- the saved form ----------------------------------------------------------------------------------------
 
     def _parts_of(self, queue: QueueLeases) -> dict[int, SavedPart | None]:
         """Build the changed parts of a queue. None for a part whose row is to be deleted."""
-        open_offsets = [
-            *(offset for offset, lease in queue.in_flight.items() if not lease.is_written),
-            *queue.returned,
-        ]
         # The offset of the group says the same as these rows would.
-        if queue.stored_offset == queue.next_offset and not (open_offsets or queue.acked_ahead):
+        if queue.stored_offset == queue.next_offset and queue.idle:
             return dict.fromkeys(queue.saved_parts)
         last = max(queue.next_offset - 1, 0) // PART_POSITIONS
         # The row of the former last part is deleted if it was written for its `next_offset` only.
         numbers = queue.changed_parts | {last} | ({max(queue.saved_parts)} if queue.saved_parts else set())
-        by_part, ahead = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        for offset in open_offsets:
-            if offset // PART_POSITIONS in numbers:
-                by_part[offset // PART_POSITIONS].append(offset)
+        by_part = {number: _open_offsets(queue, number) for number in numbers}
+        ahead = defaultdict[int, list[int]](list)
         for offset in sorted(queue.acked_ahead):
             ahead[offset // PART_POSITIONS].append(offset)
         return {
             number: SavedPart(
                 queue.group, queue.topic, queue.queue_id, number, queue.next_offset,
-                self._runs(queue, sorted(by_part[number])), ahead[number], queue.last_pop_ms, queue.attempt_id,
+                self._runs(queue, by_part[number]), ahead[number], queue.last_pop_ms, queue.attempt_id,
             )
             if by_part[number] or ahead[number] or number == last
             else None
@@ -183,6 +207,20 @@ class LeaseSaver:
         return runs
 
 
+def _open_offsets(queue: QueueLeases, part: int) -> list[int]:
+    """List the open positions of a part, in their order."""
+    begin, end = part * PART_POSITIONS, (part + 1) * PART_POSITIONS
+    in_flight, returned = queue.in_flight, queue.returned
+    # The shorter of two walks.
+    offsets = range(begin, end) if queue.open_rows > PART_POSITIONS else sorted([*in_flight, *returned])
+    return [
+        offset
+        for offset in offsets
+        if begin <= offset < end
+        and (offset in returned or (offset in in_flight and not in_flight[offset].is_written))
+    ]
+
+
 def _key_of(queue: QueueLeases) -> Key:
     return queue.group, queue.topic, queue.queue_id
 
@@ -201,8 +239,8 @@ def restored_queues(
     find_offset: Callable[[str, str, int], int | None],
     count: OpenCount,
     now_ms: int,
-) -> list[QueueLeases]:
-    """Build the queues whose leases the log contains.
+) -> tuple[list[QueueLeases], dict[Key, set[int]]]:
+    """Build the queues whose leases the log contains. Also list the parts of deleted topics and groups.
 
     A lease ends when it would have ended without the restart: elapsed time continues from the wall clock's. If the wall
     clock was set back meanwhile, it ends within its whole invisible time from now on.
@@ -210,13 +248,15 @@ def restored_queues(
     by_queue = defaultdict[Key, list[SavedPart]](list)
     for part in saved.values.values():
         by_queue[part.group, part.topic, part.queue_id].append(part)
-    queues = []
+    queues: list[QueueLeases] = []
+    orphaned_parts: dict[Key, set[int]] = {}
     for key, parts in by_queue.items():
         topic, stored = find_topic(key[1]), find_offset(*key)
-        # Otherwise the topic or the group was deleted.
-        if topic is not None and stored is not None and key[2] < len(topic.queues):
+        if topic is None or stored is None or key[2] >= len(topic.queues):
+            orphaned_parts[key] = {part.part for part in parts}
+        else:
             queues.append(_restored(topic, parts, stored, count, now_ms))
-    return queues
+    return queues, orphaned_parts
 
 
 def _restored(
@@ -225,28 +265,31 @@ def _restored(
     newest = max(parts, key=lambda part: part.next_offset)
     in_order = max(parts, key=lambda part: part.last_pop_ms)
     index = topic.queues[newest.queue_id].index
+    # The stored offset may be newer than these rows. Retention may have removed the first messages.
+    first, end = max(stored, index.min_offset), index.max_offset
     queue = QueueLeases(
-        newest.group, newest.topic, newest.queue_id, index, min(newest.next_offset, index.max_offset), stored, count,
+        newest.group, newest.topic, newest.queue_id, index, min(max(newest.next_offset, first), end), stored, count,
         last_pop_ms=in_order.last_pop_ms, attempt_id=in_order.attempt_id,
     )  # fmt: skip
     in_flight: dict[int, Lease] = {}
     returned: dict[int, Lease] = {}
-    for run in (run for part in parts for run in part.runs):
-        # Retention may have removed the first rows.
-        begin, end = max(run.offset, index.min_offset), min(run.offset + run.count, index.max_offset)
-        if begin >= end:
+    for part in parts:
+        part_first = max(first, part.part * PART_POSITIONS)
+        part_end = min(end, (part.part + 1) * PART_POSITIONS)
+        if part_first >= part_end:
             continue
-        entries = index.read(begin, end - begin)
-        # After a start, elapsed time begins at wall-clock time.
-        deadline_ms = run.deadline_ms - max(0, run.since_ms - now_ms)
-        for offset, seq, size in zip(
-            range(begin, end), entries["seq"].tolist(), entries["size"].tolist(), strict=True
-        ):
-            lease = Lease(
-                seq, size, run.pop_ms, deadline_ms, run.since_ms, run.in_order, run.counts, run.times, run.nacked_ms,
-                run.nack_reason,
-            )  # fmt: skip
-            (returned if run.pop_ms < 0 else in_flight)[offset] = lease
+        entries = index.read(part_first, part_end - part_first)
+        seqs, sizes_bytes = entries["seq"].tolist(), entries["size"].tolist()
+        for run in part.runs:
+            # After a start, elapsed time begins at wall-clock time.
+            deadline_ms = run.deadline_ms - max(0, run.since_ms - now_ms)
+            open_offsets = in_flight if run.pop_ms >= 0 else returned
+            for offset in range(max(run.offset, part_first), min(run.offset + run.count, part_end)):
+                at = offset - part_first
+                open_offsets[offset] = Lease(
+                    seqs[at], sizes_bytes[at], run.pop_ms, deadline_ms, run.since_ms, run.in_order, run.counts,
+                    run.times, run.nacked_ms, run.nack_reason,
+                )  # fmt: skip
     ahead = {offset for part in parts for offset in part.acked_ahead if offset >= queue.next_offset}
     queue.restore(in_flight, returned, ahead, {part.part for part in parts})
     return queue

@@ -17,7 +17,8 @@ has changed the stored offset, the group continues there, and the leases of the 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from timeball.broker.accepting.waiters import Waiters
@@ -31,6 +32,7 @@ from timeball.model.errors import OverLimit
 NO_RECEIPT = -1
 SWEEP_POSITIONS_MIN = 1_024
 PART_POSITIONS = 1_024  # positions of a queue that are saved together
+DROPPED_QUEUES = 1_024  # idle queues that are dropped at once
 
 
 @dataclass(slots=True)
@@ -199,6 +201,7 @@ class QueueLeases:
     def nack(self, offset: int, now_ms: int) -> None:
         """Mark a leased position as given back: no member holds it until its next delivery."""
         self.in_flight[offset].nacked_ms = now_ms
+        self.in_flight[offset].end()
         self.nacked.add(offset)
         self.touch(offset, offset)
 
@@ -253,12 +256,17 @@ class Leases:
     """
 
     def __init__(
-        self, offsets: Offsets, waiters: Waiters, count: OpenCount, saved_queues: Iterable[QueueLeases] = ()
+        self,
+        offsets: Offsets,
+        waiters: Waiters,
+        count: OpenCount,
+        saved_queues: Iterable[QueueLeases] = (),
+        orphaned_parts: Mapping[Key, set[int]] | None = None,
     ) -> None:
         self._offsets, self._waiters, self.count = offsets, waiters, count
         self.has_new_groups = False  # True if a group has begun in a queue since the offsets were last saved
-        # Parts of forgotten queues whose rows must be deleted from the log.
-        self.orphaned_parts: dict[Key, set[int]] = {}
+        # Parts of forgotten queues whose rows must be deleted from the log. Each save deletes them first.
+        self.orphaned_parts = dict(orphaned_parts or {})
         self._queues: dict[Key, QueueLeases] = {}
         self._by_topic: dict[tuple[str, str], set[int]] = {}  # the queues of each group and topic
         for queue in saved_queues:
@@ -278,14 +286,23 @@ class Leases:
         return list(self._queues.values())
 
     def open(
-        self, group: str, topic: Topic, queue_ids: Iterable[int], *, from_max: bool
+        self,
+        group: str,
+        topic: Topic,
+        queue_ids: Iterable[int],
+        *,
+        from_max: bool,
+        kept: Collection[QueueLeases] = (),
     ) -> list[QueueLeases]:
         """Find or create the leases of a group in these queues of a topic. Raises OverLimit.
 
         With `from_max`, a group without a stored offset begins at the end of a queue, otherwise at its beginning.
+        `kept`: queues that the caller is using, which must not be dropped although they are idle.
         """
+        if len(self._queues) >= limits.POP_WINDOWS_MAX:
+            self._drop_idle_queues(kept)  # before the first one is opened
         stored = self._offsets.table.get(group, {}).get(topic.name, {})
-        queues = []
+        queues: list[QueueLeases] = []
         for queue_id in queue_ids:
             queue = self._queues.get((group, topic.name, queue_id))
             if queue is None or queue.stored_offset != stored.get(queue_id):
@@ -300,7 +317,9 @@ class Leases:
         key = (group, topic.name, queue_id)
         if key in self._queues:
             self._forget(key, self._queues[key])
-        self._drop_idle_queues()
+        # A topic's queues are few, so the limit may be exceeded by some.
+        if len(self._queues) >= limits.POP_WINDOWS_MAX + limits.QUEUES_PER_TOPIC_MAX:
+            raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
         index = topic.queues[queue_id].index
         if offset is None:
             # Stored at once: otherwise the group could begin elsewhere after a crash before the first answer.
@@ -310,9 +329,6 @@ class Leases:
         start = min(max(offset, index.min_offset), index.max_offset)
         queue = QueueLeases(group, topic.name, queue_id, index, start, offset, self.count)
         self._add(key, queue)
-        for part in self.orphaned_parts.pop(key, ()):
-            queue.saved_parts.add(part)
-            queue.touch(part * PART_POSITIONS, part * PART_POSITIONS)
         return queue
 
     def is_live(self, queue: QueueLeases) -> bool:
@@ -395,17 +411,16 @@ class Leases:
         queue.forget()
         self._remove(key)
         if queue.saved_parts:
-            self.orphaned_parts[key] = queue.saved_parts
+            self.orphaned_parts[key] = self.orphaned_parts.get(key, set()) | queue.saved_parts
         self.count.changed.pop(queue, None)
 
-    def _drop_idle_queues(self) -> None:
-        if len(self._queues) < limits.POP_WINDOWS_MAX:
-            return
-        # Idle queues have no state but their stored offset, so they can be created again.
-        for key, queue in list(self._queues.items()):
-            if queue.idle:
-                self._forget(key, queue)
-        if len(self._queues) >= limits.POP_WINDOWS_MAX:
+    def _drop_idle_queues(self, kept: Collection[QueueLeases]) -> None:
+        """Drop idle queues, which have no state but their stored offset. Raises OverLimit if there are none."""
+        idle = ((key, queue) for key, queue in self._queues.items() if queue.idle and queue not in kept)
+        dropped = list(itertools.islice(idle, DROPPED_QUEUES))
+        for key, queue in dropped:
+            self._forget(key, queue)
+        if not dropped:
             raise OverLimit(f"{len(self._queues)} queues have messages in flight; acknowledge some first")
 
 

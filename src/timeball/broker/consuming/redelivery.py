@@ -29,7 +29,7 @@ import pyarrow as pa
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import redelivery_rows, retry
-from timeball.broker.consuming.lease_saver import LeaseSaver
+from timeball.broker.consuming.lease_saver import QUEUES_AT_ONCE, LeaseSaver
 from timeball.broker.consuming.leases import Lease, Leases, OpenCount, QueueLeases
 from timeball.broker.consuming.selection import Selection
 from timeball.broker.filters.tags import BoolArray
@@ -77,6 +77,7 @@ class Returning:
     offset: int
     lease: Lease
     how: Return = EXPIRED
+    since_ms: int = 0  # the lease's at the beginning
 
     @property
     def is_current(self) -> bool:
@@ -203,7 +204,7 @@ class Redelivery:
         """Void the receipt of a leased position whose message returns. The caller passes the result to `write`."""
         lease = queue.in_flight[offset]
         lease.is_void = True
-        return Returning(queue, offset, lease, how)
+        return Returning(queue, offset, lease, how, lease.since_ms)
 
     async def write(self, returning: Sequence[Returning]) -> None:
         """Write these messages to their groups again, durably. When this raises, the rest is leased as before."""
@@ -280,7 +281,7 @@ class Redelivery:
 
     def _begin_again(self, position: Returning) -> bool:
         """Void the receipt of a position that `write` has restored. False if it is written, or answered meanwhile."""
-        if not position.is_current or position.lease.is_void:
+        if not position.is_current or position.lease.is_void or position.lease.since_ms != position.since_ms:
             return False
         position.lease.is_void = True
         return True
@@ -434,14 +435,17 @@ def _added(position: Returning, now_ms: int) -> dict[str, str]:
 
 
 def _chunks(returning: Sequence[Returning]) -> Iterator[list[Returning]]:
-    """Split positions: the bodies of a part are in memory at the same time."""
+    """Split positions: the bodies of a part are in memory at the same time, and its queues are saved with it."""
     chunk: list[Returning] = []
+    queues: set[QueueLeases] = set()
     size_bytes = 0
     for position in returning:
-        if chunk and (len(chunk) == PART_ROWS or size_bytes + position.lease.size_bytes > PART_BYTES):
+        is_full = len(chunk) == PART_ROWS or size_bytes + position.lease.size_bytes > PART_BYTES
+        if chunk and (is_full or (len(queues) == QUEUES_AT_ONCE and position.queue not in queues)):
             yield chunk
-            chunk, size_bytes = [], 0
+            chunk, queues, size_bytes = [], set(), 0
         chunk.append(position)
+        queues.add(position.queue)
         size_bytes += position.lease.size_bytes
     if chunk:
         yield chunk

@@ -156,7 +156,7 @@ class Settling:
             queue.prolong(receipt.offset, self._clock.elapsed_ms() + (how.delay_ms or 0), now_ms, counts=True)
             queue.nack(receipt.offset, now_ms)
             self.redelivery.expect(queue, [receipt.offset], lease.pop_ms, lease.deadline_ms)
-            await self._saver.saved()
+            await self._saver.saved([queue])
             return True
         if not (counts or how.delay_ms or how.is_dead) and how.delay_ms is not None:
             self.give_back([receipt])

@@ -55,7 +55,7 @@ READ_ROWS = (
     64  # rows of the log read at once, because their sizes are not known before: at most 256 MiB of bodies
 )
 SLICE_BYTES = 4 * 1024 * 1024  # a slice ends with the read that reaches this size
-SLICES_IN_FLIGHT_MAX = 1  # slices that wait for the disk while the next one is read
+FRAMES_IN_FLIGHT_MAX = 1  # frames that wait for the disk while the next one is made
 
 
 async def reschedule(
@@ -152,8 +152,9 @@ async def _move(
             )  # fmt: skip
             if durable is not None:
                 commits.append(durable)
-        while len(commits) > SLICES_IN_FLIGHT_MAX:
-            await commits.popleft()
+            # After each frame, which may have large bodies: the others need the disk, too.
+            while len(commits) > FRAMES_IN_FLIGHT_MAX:
+                await commits.popleft()
     for durable in commits:
         await durable
 

@@ -289,8 +289,11 @@ class Search:
             for found in candidates
             if found.topic in shown or (found.topic in topics and found.subject in requested_numbers)
         ]
-        # A copy, because the search may have another caller, for whom it goes on.
-        return LookupResult(candidates, dict(self._settled), expired_numbers)
+        # Not the ends that the search found for other callers, or of messages that this one may not see: there may be a
+        # million.
+        numbers = {found.number for found in candidates}.union(names.seqs)
+        settled = {number: self._settled[number] for number in numbers if number in self._settled}
+        return LookupResult(candidates, settled, expired_numbers)
 
     def _candidates_for(self, names: Names) -> list[Candidate]:
         """List the candidates for a caller's names: each message once per name that finds it."""

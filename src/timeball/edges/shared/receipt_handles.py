@@ -1,6 +1,6 @@
 """Encode and decode receipt handles: texts with which a consumer names its lease of a message. No I/O.
 
-    | version 1 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 |
+    | version 2 | kind 1 | queue 4 | offset 8 | pop ms 8 | seal 16 |
 
     kind 1   a position in the topic itself
     kind 2   a position in the group's retry topic for this topic

@@ -41,6 +41,7 @@ from timeball.model.errors import OutOfRange, OverLimit
 from timeball.model.message import RETRY_PREFIX, decode_properties, encode_properties
 
 ROWS_MAX = 32  # RocketMQ's limit
+ATTEMPT_ID_CHARACTERS_MAX = 128  # clients send a UUID
 
 
 class _Queue(msgspec.Struct, rename="camel"):
@@ -117,11 +118,15 @@ class Pops:
                 ResponseCode.INVALID_PARAMETER,
                 f"maxMsgNums {fields.max_msg_nums}: the broker's pop message's num is 1 to {ROWS_MAX}",
             )
+        if len(fields.attempt_id) > ATTEMPT_ID_CHARACTERS_MAX:
+            raise Refused(
+                ResponseCode.INVALID_PARAMETER, f"attemptId: at most {ATTEMPT_ID_CHARACTERS_MAX} characters"
+            )
         topic = self._check_readable(fields, call.caller)
         request = ReceiveRequest(
             fields.consumer_group, fields.topic, queue_id=max(-1, fields.queue_id), rows=fields.max_msg_nums,
             invisible_ms=fields.invisible_time, wanted=_filter_of(self._filters, fields, topic),
-            from_max=fields.init_mode == 1, in_order=fields.order, attempt_id=fields.attempt_id,
+            from_max=fields.init_mode == 1, in_order=fields.order, attempt_id=fields.attempt_id if fields.order else "",
         )  # fmt: skip
         try:
             with call.connection.cancelled_on_close():
