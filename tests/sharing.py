@@ -7,6 +7,8 @@ is not counted again.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from xdist.scheduler import LoadGroupScheduling
 from xdist.workermanage import WorkerController
@@ -25,5 +27,6 @@ class Sharing(LoadGroupScheduling):
         self._reschedule(node)
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config) -> Sharing | None:
-    return Sharing(config) if config.getoption("dist") == "loadgroup" else None
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Sharing | None:
+    # With the log of the caller: a scheduler without one prints a line for each test.
+    return Sharing(config, log) if config.getoption("dist") == "loadgroup" else None
