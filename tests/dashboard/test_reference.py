@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 # The campaign of this test was sent and not attached, so that its rows are cancelled one by one; and a broker alone
 # leads no group, and belongs to no cluster.
 REFUSED = {"cancel_campaign": 416, "leads": 404, "cluster": 404, "ask_group": 404}
-ENDLESS = {"events"}
+ENDLESS = {"events", "stream"}
 ORDER = ["put", "post", "get", "patch", "delete"]
 
 

@@ -10,7 +10,9 @@ from typing import Any
 from tests.interop.drivers import BOUND_S, Driver, Json
 from tests.interop.stock_broker import StockBroker
 
+from timeball.broker.consuming.redelivery_rows import FIRST_POP_TIME
 from timeball.edges.remoting.codec.codes import RequestCode
+from timeball.model.message import decode_properties
 
 PYTHON, NODE, JAVA, GO = "grpc_python", "grpc_node", "grpc_java", "grpc_go"
 ALL = [PYTHON, NODE, JAVA]
@@ -128,6 +130,13 @@ class GrpcConversation:
         return self.broker.bodies(f"%DLQ%{self.group}")
 
 
-def came_early(row: Json) -> bool:
-    """Did a row of the log come into its queue before it was due?"""
-    return bool(row["store_ms"] < row["due_ms"])
+def came_early(row: Json, invisible_ms: int | None = None) -> bool:
+    """Did a row of the log come into its queue before it was due?
+
+    A message whose lease has ended has no due time. It may come `invisible_ms` after its first delivery.
+    """
+    if row["due_ms"] is not None:
+        return bool(row["store_ms"] < row["due_ms"])
+    assert invisible_ms is not None, "a message that a consumer gave back"
+    first_ms = int(decode_properties(row["properties"])[FIRST_POP_TIME])
+    return bool(row["store_ms"] < first_ms + invisible_ms)

@@ -28,6 +28,9 @@ def test_what_comes_early_is_noticed() -> None:
 def test_a_row_that_comes_early_is_noticed() -> None:
     assert came_early({"store_ms": 999, "due_ms": 1_000})
     assert not came_early({"store_ms": 1_000, "due_ms": 1_000})
+    ended = {"due_ms": None, "properties": "1ST_POP_TIME\x01500\x02"}
+    assert came_early({"store_ms": 1_499, **ended}, 1_000)
+    assert not came_early({"store_ms": 1_500, **ended}, 1_000)
 
 
 def test_no_two_tests_share_a_topic() -> None:
