@@ -326,6 +326,8 @@ class Life:
         ("ack", 1),
     ]
 )
+# An acknowledgement saves the other lease anew after the clock was set back.
+@example([("send", 3), ("receive", 3), ("clock back", 1_300), ("ack", 0), ("restart", 0)])
 # The stop writes rows, so the last row of the log is not from the future, but the lease is.
 @example([("send", 1), ("receive", 1), ("clock back", 1_300), ("restart", 0), ("wait", 1_000)])
 def test_the_log_and_a_model_agree_on_every_message(steps: list[tuple[str, int]]) -> None:

@@ -186,7 +186,7 @@ class LeaseSaver:
 
     def _runs(self, queue: QueueLeases, offsets: list[int]) -> list[LeaseRun]:
         runs: list[LeaseRun] = []
-        wall_shift_ms = self._clock.as_wall(0)
+        wall_shift_ms, now_ms = self._clock.as_wall(0), self._clock.now_ms()
         former: tuple[object, ...] = ()
         for offset in offsets:
             lease = queue.in_flight.get(offset) or queue.returned[offset]
@@ -199,9 +199,10 @@ class LeaseSaver:
             else:
                 former = state
                 runs.append(
+                    # The clock may have been set back since: then the deadline is by the time of now.
                     LeaseRun(
-                        offset, 1, lease.pop_ms, lease.deadline_ms + wall_shift_ms, lease.since_ms, lease.in_order,
-                        lease.counts, lease.times, lease.nacked_ms, lease.nack_reason,
+                        offset, 1, lease.pop_ms, lease.deadline_ms + wall_shift_ms, min(lease.since_ms, now_ms),
+                        lease.in_order, lease.counts, lease.times, lease.nacked_ms, lease.nack_reason,
                     )
                 )  # fmt: skip
         return runs
