@@ -8,7 +8,7 @@ next rows only then. They share one frame, which costs the event loop the same f
 SHARE_MS at most, since the disk may be busy with other rows.
 
 A hand-out costs about as much for one message as for thirty. So under load the ticker waits between two hand-outs, and
-they use at most RELEASE_SHARE of a core: the loop stays free for the consumers, which then get their messages sooner.
+they use about RELEASE_SHARE of a core: the loop stays free for the consumers, which then get their messages sooner.
 The wait follows from the measured time of the last hand-outs, and is INTERVAL_MAX_MS at most. A message that is due
 after an idle moment is handed out at once.
 

@@ -538,7 +538,7 @@ class LookUps:
         return await in_thread(self._lookup_thread, call, *args, **kwargs)
 
     async def _search_together(self, questions: Sequence[Question]) -> list[Found | TimeballError]:
-        """Run one search for several callers. The result has what was found or an error for each caller, in order."""
+        """Run one search for several callers. Returns a result or an error for each caller, in their order."""
         try:
             return [*await self._search(questions)]
         except (Corrupt, NotFound) as error:
