@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -309,10 +311,12 @@ def test_a_small_row_does_not_pass_a_large_one_that_has_stayed_behind() -> None:
 
 def test_large_bodies_are_not_copied_before_they_are_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[int] = []
-    concat = pa.concat_batches
+    concat, thread = pa.concat_batches, threading.get_ident()
 
     def counted(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
-        joined.append(sum(batch.nbytes for batch in batches))
+        # The function is replaced for all threads, also those that other tests have left behind.
+        if threading.get_ident() == thread:
+            joined.append(sum(batch.nbytes for batch in batches))
         return concat(batches)
 
     monkeypatch.setattr(wheel_module.pa, "concat_batches", counted)
