@@ -1,5 +1,6 @@
 """What all tests share. Keep it small: a fixture that one room needs belongs in that room's conftest.py."""
 
+import gc
 import os
 import signal
 
@@ -8,8 +9,6 @@ import pytest
 from tests.controls import CONTROLS
 from tests.examples import bound_examples
 from tests.java_options import java_options
-
-from timeball.broker.tables.memory import collect_cycles_rarely
 
 # The second measures how long this process took to start: as early as can be.
 pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested", "tests.sharing"]
@@ -36,8 +35,9 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 
 def pytest_collection_finish() -> None:
-    """Leave modules and tests out of each collection of cycles, as a broker does: they stay until the end."""
-    collect_cycles_rarely()
+    """Leave modules and tests out of each collection of cycles: they stay until the end."""
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers

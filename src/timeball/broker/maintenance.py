@@ -15,6 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from timeball.broker.consuming.retention import Retention
+from timeball.broker.cycle_collection import CYCLES
 from timeball.broker.service import Broker
 from timeball.broker.tables import stored_table, table_changes
 from timeball.broker.tables.memory import give_back
@@ -46,6 +47,7 @@ BURST_BYTES_MIN = 16 * 1024 * 1024
 CANCELS_INTERVAL_MS = 5_000
 IDEMPOTENCY_INTERVAL_MS = 10_000
 SUBSCRIPTIONS_INTERVAL_MS = 1_000
+CYCLES_INTERVAL_MS = 10_000
 # Files whose messages are all settled are removed in groups of at least this size, because each removal is a row.
 BEHIND_FILES_MIN = 64
 REMOVE_JOB_ID = "broker-behind"
@@ -96,6 +98,7 @@ class Maintenance:
             (SUBSCRIPTIONS_INTERVAL_MS, self._broker.consuming.subscriptions.drain),
             (CANCELS_INTERVAL_MS, self._broker.campaign_changes.finish_cancels),
             (COMPACT_CHECK_INTERVAL_MS, self.compact_if_worth),
+            (CYCLES_INTERVAL_MS, self.collect_cycles),
         ]
         broker = self._broker
         cache = broker.pending_table.cache
@@ -160,6 +163,11 @@ class Maintenance:
                 # No caller awaits this task, so an unexpected error must stop the broker.
                 self._broker.on_failure(error)
                 return
+
+    async def collect_cycles(self) -> None:
+        """Collect Python's reference cycles, if the broker is idle or many objects are new."""
+        due_ms = self._scheduling.scheduler.next_due_ms()
+        CYCLES.collect_if_due(None if due_ms is None else due_ms - self._clock.now_ms())
 
     async def save_offsets(self) -> None:
         """Append the changes of consumer offsets to the log. Durable on return."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from timeball.broker.cycle_collection import CYCLES
 from timeball.cli import log_lines
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
@@ -121,7 +122,6 @@ def kafka(
 
 def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str) -> Bridge:
     try:
-        from timeball.broker.tables.memory import collect_cycles_rarely
         from timeball.edges.kafka.bridge import Bridge
         from timeball.edges.kafka.options import BridgeOptions, read_properties
         from timeball.io.clock import SystemClock
@@ -130,7 +130,7 @@ def _build_bridge(options: dict[str, Any], config: Path | None, endpoint: str) -
             raise
         raise not_installed(error, KAFKA) from error
     client = {} if config is None else read_properties(_read_config(config), str(config))
-    collect_cycles_rarely()  # records allocate and free containers, which would start collections often
+    CYCLES.start()  # records allocate and free containers, which would start collections often
     return Bridge(BridgeOptions(**options, client=client), endpoint, SystemClock())
 
 
@@ -156,6 +156,7 @@ def _print_statuses(bridge: Bridge, stop: threading.Event, interval_s: float, as
     is_last = False
     while not is_last:
         is_last = stop.wait(interval_s)
+        CYCLES.collect_if_due(None)
         counts = msgspec.to_builtins(bridge.counts)
         bridge.counts.late_ms = 0  # the largest lateness since the last status line
         if as_json:

@@ -235,14 +235,15 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     `start_client` is called once the broker accepts messages. It starts a client of the broker, and returns the
     function that stops this client, which is called before the broker stops.
     """
-    from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
+    from timeball.broker.cycle_collection import CYCLES
+    from timeball.broker.tables.memory import use_system_pool
     from timeball.io.files import raise_open_files_limit
     from timeball.monitoring.systemd import Systemd
     from timeball.node.node import Node
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
-    collect_cycles_rarely()
+    CYCLES.start()
     raise_open_files_limit()
     systemd, node = Systemd(), Node(settings)
     systemd.status("recovering: reads the log from the last checkpoint on")
@@ -333,12 +334,13 @@ def runner() -> asyncio.Runner:
 
 def run_replica(settings: Settings, as_json: bool) -> None:
     """Run a node of a cluster. Raises StorageError and SetupError, which only an operator can resolve."""
-    from timeball.broker.tables.memory import collect_cycles_rarely, use_system_pool
+    from timeball.broker.cycle_collection import CYCLES
+    from timeball.broker.tables.memory import use_system_pool
     from timeball.io.files import raise_open_files_limit
 
     log_lines.configure(settings.log_level, settings.log_format)
     use_system_pool()
-    collect_cycles_rarely()
+    CYCLES.start()
     raise_open_files_limit()
     with runner() as loop_runner:
         loop_runner.run(_run_replica(settings, as_json))

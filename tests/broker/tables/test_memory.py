@@ -9,7 +9,7 @@ import psutil
 import pyarrow as pa
 import pytest
 
-from timeball.broker.tables.memory import CYCLES_EVERY, collect_cycles_rarely, give_back, use_system_pool
+from timeball.broker.tables.memory import give_back, use_system_pool
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc can be asked")
@@ -34,13 +34,3 @@ def test_a_brokers_process_takes_arrows_memory_from_malloc() -> None:
         assert pa.default_memory_pool().backend_name == "system"
     finally:
         pa.set_memory_pool(before)
-
-
-def test_a_brokers_process_looks_for_cycles_rarely() -> None:
-    before = gc.get_threshold()
-    try:
-        collect_cycles_rarely()
-        assert gc.get_threshold() == (CYCLES_EVERY, *before[1:]) and gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
-        gc.set_threshold(*before)

@@ -9,13 +9,11 @@ memory, which looks like a cost of the scheduled messages. On systems without gl
 from __future__ import annotations
 
 import ctypes
-import gc
 
 import pyarrow as pa
 
 _ARENA_MAX = -8  # glibc's M_ARENA_MAX
 ARENAS = 2
-CYCLES_EVERY = 10_000  # new containers between two collections; Python's default is 700
 
 
 def use_system_pool() -> None:
@@ -31,17 +29,6 @@ def use_system_pool() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_ARENA_MAX, ARENAS)
-
-
-def collect_cycles_rarely() -> None:
-    """Make Python's cycle collector ignore all current objects and run less often, in this process.
-
-    Reference counts free the objects of a request, and each send creates some containers. With a threshold of 50,000 a
-    broker used 6 to 21 % less CPU at 8 x 512 sends in flight. The threshold is a fifth of that, so that memory in
-    cycles is freed sooner.
-    """
-    gc.freeze()
-    gc.set_threshold(CYCLES_EVERY, *gc.get_threshold()[1:])
 
 
 def give_back() -> bool:
