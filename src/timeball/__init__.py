@@ -20,6 +20,7 @@ The packages, lower layers first. Each imports only packages above it in this li
     spark       the log as tables (Spark, DuckDB)
     dashboard   static files for a browser
     node        the composition root
+    testing     a broker for tests of applications, with a clock that the test moves
     cli         one file per command
 """
 

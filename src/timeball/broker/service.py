@@ -45,7 +45,8 @@ from timeball.broker.revoking.reschedule import reschedule
 from timeball.broker.revoking.scheduled_lookup import LookUps, Names
 from timeball.broker.tables.table_changes import TableChanges
 from timeball.broker.transacting import Half, TransactionChecks, Transactions
-from timeball.io.clock import SchedulerClock
+from timeball.broker.virtual_time import VirtualTime
+from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.io.files import Files
 from timeball.io.threads import Threads, in_thread
 from timeball.log.disk_thread import FileReplication
@@ -126,7 +127,7 @@ class Broker:
         self.delivery = delivery.Delivery(
             on_visible=self.waiters.wake_queues, lateness=self.lateness, clock=clock,
             writer=self.log.writer, topics=self.tables.topics, redeliveries=self.redeliveries, scheduler=scheduler,
-            rates=self.rates, traces=self.traces,
+            rates=self.rates, observers=[] if self.traces is None else [self.traces.released],
         )  # fmt: skip
         self.ticker = Ticker(
             scheduler, clock, self.delivery.release, self.delivery.rewrite, self.delivery.indexing
@@ -213,6 +214,15 @@ class Broker:
         self.consuming: Consuming = consuming(
             self.appender, self.waiters, self.policy, settings=settings, clock=clock, log=log, tables=tables,
             redeliveries=self.redeliveries, threads=self.threads, rates=self.rates, on_failure=self.on_failure,
+        )  # fmt: skip
+        manual = clock.clock
+        self.virtual_time = (
+            VirtualTime(
+                manual, clock=clock, scheduler=self.scheduling.scheduler, ticker=self.ticker, writer=log.writer,
+                delivery=self.delivery, consuming=self.consuming,
+            )
+            if isinstance(manual, ManualClock)
+            else None
         )  # fmt: skip
         self.groups = GroupStates(
             self.policy, self.consuming.leases, self.dead_letters, self.consuming.subscriptions,

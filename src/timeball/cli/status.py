@@ -102,6 +102,11 @@ def _rows(endpoint: str, state: dict[str, Any]) -> list[tuple[str, str]]:
         *_conflicts(state.get("conflicting_groups", [])),
         *([("codec", state["codec"])] if state.get("codec") else []),
         ("time zones", f"tzdata {state['tzdata']}"),
+        *(
+            [("clock", "manual: it stands still until a client advances it")]
+            if state.get("clock") == "manual"
+            else []
+        ),
         (
             "memory",
             f"{show_bytes(state['anon_bytes'])} held, {show_bytes(state['rss_bytes'])} with mapped files",

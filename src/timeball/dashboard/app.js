@@ -112,7 +112,8 @@ function showReach() {
     const leftMs = Math.max(0, reach.againMs - Date.now());
     write(at('live-text'), leftMs >= 1_000 ? `next try in ${span(leftMs)}` : 'trying again');
   } else if (reach.reachedMs) {
-    write(at('live-text'), `live, ${clock(reach.reachedMs + broker.aheadMs)}`);
+    const isManual = broker.status?.clock === 'manual';
+    write(at('live-text'), `${isManual ? 'manual clock' : 'live'}, ${clock(reach.reachedMs + broker.aheadMs)}`);
   }
 }
 

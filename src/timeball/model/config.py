@@ -24,6 +24,7 @@ Durability = Literal["sync", "async"]
 StrategyName = Literal["hour_log", "timer_wheel", "level_cascade"]
 STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
 Acks = Literal["majority", "all"]
+ClockName = Literal["system", "manual"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -243,6 +244,12 @@ class Settings:
         advanced=True,
     )
 
+    clock: ClockName = _of(  # docs/testing.md
+        "system",
+        "'manual': time stands still until POST /v1/clock/advance, for tests of applications; 'system': the machine's.",
+        advanced=True,
+    )
+
     # traces for OpenTelemetry (docs/tracing.md)
     traces: bool = _of(
         False,
@@ -317,6 +324,8 @@ class Settings:
     def _check_cluster(self) -> None:
         if not self.cluster:
             return
+        if self.clock == "manual":
+            raise SetupError("--clock manual: a cluster follows the clocks of its machines")
         for name in ("node", "etcd"):
             if not getattr(self, name):
                 raise SetupError(f"--cluster {self.cluster} needs {option_name(name)}")

@@ -30,7 +30,7 @@ from timeball.broker.registry.topics import Topics
 from timeball.broker.service import Broker
 from timeball.edges.http.recovering import RecoveryResponder
 from timeball.edges.shared.shared_limits import IdleConnections
-from timeball.io.clock import Clock, SchedulerClock, SystemClock
+from timeball.io.clock import Clock, ManualClock, SchedulerClock, SystemClock
 from timeball.io.files import RESERVE_OF_LIBRARIES, Files, RealFiles, lent, open_files_max
 from timeball.io.security import OPEN, Security
 from timeball.io.threads import Threads, in_thread, watch_stop_signals
@@ -77,6 +77,14 @@ SWITCH_INTERVAL_S = 0.000_5
 Hot = tuple[Opened, Applying]  # a follower's open log, and its caches with all rows of this log applied
 
 
+def _create_clock(settings: Settings) -> Clock:
+    """Create the clock that the settings name. A manual clock begins at the real time."""
+    system = SystemClock()
+    if settings.clock == "system":
+        return system
+    return ManualClock(system.wall_ms(), system.boot_ms(), system.monotonic_ns() // 1_000_000)
+
+
 class Node:
     """One broker process.
 
@@ -96,7 +104,7 @@ class Node:
         """
         self.settings, self._leading, self._replica = settings, leading, replica
         self._load_bounds, self._codec = load_bounds, codec
-        self.clock = clock or SystemClock()
+        self.clock = clock or _create_clock(settings)
         self._real_files = RealFiles(settings.data) if files is None else None
         chosen = files or self._real_files
         assert chosen is not None
@@ -167,6 +175,8 @@ class Node:
             if listen:
                 await recovering.start()
             await self._build(hot)
+            if self.settings.clock == "manual":
+                logger.warning("the clock is manual: messages become due only when a client advances it")
             # Releases begin before the ports open: importing the code for clients takes longer than reading the log.
             self._run_until_stop(self.broker.ticker.run())
             self._run_until_stop(self._loop_lag.run())
@@ -218,6 +228,10 @@ class Node:
         _, reader_thread, background, lookup = self._threads
         write_format(files)
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
+        newest_ms = max(each.newest_append_ms for each in opened.segments.all)
+        if isinstance(self.clock, ManualClock):
+            # A previous run may have advanced its clock far beyond the real time.
+            self.clock.advance(max(0, newest_ms - self.clock.wall_ms()))
         reader, tables = applying.reader, applying.tables
         catalog, cache = await in_thread(
             reader_thread, open_table, settings.table, files, settings.table_cache_bytes,
@@ -237,7 +251,7 @@ class Node:
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes, ahead_ms) or hour_log
         writer = self._writer(opened)
         durations = Durations(outcomes, lambda: writer.next_seq, clock, find_durations)
-        durations.begin(max(each.newest_append_ms for each in opened.segments.all), applying.ledger.watermark)
+        durations.begin(newest_ms, applying.ledger.watermark)
         tables.meta.open(writer.append, clock.now_ms)
         self.broker = self.build_broker(
             settings=settings, files=files, clock=clock,
@@ -404,6 +418,7 @@ class Node:
             "version": __version__,
             "format": FORMAT_VERSION,
             "tzdata": time_parsing.VERSION,
+            "clock": "system" if self.broker.virtual_time is None else "manual",
             "pid": os.getpid(),
             "rss_bytes": memory.rss,
             # Without the mapped log, which belongs to the page cache.

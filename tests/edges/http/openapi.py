@@ -269,6 +269,16 @@ OPERATIONS = (
         answer=(answers_codec.CampaignShown,),
     ),
     Operation(
+        "get", "/v1/clock", "clock", "The time of a manual clock. Only with --clock manual.",
+        answer=(answers_codec.ClockState,),
+    ),
+    Operation(
+        "post", "/v1/clock/advance", "advance_clock",
+        "Advance a manual clock, and list the messages that became visible. Only with --clock manual.",
+        (), (codec.Moving,),
+        answer=(answers_codec.ClockState,),
+    ),
+    Operation(
         "get", "/v1/jobs", "jobs", "The jobs of the broker's pipeline, and the report of the last audit.",
         answer=(answers_codec.Jobs,),
     ),

@@ -163,6 +163,9 @@ def test_a_form_is_refused_for_its_content_type(client: Client, kind: str, heade
 
 
 def test_the_forms_are_all_posts_of_the_document(client: Client) -> None:
-    """A new POST is to be added above; a broker alone answers 404 to the one for nodes of a cluster."""
+    """A new POST is to be added above.
+
+    A broker alone answers 404 to the one for nodes of a cluster. handlers/test_clock.py has the one of a manual clock.
+    """
     document = client.ask("GET", "/openapi.json").value
-    assert sum("post" in methods for methods in document["paths"].values()) == 15
+    assert sum("post" in methods for methods in document["paths"].values()) == 16

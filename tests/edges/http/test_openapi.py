@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
 import msgspec
+import pytest
 from tests.edges.http.client import Client
 from tests.edges.http.openapi import FILE, OPERATIONS, encoded
 from tests.edges.http.openapi import document as made
+from tests.node_fixture import RunningNode, running_node
 
 from timeball.edges.http.edge import QUERY_PARAMETERS
+from timeball.io.clock import ManualClock
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    """Start a node that has all paths: those of a manual clock, too."""
+    with running_node(tmp_path_factory.mktemp("http") / "data", ManualClock(), http_port=0) as running:
+        yield running
 
 
 def test_the_file_is_the_document_of_the_structs() -> None:

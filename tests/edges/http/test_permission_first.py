@@ -12,6 +12,8 @@ from tests.accounts import access_file
 from tests.bounds import BOUND_S
 from tests.node_fixture import RunningNode, running_node
 
+from timeball.io.clock import ManualClock
+
 ACCOUNTS = '[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
 # An account is enough to get there: the path names a message by its id, or it is another node that asks.
 OF_ANY_ACCOUNT = {("PATCH", "/v1/messages/{id}"), ("POST", "/v1/cluster/{group}")}
@@ -22,7 +24,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
     folder: Path = tmp_path_factory.mktemp("guarded")
     path = access_file(folder, ACCOUNTS)
     with running_node(
-        folder / "data", access_file=str(path), http_port=0, auto_create_topics=True
+        folder / "data", ManualClock(), access_file=str(path), http_port=0, auto_create_topics=True
     ) as running:
         yield running
 

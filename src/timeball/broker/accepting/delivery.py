@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.redeliveries import Redeliveries
@@ -74,16 +73,17 @@ class Delivery:
         redeliveries: Redeliveries,
         scheduler: Scheduler,
         rates: Rates,
-        traces: Tracing | None,
+        observers: list[Callable[[pa.RecordBatch, int], None]],
     ) -> None:
         """Create the delivery.
 
-        It calls `on_visible` with the queues that have new messages, as (topic, queue number).
+        It calls `on_visible` with the queues that have new messages, as (topic, queue number). It calls the `observers`
+        with the rows that were released, and the time in ms.
         """
         self._clock, self._writer, self._topics = clock, writer, topics
         self._redeliveries, self._scheduler = redeliveries, scheduler
         self._rates = rates
-        self._on_visible, self._lateness, self._traces = on_visible, lateness, traces
+        self._on_visible, self._lateness, self.observers = on_visible, lateness, observers
         self.indexing = IndexingTime()
 
     def release(self, scheduled_rows: ReadRows, now_ms: int) -> asyncio.Future[int]:
@@ -165,8 +165,8 @@ class Delivery:
             self._redeliveries.end(numbers)
         self._on_visible(placement.queues())
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
-        if self._traces is not None:
-            self._traces.released(read_batch(scheduled_rows), now_ms)
+        for observe in self.observers:
+            observe(read_batch(scheduled_rows), now_ms)
         self.indexing.total_ns += self._clock.clock.monotonic_ns() - began_ns
 
     # -- releases by an external dispatcher, which reads due messages from the files of the pending table --------------

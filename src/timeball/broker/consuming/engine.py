@@ -258,6 +258,16 @@ class Consuming:
         """End the tasks, and save the leases."""
         await self._settling.close()
 
+    @property
+    def next_lease_end_ms(self) -> int | None:
+        """The earliest end of a lease, in ms of `SchedulerClock.elapsed_ms`. None without leases."""
+        return self._redelivery.next_ms()
+
+    @property
+    def is_redelivering(self) -> bool:
+        """True while messages whose leases have ended are being written to their groups again."""
+        return self._redelivery.is_writing
+
     def wake(self) -> None:
         """Make redelivery read the clock again, because the clock was changed."""
         self._redelivery.wake()

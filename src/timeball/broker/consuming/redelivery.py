@@ -172,8 +172,13 @@ class Redelivery:
         self._reader_thread, self._on_failure = reader_thread, on_failure
         self._deadlines = Deadlines(leases.count)
         self._wake = asyncio.Event()
+        self.is_writing = False  # messages whose leases have ended are being written again
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+
+    def next_ms(self) -> int | None:
+        """Find the earliest end of a lease (ms). None if there is none."""
+        return self._deadlines.next_ms()
 
     def wake(self) -> None:
         """Make the task read the clock again, and process the leases that have ended."""
@@ -237,7 +242,9 @@ class Redelivery:
             now_ms = self._clock.elapsed_ms()
             ended = [job for due in self._deadlines.pop_due(now_ms) for job in self._end(*due)]
             if ended:
+                self.is_writing = True
                 await self._try_write(ended)
+                self.is_writing = False
                 continue
             next_ms = self._deadlines.next_ms()
             # A machine gives no notice when it resumes from suspension, so the clock is read regularly (see ticker.py).

@@ -212,6 +212,25 @@ class Health(msgspec.Struct):
     status: str
 
 
+class ReleasedMessage(msgspec.Struct, omit_defaults=True):
+    """A message that became visible while a manual clock was advanced. Times are those of the broker's clock."""
+
+    topic: str
+    due: str
+    due_ms: int
+    id: str | None = None
+    keys: list[str] = []
+
+
+class ClockState(msgspec.Struct, omit_defaults=True):
+    """The time of a manual clock, the number of messages that an advance released, and the first 1,000 of them."""
+
+    now: str
+    now_ms: int
+    released_rows: int | None = None
+    released: list[ReleasedMessage] | None = None
+
+
 class Leads(msgspec.Struct):
     """The leader of a cluster group, and the role of this node. Only the leader answers with status 200."""
 
@@ -224,6 +243,22 @@ class ReplicaGroups(msgspec.Struct):
     """The groups of the cluster, ordered by name."""
 
     groups: list[ReplicaGroup]
+
+
+def clock_answer(
+    now_ms: int, released_rows: int | None = None, released: list[ReleasedMessage] | None = None
+) -> ClockState:
+    """Build the answer of a manual clock."""
+    return ClockState(format_time(now_ms), now_ms, released_rows, released)
+
+
+def released_messages(rows: pa.RecordBatch) -> list[ReleasedMessage]:
+    """Build the list of released messages from READ_SCHEMA rows."""
+    columns = (rows.column(name).to_pylist() for name in ("topic", "due_ms", "unique_key", "keys"))
+    return [
+        ReleasedMessage(topic, format_time(due_ms), due_ms, unique_key, (keys or "").split())
+        for topic, due_ms, unique_key, keys in zip(*columns, strict=True)
+    ]
 
 
 def show_message(message: MessagePlace) -> Place:

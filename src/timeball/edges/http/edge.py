@@ -31,6 +31,7 @@ from timeball.edges.http.handlers.operators import (
     Campaigns,
     GroupQuestions,
     Groups,
+    ManualTime,
     Operators,
     Status,
     Subscriptions,
@@ -453,4 +454,6 @@ def collect_routes(broker: Broker, metrics: Metrics, status: Status) -> Routes:
     for handler in handlers:
         for path, methods in handler.paths.items():
             paths[path] = {**paths.get(path, {}), **methods}
+    if broker.virtual_time is not None:
+        paths.update(ManualTime(broker, broker.virtual_time).paths)
     return Routes(paths, operators.open_paths, receives.FORMER_METHODS)

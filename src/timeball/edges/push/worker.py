@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import ssl
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from timeball.broker.admin.campaign_changes import EXPRESSION_TYPES
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
@@ -41,6 +43,8 @@ from timeball.monitoring.push_figures import PushFigures
 
 if TYPE_CHECKING:
     from timeball.edges.push.sender import HostResolver, Receiver
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +91,8 @@ class PushEdge:
 
     async def start(self) -> None:
         """Start a worker for each subscription, and follow later changes of subscriptions."""
+        if self._broker.virtual_time is not None:
+            self._broker.virtual_time.activities.append(self)
         self._broker.push.watch(self._replace_worker)
         for name in self._broker.tables.push_subscriptions.all():
             self._replace_worker(name)
@@ -108,6 +114,23 @@ class PushEdge:
         await asyncio.gather(*end_tasks, *self._ending_tasks, return_exceptions=True)
         if self._library_loading is not None:
             (await self._library_loading).resolver.close()
+
+    # -- a manual clock (broker/virtual_time.py) ---------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a worker starts, or has something to do at the present time."""
+        return bool(self._start_tasks) or any(worker.is_busy for worker in self._workers.values())
+
+    def wait_ms(self) -> int | None:
+        """Compute the time until a receiver gets its next request, if the limits of its rate allow none now."""
+        waits_ms = [worker.wait_ms() for worker in self._workers.values()]
+        return min((wait_ms for wait_ms in waits_ms if wait_ms is not None), default=None)
+
+    def wake(self) -> None:
+        """Let all workers compute again how many requests may begin."""
+        for worker in self._workers.values():
+            worker.wake()
 
     def _replace_worker(self, name: str) -> None:
         """End the worker of a subscription, and start a new one unless the subscription is paused or deleted."""
@@ -197,10 +220,32 @@ class Worker:
         self._pace_changed = asyncio.Event()  # set when a request ends
         self._request_tasks: set[asyncio.Task[None]] = set()  # requests under way
         self._receive_task: asyncio.Task[None] | None = None
+        self._is_idle = False  # the receive task waits: for messages, for the pace or after an error
 
     def start(self) -> None:
         """Start to receive and send."""
         self._receive_task = asyncio.create_task(self._run())
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a request is under way, or messages are received."""
+        return bool(self._request_tasks) or not self._is_idle
+
+    def wait_ms(self) -> int | None:
+        """Compute the time until the pace allows a request. None if it allows one now, or if requests must end."""
+        wait_s = None if self._pace.capacity() else self._pace.wait_s()
+        return None if wait_s is None else math.ceil(wait_s * 1_000)
+
+    def wake(self) -> None:
+        """Compute again how many requests may begin."""
+        self._pace_changed.set()
+
+    async def _idle(self, waiting: Awaitable[T]) -> T:
+        self._is_idle = True
+        try:
+            return await waiting
+        finally:
+            self._is_idle = False
 
     def halt(self) -> None:
         """Stop receiving. Requests under way go on."""
@@ -232,11 +277,11 @@ class Worker:
             except TimeballError as error:
                 self._figures.last_failure = str(error)
                 logger.info("push waits subscription=%s reason=%s", self._name, error)
-                await asyncio.sleep(RETRY_S)
+                await self._idle(asyncio.sleep(RETRY_S))
             except Exception as error:  # of any kind: it must end neither this subscription nor the broker
                 self._figures.last_failure = f"{type(error).__name__}; the broker's log says more"
                 logger.error("push failed subscription=%s reason=%s", self._name, error, exc_info=error)
-                await asyncio.sleep(RETRY_S)
+                await self._idle(asyncio.sleep(RETRY_S))
 
     async def _receive(self) -> None:
         """Receive messages once, as many as may be sent now, and start their requests."""
@@ -247,9 +292,9 @@ class Worker:
             # The first message creates the topic and ends this wait. An operator may create it too, which wakes no
             # consumer, so the wait has a time limit.
             self._figures.last_failure = str(error)
-            await self._broker.waiters.wait(self._subscription.topic, RETRY_S)
+            await self._idle(self._broker.waiters.wait(self._subscription.topic, RETRY_S))
             return
-        if not await consuming.wait_for_rows(request, WAIT_MS):
+        if not await self._idle(consuming.wait_for_rows(request, WAIT_MS)):
             return
         # Reserve the bytes before receiving, because there is a limit for the bodies of all subscriptions together.
         await self._body_quota.room(self._name, limits.POP_BYTES_MAX)
@@ -264,7 +309,7 @@ class Worker:
         finally:
             self._body_quota.remove(self._name, limits.POP_BYTES_MAX)
         if not deliveries:
-            await asyncio.sleep(EMPTY_RECEIVE_PAUSE_S)
+            await self._idle(asyncio.sleep(EMPTY_RECEIVE_PAUSE_S))
 
     async def _wait_for_capacity(self) -> int:
         """Wait until at least one request may begin. The result is the number of requests that may begin."""
@@ -272,7 +317,7 @@ class Worker:
             self._pace_changed.clear()
             try:
                 async with asyncio.timeout(self._pace.wait_s()):
-                    await self._pace_changed.wait()
+                    await self._idle(self._pace_changed.wait())
             except TimeoutError:
                 pass
         return capacity

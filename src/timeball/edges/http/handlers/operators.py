@@ -9,6 +9,7 @@ from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.registry.rates import shares
 from timeball.broker.revoking.group_questions import AnyQuestion
 from timeball.broker.service import Broker
+from timeball.broker.virtual_time import VirtualTime
 from timeball.edges.http import answers_codec, codec
 from timeball.edges.http.answers_codec import (
     Health,
@@ -116,6 +117,43 @@ class Operators:
         if writer.no_room:
             raise Unavailable("disk full: free some space, the broker goes on by itself")
         return Answer(200, Health("ready"))
+
+
+# ---- a manual clock ------------------------------------------------------------------------------------------
+
+RELEASED_ROWS_MAX = 1_000  # in one answer
+
+
+class ManualTime:
+    """Serves the paths of a manual clock. They exist only with --clock manual. Belongs to the event loop."""
+
+    def __init__(self, broker: Broker, time: VirtualTime) -> None:
+        self._broker, self._time = broker, time
+        self.paths: Paths = {
+            "/v1/clock": {"GET": self._get},
+            "/v1/clock/advance": {"POST": self._advance},
+        }
+
+    async def _get(self, call: Call) -> Answer:
+        self._broker.policy.allow(call.caller, Verb.LOOK)
+        return Answer(200, answers_codec.clock_answer(self._time.now_ms))
+
+    async def _advance(self, call: Call) -> Answer:
+        """Advance the clock, and list the messages that were released on the way."""
+        request: codec.Moving = await read_request(call, codec.Moving, self._broker.policy, Verb.ADMIN)
+        due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
+        if due_ms is None and delay_ms is None:
+            raise InvalidMessage("give one of at and after")
+        target_ms = due_ms if due_ms is not None else self._time.now_ms + (delay_ms or 0)
+        released: list[answers_codec.ReleasedMessage] = []
+        released_rows, is_last = 0, False
+        while not is_last:
+            step = await self._time.step(target_ms)
+            is_last = step.is_last
+            for rows in step.released:
+                released_rows += rows.num_rows
+                released += answers_codec.released_messages(rows.slice(0, RELEASED_ROWS_MAX - len(released)))
+        return Answer(200, answers_codec.clock_answer(step.now_ms, released_rows, released))
 
 
 # ---- consumer groups, and their dead letters -----------------------------------------------------------------

@@ -1,0 +1,15 @@
+"""Tests of applications that schedule messages: a real broker in the test's process, with a clock that the test moves.
+
+    from timeball.testing import TestBroker
+
+    with TestBroker() as broker:
+        broker.client().send("orders", b"close 17", after="40d", key="17")
+        broker.assert_scheduled("orders", key="17", after="40d")
+        assert [message.body for message in broker.clock.advance("40d")] == [b"close 17"]
+
+It needs the extra `timeball[broker]`. pytest finds the fixtures of `timeball.testing.pytest_plugin` by itself.
+"""
+
+from timeball.testing.broker import ReleasedMessage, ScheduledMessage, TestBroker, VirtualClock
+
+__all__ = ["ReleasedMessage", "ScheduledMessage", "TestBroker", "VirtualClock"]

@@ -1,0 +1,322 @@
+"""A broker for tests: it runs in a thread of the test's process, in a temporary folder, on free ports.
+
+It is the broker that `timeball serve --clock manual` runs, with all its interfaces. Only the clock differs: time stands
+still until the test advances it (broker/virtual_time.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import msgspec
+
+from timeball.model import limits, time_parsing
+from timeball.model.config import Settings
+from timeball.model.errors import NotFound, SetupError
+from timeball.model.message import decode_properties
+from timeball.model.time_parsing import After, At
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from timeball import AsyncTimeball, Timeball
+    from timeball.broker.consuming.requests import Receipt, ReceiveRequest
+    from timeball.node.node import Node
+
+T = TypeVar("T")
+
+GROUP = "test"  # the consumer group of `handle`, unless the test names another one
+_LEASE_MS = limits.INVISIBLE_MS_MAX  # a handler acknowledges before the clock moves on
+# A test does not wait for a delivered message to be old, and it does not survive a power cut.
+_SETTINGS = {
+    "port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0,
+    "segment_bytes": 4 * 1024 * 1024, "durability": "async", "retention_ms": 36_500 * limits.DAY_MS,
+}  # fmt: skip
+
+
+class ScheduledMessage(msgspec.Struct, frozen=True):
+    """A pending message. Times are milliseconds since 1970 on the broker's clock."""
+
+    topic: str
+    due_ms: int
+    id: str | None
+    keys: tuple[str, ...]
+    tag: str | None
+
+    @property
+    def due(self) -> datetime:
+        """The due time in UTC."""
+        return datetime.fromtimestamp(self.due_ms / 1_000, UTC)
+
+
+class ReleasedMessage(ScheduledMessage, frozen=True):
+    """A message that is in its queue. `attempt` is 1 for the first delivery to a group, as a handler sees it."""
+
+    body: bytes
+    properties: dict[str, str]
+    attempt: int = 1
+
+
+Handler = Callable[[ReleasedMessage], object]
+
+
+class VirtualClock:
+    """The clock of a `TestBroker`."""
+
+    def __init__(self, broker: TestBroker) -> None:
+        self._broker = broker
+
+    @property
+    def now_ms(self) -> int:
+        """The time in milliseconds since 1970."""
+        return self._broker._virtual_time.now_ms
+
+    @property
+    def now(self) -> datetime:
+        """The time in UTC."""
+        return datetime.fromtimestamp(self.now_ms / 1_000, UTC)
+
+    def advance(self, after: After) -> list[ReleasedMessage]:
+        """Move the clock by `after`, as "40d" or a timedelta, and return the messages that were released, in order.
+
+        The clock stops at each due time, each end of a lease and each retry on the way. There it releases messages,
+        runs pushes, and calls the handlers of `TestBroker.handle`. Raises InvalidDelay and OutOfRange.
+        """
+        return self._broker._advance(self.now_ms + time_parsing.delay_ms(after))
+
+    def advance_to(self, at: At) -> list[ReleasedMessage]:
+        """Move the clock to an instant, as `advance` does. Raises OutOfRange if it is in the past."""
+        return self._broker._advance(time_parsing.due_ms(at))
+
+
+class TestBroker:
+    """A broker with a virtual clock. Use it as a context manager, or call `start` and `stop`."""
+
+    __test__ = False  # no test class, although pytest may think so of its name
+
+    def __init__(self, *, start: At | None = None, data: Path | None = None, **settings: Any) -> None:
+        """Create a broker whose clock begins at `start`; None: the real time.
+
+        `data` is its folder, which is kept; None: a temporary one. Other arguments are settings of the broker, such as
+        `idempotency_ms=60_000`.
+        """
+        self._start_ms = None if start is None else time_parsing.due_ms(start)
+        self._data, self._settings = data, settings
+        self._handlers: list[tuple[ReceiveRequest, Handler]] = []
+        self._released: list[ReleasedMessage] = []
+        self._resources = ExitStack()
+        self.clock = VirtualClock(self)
+
+    # -- start and stop ------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Start the broker. Raises SetupError if the extra `timeball[broker]` is not installed."""
+        try:
+            from timeball.io.clock import ManualClock, SystemClock
+            from timeball.node.node import Node
+        except ModuleNotFoundError as error:
+            raise SetupError(f"{error}: a TestBroker needs the extra timeball[broker]") from error
+        folder = self._data or Path(self._resources.enter_context(tempfile.TemporaryDirectory()))
+        real = SystemClock()
+        clock = ManualClock(
+            self._start_ms or real.wall_ms(), real.boot_ms(), real.monotonic_ns() // 1_000_000
+        )
+        self._loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=self._loop.run_forever, name="timeball-test-broker", daemon=True)
+        thread.start()
+        self._resources.callback(self._end_loop, thread)
+        self._node: Node = Node(Settings(data=folder, **{**_SETTINGS, **self._settings}), clock)
+        try:
+            self._run(self._node.start())
+        except BaseException:  # whatever it is, the thread and the folder must not stay
+            self._resources.close()
+            raise
+        self._resources.callback(lambda: self._run(self._node.stop()))
+        virtual_time = self._node.broker.virtual_time
+        assert virtual_time is not None
+        self._virtual_time = virtual_time
+        return self
+
+    def stop(self) -> None:
+        """Close the clients, stop the broker and remove a temporary folder."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def _end_loop(self, thread: threading.Thread) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join()
+        self._loop.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    # -- addresses and clients -------------------------------------------------------------------------------------
+
+    @property
+    def endpoint(self) -> str:
+        """The address for `Timeball` and `AsyncTimeball`."""
+        return f"grpc://127.0.0.1:{self._node.port}"
+
+    @property
+    def http_url(self) -> str:
+        """The base URL of the HTTP API."""
+        return f"http://127.0.0.1:{self._node.http_port}"
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by interface: flight, http, grpc, remoting, name_server."""
+        edges = self._node.edges
+        return {} if edges is None else dict(edges.ports)
+
+    def client(self) -> Timeball:
+        """Connect a client, which `stop` closes."""
+        from timeball import Timeball
+
+        return self._resources.enter_context(Timeball(self.endpoint))
+
+    def async_client(self) -> AsyncTimeball:
+        """Make a client for asyncio. Use it by `async with`, which closes it."""
+        from timeball import AsyncTimeball
+
+        return AsyncTimeball(self.endpoint)
+
+    # -- handlers and time -----------------------------------------------------------------------------------------
+
+    def handle(self, topic: str, handler: Handler, *, group: str = GROUP) -> None:
+        """Call `handler` for each message of a topic while the clock advances, in the thread of the test.
+
+        A handler that returns acknowledges the message. One that raises an exception gives it back: the message is
+        delivered again by the group's retry policy, and becomes a dead letter after its last attempt.
+        """
+        from timeball.broker.consuming.requests import ReceiveRequest
+
+        request = ReceiveRequest(group, topic, rows=1, invisible_ms=_LEASE_MS, counts_times=True)
+        self._handlers.append((request, handler))
+
+    def _advance(self, target_ms: int) -> list[ReleasedMessage]:
+        released: list[ReleasedMessage] = []
+        while True:
+            step = self._run(self._virtual_time.step(target_ms))
+            for rows in step.released:
+                released += _messages_of(rows)
+            has_handled = self._call_handlers()
+            # A handler may have scheduled a message or a retry that is due now.
+            if step.is_last and not has_handled:
+                self._released += released
+                return released
+
+    def _call_handlers(self) -> bool:
+        """Call the handlers until none has a message left. Returns true if one was called."""
+        has_handled, is_done = False, False
+        while not is_done:
+            is_done = True
+            for request, handler in self._handlers:
+                while (received := self._run(self._receive(request))) is not None:
+                    has_handled, is_done = True, False
+                    self._handle(handler, *received)
+        return has_handled
+
+    async def _receive(self, request: ReceiveRequest) -> tuple[ReleasedMessage, Receipt] | None:
+        try:
+            received = await self._node.broker.consuming.receive(request, 0)
+        except NotFound:
+            return None  # the first message creates the topic
+        if not received.receipts:
+            return None
+        return _messages_of(received.rows)[0], received.receipts[0]
+
+    def _handle(self, handler: Handler, message: ReleasedMessage, receipt: Receipt) -> None:
+        consuming = self._node.broker.consuming
+        try:
+            handler(message)
+        except Exception as error:  # a handler may fail in any way, as a consumer's does
+            self._run(consuming.nack(receipt, None, f"{type(error).__name__}: {error}"))
+        else:
+            self._run(consuming.acknowledge([receipt]))
+
+    # -- what a test looks at ----------------------------------------------------------------------------------------
+
+    def released(self, topic: str | None = None) -> list[ReleasedMessage]:
+        """All messages that advances have released so far, in order, of one topic if it is named."""
+        return [message for message in self._released if topic in (None, message.topic)]
+
+    def pending(self, topic: str | None = None, key: str | None = None) -> list[ScheduledMessage]:
+        """The pending messages in the order of their due times, of a topic and with a key if these are named."""
+        return self._run(self._list_pending(topic, key))
+
+    async def _list_pending(self, topic: str | None, key: str | None) -> list[ScheduledMessage]:
+        from timeball.broker.pending.pages import Wanted
+
+        messages: list[ScheduledMessage] = []
+        page_begin = None
+        while True:
+            wanted = Wanted(limits.LISTED_ROWS_MAX, topic, key, after=page_begin)
+            try:
+                page = await self._node.broker.listing.page(wanted)
+            except NotFound:
+                return messages  # no message has named the topic yet
+            messages += [
+                ScheduledMessage(each.topic, each.due_ms, each.unique_key, _split_keys(each.keys), each.tag)
+                for each in page.messages
+            ]
+            page_begin = page.next_page
+            if page_begin is None:
+                return messages
+
+    def assert_scheduled(
+        self, topic: str, *, key: str | None = None, at: At | None = None, after: After | None = None
+    ) -> ScheduledMessage:
+        """Return the only pending message of a topic, with this key and due time if they are named.
+
+        `after` counts from the present time of the clock. Raises AssertionError, which lists the pending messages.
+        """
+        found = pending = self.pending(topic, key)
+        delay_ms, due_ms = time_parsing.when(after, at)
+        if delay_ms is not None:
+            due_ms = self.clock.now_ms + delay_ms
+        if due_ms is not None:
+            found = [message for message in pending if message.due_ms == due_ms]
+        if len(found) != 1:
+            wanted = [f"topic {topic!r}"]
+            wanted += [] if key is None else [f"key {key!r}"]
+            wanted += [] if due_ms is None else [f"due {_show(due_ms)}"]
+            listed = "".join(f"\n  {_show(each.due_ms)}, keys {', '.join(each.keys)}" for each in pending)
+            raise AssertionError(
+                f"{len(found)} messages are scheduled with {', '.join(wanted)}; pending are:{listed or ' none'}"
+            )
+        return found[0]
+
+
+def _show(time_ms: int) -> str:
+    return (datetime.fromtimestamp(0, UTC) + timedelta(milliseconds=time_ms)).isoformat()
+
+
+def _split_keys(keys: str | None) -> tuple[str, ...]:
+    return tuple((keys or "").split())
+
+
+def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
+    """Convert rows (READ_SCHEMA) to messages."""
+    return list(_iterate(rows))
+
+
+def _iterate(rows: pa.RecordBatch) -> Iterator[ReleasedMessage]:
+    names = ("topic", "due_ms", "unique_key", "keys", "tag", "body", "properties", "reconsume_times")
+    columns = [rows.column(name).to_pylist() for name in names]
+    for topic, due_ms, unique_key, keys, tag, body, properties, times in zip(*columns, strict=True):
+        yield ReleasedMessage(
+            topic, due_ms or 0, unique_key, _split_keys(keys), tag, body or b"",
+            decode_properties(properties or ""), (times or 0) + 1,
+        )  # fmt: skip

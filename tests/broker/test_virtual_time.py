@@ -1,0 +1,89 @@
+"""An advance in steps: one for each deadline, with all its work done before the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.node_fixture import RunningNode, running_node
+
+from timeball import OutOfRange, Timeball
+from timeball.broker.virtual_time import Step, VirtualTime
+from timeball.io.clock import ManualClock
+from timeball.model.limits import DAY_MS, DELAY_MS_MAX
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
+    with running_node(tmp_path_factory.mktemp("virtual") / "data", ManualClock()) as running:
+        yield running
+
+
+@pytest.fixture
+def time(node: RunningNode) -> VirtualTime:
+    assert node.broker.virtual_time is not None
+    return node.broker.virtual_time
+
+
+def steps_to(node: RunningNode, time: VirtualTime, target_ms: int) -> list[Step]:
+    steps = [node.run(time.step(target_ms))]
+    while not steps[-1].is_last:
+        steps.append(node.run(time.step(target_ms)))
+    return steps
+
+
+def test_each_due_time_is_a_step_whose_messages_are_durable(node: RunningNode, time: VirtualTime) -> None:
+    begin_ms = time.now_ms
+    with Timeball(node.endpoint) as ball:
+        for after in ("3d", "1d", "1d", "2d"):
+            ball.send("steps", after.encode(), after=after)
+    steps = steps_to(node, time, begin_ms + 4 * DAY_MS)
+    released = {
+        step.now_ms - begin_ms: [body for rows in step.released for body in rows.column("body").to_pylist()]
+        for step in steps
+        if step.released
+    }
+    assert released == {DAY_MS: [b"1d", b"1d"], 2 * DAY_MS: [b"2d"], 3 * DAY_MS: [b"3d"]}
+    assert [step.is_last for step in steps].count(True) == 1 and steps[-1].now_ms == begin_ms + 4 * DAY_MS
+    assert node.broker.scheduling.scheduler.in_flight_rows == 0
+
+
+def test_an_activity_of_an_edge_is_a_deadline_and_is_waited_for(node: RunningNode, time: VirtualTime) -> None:
+    class Activity:
+        """Has work in five seconds, which takes three looks."""
+
+        due_ms, looks, done_ms = time.now_ms + 5_000, 3, 0
+
+        @property
+        def is_busy(self) -> bool:
+            if time.now_ms < self.due_ms or not self.looks:
+                return False
+            self.looks -= 1
+            self.done_ms = time.now_ms
+            return True
+
+        def wait_ms(self) -> int | None:
+            return self.due_ms - time.now_ms if time.now_ms < self.due_ms else None
+
+        def wake(self) -> None:
+            pass
+
+    activity = Activity()
+    time.activities.append(activity)
+    steps = steps_to(node, time, time.now_ms + 60_000)
+    time.activities.remove(activity)
+    assert (activity.looks, activity.done_ms) == (0, activity.due_ms)
+    assert activity.due_ms in [step.now_ms for step in steps]
+
+
+@pytest.mark.parametrize("ms", [-1, DELAY_MS_MAX + 1], ids=["past", "too far"])
+def test_a_target_out_of_range_moves_nothing(node: RunningNode, time: VirtualTime, ms: int) -> None:
+    before_ms = time.now_ms
+    with pytest.raises(OutOfRange):
+        node.run(time.step(before_ms + ms))
+    assert time.now_ms == before_ms
+
+
+def test_the_systems_clock_has_no_virtual_time(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with running_node(tmp_path_factory.mktemp("system") / "data") as node:
+        assert node.broker.virtual_time is None

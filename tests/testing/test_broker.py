@@ -1,0 +1,184 @@
+"""A test of an application: it moves the clock of a real broker, and looks at the messages."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.edges.push.receiver import Reply, receiver_of
+
+from timeball import InvalidDelay, OutOfRange
+from timeball.testing import ReleasedMessage, TestBroker
+
+START = datetime(2027, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[TestBroker]:
+    with TestBroker(start=START, push_allow="127.0.0.1") as broker:
+        yield broker
+
+
+def call(broker: TestBroker, method: str, path: str, body: Any = None) -> Any:
+    request = urllib.request.Request(
+        broker.http_url + path,
+        None if body is None else json.dumps(body).encode(),
+        {"content-type": "application/json"},
+        method=method,
+    )
+    with urllib.request.urlopen(request) as answer:
+        return json.loads(answer.read())
+
+
+def bodies(messages: list[ReleasedMessage]) -> list[bytes]:
+    return [message.body for message in messages]
+
+
+def test_a_message_is_released_at_its_due_time_and_not_before(broker: TestBroker) -> None:
+    begin = broker.clock.now
+    broker.client().send("orders", b"close 17", after="40d", keys="17", tag="late", properties={"a": "b"})
+    assert broker.clock.advance(timedelta(days=40, milliseconds=-1)) == []
+    scheduled = broker.assert_scheduled("orders", key="17", after="1ms")
+    (message,) = broker.clock.advance("1ms")
+    assert (message.body, message.keys, message.tag, message.properties) == (
+        b"close 17", ("17",), "late", {"a": "b"},
+    )  # fmt: skip
+    assert message.due == scheduled.due == begin + timedelta(days=40) == broker.clock.now
+    assert message.id == scheduled.id and broker.pending("orders") == []
+
+
+def test_messages_are_released_in_the_order_of_their_due_times(broker: TestBroker) -> None:
+    client = broker.client()
+    for days in (3, 1, 2):
+        client.send("order", str(days).encode(), after=f"{days}d")
+    assert bodies(broker.clock.advance("7d")) == [b"1", b"2", b"3"]
+    assert bodies(broker.released("order")) == [b"1", b"2", b"3"]
+
+
+def test_a_cancelled_message_is_not_released(broker: TestBroker) -> None:
+    client = broker.client()
+    client.send("cancelled", b"never", after="1d", keys="k")
+    assert len(broker.pending("cancelled", key="k")) == 1
+    client.cancel(key="k")
+    assert broker.pending("cancelled") == [] and broker.clock.advance("2d") == []
+
+
+def test_a_handler_runs_at_the_due_time_and_again_after_a_failure(broker: TestBroker) -> None:
+    seen: list[tuple[timedelta, int]] = []
+    begin = broker.clock.now
+
+    def fail_twice(message: ReleasedMessage) -> None:
+        seen.append((broker.clock.now - begin, message.attempt))
+        if message.attempt < 3:
+            raise ValueError("not yet")
+
+    broker.handle("retries", fail_twice, group="retries")
+    broker.client().send("retries", b"x", after="1h")
+    # A redelivery is no new message.
+    assert bodies(broker.clock.advance("1d")) == [b"x"]
+    hour = timedelta(hours=1)
+    assert seen == [(hour, 1), (hour + timedelta(seconds=10), 2), (hour + timedelta(seconds=40), 3)]
+
+
+def test_a_handler_may_schedule_the_next_message(broker: TestBroker) -> None:
+    client = broker.client()
+
+    def again(message: ReleasedMessage) -> None:
+        client.send("daily", message.body, after="1d")
+
+    broker.handle("daily", again, group="daily")
+    client.send("daily", b"run", after="1d")
+    released = broker.clock.advance("30d")
+    assert [message.due - released[0].due for message in released] == [
+        timedelta(days=day) for day in range(30)
+    ]
+    client.cancel(broker.assert_scheduled("daily").id or "")
+
+
+def test_a_lease_ends_with_the_clock(broker: TestBroker) -> None:
+    client = broker.client()
+    client.send("leases", b"x", after="1s")
+    broker.clock.advance("1s")
+    receive = "/v1/topics/leases/receive?group=g&lease=10m"
+    (first,) = call(broker, "POST", receive)["messages"]
+    broker.clock.advance("9m")
+    assert call(broker, "POST", receive)["messages"] == []
+    broker.clock.advance("1m")
+    (second,) = call(broker, "POST", receive)["messages"]
+    assert (first["body"], first["attempt"], second["body"], second["attempt"]) == ("x", 1, "x", 2)
+
+
+def test_a_push_and_its_retry_run_within_an_advance(broker: TestBroker) -> None:
+    replies = iter([Reply(500), Reply()])
+    with receiver_of(lambda _: next(replies)) as receiver:
+        subscription = {"topic": "pushed", "group": "pushed", "url": receiver.url}
+        call(broker, "PUT", "/v1/subscriptions/pushed", subscription)
+        broker.client().send("pushed", b"x", after="40d")
+        broker.clock.advance("39d")
+        assert receiver.requests == []
+        broker.clock.advance("2d")
+        assert [request.body for request in receiver.requests] == [b"x", b"x"]
+        assert [request.headers["timeball-attempt"] for request in receiver.requests] == ["1", "2"]
+        call(broker, "DELETE", "/v1/subscriptions/pushed")
+
+
+def test_two_runs_give_the_same_messages() -> None:
+    def run() -> list[tuple[bytes, int]]:
+        with TestBroker(start=START) as broker:
+            client = broker.client()
+            for hours in range(50):
+                client.send("runs", str(hours).encode(), after=f"{hours * 7 % 50}h")
+            return [(message.body, message.due_ms) for message in broker.clock.advance("3d")]
+
+    assert run() == run()
+
+
+def test_the_clock_goes_only_forward(broker: TestBroker) -> None:
+    with pytest.raises(OutOfRange, match="advance to a time from then on"):
+        broker.clock.advance_to(broker.clock.now - timedelta(seconds=2))
+    with pytest.raises(InvalidDelay):
+        broker.clock.advance("-1d")
+    before = broker.clock.now
+    broker.clock.advance_to(before + timedelta(hours=1))
+    assert broker.clock.now == before + timedelta(hours=1)
+
+
+def test_a_failed_assertion_lists_the_pending_messages(broker: TestBroker) -> None:
+    broker.client().send("listed", b"x", after="1d", keys="k")
+    with pytest.raises(AssertionError, match=r"0 messages .*key 'other'.*pending are: none"):
+        broker.assert_scheduled("listed", key="other")
+    with pytest.raises(AssertionError, match=r"0 messages .*due .*\n  .*, keys k"):
+        broker.assert_scheduled("listed", after="2d")
+    broker.clock.advance("1d")  # later tests find nothing pending
+
+
+def test_a_broker_continues_after_a_restart_at_its_own_time(tmp_path: Path) -> None:
+    with TestBroker(start=START, data=tmp_path / "data") as broker:
+        broker.client().send("kept", b"x", after="400d")
+        broker.client().send("kept", b"first", after="300d")
+        broker.clock.advance("300d")
+        stopped = broker.clock.now
+    with TestBroker(start=START, data=tmp_path / "data") as broker:
+        assert broker.clock.now >= stopped
+        assert bodies(broker.clock.advance("100d")) == [b"x"]
+
+
+def test_all_interfaces_have_a_port(broker: TestBroker) -> None:
+    assert sorted(broker.ports) == ["flight", "grpc", "http", "name_server", "remoting"]
+    assert min(broker.ports.values()) > 0
+
+
+async def _send(broker: TestBroker) -> None:
+    async with broker.async_client() as client:
+        await client.send("awaited", b"x", after="1m")
+
+
+def test_an_asyncio_client_reaches_the_broker(broker: TestBroker) -> None:
+    asyncio.run(_send(broker))
+    assert bodies(broker.clock.advance("1m")) == [b"x"]
