@@ -34,7 +34,7 @@ from timeball.log.segment import FOLDER, Segment, segment_name
 from timeball.model.errors import Corrupt
 from timeball.model.key_hash import KeyRun, hash_keys
 from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION, Kind
-from timeball.node.inspect.folder import FolderDump, InspectedFrame
+from timeball.node.inspect_folder import FolderDump, InspectedFrame
 from timeball.table import attachment as att
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -22,7 +22,6 @@ ROOMS = [
     "spark",
     "edges/kafka",
     "dashboard",
-    "node/inspect",
 ]
 ANATOMY = ["Receives:", "Keeps:", "Hands on:"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from timeball.cli.cluster import lines
-from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
+from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 
 LEADER = ReplicaState("a", "a/1", "leader", True, 1_200, 1_200, 1_200, 0, 0.0, "0.1.0", 1_000)
 GONE = ReplicaState("b", "b/1", "gone", True)

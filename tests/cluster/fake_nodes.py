@@ -8,7 +8,7 @@ from tests.cluster.worlds import LONG_TTL_MS, World, made, next_record
 from timeball.cluster.coordination.coordinator import Lease, Node
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.protocol.replica import node_of
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures
 
 
 async def join(

@@ -36,7 +36,7 @@ from timeball.io.clock import ManualClock
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import Settings
 from timeball.model.errors import PeerError, TimeballError, Unavailable
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 from timeball.node.node import Node
 from timeball.node.replicated_node import LentDisk
 

@@ -16,7 +16,7 @@ from timeball.cluster.transport.connections import Address
 from timeball.cluster.transport.gateway import HTTP, Gateway, Http, LocalAnswers
 from timeball.io.security import load_client_tls, load_tls
 from timeball.model.errors import SetupError
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a")
 LOCAL = LocalAnswers(lambda: FOLLOWER, lambda _: None, lambda *_: None)

@@ -30,7 +30,7 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import Files, RealFiles
 from timeball.log.segment import Segments
 from timeball.log.writer import LogWriter
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 CLUSTER, GROUP, TTL_MS = "tests", "g1", 1_000
 SEGMENT_BYTES = 16 * 1024

@@ -21,7 +21,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.log import format as fmt
 from timeball.model.errors import StorageError
-from timeball.node.inspect.folder import FolderDump, InspectedFrame
+from timeball.node.inspect_folder import FolderDump, InspectedFrame
 
 # Files of these kinds must be there, or the folder is not one of every kind.
 KINDS = {

@@ -35,7 +35,7 @@ from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import RETRY_PREFIX, SCHEDULE_TOPIC, Kind, encode_properties, pairs_of
-from timeball.node.inspect.folder import FolderDump, InspectedFrame
+from timeball.node.inspect_folder import FolderDump, InspectedFrame
 
 AHEAD_MS = 26 * HOUR_MS
 FAR_MS = (30 * SECOND_MS, 5 * 60 * SECOND_MS, 2 * HOUR_MS, 25 * HOUR_MS)

@@ -23,7 +23,7 @@ from tests.edges.push.receiver import Receiver, Reply, Request, receiver_of
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.io.clock import SystemClock
-from timeball.monitoring.replica_figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
+from timeball.monitoring.figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
 from timeball.spark.jobs.audit import AuditReport, Scope
 from timeball.spark.run.job_status import Board, Epoch, JobStatus
 

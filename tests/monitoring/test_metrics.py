@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.broker.on_node import batch, on_node
@@ -15,11 +17,12 @@ from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.rates import Stat
-from timeball.io.clock import BOUNDS_NS
+from timeball.io.clock import BOUNDS_NS, Durations, ManualClock, SystemClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics
-from timeball.monitoring.metrics import OTHERS
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.metrics import OTHERS, ROLES, LoopLag, durations, histogram, replica_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -144,7 +147,7 @@ async def test_another_strategy_says_what_waits(world: World) -> None:
 async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
     assert world.node is not None
     named = set(re.findall(r"^\| `(timeball_\w+)", PAGE, re.M))
-    # Those of a replica come with a cluster alone (test_replica_figures.py), of a store with a table in one.
+    # Those of a replica come with a cluster alone (test_figures.py), of a store with a table in one.
     elsewhere = ("timeball_cluster_", "timeball_store_")
     named = {name for name in named if not name.startswith(elsewhere)}
     text = (await world.node.metrics.text(ANONYMOUS)).decode()
@@ -155,3 +158,175 @@ async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
 def test_bounds_ascend() -> None:
     for bounds in (BOUNDS_NS, Lateness.BOUNDS):
         assert list(bounds) == sorted(set(bounds))
+
+
+HELD_NS = 20_000_000
+
+
+def test_a_loop_that_is_held_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LAG_INTERVAL_S", 0.001)
+    clock = SystemClock()
+
+    async def main() -> LoopLag:
+        lag = LoopLag(clock)
+        task = asyncio.create_task(lag.run())
+        while not sum(lag.durations.counts):
+            await asyncio.sleep(0)
+        until_ns = clock.monotonic_ns() + HELD_NS
+        while clock.monotonic_ns() < until_ns:
+            pass
+        before = sum(lag.durations.counts)
+        while sum(lag.durations.counts) == before:
+            await asyncio.sleep(0)
+        task.cancel()
+        return lag
+
+    lag = asyncio.run(main())
+    assert lag.durations.sum_ns >= HELD_NS // 2
+    late = sum(
+        count for bound, count in zip((*BOUNDS_NS, 1 << 62), lag.durations.counts) if bound >= HELD_NS // 2
+    )
+    assert late >= 1
+
+
+def replica_samples(figures: ReplicaFigures) -> dict[tuple[str, str], float]:
+    found = {}
+    for metric in replica_metrics(figures):
+        for sample in metric.samples:
+            about = sample.labels.get("node", sample.labels.get("role", ""))
+            found[sample.name.removeprefix("timeball_cluster_"), about] = sample.value
+    return found
+
+
+def test_a_leader_shows_its_replicas() -> None:
+    peers = {"b": PeerFigures("b/1", 90, 250.0), "c": PeerFigures("c/1", 100)}
+    found = replica_samples(
+        ReplicaFigures(
+            "g1", "a/1", "leader", "a", epoch=4, promised=4, log_seq=100, committed_seq=95, peers=peers
+        )
+    )
+    assert found["role", "leader"] == 1 and sum(found["role", role] for role in ROLES) == 1
+    assert (found["epoch", ""], found["has_leader", ""], found["commit_lag_rows", ""]) == (4, 1, 5)
+    assert (found["replica_lag_rows", "b"], found["replica_lag_rows", "c"]) == (10, 0)
+    assert found["clock_offset_seconds", "b"] == 0.25 and ("clock_offset_seconds", "c") not in found
+
+
+def test_a_follower_shows_how_far_it_has_applied() -> None:
+    found = replica_samples(
+        ReplicaFigures(
+            "g1", "b/1", "follower", "", promised=4, log_seq=100, committed_seq=120, applied_seq=70
+        )
+    )
+    assert (found["apply_lag_rows", ""], found["commit_lag_rows", ""], found["has_leader", ""]) == (30, 0, 0)
+    assert not any(name == "replica_lag_rows" for name, _ in found)
+
+
+def test_the_page_names_every_one() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    peers = {"b": PeerFigures("b/1", 90, 250.0)}
+    metrics = {
+        metric.name for metric in replica_metrics(ReplicaFigures("g1", "a/1", "leader", "a", peers=peers))
+    }
+    assert set(re.findall(r"^\| `(timeball_cluster_\w+)", page, re.M)) == metrics
+
+
+def test_each_bucket_counts_all_below_its_bound() -> None:
+    (family,) = [histogram("h", "text", [0.1, 1.0], [2, 0, 1], 7.5)]
+    samples = {(s.name, *s.labels.values()): s.value for s in family.samples}
+    assert samples == {
+        ("h_bucket", "0.1"): 2, ("h_bucket", "1.0"): 2, ("h_bucket", "+Inf"): 3, ("h_count",): 3, ("h_sum",): 7.5,
+    }  # fmt: skip
+
+
+def test_durations_are_in_seconds() -> None:
+    found = Durations(ManualClock())
+    found.add(BOUNDS_NS[0])
+    samples = {(s.name, *s.labels.values()): s.value for s in durations("d", "text", found).samples}
+    assert samples["d_bucket", str(BOUNDS_NS[0] / 1e9)] == 1
+    assert samples["d_sum",] == BOUNDS_NS[0] / 1e9
+
+
+async def report(world: World, name: str, **fields: object) -> None:
+    files = world.broker.files
+    for folder in ("pipeline", "pipeline/status"):
+        files.make_dir(folder)
+    whole = {"job": name, "state": "running", "updated_ms": world.clock.wall, "started_ms": 1, **fields}
+    files.replace(f"pipeline/status/{name}.json", msgspec.json.encode(whole))
+
+
+@on_node()
+async def test_the_brokers_own_compactions(world: World) -> None:
+    found = await samples(world)
+    assert found["timeball_compaction_lag_seconds",] == found["timeball_compaction_failures_total",] == 0
+    await world.broker.send(batch(3, delay_ms=[HOUR_MS, 2 * HOUR_MS, 3 * HOUR_MS]))
+    await world.advance(5_000)
+    assert (await samples(world))["timeball_compaction_lag_seconds",] >= 5
+    await world.compact()
+    found = await samples(world)
+    assert found["timeball_compactions_total", "broker"] == 1
+    assert found["timeball_compacted_messages_total", "broker"] == 3
+    assert found["timeball_compaction_seconds_count",] == 1
+    assert found["timeball_compaction_last_timestamp_seconds", "broker"] == world.clock.wall / 1_000
+    assert found["timeball_compaction_lag_seconds",] == 0
+
+
+@on_node()
+async def test_a_compaction_that_fails_is_counted(world: World) -> None:
+    await world.broker.send(batch(1, delay_ms=[HOUR_MS]))
+    world.broker.mover.has_unfinished_attach = True
+    try:
+        await world.broker.mover.compact()
+    except Exception:
+        pass
+    world.broker.mover.has_unfinished_attach = False
+    assert (await samples(world))["timeball_compaction_failures_total",] == 1
+
+
+@on_node()
+async def test_a_job_is_behind_by_the_log_as_it_is_now(world: World) -> None:
+    await world.broker.send(batch(2))
+    last = {
+        "epoch": 7,
+        "unit": "seq",
+        "position": world.broker.log.reader.next_seq,
+        "took_ms": 1_500,
+        "lag": 9,
+    }
+    await report(world, "ledger", last=last, epochs=8, rows=70, failures=1)
+    found = await samples(world)
+    assert (
+        found["timeball_pipeline_lag_rows", "ledger"] == found["timeball_pipeline_lag_seconds", "ledger"] == 0
+    )
+    await world.broker.send(batch(5))
+    await world.advance(30_000)
+    found = await samples(world)
+    assert found["timeball_pipeline_lag_rows", "ledger"] >= 5
+    assert found["timeball_pipeline_lag_seconds", "ledger"] >= 30
+    assert found["timeball_pipeline_last_batch_seconds", "ledger"] == 1.5
+    assert found["timeball_pipeline_batches_total", "ledger"] == 8
+    assert found["timeball_pipeline_rows_total", "ledger"] == 70
+    assert found["timeball_pipeline_failures_total", "ledger"] == 1
+    assert found["timeball_pipeline_job_state", "ledger", "running"] == 1
+    assert found["timeball_pipeline_job_heard_timestamp_seconds", "ledger"] == world.clock.wall / 1_000 - 30
+
+
+@on_node()
+async def test_a_job_that_follows_instants_and_one_that_has_just_begun(world: World) -> None:
+    last = {"epoch": 1, "unit": "due_ms", "position": world.clock.wall - 4_000, "took_ms": 1, "lag": 0}
+    await report(world, "dispatch", last=last)
+    await report(world, "archive", state="starting")
+    found = await samples(world)
+    assert found["timeball_pipeline_lag_seconds", "dispatch"] == 4
+    assert ("timeball_pipeline_lag_rows", "dispatch") not in found
+    assert found["timeball_pipeline_job_state", "archive", "starting"] == 1
+    assert ("timeball_pipeline_lag_rows", "archive") not in found
+
+
+@on_node()
+async def test_reports_of_any_content_break_no_scrape(world: World) -> None:
+    await report(world, "one", state=5)
+    await report(world, "two", last={"unit": "seq", "position": "x", "took_ms": 1})
+    await report(world, "three", last={"unit": "seq", "position": -(1 << 40), "took_ms": -1})
+    await report(world, "four", job="x" * 5_000)
+    found = await samples(world)
+    assert {key[1] for key in found if key[0] == "timeball_pipeline_job_state"} == {"three"}

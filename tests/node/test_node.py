@@ -22,7 +22,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball import Timeball, __version__
 from timeball.broker.recovery import apply_log, starting_point
 from timeball.broker.registry.tables import Tables
-from timeball.io.clock import ManualClock
+from timeball.io.clock import ManualClock, SystemClock
 from timeball.io.files import RealFiles
 from timeball.log.format import FORMAT_VERSION
 from timeball.log.reader import LogReader
@@ -30,7 +30,7 @@ from timeball.log.recovery import open_log
 from timeball.model.config import Settings
 from timeball.model.errors import DiskFailed, SetupError, StorageError
 from timeball.node.data_folder import FORMAT_NAME, FormatFacts, check_folder, write_format
-from timeball.node.node import Node
+from timeball.node.node import Node, open_traces
 
 
 def refused(data: Path, text: str, **settings: int) -> None:
@@ -281,3 +281,12 @@ def test_status_has_the_fields_that_clients_are_told_of(tmp_path: Path) -> None:
         with Timeball(node.endpoint) as ball:
             assert set(ball.status()) == set(status)
         assert msgspec.json.decode(msgspec.json.encode(status)) == status
+
+
+def test_without_the_extra_the_option_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "timeball.monitoring.traces", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "opentelemetry"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(SetupError, match=r"--traces: .*\[otel\]"):
+        open_traces(SystemClock(), "1")

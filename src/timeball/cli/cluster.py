@@ -28,7 +28,7 @@ from timeball.cluster.protocol.replica import Record, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
 from timeball.model.errors import RequestError, SetupError, Unavailable
-from timeball.monitoring.replica_figures import ReplicaGroup, ReplicaState
+from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 
 # ---- hand over the pending messages of a group to another group -----------------------------------------------
 # The leader of the drained group does the work (broker/groups/draining.py). This process repeats its request every

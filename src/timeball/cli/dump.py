@@ -1,7 +1,7 @@
 """`timeball dump`: show the contents of a data folder, without a broker and without changing a byte.
 
-Use it when a broker does not start, or to look at your data. `timeball.node.inspect` reads the folder, and this module
-prints the result. Exit code 5: a part of the folder is damaged.
+Use it when a broker does not start, or to look at your data. `timeball.node.inspect_folder` reads the folder, and this
+module prints the result. Exit code 5: a part of the folder is damaged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
-    from timeball.node.inspect.folder import Damage, FolderDump, Torn
-    from timeball.node.inspect.report import SegmentSummary, Selection, Summary
+    from timeball.node.inspect_folder import Damage, FolderDump, SegmentSummary, Selection, Summary, Torn
 
 BODY_SHOWN = 60  # characters of a body in the output for people (--json prints the whole body)
 
@@ -64,7 +63,7 @@ def dump(
         raise RequestError("--frames or --rows, not both")
     if verify and (frames or rows or segment or kind or from_seq or to_seq is not None):
         raise RequestError("--verify reads the whole folder: omit the other options")
-    from timeball.node.inspect.report import Selection
+    from timeball.node.inspect_folder import Selection
 
     selection = Selection(frozenset(segment or ()), _parse_kinds(kind), from_seq, to_seq)
     folder = _open_folder(data, selection)
@@ -90,7 +89,7 @@ def _parse_kinds(names: list[str] | None) -> frozenset[int]:
 def _open_folder(data: Path, selection: Selection) -> FolderDump:
     from timeball.io.files import RealFiles
     from timeball.node.data_folder import FORMAT_NAME, check_folder
-    from timeball.node.inspect.folder import FolderDump
+    from timeball.node.inspect_folder import FolderDump
 
     files = RealFiles(data)
     check_folder(files)
@@ -108,8 +107,7 @@ def _open_folder(data: Path, selection: Selection) -> FolderDump:
 
 def _print_log(folder: FolderDump, selection: Selection, *, rows: bool, as_json: bool) -> bool:
     """Print the selected rows or frames while reading. True if a part of the folder is damaged."""
-    from timeball.node.inspect.folder import Damage, InspectedFrame
-    from timeball.node.inspect.report import describe_frame, describe_rows, find_rows
+    from timeball.node.inspect_folder import Damage, InspectedFrame, describe_frame, describe_rows, find_rows
 
     is_damaged = False
     for entry in find_rows(folder, selection):
@@ -147,7 +145,7 @@ def _row_text(row: dict[str, Any]) -> str:
 
 
 def _problem_text(problem: Torn | Damage) -> str:
-    from timeball.node.inspect.folder import Torn
+    from timeball.node.inspect_folder import Torn
 
     position = "" if problem.position is None else f", byte {problem.position}"
     if isinstance(problem, Torn):
@@ -163,7 +161,7 @@ def _print_summary(
     data: Path, folder: FolderDump, selection: Selection, *, verify: bool, as_json: bool
 ) -> bool:
     """Print the summary. True if a part of the folder is damaged."""
-    from timeball.node.inspect.report import summarise
+    from timeball.node.inspect_folder import summarise
 
     summary = summarise(folder, selection, verify=verify)
     if as_json:

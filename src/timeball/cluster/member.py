@@ -29,7 +29,7 @@ from timeball.log.checkpoint import Checkpoint
 from timeball.log.reader import LogReader
 from timeball.model.config import Settings
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)
 

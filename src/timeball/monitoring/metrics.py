@@ -25,15 +25,37 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.rates import Stat, shares
 from timeball.broker.service import Broker
 from timeball.broker.tables.compact import Figures
-from timeball.io.clock import BOUNDS_NS, Durations
+from timeball.io.clock import BOUNDS_NS, Clock, Durations
 from timeball.model.access import Caller, Verb
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import DLQ_PREFIX
-from timeball.monitoring import replica_metrics
-from timeball.monitoring.loop_lag import LoopLag
-from timeball.monitoring.push_figures import PushFigures
-from timeball.monitoring.replica_figures import ReplicaReaders
+from timeball.monitoring.figures import PushFigures, ReplicaFigures, ReplicaReaders
 from timeball.table.file_cache import FileCache
+
+# ---- the event loop -------------------------------------------------------------------------------------------
+
+LAG_INTERVAL_S = 0.25
+
+
+class LoopLag:
+    """Measures the lag of the event loop behind its timers, the first sign of an overloaded broker.
+
+    It sleeps again and again, and records how much longer than planned each sleep took.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.durations = Durations(clock)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began_ns = self._clock.monotonic_ns()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.durations.add(max(0, self._clock.monotonic_ns() - began_ns - int(LAG_INTERVAL_S * 1e9)))
+
+
+# ---- the metrics of a broker ----------------------------------------------------------------------------------
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SERIES_MAX = 200  # of one metric
@@ -93,7 +115,7 @@ class Metrics:
 
     def _replica(self) -> Iterator[Metric]:
         if self.replica is not None:
-            yield from replica_metrics.collect(self.replica.figures())
+            yield from replica_metrics(self.replica.figures())
 
     async def _messages(self, may_see: _Sight) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.rates
@@ -557,3 +579,58 @@ def _job_metrics(states: list[JobState]) -> list[Metric]:
         if behind_ms is not None:
             lag.add_metric([job], behind_ms / SECOND_MS)
     return [state, heard, batches, rows, failures, took, lag_rows, lag]
+
+
+# ---- the metrics of a replica ---------------------------------------------------------------------------------
+
+ROLES = ("learner", "follower", "candidate", "sealing", "syncing", "leader", "stopped")
+
+
+def replica_metrics(figures: ReplicaFigures) -> Iterator[Metric]:
+    """Yield the metrics of a replica."""
+    role = GaugeMetricFamily(
+        "timeball_cluster_role", "1 for the state that this replica is in.", labels=["group", "role"]
+    )
+    for name in ROLES:
+        role.add_metric([figures.group, name], int(name == figures.role))
+    yield role
+    for name, text, value in (
+        ("has_leader", "1 while this node knows of a leader.", int(bool(figures.leader))),
+        ("epoch", "Epoch that this replica leads or stands in; 0 for a follower.", figures.epoch),
+        ("promised_epoch", "Epoch below which this replica obeys no leader.", figures.promised),
+        ("log_rows", "Rows of this replica's log since its first.", figures.log_seq),
+        ("committed_rows", "Of these, known to be committed.", figures.committed_seq),
+        (
+            "commit_lag_rows",
+            "Rows of this replica's log not known to be committed.",
+            max(0, figures.log_seq - figures.committed_seq),
+        ),
+        (
+            "apply_lag_rows",
+            "Committed rows that this replica has not applied.",
+            max(0, min(figures.committed_seq, figures.log_seq) - figures.applied_seq),
+        ),
+        ("connections", "Connections with other replicas.", figures.connections),
+    ):
+        family = GaugeMetricFamily(f"timeball_cluster_{name}", text, labels=["group"])
+        family.add_metric([figures.group], value)
+        yield family
+    yield from _peer_metrics(figures)
+
+
+def _peer_metrics(figures: ReplicaFigures) -> Iterator[Metric]:
+    lag = GaugeMetricFamily(
+        "timeball_cluster_replica_lag_rows",
+        "Rows of the leader's log that are not on a replica's disk.",
+        labels=["group", "node"],
+    )
+    offset = GaugeMetricFamily(
+        "timeball_cluster_clock_offset_seconds",
+        "That a replica's clock is ahead of the leader's.",
+        labels=["group", "node"],
+    )
+    for node, peer in figures.peers.items():
+        lag.add_metric([figures.group, node], max(0, figures.log_seq - peer.acked_seq))
+        if peer.clock_offset_ms is not None:
+            offset.add_metric([figures.group, node], peer.clock_offset_ms / 1_000)
+    yield from (lag, offset)

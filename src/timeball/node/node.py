@@ -45,10 +45,10 @@ from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import time_parsing
 from timeball.model.access import ANONYMOUS, Caller
 from timeball.model.config import Settings
+from timeball.model.errors import SetupError
 from timeball.model.message import SCHEDULE_TOPIC
-from timeball.monitoring.loop_lag import LoopLag
-from timeball.monitoring.replica_figures import ReplicaReaders
-from timeball.monitoring.tracing_extra import open_traces
+from timeball.monitoring.figures import ReplicaReaders
+from timeball.monitoring.metrics import LoopLag
 from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
@@ -71,6 +71,19 @@ if TYPE_CHECKING:
     from timeball.monitoring.metrics import Metrics
 
 logger = logging.getLogger(__name__)
+
+
+def open_traces(clock: Clock, version: str) -> Tracing:
+    """Create the tracing that makes and exports spans. Raises SetupError without the extra."""
+    try:
+        from timeball.monitoring.traces import Traces
+    except ModuleNotFoundError as error:
+        raise SetupError(
+            f"--traces: no {error.name}; install the extra, in a checkout of Timeball pip install '.[otel]', of "
+            "a wheel pip install 'FILE.whl[otel]'"
+        ) from error
+    return Traces(clock, version)
+
 
 SWITCH_INTERVAL_S = 0.000_5
 

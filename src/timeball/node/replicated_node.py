@@ -41,7 +41,7 @@ from timeball.io.threads import in_thread, watch_stop_signals
 from timeball.log.disk_thread import Disk, Leading
 from timeball.model.config import BROKER_NAME, Settings
 from timeball.model.errors import LeaseLost, SetupError
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaReaders
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaReaders
 from timeball.node.data_folder import check_folder, write_format
 from timeball.node.name_service import NameService
 from timeball.node.node import Node

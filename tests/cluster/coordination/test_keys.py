@@ -17,7 +17,7 @@ from timeball.cluster.coordination.coordinator import Node, Wish
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Delete, Outcome, Put
 from timeball.model.errors import LeaseLost, SetupError
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures
 
 Scenario = Callable[[World], Awaitable[None]]
 

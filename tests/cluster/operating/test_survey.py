@@ -9,7 +9,7 @@ from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import World, made, world_of
 
 from timeball.cluster.operating.operations import survey
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaGroup
+from timeball.monitoring.figures import PeerFigures, ReplicaGroup
 
 
 def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]:

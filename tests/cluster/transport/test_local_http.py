@@ -10,7 +10,7 @@ import pytest
 
 from timeball.cluster.transport.gateway import LocalAnswers, read_head
 from timeball.model.errors import Forbidden, Unauthorized
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 FOLLOWER = ReplicaFigures("g1", "b/1", "follower", "a", promised=4, log_seq=9)
 

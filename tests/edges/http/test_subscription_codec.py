@@ -10,7 +10,7 @@ from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.edges.http.subscription_codec import Subscribing, show_subscription
 from timeball.io.clock import ManualClock
 from timeball.model.errors import InvalidDelay
-from timeball.monitoring.push_figures import PushFigures
+from timeball.monitoring.figures import PushFigures
 
 
 def test_a_shown_subscription_is_a_valid_request_for_the_same() -> None:

@@ -28,7 +28,7 @@ from timeball.cluster.protocol.replica import Record, node_of
 from timeball.cluster.transport.connections import Address, parse_address
 from timeball.io.clock import Clock
 from timeball.model.errors import LeaseLost, SetupError, Unavailable
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from timeball.cluster.coordination.store import (
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import Clock
 from timeball.model.errors import SetupError
-from timeball.monitoring.replica_figures import ReplicaFigures
+from timeball.monitoring.figures import ReplicaFigures
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease, Node, Wish
 from timeball.cluster.protocol.replica import Record, Replica, Role, majority, node_of
 from timeball.model.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
-from timeball.monitoring.replica_figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaState
+from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaState
 
 POLL_S = 1.0
 WISH_TTL_MS = 10_000

@@ -32,9 +32,8 @@ from prometheus_client import ProcessCollector
 
 from timeball.cluster.transport.connections import Address
 from timeball.model.errors import Forbidden, SetupError, Unauthorized
-from timeball.monitoring.metrics import CONTENT_TYPE, as_text
-from timeball.monitoring.replica_figures import ReplicaFigures
-from timeball.monitoring.replica_metrics import collect
+from timeball.monitoring.figures import ReplicaFigures
+from timeball.monitoring.metrics import CONTENT_TYPE, as_text, replica_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,7 @@ class LocalAnswers:
             self._authenticate(request.headers)
         except Unauthorized as error:
             return 401, _problem(401, error.code, str(error)), JSON
-        return 200, as_text([*collect(figures), *self._process.collect()]), CONTENT_TYPE
+        return 200, as_text([*replica_metrics(figures), *self._process.collect()]), CONTENT_TYPE
 
 
 async def read_head(reader: asyncio.StreamReader) -> bytes | None:

@@ -30,7 +30,7 @@ from timeball.model.answers import (
 )
 from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.message import decode_properties, lateness_ms
-from timeball.monitoring.replica_figures import ReplicaGroup
+from timeball.monitoring.figures import ReplicaGroup
 
 # ---- structs of the answers ----------------------------------------------------------------------------------
 

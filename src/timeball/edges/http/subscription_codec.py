@@ -8,7 +8,7 @@ import msgspec
 
 from timeball.broker.registry.push_subscriptions import TIMEOUT_MS, FilterKind, PushSubscription
 from timeball.model.time_parsing import delay_ms
-from timeball.monitoring.push_figures import PushFigures
+from timeball.monitoring.figures import PushFigures
 
 State = Literal["delivering", "failing", "paused", "gone"]
 

@@ -34,7 +34,7 @@ from timeball.model.addresses import Allowed, Target, parse_address
 from timeball.model.errors import InvalidMessage
 from timeball.model.message import decode_properties
 from timeball.model.trace_context import TRACEPARENT, TRACESTATE
-from timeball.monitoring.push_figures import Outcome
+from timeball.monitoring.figures import Outcome
 
 # ---- connections to receivers --------------------------------------------------------------------------------
 

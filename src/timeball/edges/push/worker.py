@@ -35,7 +35,7 @@ from timeball.model import limits
 from timeball.model.access import ANONYMOUS
 from timeball.model.addresses import Allowed
 from timeball.model.errors import NotFound, RequestError, TimeballError
-from timeball.monitoring.push_figures import PushFigures
+from timeball.monitoring.figures import PushFigures
 
 # ---- the push edge -------------------------------------------------------------------------------------------
 # The import of the HTTP client library takes 200 ms and 9 MB. So the library is imported when the first subscription

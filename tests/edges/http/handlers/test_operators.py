@@ -9,7 +9,7 @@ from tests.accounts import SECRETS, guarded_node
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, running_node
 
-from timeball.monitoring.replica_figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
+from timeball.monitoring.figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
 
 
 def test_topics_are_listed_and_the_broker_is_healthy(client: Client) -> None:

@@ -27,8 +27,8 @@ from timeball.model import limits
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
 from timeball.model.wire import CampaignChange
+from timeball.monitoring.figures import PushFigures
 from timeball.monitoring.metrics import CONTENT_TYPE, Metrics
-from timeball.monitoring.push_figures import PushFigures
 
 # ---- the broker, the cluster, jobs, topics, metrics and health -----------------------------------------------
 

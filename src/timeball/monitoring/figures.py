@@ -1,14 +1,61 @@
-"""The figures of a cluster for its operators: of one replica, and of all groups.
+"""Figures that other parts of the broker write, and that metrics, the HTTP API and the dashboard read.
 
-replica_metrics.py makes metrics of the figures of a replica.
+They are about the deliveries of a push subscription, about one replica of a cluster, and about all groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
+
+from timeball.io.clock import Clock, Durations
+
+# ---- a push subscription, as the push edge writes its figures --------------------------------------------------
+
+Outcome = Literal[
+    "delivered",  # the receiver answered 2xx
+    "client_error",  # 4xx
+    "server_error",  # 5xx, or an unknown status
+    "redirect",  # 3xx, which the broker does not follow
+    "timeout",
+    "unreachable",  # the name does not resolve, no connection, or no trusted certificate
+    "broken",  # the connection ended, or the answer is not HTTP
+    "forbidden_address",  # the name resolves to an address to which pushes are not allowed
+    "failed",  # an internal error, which the log describes
+]
+
+
+class PushFigures:
+    """The figures of one subscription. Belongs to the event loop."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.outcomes: dict[Outcome, int] = {}
+        self.durations = Durations(clock)  # of all requests, successful and failed
+        self.late_acks = 0  # messages acknowledged after their lease had ended, so they are delivered again
+        self.in_flight = 0  # requests under way
+        self.failures = 0  # failed requests since the last success
+        self.is_held = False
+        self.last_failure = ""
+
+    def add(self, outcome: Outcome, duration_ns: int) -> None:
+        """Count a request that has ended."""
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+        self.durations.add(duration_ns)
+
+    @property
+    def delivered(self) -> int:
+        """The number of requests that the receiver answered with 2xx."""
+        return self.outcomes.get("delivered", 0)
+
+    @property
+    def failed(self) -> int:
+        """The number of requests with any other outcome."""
+        return sum(self.outcomes.values()) - self.delivered
+
+
+# ---- one replica; metrics.py makes metrics of its figures ------------------------------------------------------
 
 
 class PeerFigures(msgspec.Struct, frozen=True):

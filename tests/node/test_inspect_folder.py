@@ -1,4 +1,4 @@
-"""The offline look: it shows what recovery would find, names what is damaged, and changes nothing."""
+"""A report holds what its selection asks for, and every flaw on the way. tests/cli/test_dump.py has the rest."""
 
 from __future__ import annotations
 
@@ -18,12 +18,29 @@ from tests.log.small_log import AtOnce, batch, bodies, fill, opened, read_all, r
 from timeball.io.files import Files, RealFiles
 from timeball.log import checkpoint as cp
 from timeball.log import format as fmt
+from timeball.log import recovery
+from timeball.log.key_index import KeyIndex
+from timeball.log.queue_index import QueueFile, QueueIndexes, encode, file_name
 from timeball.log.recovery import open_log
 from timeball.log.segment import FOLDER, begin_segment, prepare, segment_name
+from timeball.model import key_hash
 from timeball.model.errors import Corrupt, NotFound, SetupError
+from timeball.model.key_hash import KeyRun
 from timeball.model.message import Kind, build_rows
-from timeball.node.inspect import folder as module
-from timeball.node.inspect.folder import Damage, FolderDump, InspectedFrame, Torn, WalkResult, kind_counts
+from timeball.node import inspect_folder as module
+from timeball.node.inspect_folder import (
+    CacheCheck,
+    Damage,
+    FolderDump,
+    InspectedFrame,
+    Selection,
+    Torn,
+    WalkResult,
+    describe_rows,
+    find_rows,
+    kind_counts,
+    summarise,
+)
 
 SMALL = 4096  # segments of two frames
 
@@ -415,3 +432,174 @@ def test_beside_a_writer_there_is_never_damage_and_nothing_acknowledged_is_missi
             assert log.writer.statistics.rolls > 1
 
     asyncio.run(asyncio.wait_for(work(), 60))
+
+
+@pytest.fixture(scope="module")
+def files() -> CrashFiles:
+    """Three segments."""
+    files = CrashFiles()
+    fill(files, 20)
+    return files
+
+
+def seqs(files: CrashFiles, selection: Selection) -> list[int]:
+    frames = [found for found in find_rows(FolderDump(files), selection) if isinstance(found, InspectedFrame)]
+    return [row["seq"] for frame in frames for row in describe_rows(frame, selection)]
+
+
+def test_a_selection_bounds_segments_numbers_and_kinds(files: CrashFiles) -> None:
+    everything = seqs(files, Selection())
+    assert everything == list(range(1, len(everything) + 1))
+    assert seqs(files, Selection(from_seq=4, to_seq=9)) == [4, 5, 6, 7, 8]
+    second = seqs(files, Selection(segments=frozenset([2])))
+    assert 0 < len(second) < len(everything) and second == everything[second[0] - 1 : second[-1]]
+    assert seqs(files, Selection(kinds=frozenset([int(Kind.CANCEL)]))) == []
+
+
+def test_a_summary_counts_what_is_wanted(files: CrashFiles) -> None:
+    whole, part = (summarise(FolderDump(files), Selection(to_seq=end)) for end in (None, 2))
+    assert sum(segment.rows for segment in whole.segments) == len(seqs(files, Selection()))
+    assert len(part.segments) == 1 and part.segments[0].rows < whole.segments[0].rows
+    assert whole.flaws == [] and whole.document()["damage"] == []
+
+
+def test_damage_is_in_every_report(files: CrashFiles) -> None:
+    broken = CrashFiles()
+    fill(broken, 20)
+    first = FolderDump(broken).segments[0]
+    file = broken.open(first.name)
+    file.write_at(5_000, b"\xff" * 64)
+    file.close()
+    summary = summarise(FolderDump(broken), Selection())
+    assert summary.damage and summary.document()["damage"][0]["file"] == first.name
+    found = list(find_rows(FolderDump(broken), Selection(kinds=frozenset([int(Kind.CANCEL)]))))
+    assert [type(each) for each in found] == [Damage]
+
+
+KEYS, FRAMES, QUEUE = "log/0000000001.keys", "log/0000000001.frames", file_name(1)
+SECOND = file_name(31)
+
+
+def folder() -> CrashFiles:
+    """Three segments of messages in four queues of `orders`, with every cache a broker would make."""
+    files = CrashFiles()
+
+    async def write() -> None:
+        async with opened(files, disk=AtOnce()) as log:
+            for n in range(20):
+                await log.append(batch(3 * n, 3))
+            KeyIndex(files, log.segments, log.reader).find_rows(np.array([1], np.uint64))
+            assert recovery.save_sealed(files, log.segments) == 2
+
+    asyncio.run(write())
+    indexes = QueueIndexes(files)
+    for first, end in ((0, 30), (30, 60)):  # row n of the log has seq n + 1, and stands in queue n % 4
+        for queue in range(4):
+            seqs = np.arange(first, end)[np.arange(first, end) % 4 == queue] + 1
+            indexes.queue("orders", queue).append(seqs, seqs, seqs)
+        flush = indexes.flush(end + 1)
+        flush.seals = True
+        flush.write()
+        indexes.finish(flush)
+    save_caches(files, 61)
+    return files
+
+
+def save_caches(files: CrashFiles, seq: int) -> None:
+    nothing = np.empty(0, np.int64)
+    cp.save(files, cp.Checkpoint(cp.Facts(seq=seq), nothing, nothing))
+
+
+def check(files: CrashFiles) -> list[Damage]:
+    found = FolderDump(files)
+    caches = CacheCheck(found)
+    wrong = list(found.damage)
+    for segment in found.segments:
+        for each in found.walk(segment):
+            if isinstance(each, InspectedFrame):
+                caches.add(each)
+        wrong += caches.finish(segment)
+    return wrong
+
+
+def overwrite(files: CrashFiles, name: str, at: int, data: bytes) -> None:
+    files.open(name).write_at(at, data)
+
+
+def test_what_a_broker_has_made_agrees_and_is_left_as_it_is() -> None:
+    files = folder()
+    calls = files.calls
+    assert check(files) == []
+    assert files.calls == calls
+
+
+@pytest.mark.parametrize("name", [KEYS, FRAMES])
+def test_a_cache_that_is_made_when_asked_for_may_be_missing(name: str) -> None:
+    files = folder()
+    files.remove(name)
+    assert check(files) == []
+
+
+@pytest.mark.parametrize("name", [KEYS, FRAMES])
+def test_one_that_does_not_match_its_checksum_is_named(name: str) -> None:
+    files = folder()
+    overwrite(files, name, 30, b"?")
+    assert [d.file for d in check(files)] == [name]
+
+
+def test_a_whole_one_of_another_segment_is_named() -> None:
+    files = folder()
+    for kind in ("keys", "frames"):
+        files.replace(f"log/0000000001.{kind}", files.content(f"log/0000000002.{kind}"))
+    assert {d.file for d in check(files)} == {KEYS, FRAMES}
+
+
+def test_a_key_run_that_has_lost_or_swapped_a_pair_is_named() -> None:
+    files = folder()
+    hashes, rows = KeyRun(files.map_readonly(KEYS)).columns()
+    swapped = rows.copy()
+    swapped[[0, 1]] = swapped[[1, 0]]
+    for wrong in ((hashes[1:], rows[1:]), (hashes, swapped)):
+        files.replace(KEYS, b"".join(key_hash.encode([wrong])))
+        assert [d.file for d in check(files)] == [KEYS]
+    files.replace(KEYS, b"".join(key_hash.encode([(hashes[::-1], rows[::-1])])))
+    assert [d.file for d in check(files)] == [KEYS], "the right pairs, and not sorted"
+
+
+@pytest.mark.parametrize("at", [20, -13])
+def test_a_file_of_the_queue_index_that_a_bit_flipped_in_is_named(at: int) -> None:
+    files = folder()
+    data = bytearray(files.content(QUEUE))
+    data[at] ^= 4
+    files.replace(QUEUE, bytes(data))
+    (wrong,) = check(files)
+    assert wrong.file == QUEUE and "checksum" in wrong.text and "delete it" in wrong.text
+
+
+def test_a_whole_one_that_says_something_else_is_named() -> None:
+    files = folder()
+    parts = QueueFile(QUEUE, files.content(QUEUE)).parts()
+    parts[0].entries["seq"][3] += 1
+    files.replace(QUEUE, encode(1, 31, parts))
+    (wrong,) = check(files)
+    assert (
+        wrong.file == QUEUE
+        and "offset 3 of queue 0 of 'orders' should name seq 13, and names 14" in wrong.text
+    )
+
+
+def test_one_that_is_gone_is_named() -> None:
+    files = folder()
+    files.remove(QUEUE)
+    assert {(wrong.file, "missing" in wrong.text) for wrong in check(files)} == {(QUEUE, True)}
+
+
+def test_only_what_the_checkpoint_vouches_for_is_compared() -> None:
+    files = folder()
+    files.remove(SECOND)
+    assert [d.file for d in check(files)] == [SECOND] * 2, "once a segment"
+    save_caches(files, 31)
+    assert check(files) == []
+    files.remove(cp.NAME)
+    files.remove(QUEUE)
+    assert check(files) == []

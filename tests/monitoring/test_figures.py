@@ -1,0 +1,32 @@
+"""The figures of a subscription: each request counts once, by how it ended."""
+
+from __future__ import annotations
+
+import msgspec
+
+from timeball.io.clock import ManualClock
+from timeball.monitoring.figures import PeerFigures, PushFigures, ReplicaFigures, ReplicaGroup, ReplicaState
+
+
+def test_each_request_counts_once() -> None:
+    figures = PushFigures(ManualClock())
+    for outcome in ("delivered", "timeout", "delivered"):
+        figures.add(outcome, 3_000_000)  # type: ignore[arg-type]
+    assert figures.outcomes == {"delivered": 2, "timeout": 1}
+    assert (figures.delivered, figures.failed) == (2, 1)
+    assert sum(figures.durations.counts) == 3 and figures.durations.sum_ns == 9_000_000
+
+
+def test_fields_of_a_newer_version_are_passed_over() -> None:
+    figures = ReplicaFigures("g1", "a/1", "leader", "a", log_seq=7, peers={"b": PeerFigures("b/1", 5, -0.5)})
+    told = msgspec.json.decode(msgspec.json.encode(figures))
+    told["mood"] = told["peers"]["b"]["mood"] = "good"
+    assert msgspec.json.decode(msgspec.json.encode(told), type=ReplicaFigures) == figures
+
+
+def test_a_group_is_json_and_back() -> None:
+    gone = ReplicaState("b", "b/1", "gone", is_in_record=True)
+    group = ReplicaGroup("g1", "a", 7, 2, [gone], "a hand-over to b", ["replica b is missing"])
+    as_json = msgspec.json.decode(msgspec.json.encode(group))
+    assert as_json["replicas"][0]["lag_rows"] is None, "not known, and not nought"
+    assert msgspec.convert(as_json, ReplicaGroup) == group
