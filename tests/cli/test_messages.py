@@ -1,13 +1,26 @@
 """send, schedule, cancel, pull, pending, status: against a real broker."""
 
+from __future__ import annotations
+
 import json
+import re
+import signal
 from pathlib import Path
 
 import pytest
+import typer
 from tests.cli.in_process import run_here
+from tests.cli.processes import COMMAND, running
+from tests.cli.small_disk import on_small_disk
+from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
+from timeball import Timeball
+from timeball.cli.messages import SENTENCES, parse_due, report_ends, sentence
+from timeball.cli.output import ExitCode
 from timeball.cli.units import show_wait
+from timeball.model.errors import RequestError
 from timeball.model.limits import HOUR_MS
+from timeball.model.wire import VERDICTS, Verdict
 
 
 def _json(*arguments: str, text: str = "") -> list[dict[str, object]]:
@@ -154,3 +167,414 @@ def test_status_shows_what_the_broker_says(endpoint: str) -> None:
 def test_a_wait_is_shown_in_two_units(wait_ms: int, shown: str) -> None:
     """Nobody reads a hundred million seconds."""
     assert show_wait(wait_ms) == shown
+
+
+def test_each_state_of_a_message_has_a_line(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        waiting = ball.send("got", "x", after="1h").id
+        visible = ball.send("got", "y").id
+        told = run_here("get", waiting, "--endpoint", endpoint)
+        assert (told.returncode, told.stdout.startswith("waiting, topic got, due 20")) == (0, True)
+        ball.cancel(waiting)
+    assert run_here("get", waiting, "--endpoint", endpoint).stdout.startswith("cancelled, since 20")
+    shown = run_here("get", visible, "--topic", "got", "--endpoint", endpoint).stdout
+    assert shown.startswith("visible, topic got, queue ") and " at 0, since 20" in shown
+    with Timeball(endpoint) as ball:
+        ball.pull("got", "readers-of-got", wait=0)
+    told = run_here("get", visible, "--endpoint", endpoint).stdout
+    assert "\n  group readers-of-got: leased, until 20" in told and told.rstrip().endswith("attempt 1")
+    found = json.loads(run_here("get", visible, "--json", "--endpoint", endpoint).stdout)
+    assert (found["id"], found["state"], found["topic"]) == (visible, "visible", "got")
+
+
+def test_an_unknown_id_is_a_fault_of_usage(endpoint: str) -> None:
+    missing = run_here("get", "nobody", "--endpoint", endpoint)
+    assert missing.returncode == 2 and "nobody" in missing.stderr
+
+
+def test_what_was_pulled_is_acknowledged_for_its_group_alone(endpoint: str) -> None:
+    """The next pull of the group finds nothing new, and says so on stderr; another group finds it."""
+    run_here("send", "pulled", "x", "--endpoint", endpoint)
+    first = run_here("pull", "pulled", "--endpoint", endpoint)
+    assert first.stdout.endswith("  x\n") and first.stderr == "1 message\n"
+    second = run_here("pull", "pulled", "--endpoint", endpoint)
+    assert (second.returncode, second.stdout) == (0, "")
+    assert "nothing new for group cli" in second.stderr
+    assert run_here("pull", "pulled", "--group", "other", "--endpoint", endpoint).stdout.endswith("  x\n")
+
+
+def test_a_delayed_message_shows_how_late_it_was(endpoint: str) -> None:
+    """In milliseconds, with a sign, between the id and the body."""
+    run_here("schedule", "punctual", "x", "--after", "100ms", "--id", "p-1", "--endpoint", endpoint)
+    shown = run_here("pull", "punctual", "--wait", "30s", "--endpoint", endpoint).stdout
+    _, message_id, late, unit, body = shown.split()
+    assert (message_id, unit, body) == ("p-1", "ms", "x")
+    assert late.startswith("+") and int(late) >= 0
+
+
+def test_a_body_that_is_no_text_is_shown_all_the_same(endpoint: str) -> None:
+    """In JSON as base64."""
+    from timeball import Timeball
+
+    with Timeball(endpoint) as ball:
+        ball.send("binary", b"\xff\x00")
+    shown = run_here("pull", "binary", "--peek", "--json", "--endpoint", endpoint)
+    assert json.loads(shown.stdout)["body_base64"] == "/wA="
+    assert r"b'\xff\x00'" in run_here("pull", "binary", "--endpoint", endpoint).stdout
+
+
+def test_a_topic_that_is_not_there_is_named_unless_it_is_waited_for(endpoint: str) -> None:
+    """A slip of the pen should not look like an empty topic; who waits may come first."""
+    ended = run_here("pull", "no-such-topic", "--endpoint", endpoint)
+    assert ended.returncode == 2
+    assert "no-such-topic" in ended.stderr and "--wait" in ended.stderr
+    waited = run_here("pull", "not-yet", "--wait", "10ms", "--endpoint", endpoint)
+    assert waited.returncode == 0
+    assert "0 messages: there is no topic 'not-yet' yet" in waited.stderr
+    again = run_here("pull", "not-yet", "--endpoint", endpoint)
+    assert again.returncode == 2, "reading makes no topic"
+
+
+def test_following_goes_on_until_told_to_stop(endpoint: str) -> None:
+    """It may begin before the topic exists; what it showed is acknowledged when it ends."""
+    with running("pull", "followed", "--follow", "--json", "--endpoint", endpoint) as follower:
+        for body in ("one", "two"):
+            run_here("send", "followed", body, "--endpoint", endpoint)
+            assert follower.wait_line(body=body)["topic"] == "followed"
+        assert follower.end(signal.SIGINT) == 0
+    again = run_here("pull", "followed", "--json", "--endpoint", endpoint)
+    assert again.stdout == ""
+
+
+def _schedule(endpoint: str, *arguments: str) -> str:
+    return run_here("schedule", "cancelled", "x", *arguments, "--endpoint", endpoint).stdout.strip()
+
+
+def test_a_waiting_message_is_cancelled_once(endpoint: str) -> None:
+    """The second time it says so, and that is no failure."""
+    message_id = _schedule(endpoint, "--after", "1h")
+    first = run_here("cancel", message_id, "--endpoint", endpoint)
+    assert (first.returncode, first.stdout) == (0, f"{message_id}: cancelled\n")
+    second = run_here("cancel", message_id, "--endpoint", endpoint)
+    assert (second.returncode, second.stdout) == (0, f"{message_id}: was cancelled before\n")
+
+
+def test_a_key_cancels_all_that_carry_it(endpoint: str) -> None:
+    """One verdict for each."""
+    for _ in range(3):
+        _schedule(endpoint, "--after", "1h", "--keys", "order-31", "--keys", "anna")
+    ended = run_here("cancel", "--key", "order-31", "--json", "--endpoint", endpoint)
+    verdicts = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [verdict["verdict"] for verdict in verdicts] == ["cancelled"] * 3
+    assert len({verdict["seq"] for verdict in verdicts}) == 3
+
+
+def test_too_late_and_unknown_are_exit_code_1(endpoint: str) -> None:
+    """With the instant of the release; the other verdicts of the same call are given as well."""
+    late = _schedule(endpoint, "--after", "0ms")
+    pulled = run_here("pull", "cancelled", "--wait", "30s", "--group", "late", "--endpoint", endpoint)
+    assert late in pulled.stdout
+    waiting = _schedule(endpoint, "--after", "1h")
+    ended = run_here("cancel", late, "nobody", waiting, "--endpoint", endpoint)
+    assert ended.returncode == 1
+    lines = ended.stdout.splitlines()
+    assert lines[0].startswith(f"{late}: too late, released at 20")
+    assert lines[1:] == ["nobody: no such scheduled message", f"{waiting}: cancelled"]
+
+
+def test_ids_and_key_exclude_each_other() -> None:
+    """Before any broker is asked."""
+    ended = run_here("cancel", "an-id", "--key", "a-key")
+    assert ended.returncode == 2
+    assert "--key" in ended.stderr
+
+
+def _schedule_later(endpoint: str, *arguments: str) -> str:
+    return run_here("schedule", "moved", "x", *arguments, "--endpoint", endpoint).stdout.strip()
+
+
+def test_a_message_comes_sooner_and_then_it_is_too_late(endpoint: str) -> None:
+    message_id = _schedule_later(endpoint, "--after", "1h")
+    moved = run_here("reschedule", message_id, "--after", "50ms", "--endpoint", endpoint)
+    assert moved.returncode == 0
+    assert moved.stdout.startswith(f"{message_id}: rescheduled, due 20")
+    pulled = run_here("pull", "moved", "--wait", "30s", "--group", "movers", "--endpoint", endpoint)
+    assert message_id in pulled.stdout
+    late = run_here("reschedule", message_id, "--after", "1h", "--endpoint", endpoint)
+    assert (late.returncode, late.stdout[: len(message_id) + 10]) == (1, f"{message_id}: too late")
+
+
+def test_a_key_moves_all_messages_with_it_to_a_due_time(endpoint: str) -> None:
+    for _ in range(3):
+        _schedule_later(endpoint, "--after", "1h", "--keys", "order-77", "--keys", "anna")
+    at = "2030-01-31T09:00:00+01:00"
+    ended = run_here("reschedule", "--key", "order-77", "--at", at, "--json", "--endpoint", endpoint)
+    verdicts = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [(v["verdict"], v["due_ms"]) for v in verdicts] == [("rescheduled", 1_896_076_800_000)] * 3
+    assert run_here("cancel", "--key", "order-77", "--endpoint", endpoint).returncode == 0
+    again = run_here("reschedule", "--key", "order-77", "--at", at, "--endpoint", endpoint)
+    assert again.returncode == 1 and again.stdout.count("was cancelled before") == 3
+
+
+@pytest.mark.parametrize("when", [[], ["--after", "1m", "--at", "5"], ["--after", "30"], ["--at", "noon"]])
+def test_when_is_said_in_one_way(when: list[str]) -> None:
+    """Before any broker is asked."""
+    ended = run_here("reschedule", "an-id", *when)
+    assert ended.returncode == 2
+    assert "--a" in ended.stderr
+
+
+def test_each_verdict_has_a_sentence() -> None:
+    said = VERDICTS
+    assert SENTENCES.keys() == set(said)
+    assert len({sentence(Verdict("x", verdict, 1, 0, 5)) for verdict in said}) == len(said)
+    assert sentence(Verdict("x", "rescheduled", 1, 0, 5)).endswith("due 1970-01-01T00:00:00.005Z")
+    assert sentence(Verdict("x", "released", 1, None)).endswith("released at an unknown time")
+
+
+def test_one_that_is_not_fine_fails_the_command_behind_all_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    verdicts = [
+        Verdict("a", "cancelled", 1, 5),
+        Verdict("b", "expired", 2, None),
+        Verdict("c", "cancelled", 3, 5),
+    ]
+    with pytest.raises(typer.Exit) as left:
+        report_ends(verdicts, success_verdicts={"cancelled"}, as_json=True)
+    assert left.value.exit_code == ExitCode.CHECK_FAILED
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["verdict"] for line in lines] == ["cancelled", "expired", "cancelled"]
+    report_ends(verdicts, success_verdicts={"cancelled", "expired"}, as_json=False)
+    assert capsys.readouterr().out.splitlines()[0] == "a: cancelled"
+
+
+def test_the_id_is_on_stdout_and_nothing_else(endpoint: str) -> None:
+    """So that a script can keep it."""
+    ended = run_here("send", "sent", "hello", "--endpoint", endpoint)
+    assert ended.returncode == 0
+    assert re.fullmatch(r"[0-9a-f]{32}\n", ended.stdout)
+    assert ended.stderr == ""
+
+
+def test_json_is_the_receipt(endpoint: str) -> None:
+    """A message without a delay has no instant."""
+    ended = run_here("send", "sent", "hello", "--id", "mine", "--json", "--endpoint", endpoint)
+    receipt = json.loads(ended.stdout)
+    assert receipt["id"] == "mine"
+    assert receipt["due_ms"] is None
+    assert receipt["seq"] > 0 and receipt["store_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["no spaces allowed", "x"], "topic"),
+        (["t" * 300, "x"], "topic"),
+        (["sent", "x", "--id", "i" * 5_000], "unique_key"),
+        (["sent", "--lines", "nowhere.txt"], "--lines nowhere.txt"),
+        (["sent", "x", "--property", "=value"], "NAME=VALUE"),
+    ],
+    ids=["blank", "long topic", "long id", "no file", "no name"],
+)
+def test_a_refusal_names_what_is_wrong(endpoint: str, arguments: list[str], named: str) -> None:
+    """Exit code 2, one sentence, nothing on stdout."""
+    ended = run_here("send", *arguments, "--endpoint", endpoint)
+    assert ended.returncode == 2, ended.stderr
+    assert named in ended.stderr
+    assert ended.stdout == ""
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+def test_an_invalid_endpoint_is_refused() -> None:
+    """With the form that is wanted."""
+    ended = run_here("send", "t", "x", "--endpoint", "localhost:7400")
+    assert ended.returncode == 2
+    assert "grpc://host:port" in ended.stderr
+
+
+def test_the_endpoint_may_come_from_the_environment(endpoint: str) -> None:
+    """TIMEBALL_ENDPOINT, as docs/operations.md says."""
+    assert run_here("send", "sent", "x", TIMEBALL_ENDPOINT=endpoint).returncode == 0
+
+
+def test_lines_that_are_refused_say_which_ones_were_sent(endpoint: str, tmp_path: Path) -> None:
+    """The lines of a file are sent in parts of 50,000; a part is accepted whole or not at all."""
+    file = tmp_path / "lines.txt"
+    file.write_bytes(b"x\n" * 50_010 + b"y" * 5_000_000 + b"\n")
+    ended = run_here("send", "parts", "--lines", str(file), "--endpoint", endpoint)
+    assert ended.returncode == 2, ended
+    told = " ".join(ended.stderr.split())
+    assert "lines 50001 to 50011, here rows 0 to 10" in told and "50000 lines before these were sent" in told
+    assert "body: more than 4194304 bytes" in told
+
+
+def test_a_full_disk_refuses_messages_and_says_so(tmp_path: Path) -> None:
+    """Exit code 5, and what is there can still be read: the broker goes on."""
+    serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
+    (tmp_path / "disk").mkdir()
+    command = on_small_disk(tmp_path / "disk", 16, [*serve, "--segment-bytes", "4MiB"])
+    with running(command=command) as server:
+        uri = server.wait_line(event="ready")["endpoint"]
+        body = "x" * 1_000_000
+        codes = []
+        for _ in range(30):
+            ended = run_here("send", "big", "-", "--endpoint", uri, text=body)
+            codes.append(ended.returncode)
+            if ended.returncode:
+                break
+        assert codes[0] == 0 and codes[-1] == 5, codes
+        assert "disk full" in ended.stderr and "free some space" in ended.stderr
+        assert "NEW MESSAGES ARE REFUSED" in run_here("status", "--endpoint", uri, COLUMNS="500").stdout
+        disk = json.loads(run_here("status", "--json", "--endpoint", uri).stdout)["disk"]
+        assert "disk full" in disk["no_room"] and disk["free_bytes"] < 4 << 20
+        pulled = run_here("pull", "big", "--peek", "--max", "1", "--json", "--endpoint", uri)
+        assert json.loads(pulled.stdout)["body"] == body
+
+
+def test_a_disk_too_small_to_begin_with_is_a_storage_error(tmp_path: Path) -> None:
+    """Said at the start, not with the first message."""
+    (tmp_path / "disk").mkdir()
+    serve = [*COMMAND, "serve", "--json", "--port", "0", "--data", str(tmp_path / "disk" / "d")]
+    with running(command=on_small_disk(tmp_path / "disk", 16, serve)) as server:
+        assert server.wait_end() == 5
+        assert any("disk full" in line for line in server.errors)
+
+
+DAY_MS = 86_400_000
+
+
+def test_a_receipt_has_the_due_time(endpoint: str) -> None:
+    ended = run_here("schedule", "agreed", "x", "--after", "1h30m", "--json", "--endpoint", endpoint)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    receipt = json.loads(ended.stdout)
+    assert receipt.keys() == {"id", "seq", "due_ms", "past_ms", "store_ms", "outcome", "state"}
+    assert receipt["due_ms"] - receipt["store_ms"] == 5_400_000
+
+
+@pytest.mark.parametrize(
+    "at", ["2035-01-31T09:00:00+01:00", "2035-01-31T08:00:00Z", "2035-01-31 08:00:00.000Z", "2053843200000"]
+)
+def test_one_due_time_can_be_written_in_many_forms(endpoint: str, at: str) -> None:
+    ended = run_here("schedule", "instants", "x", "--at", at, "--json", "--endpoint", endpoint)
+    assert json.loads(ended.stdout)["due_ms"] == 2_053_843_200_000
+
+
+def test_a_scheduled_message_is_released_with_all_its_fields(endpoint: str) -> None:
+    """The body from stdin, byte for byte."""
+    carried = [
+        "--tag",
+        "t",
+        "--keys",
+        "order-17",
+        "--keys",
+        "anna",
+        "--property",
+        "a=1",
+        "--property",
+        "b=x=y",
+    ]
+    body = b"\xff\x00 not text\n"
+    options = ["--after", "0ms", "--id", "carried-1", *carried, "--endpoint", endpoint]
+    assert run_here("schedule", "carried", "-", *options, text=body).stdout == "carried-1\n"
+    with Timeball(endpoint) as ball:
+        [message] = ball.pull("carried", "g", wait="30s")
+    assert (message.body, message.id, message.tag) == (body, "carried-1", "t")
+    assert (message.keys, message.properties) == (["order-17", "anna"], {"a": "1", "b": "x=y"})
+
+
+def test_every_line_of_a_file_is_scheduled(endpoint: str, tmp_path: Path) -> None:
+    """With the same due time and key, by which all of them are taken back."""
+    file = tmp_path / "lines.txt"
+    file.write_text("one\ntwo\nthree")
+    options = ["--after", "7d", "--keys", "lines-7d", "--endpoint", endpoint]
+    assert run_here("schedule", "waiting", "--lines", str(file), *options).stdout == "3 messages sent\n"
+    piped = run_here("schedule", "waiting", "--lines", "-", "--json", *options, text="four\r\n\n")
+    assert json.loads(piped.stdout) == {"sent": 2}  # an empty line is an empty message
+    with Timeball(endpoint) as ball:
+        assert [verdict.verdict for verdict in ball.cancel(key="lines-7d")] == ["cancelled"] * 5
+
+
+def test_lines_that_were_due_in_the_past_are_said_to_be(endpoint: str, tmp_path: Path) -> None:
+    file = tmp_path / "lines.txt"
+    file.write_text("one\ntwo")
+    options = ["--lines", str(file), "--at", "2020-01-31T09:00:00Z", "--endpoint", endpoint]
+    told = run_here("schedule", "past-lines", *options)
+    assert told.stdout == "2 messages sent\n"
+    assert "the due time was in the past" in told.stderr and "delivered now" in told.stderr
+    document = json.loads(run_here("schedule", "past-lines", "--json", *options).stdout)
+    assert (document["sent"], document["past_rows"]) == (2, 2) and document["past_ms"] > DAY_MS
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ([], "--after"),
+        (["--after", "1s", "--at", "2035-01-01T00:00:00Z"], "exactly one of --after"),
+        (["--after", "30"], "--after 30: add a unit"),
+        (["--after", "soon"], "--after 'soon'"),
+        (["--after", "tomorrow"], "or a time with --at"),
+        (["--at", "soon"], "--at 'soon'"),
+        (["--at", "2035-01-01T00:00:00"], "time zone"),
+        (["--after", "1s", "--property", "eu"], "--property 'eu'"),
+        (["--after", "1s", "--lines", "no-such-file"], "--lines no-such-file"),
+        (["--after", "1s", "--lines", "."], "--lines ."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_impossible_option_is_refused_and_named(endpoint: str, options: list[str], named: str) -> None:
+    """In one sentence, and nothing is scheduled."""
+    refused = run_here("schedule", "refused", *options, "--endpoint", endpoint)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert named in refused.stderr and len(refused.stderr.splitlines()) == 1
+    with Timeball(endpoint) as ball:
+        assert "refused" not in ball.topics()
+
+
+def test_the_advised_forms_of_a_duration_are_accepted() -> None:
+    """`--after tomorrow` was told to write 500, and `--after 500` to add a unit."""
+    with pytest.raises(RequestError) as refused:
+        parse_due("tomorrow", None)
+    advised = re.findall(r"\b\d\w*", str(refused.value))
+    assert len(advised) == 4
+    assert all(parse_due(each, None)["delay_ms"] for each in advised)
+
+
+@pytest.mark.parametrize("command", ["schedule", "send"])
+@pytest.mark.parametrize("left_out", [["a body"], ["--id", "mine"]], ids=["body", "id"])
+def test_what_lines_have_no_use_for_is_refused(command: str, left_out: list[str], tmp_path: Path) -> None:
+    """A body or an id beside --lines would be lost without a word."""
+    (tmp_path / "lines").write_text("one\n")
+    timing = ["--after", "1h"] if command == "schedule" else []
+    options = ["--lines", str(tmp_path / "lines"), *timing, "--endpoint", NOWHERE]
+    refused = run_here(command, "orders", *left_out, *options)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "--lines and " in refused.stderr
+
+
+@pytest.mark.parametrize("by", [["one"], ["--lines", "lines"]], ids=["message", "lines"])
+def test_a_delay_that_the_broker_does_not_take_is_refused(
+    endpoint: str, by: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its longest is ten years, by default."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lines").write_text("one\n")
+    refused = run_here("schedule", "too-far", *by, "--after", "4000d", "--endpoint", endpoint)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    own = str(4000 * DAY_MS)[:9] if "--lines" in by else "after='4000d'"
+    assert own in refused.stderr and "Traceback" not in refused.stderr
+
+
+def test_no_broker_is_one_sentence() -> None:
+    assert_says_how_to_reach_one(run_here("schedule", "t", "x", "--after", "1s", "--endpoint", NOWHERE))
+
+
+def test_the_endpoint_can_come_from_the_environment(endpoint: str) -> None:
+    options = ["schedule", "from-environment", "x", "--after", "1h"]
+    assert run_here(*options, TIMEBALL_ENDPOINT=endpoint).returncode == 0
+    assert run_here(*options, TIMEBALL_ENDPOINT=NOWHERE).returncode == 3
+
+
+def test_help_shows_both_ways_to_say_when() -> None:
+    shown = run_here("schedule", "--help")
+    assert shown.returncode == 0
+    _, _, examples = shown.stdout.partition("Examples:")
+    assert "--after 30m" in examples and "--at 2030-" in examples and "--lines" in examples

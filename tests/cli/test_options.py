@@ -1,7 +1,11 @@
 """Settings as options: every field is one, and the order of precedence."""
 
+from __future__ import annotations
+
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,7 +16,18 @@ from tests.cli.in_process import run_here
 from tests.node_fixture import running_node
 from typer.testing import CliRunner
 
-from timeball.cli.options import SparkOptions, build_settings, connect, settings_options, spark_options
+from timeball.cli.main import main
+from timeball.cli.options import (
+    SPARK,
+    SparkOptions,
+    build_settings,
+    connect,
+    is_third_party,
+    not_installed,
+    settings_options,
+    spark_options,
+)
+from timeball.cli.output import ExitCode, explain
 from timeball.model.config import Settings, option_name
 from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
 from timeball.spark.run import SUBMITTED
@@ -165,3 +180,79 @@ def test_a_command_on_spark_has_the_options_of_spark_submit(monkeypatch: pytest.
     monkeypatch.setenv(SUBMITTED, "1234")
     with pytest.raises(RequestError, match="give them to spark-submit"):
         command(master=None, conf=None, packages=["g:a:1"], name=None)
+
+
+READ = """
+import sys
+from timeball.cli.main import main
+
+try:
+    main(sys.argv[1:])
+finally:
+    print("validators" if "pydantic" in sys.modules else "plain")
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        (["--port", "7", "--json", "--data", "d", "--host", "h", "--retention-ms", "1h"], "plain"),
+        # The control: a value that is refused is Typer's to explain.
+        (["--port", "x"], "validators"),
+    ],
+)
+def test_a_broker_reads_its_options_without_validators(tmp_path: Path, words: list[str], how: str) -> None:
+    # The settings file is missing, so the command ends where the options have been read.
+    missing = str(tmp_path / "missing.toml")
+    command = [sys.executable, "-c", READ, "serve", *words, "--settings", missing]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [how]
+    assert ("missing.toml" in done.stderr) == (how == "plain")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--port", "1.5"], "valid integer"),
+        (["--segment-bytes", "many"], "--segment-bytes"),
+        (["--retention-ms", "3fx"], "write 500"),
+    ],
+)
+def test_what_is_refused_is_named(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *words])
+    assert end.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_word_of_the_environment_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Yes and no have many words, which Typer knows."""
+    monkeypatch.setenv("TIMEBALL_AUTO_CREATE_TOPICS", "off")
+    monkeypatch.setenv("TIMEBALL_PORT", "7")
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--settings", str(tmp_path / "missing.toml")])
+    assert end.value.code == 4
+
+
+def test_the_extra_is_named_as_pip_wants_it() -> None:
+    error = not_installed(ModuleNotFoundError("No module named 'pyspark'", name="pyspark"), SPARK)
+    assert str(error) == (
+        "pyspark is not installed: install the extra, in a checkout of Timeball pip install '.[spark]', of a wheel "
+        "pip install 'FILE.whl[spark]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("deltalake", True),
+        ("google.protobuf", True),
+        ("timeball.node.node", False),
+        ("sqlite3", False),
+        (None, False),
+    ],
+)
+def test_a_module_of_ours_or_of_python_is_no_package_to_install(name: str | None, others: bool) -> None:
+    error = ModuleNotFoundError(f"No module named {name!r}", name=name)
+    assert is_third_party(error) is others
+    assert explain(error)[1] == (ExitCode.SETUP if others else ExitCode.FAULT)

@@ -1,4 +1,4 @@
-"""`timeball status`: a table for people, the broker's own answer as JSON."""
+"""`timeball status`, `topics` and `groups`: what they print, for people and as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.bounds import BOUND_S
 from tests.cli.in_process import run_here
 from tests.cli.processes import COMMAND, environment
 
-from timeball import __version__
+from timeball import Timeball, __version__
 from timeball.cli.status import _punctuality, _rows
 
 
@@ -125,3 +125,64 @@ def test_what_waits_for_delay_levels_has_a_line_when_there_is_any(status: dict[s
 def test_no_bound_is_above_the_latest() -> None:
     found = {"released": 100, "max_ms": 14_000, "buckets": {"<=1ms": 50, "<=60000ms": 50}}
     assert _punctuality(found).endswith("99 % of them late by <=14000ms, the latest 14000 ms")
+
+
+def test_topics_are_listed_with_their_queues_and_messages(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        ball.create_topic("listed", 3)
+        ball.send_many([{"body": "x"}] * 5, topic="listed")
+        ball.send("listed", "later", after="1h")
+    rows = [
+        json.loads(line) for line in run_here("topics", "--json", "--endpoint", endpoint).stdout.splitlines()
+    ]
+    assert {"topic": "listed", "queues": 3, "messages": 5} in rows
+    shown = run_here("topics", "--endpoint", endpoint)
+    (line,) = [line for line in shown.stdout.splitlines() if line.startswith("listed ")]
+    assert line.split() == ["listed", "3", "5"]
+
+
+def test_one_topic_is_shown_queue_by_queue(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        ball.create_topic("one-listed", 2)
+        ball.send("one-listed", "x")
+    found = run_here("topics", "one-listed", "--json", "--endpoint", endpoint)
+    rows = [json.loads(line) for line in found.stdout.splitlines()]
+    assert [row["queue"] for row in rows] == [0, 1] and sum(row["max"] for row in rows) == 1
+    assert "queue" in run_here("topics", "one-listed", "--endpoint", endpoint).stdout
+
+
+def test_a_topic_that_is_not_there_is_a_fault_of_usage(endpoint: str) -> None:
+    missing = run_here("topics", "no-such-topic", "--endpoint", endpoint)
+    assert missing.returncode == 2 and "no-such-topic" in missing.stderr
+
+
+def test_groups_are_listed_with_their_lag(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        ball.create_topic("behind", 1)
+        ball.send_many([{"body": "x"}] * 5, topic="behind")
+        held = ball.pull("behind", "laggards", max_messages=2)
+        assert held[0].ack()
+        found = run_here("groups", "laggards", "--json", "--endpoint", endpoint)
+        (state,) = [json.loads(line) for line in found.stdout.splitlines()]
+        assert (state["group"], state["dead_letters"]) == ("laggards", 0)
+        assert [topic["topic"] for topic in state["topics"]] == ["behind"]
+        assert state["lag"] >= 3
+        shown = run_here("groups", "--endpoint", endpoint).stdout.splitlines()
+        assert "dead letters" in shown[0]
+        (line,) = [line for line in shown if line.startswith("laggards ")]
+        assert line.split()[1:3] == ["behind", str(state["lag"])]
+        held[1].ack()
+
+
+def test_a_group_of_several_topics_is_shown_topic_by_topic(endpoint: str) -> None:
+    with Timeball(endpoint) as ball:
+        for topic in ("behind-a", "behind-b"):
+            ball.send(topic, "x")
+            ball.ack(ball.pull(topic, "both"))
+    shown = run_here("groups", "both", "--endpoint", endpoint).stdout
+    assert "both " in shown and "behind-a" in shown and "behind-b" in shown and " all " in shown
+
+
+def test_a_group_that_is_not_there_is_a_fault_of_usage(endpoint: str) -> None:
+    missing = run_here("groups", "no-such-group", "--endpoint", endpoint)
+    assert missing.returncode == 2 and "no-such-group" in missing.stderr

@@ -1,4 +1,4 @@
-"""A report holds what its selection asks for, and every flaw on the way. tests/cli/test_dump.py has the rest."""
+"""A report holds what its selection asks for, and every flaw on the way. tests/cli/test_data_folder.py has the rest."""
 
 from __future__ import annotations
 

@@ -47,9 +47,10 @@ SECTIONS = {
 }
 MODULES = {
     "dead-letters": "dead_letters",
-    "restore": "backup",
     "name-server": "serve",
-    "groups": "topics",
+    "pending": "sql",
+    **dict.fromkeys(("topics", "groups"), "status"),
+    **dict.fromkeys(("backup", "restore", "dump"), "data_folder"),
     **dict.fromkeys(("send", "schedule", "get", "cancel", "reschedule", "pull"), "messages"),
 }
 COMMANDS = {name: section for section, names in SECTIONS.items() for name in names}  # command -> its section

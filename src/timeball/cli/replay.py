@@ -160,16 +160,16 @@ class ReplayOptions:
 
 def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, chosen: ReplayOptions) -> None:
     """Show the plan of a replay, and schedule its messages if the user confirms. With --json, print one document."""
-    from timeball.spark.jobs import replay_groups as job
+    from timeball.spark.jobs import replay as job
 
     window.check()
     tables = {"archive_uri": chosen.archive, "table_uri": chosen.table_uri}
     if not chosen.dry_run:
-        earlier = job.done_before(endpoint, chosen.job_id or window.job_id, chosen.table_uri)
+        earlier = job.groups_done_before(endpoint, chosen.job_id or window.job_id, chosen.table_uri)
         if earlier is not None:
             return print_report(earlier, chosen.as_json)
     with busy("reading past messages", chosen):
-        plan = job.plan(spark, endpoint, window, **tables)
+        plan = job.plan_groups(spark, endpoint, window, **tables)
     if chosen.as_json and (chosen.dry_run or not plan.rows):
         return print_json(plan)
     if not chosen.as_json:
@@ -179,7 +179,7 @@ def show_and_schedule(spark: SparkSession, endpoint: str, window: Window, chosen
         return None
     confirm(plan, late=chosen.late, yes=chosen.yes)
     with busy(f"scheduling {plan.rows:,} messages", chosen):
-        report = job.run(spark, endpoint, window, job_id=chosen.job_id, planned=plan, **tables)
+        report = job.run_groups(spark, endpoint, window, job_id=chosen.job_id, planned=plan, **tables)
     return print_report(report, chosen.as_json)
 
 

@@ -1,7 +1,11 @@
-"""`timeball sql`: query pending messages, events and past messages, with DuckDB in this process.
+"""`timeball sql` and `timeball pending`: query messages with DuckDB, in this process and not in the broker.
 
-The engine and its views are in spark/views/duckdb_session.py. This module prints the rows as a table, CSV or JSON.
-Each answer names its version: on stderr for people, in the document with --json.
+    sql       run any query on pending messages, events and past messages; print a table, CSV or JSON
+    pending   count the pending messages by due time
+
+The engine and its views are in spark/views/duckdb_session.py. It reads the Parquet files of the pending table, and the
+tail of the log over Flight, both as of one version (spark/views/snapshot.py). Each answer of `sql` names its version:
+on stderr for people, in the document with --json.
 """
 
 from __future__ import annotations
@@ -10,8 +14,10 @@ import csv
 import itertools
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from datetime import UTC, date, datetime
 from decimal import Decimal
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +31,7 @@ from timeball.cli.options import (
     as_parameter,
     connect,
 )
-from timeball.cli.output import print_json, print_line, print_note
+from timeball.cli.output import bars, print_json, print_line, print_note
 from timeball.cli.units import parse_size_bytes
 from timeball.model.errors import SetupError
 
@@ -33,6 +39,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from timeball.spark.views.snapshot import Version
+
+
+# ---- timeball sql ---------------------------------------------------------------------------------------------
+
 
 ROWS_SHOWN = 50
 CELL_WIDTH = 60
@@ -224,3 +234,103 @@ def _show_views(as_json: bool) -> None:
         return
     for view, columns in views.items():
         print_line(f"{view}: {', '.join(columns)}")
+
+
+# ---- timeball pending -----------------------------------------------------------------------------------------
+
+
+BARS_MAX = 48
+BY_HOUR = """
+    select place, cast(floor(due_ms / 3600000) as bigint) as hour, count(*) as messages
+    from pending group by place, hour order by hour
+"""
+
+
+class BarWidth(StrEnum):
+    """The width of a bar."""
+
+    AUTO = "auto"
+    HOUR = "hour"
+    DAY = "day"
+    MONTH = "month"
+    YEAR = "year"
+
+
+_NUMPY_UNIT = {BarWidth.HOUR: "h", BarWidth.DAY: "D", BarWidth.MONTH: "M", BarWidth.YEAR: "Y"}
+
+
+@dataclass
+class PendingCounts:
+    """Pending messages by the hour of their due time. Keys are hours since 1970, values are counts."""
+
+    now_ms: int
+    hours: dict[int, int] = field(default_factory=dict)
+    tail_rows: int = 0
+    table_rows: int = 0
+    level_rows: int = 0  # for RocketMQ's delay levels, which stay in the log until they are due
+
+    def by(self, unit: BarWidth) -> dict[str, int]:
+        """Add up the counts by bar label, in time order. AUTO: the finest unit that gives at most BARS_MAX bars."""
+        import numpy as np
+
+        if unit is BarWidth.AUTO:
+            grouped = (self.by(finer_unit) for finer_unit in _NUMPY_UNIT)
+            return next((counts for counts in grouped if len(counts) <= BARS_MAX), self.by(BarWidth.YEAR))
+        labels: dict[str, int] = {}
+        for hour in sorted(self.hours):
+            label = str(np.datetime64(hour, "h").astype(f"datetime64[{_NUMPY_UNIT[unit]}]"))
+            labels[label] = labels.get(label, 0) + self.hours[hour]
+        return labels
+
+
+def pending(
+    by: Annotated[BarWidth, typer.Option("--by", help="Width of a bar; auto chooses.")] = BarWidth.AUTO,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Show how many messages are pending, by the hour (day, month, year) in which they are due, in UTC.
+
+    The command reads the pending table where the broker keeps it, so run it
+    where that folder can be read.
+
+    \b
+    Examples:
+      timeball pending
+      timeball pending --by day
+      timeball pending --by hour --json | jq .due
+    """
+    with connect(endpoint):
+        counts = count_waiting(endpoint)
+    bar_counts = counts.by(by)
+    total = sum(bar_counts.values())
+    if as_json:
+        print_json(
+            {
+                "now_ms": counts.now_ms,
+                "waiting": total,
+                "tail_rows": counts.tail_rows,
+                "table_rows": counts.table_rows,
+                "level_rows": counts.level_rows,
+                "due": bar_counts,
+            }
+        )
+        return
+    for line in bars(bar_counts):
+        print_line(line)
+    breakdown = f"{counts.tail_rows:,} in the log's tail, {counts.table_rows:,} in the pending table"
+    if counts.level_rows:
+        breakdown += f", {counts.level_rows:,} for delay levels"
+    print_line(f"{total:,} waiting: {breakdown}" if total else "nothing waits")
+
+
+def count_waiting(endpoint: str) -> PendingCounts:
+    """Count all scheduled messages that are due after the broker's "now" and not cancelled."""
+    from timeball.spark.views.duckdb_session import SqlSession
+
+    with SqlSession(endpoint, upcoming=True, bodies=False) as session:
+        counts = PendingCounts(now_ms=session.version.now_ms)
+        for row in session.run(BY_HOUR).rows.read_all().to_pylist():
+            counts.hours[row["hour"]] = counts.hours.get(row["hour"], 0) + row["messages"]
+            field_name = f"{row['place']}_rows"
+            setattr(counts, field_name, getattr(counts, field_name) + row["messages"])
+    return counts

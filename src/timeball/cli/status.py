@@ -1,17 +1,29 @@
-"""`timeball status`: show the state of a running broker."""
+"""The state of a running broker: `timeball status`, `timeball topics` and `timeball groups`.
+
+status    contents, punctuality, and use of disk and memory
+topics    all topics, or the queues of one topic
+groups    how far consumer groups are behind
+"""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.live import Live
 from rich.table import Table
 
 from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
-from timeball.cli.output import out, print_json
+from timeball.cli.output import out, print_json, print_note
 from timeball.cli.units import parse_duration_ms, show_bytes
+
+if TYPE_CHECKING:
+    from timeball.model.wire import GroupState
+
+
+# ---- timeball status ------------------------------------------------------------------------------------------
+
 
 GROUPS_SHOWN_MAX = 5  # named in the warning about different subscriptions
 
@@ -42,7 +54,7 @@ def status(
     """
     with connect(endpoint) as client:
         if not watch:
-            _print(endpoint, client.status(), as_json=as_json)
+            _print_status(endpoint, client.status(), as_json=as_json)
             return
         try:
             with Live(console=out(), auto_refresh=False, screen=out().is_terminal and not as_json) as live:
@@ -57,7 +69,7 @@ def status(
             pass
 
 
-def _print(endpoint: str, state: dict[str, Any], *, as_json: bool) -> None:
+def _print_status(endpoint: str, state: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print_json(state)
     else:
@@ -186,3 +198,131 @@ def _punctuality(lateness: dict[str, Any]) -> str:
             punctual = f"99 % of them late by {bound}, the latest {latest_ms} ms"
             return f"{released:,} since the broker started, {punctual}"
     raise AssertionError("the buckets contain all releases")
+
+
+# ---- timeball topics ------------------------------------------------------------------------------------------
+
+
+def topics(
+    topic: Annotated[
+        str | None, typer.Argument(metavar="[TOPIC]", help="Only this topic, queue by queue.")
+    ] = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """List the topics, with their queues and their stored visible messages.
+
+    Pending messages are not counted here: `timeball pending` and `timeball
+    forecast` count them.
+
+    \b
+    Examples:
+      timeball topics
+      timeball topics orders
+      timeball topics --json | jq -r .topic
+    """
+    with connect(endpoint) as client:
+        if topic is not None:
+            queues: list[dict[str, object]] = [
+                {"topic": topic, "queue": queue_id, "min": range_.min, "max": range_.max}
+                for queue_id, range_ in sorted(client.queues(topic).items())
+            ]
+            _print_topics(queues, ["queue", "min", "max"], as_json=as_json)
+            return
+        rows: list[dict[str, object]] = []
+        for name, count in sorted(client.topics().items()):
+            messages = sum(range_.max - range_.min for range_ in client.queues(name).values())
+            rows.append({"topic": name, "queues": count, "messages": messages})
+    _print_topics(rows, ["topic", "queues", "messages"], as_json=as_json)
+    if not rows and not as_json:
+        print_note("there are no topics yet: a topic is created by its first message")
+
+
+def _print_topics(rows: list[dict[str, object]], columns: list[str], *, as_json: bool) -> None:
+    if as_json:
+        for row in rows:
+            print_json(row)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "topic" else "right")
+    for row in rows:
+        values = (row[name] for name in columns)
+        table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in values))
+    if rows:
+        out().print(table)
+
+
+# ---- timeball groups ------------------------------------------------------------------------------------------
+
+
+COLUMNS = ("group", "topic", "lag", "in flight", "expired", "dead letters", "attempts")
+
+
+def groups(
+    group: Annotated[
+        str | None, typer.Argument(metavar="[GROUP]", help="Only this group, topic by topic.")
+    ] = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """List the consumer groups: how many messages each is behind, messages in flight, and dead letters.
+
+    A message is in flight while a member of the group holds it. "expired"
+    counts the messages that retention, or the deletion of a topic, removed
+    before the group read them.
+
+    \b
+    Examples:
+      timeball groups
+      timeball groups billing
+      timeball groups --json | jq -r 'select(.dead_letters > 0).group'
+    """
+    with connect(endpoint) as client:
+        states = client.groups(group)
+    if as_json:
+        for state in states:
+            print_json(state)
+        return
+    if not states:
+        print_note("there are no groups yet: a group is created by its first member")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("group", "topic") else "right")
+    for state in states:
+        _add_rows(table, state, by_topic=group is not None)
+    out().print(table)
+    for state in states:
+        for conflict in state.conflicts:
+            subject = f"topic {conflict.topic}" if conflict.topic else "topics"
+            print_note(
+                f"group {state.group}: members want different {subject}: {'; '.join(conflict.wanted)}. "
+                "Each loses messages: give all members of a group the same subscriptions"
+            )
+
+
+def _add_rows(table: Table, state: GroupState, *, by_topic: bool) -> None:
+    topics = ", ".join(progress.topic for progress in state.topics)
+    dead_letters = f"{state.dead_letters:,}"
+    if state.expired_dead_letters:
+        dead_letters += f" ({state.expired_dead_letters:,} expired)"
+    counts = (
+        f"{state.lag:,}",
+        f"{state.in_flight:,}",
+        f"{state.expired:,}",
+        dead_letters,
+        f"{state.attempts_max:,}",
+    )
+    table.add_row(state.group, "all" if by_topic and len(state.topics) > 1 else topics, *counts)
+    if by_topic and len(state.topics) > 1:
+        for progress in state.topics:
+            table.add_row(
+                "",
+                progress.topic,
+                f"{progress.lag:,}",
+                f"{progress.in_flight:,}",
+                f"{progress.expired:,}",
+                "",
+                "",
+            )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from timeball.cli.forecast.options import Extra, Moment, Request
-from timeball.cli.forecast.report import Answer, CountedLoad, answer
+from timeball.cli.forecast_options import Extra, Moment, Request
+from timeball.cli.forecast_report import Answer, CountedLoad, answer
 from timeball.model.limits import HOUR_MS
 from timeball.spark.table_store import Due
 from timeball.spark.views.due_histogram import from_due_ms

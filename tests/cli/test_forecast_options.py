@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from timeball.cli.forecast.options import OTHER_TOPICS, Bars, Extra, Moment, Window, parse_moment, parse_rates
+from timeball.cli.forecast_options import OTHER_TOPICS, Bars, Extra, Moment, Window, parse_moment, parse_rates
 from timeball.model.errors import RequestError
 from timeball.spark.views import due_histogram, forecast
 

@@ -1,13 +1,17 @@
-"""`timeball dump`: show the contents of a data folder, without a broker and without changing a byte.
+"""Commands on a data folder: `timeball dump`, `timeball backup` and `timeball restore`.
 
-Use it when a broker does not start, or to look at your data. `timeball.node.inspect_folder` reads the folder, and this
-module prints the result. Exit code 5: a part of the folder is damaged.
+    dump             show the contents without a broker, and without changing a byte. Use it when a broker does not
+                     start, or to look at your data. Exit code 5: a part of the folder is damaged
+    backup, restore  make a consistent copy of a folder, even of one in use, and restore it
+
+`timeball.node.inspect_folder` reads a folder, and `timeball.node.backup` copies one. This module prints the results.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,20 +19,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from timeball.cli.options import JsonOption
-from timeball.cli.output import ExitCode, print_json, print_line
+from timeball.cli.output import ExitCode, print_json, print_line, progress_bar, show
 from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:
+    from timeball.node.backup import Manifest
     from timeball.node.inspect_folder import Damage, FolderDump, SegmentSummary, Selection, Summary, Torn
+
+
+DataOption = Annotated[
+    Path, typer.Option("--data", envvar="TIMEBALL_DATA", metavar="DIR", help="The data folder.")
+]
+DATA = Path("timeball-data")
+
+
+# ---- timeball dump --------------------------------------------------------------------------------------------
 
 BODY_SHOWN = 60  # characters of a body in the output for people (--json prints the whole body)
 
 
 def dump(
-    data: Annotated[
-        Path, typer.Option("--data", envvar="TIMEBALL_DATA", metavar="DIR", help="The data folder.")
-    ] = Path("timeball-data"),
+    data: DataOption = DATA,
     frames: Annotated[bool, typer.Option("--frames", help="Show each frame of the log.")] = False,
     rows: Annotated[bool, typer.Option("--rows", help="Show each row of the log.")] = False,
     segment: Annotated[
@@ -209,3 +221,81 @@ def _checkpoint_text(checkpoint: dict[str, Any] | None) -> str:
         return "no readable checkpoint"
     settled = f"{checkpoint['settled_rows']:,} settled before their due time"
     return f"checkpoint at seq {checkpoint['seq']}, watermark {checkpoint['watermark']}, {settled}"
+
+
+# ---- timeball backup, timeball restore ------------------------------------------------------------------------
+
+
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="TO", help="An empty or new folder.")],
+    data: DataOption = DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a data folder, even one in use by a broker, consistent up to one row of the log.
+
+    The backup contains every message that was acknowledged before the command
+    began. If the command is interrupted, run it again to continue. The backup
+    contains all data of the log, including the secrets of receipts.
+
+    \b
+    Examples:
+      timeball backup /backups/monday
+      timeball backup /backups/monday --data /var/lib/timeball --json | jq .row
+    """
+    from timeball.io.clock import SystemClock
+    from timeball.io.files import RealFiles
+    from timeball.node import backup
+
+    if not data.is_dir():
+        raise SetupError(f"--data {data}: there is no such folder")
+    if target.resolve().is_relative_to(data.resolve()):
+        raise SetupError(f"{target} lies in the data folder: name a folder elsewhere")
+    with _progress("copying", as_json) as report_progress:
+        manifest = backup.backup(RealFiles(data), RealFiles(target), SystemClock(), report_progress)
+    _report(manifest, f"backup of {data} in {target}", as_json=as_json)
+
+
+def restore(
+    source: Annotated[Path, typer.Argument(metavar="FROM", help="The folder of a backup.")],
+    data: DataOption = DATA,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy a backup into an empty data folder, and check every byte of it.
+
+    If the command is interrupted, run it again to continue. No broker starts on
+    the folder until the restore is finished.
+
+    \b
+    Examples:
+      timeball restore /backups/monday
+      timeball restore /backups/monday --data /var/lib/timeball-2 --json
+    """
+    from timeball.io.files import RealFiles
+    from timeball.node import backup
+
+    if not source.is_dir():
+        raise SetupError(f"{source}: there is no such folder")
+    with _progress("restoring", as_json) as report_progress:
+        manifest = backup.restore(RealFiles(source), RealFiles(data), report_progress)
+    _report(manifest, f"{source} restored into {data}", as_json=as_json)
+
+
+@contextmanager
+def _progress(activity: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar, and yield a function that sets the completed bytes and the total."""
+    with progress_bar(quiet=as_json) as progress:
+        task = progress.add_task(activity, total=None)
+        yield lambda completed, total: progress.update(task, completed=completed, total=total)
+
+
+def _report(manifest: Manifest, subject: str, *, as_json: bool) -> None:
+    size_bytes, count = manifest.used_bytes, len(manifest.files)
+    document = {
+        "row": manifest.row, "first_row": manifest.first_row, "made_ms": manifest.made_ms,
+        "files": count, "bytes": size_bytes,
+    }  # fmt: skip
+    line = (
+        f"{subject}: rows {manifest.first_row:,} to {manifest.row - 1:,} as of {show_instant(manifest.made_ms)}, "
+        f"{count:,} files, {show_bytes(size_bytes)}"
+    )
+    show(document, [line], as_json=as_json)

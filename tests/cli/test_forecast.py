@@ -93,7 +93,7 @@ def test_conf_without_master_is_refused() -> None:
 
 def test_other_commands_do_not_wait_for_its_modules() -> None:
     code = (
-        "import sys, timeball.cli.forecast.command;"
+        "import sys, timeball.cli.forecast;"
         "print([m for m in ('timeball.spark', 'deltalake', 'pyspark', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from timeball.cli.forecast.options import OTHER_TOPICS, Extra, Request, Window
+from timeball.cli.forecast_options import OTHER_TOPICS, Extra, Request, Window
 from timeball.cli.options import PICTURE, SparkOptions, not_installed, reach
 from timeball.cli.output import bars, progress_bar
 from timeball.cli.units import show_ms

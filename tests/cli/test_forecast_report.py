@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from tests.cli.forecast.days import EIGHT_MS, EXTRA, NINE_MS, TEN_MS, answered, asked, counted
-from tests.cli.forecast.days import NO_EXTRA as NONE
+from tests.cli.forecast_days import EIGHT_MS, EXTRA, NINE_MS, NO_EXTRA, TEN_MS, answered, asked, counted
+from tests.cli.forecast_days import NO_EXTRA as NONE
 from tests.cli.unreachable import NOWHERE
 from tests.node_fixture import running_node
 from tests.spark.traffic import send
 from tests.spark.two_groups import two_groups
 
-from timeball.cli.forecast.options import Extra, Moment, Window
-from timeball.cli.forecast.report import answer, count, describe, show_span
-from timeball.model.errors import NotFound, RequestError, Unavailable
+from timeball.cli import forecast_report as report
+from timeball.cli.forecast_options import Extra, Moment, Window
+from timeball.cli.forecast_report import answer, count, describe, show_span
+from timeball.model.errors import NotFound, RequestError, SetupError, Unavailable
 from timeball.model.limits import DAY_MS
 from timeball.spark.views.due_histogram import Peak
 from timeball.spark.views.forecast import Bar
@@ -216,3 +219,47 @@ def test_the_loads_of_all_groups_are_added_up(tmp_path: Path) -> None:
         assert count(f"{groups.endpoint}#g2", None, window).load.total == 20
         with pytest.raises(RequestError, match="version 0: each of the 2 groups has its own"):
             count(groups.endpoint, None, Window(version=0))
+
+
+pytest.importorskip("matplotlib", reason="the extra `picture` is not installed")
+
+
+def size(file: Path) -> tuple[int, int]:
+    data = file.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def test_a_load_and_below_it_what_consumers_have_not_taken(tmp_path: Path) -> None:
+    report.draw(answered(EXTRA, rates={"orders": 10, "*": 60}), tmp_path / "both.png")
+    report.draw(answered(by_topic=False), tmp_path / "load.png")
+    (wide, high), (_, low) = size(tmp_path / "both.png"), size(tmp_path / "load.png")
+    assert wide >= 1_000 and high > low
+    report.draw(answer(counted(came=90), asked(), NO_EXTRA), tmp_path / "came.svg")
+    assert "came (90)" in (tmp_path / "came.svg").read_text()
+    report.draw(answered(topics=["nobody"]), tmp_path / "empty.svg")
+    assert "<svg" in (tmp_path / "empty.svg").read_text()
+
+
+def test_more_bars_than_a_picture_holds_are_drawn_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = answered(by="second")
+    assert report._unit(found) == "second"
+    monkeypatch.setattr(report, "BARS_DRAWN_MAX", 5)
+    assert report._unit(found) == "minute"
+
+
+def test_of_many_corners_the_highest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "CORNERS_MAX", 10)
+    rows = np.zeros(95)
+    rows[42] = 7.0
+    at, thin = report._thin_out(np.arange(95.0), rows)
+    assert len(at) == len(thin) == 10 and thin.max() == 7
+
+
+def test_a_file_that_could_not_be_written_is_told_before_anything_is_counted(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"--picture load\.txt: its name should end in \.png"):
+        report.check_picture(Path("load.txt"))
+    with pytest.raises(SetupError, match="there is no folder"):
+        report.check_picture(tmp_path / "nowhere" / "load.png")
+    report.check_picture(tmp_path / "load.png")

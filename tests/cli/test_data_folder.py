@@ -1,4 +1,4 @@
-"""`timeball dump`: a folder as it stands, beside a broker or without one, and not a byte of it changed."""
+"""`timeball dump`, `backup` and `restore`: what they print, and what they refuse."""
 
 import hashlib
 import itertools
@@ -227,3 +227,29 @@ def test_a_newer_format_is_refused(copy: Path) -> None:
 def test_contradictory_options_are_refused_and_named(data: Path, options: list[str], named: str) -> None:
     refused = run_here("dump", "--data", str(data), *options)
     assert refused.returncode == 2 and named in refused.stderr
+
+
+def test_a_folder_in_use_is_copied_and_restored(tmp_path: Path) -> None:
+    data, copy, back = tmp_path / "data", tmp_path / "copy", tmp_path / "back"
+    with running_node(data) as node, Timeball(node.endpoint) as ball:
+        receipt = ball.send("kept", "x", after="1h")
+        made = run_here("backup", str(copy), "--data", str(data), "--json")
+        assert made.returncode == 0, made.stderr
+        found = json.loads(made.stdout)
+        assert found["row"] > receipt.seq and found["files"] >= 2 and found["first_row"] == 1
+    told = run_here("restore", str(copy), "--data", str(back))
+    assert (told.returncode, "restored into" in told.stdout) == (0, True)
+    with running_node(back) as node, Timeball(node.endpoint) as ball:
+        assert ball.get(receipt.id).due_ms == receipt.due_ms
+
+
+def test_impossible_folders_are_set_up_errors(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for arguments, word in [
+        (["backup", str(tmp_path / "to"), "--data", str(tmp_path / "none")], "no such folder"),
+        (["backup", str(tmp_path / "data/to"), "--data", str(tmp_path / "data")], "elsewhere"),
+        (["restore", str(tmp_path / "none"), "--data", str(tmp_path / "to")], "no such folder"),
+        (["restore", str(tmp_path / "data"), "--data", str(tmp_path / "to")], "no backup"),
+    ]:
+        refused = run_here(*arguments)
+        assert refused.returncode == 4 and word in refused.stderr, refused.stderr

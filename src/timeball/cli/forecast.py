@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from timeball.cli.forecast.options import (
+from timeball.cli.forecast_options import (
     OTHER_TOPICS,
     Bars,
     Extra,
@@ -179,7 +179,7 @@ def run_forecast(
     as_json: bool,
 ) -> None:
     """Check the options, count, print the answer, and draw it if `picture` names a file."""
-    from timeball.cli.forecast.report import answer, check_picture, count, describe, draw
+    from timeball.cli.forecast_report import answer, check_picture, count, describe, draw
 
     window.check()
     extra.check()
