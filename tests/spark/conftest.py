@@ -11,8 +11,7 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.run.on_spark import OnSpark
-from timeball.spark.run.session import build_session
+from timeball.spark.run.session import OnSpark, build_session
 
 
 @pytest.fixture(scope="session")

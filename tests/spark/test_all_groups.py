@@ -15,7 +15,7 @@ from tests.spark.two_groups import TwoGroups, two_groups
 from timeball import Timeball
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint, group_statuses
-from timeball.spark.jobs import archive, audit, bulk, ledger, replay_groups
+from timeball.spark.jobs import archive, audit, bulk, ledger, replay
 from timeball.spark.jobs.bulk import Columns
 from timeball.spark.jobs.campaign import CampaignParts, open_parts
 from timeball.spark.jobs.replay import Window
@@ -179,15 +179,15 @@ def test_views_and_a_replay(spark: SparkSession, groups: TwoGroups) -> None:
         now_ms = broker.status().now_ms
     eventually(lambda: all(settled_ms(node) > now_ms for node in (groups.one, groups.other)), "it is over")
     window = Window(from_ms=now_ms - HOUR_MS, until_ms=now_ms, start_ms=now_ms + HOUR_MS)
-    planned = replay_groups.plan(spark, groups.endpoint, window)
+    planned = replay.plan_groups(spark, groups.endpoint, window)
     assert planned.rows == 16 and {name: each.rows for name, each in planned.groups.items()} == {
         "g1": 10,
         "g2": 6,
     }
-    assert replay_groups.done_before(groups.endpoint, window.job_id) is None
-    done = replay_groups.run(spark, groups.endpoint, window, planned=planned)
+    assert replay.groups_done_before(groups.endpoint, window.job_id) is None
+    done = replay.run_groups(spark, groups.endpoint, window, planned=planned)
     assert (done.rows, done.repeated) == (16, False)
-    repeated = replay_groups.done_before(groups.other.endpoint, window.job_id)
+    repeated = replay.groups_done_before(groups.other.endpoint, window.job_id)
     assert repeated is not None and (repeated.rows, repeated.repeated) == (16, True)
     with open_parts(groups.endpoint, window.job_id) as parts:
         assert CampaignParts(parts).progress().waiting == 16

@@ -29,13 +29,20 @@ from timeball.io.clock import ManualClock
 from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import HOUR_MS
 from timeball.model.message import Kind
-from timeball.spark.delta_append import app_version, append_once, write_file
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import FILE_SCHEMA
 from timeball.spark.log_events import ARCHIVE_SCHEMA, LEDGER_APP_ID
 from timeball.spark.run.job_status import Board, JobStatus, read_statuses
 from timeball.spark.run.runner import run
-from timeball.spark.table_store import Store, as_dataset, create_table, open_table
+from timeball.spark.table_store import (
+    Store,
+    app_version,
+    append_once,
+    as_dataset,
+    create_table,
+    open_table,
+    write_file,
+)
 from timeball.spark.views.duckdb_session import SqlSession
 
 RUN_S = 120

@@ -28,7 +28,7 @@ from timeball.spark.jobs import archive
 from timeball.spark.jobs.bulk import REJECT_SCHEMA
 from timeball.spark.jobs.campaign import STATES
 from timeball.spark.log_events import ARCHIVE_SCHEMA
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.options import (
     APPLIES_TO_READS,
     BATCH_ONLY,

@@ -11,11 +11,21 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import given
 from hypothesis import strategies as st
 
-from timeball.model.errors import NotFound, SetupError, StorageError
+from timeball.model.errors import NotFound, OutOfRange, SetupError, StorageError
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark import table_store as module
 from timeball.spark.source import scheduled_writer
-from timeball.spark.table_store import Store, as_dataset, chunks, open_table, sibling
+from timeball.spark.table_store import (
+    Store,
+    app_version,
+    append_once,
+    as_dataset,
+    chunks,
+    open_table,
+    sibling,
+    table_schema,
+    write_file,
+)
 
 NOW_MS = 1_800_000_000_000
 
@@ -89,3 +99,42 @@ def test_chunks_lose_no_row_and_stay_within_the_limits(
     ]
     assert all(0 < table.num_rows <= most_rows for table in tables)
     assert all(table.nbytes <= most_bytes or len(table.column("a").chunks) == 1 for table in tables)
+
+
+SCHEMA = pa.schema([("a", pa.int64())])
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    DeltaTable.create(str(tmp_path / "table"), SCHEMA)
+    return str(tmp_path / "table")
+
+
+def batches(*rows: int) -> list[pa.RecordBatch]:
+    return [pa.record_batch({"a": [row]}) for row in rows]
+
+
+def held(uri: str) -> list[int]:
+    return sorted(DeltaTable(uri).to_pyarrow_table().column("a").to_pylist())
+
+
+def test_append_with_an_existing_mark_adds_nothing(uri: str) -> None:
+    written = [write_file(uri, SCHEMA, batches(1, 2)), write_file(uri, SCHEMA, [])]
+    assert [each.rows for each in written] == [2, 0]
+    for _ in range(2):
+        append_once(uri, "job", None, 5, written)
+    assert held(uri) == [1, 2] and app_version(DeltaTable(uri), "job") == 5
+    assert table_schema(DeltaTable(uri)) == SCHEMA
+
+
+def test_rows_that_do_not_begin_at_the_mark_are_refused(uri: str) -> None:
+    append_once(uri, "job", 0, 5, [write_file(uri, SCHEMA, batches(1))])
+    with pytest.raises(OutOfRange, match="the table is at 5, these rows begin at 4; planned again"):
+        append_once(uri, "job", 4, 9, [write_file(uri, SCHEMA, batches(2))])
+    append_once(uri, "other", 0, 2, [write_file(uri, SCHEMA, batches(3))])
+    assert held(uri) == [1, 3]
+
+
+def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot write"):
+        write_file(str(tmp_path / "nowhere"), SCHEMA, batches(1))

@@ -51,8 +51,7 @@ from timeball.model.wire import Status
 from timeball.spark.endpoint import Endpoint, Lease, query_name
 from timeball.spark.source import options as values
 from timeball.spark.source.options import DEFAULT_ENDPOINT, SPARK_OPTIONS
-from timeball.spark.source.spark_api import spark_schema, start_query
-from timeball.spark.source.streams import BrokerStream, Offset
+from timeball.spark.source.spark_api import BrokerStream, Offset, spark_schema, start_query
 from timeball.spark.table_store import TableFile, table_files
 from timeball.table.layout import ROW_GROUP_ROWS
 

@@ -18,11 +18,10 @@ from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.limits import DAY_MS
 from timeball.model.message import Kind
 from timeball.spark import table_store
-from timeball.spark.delta_append import app_version
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import FILE_SCHEMA, commit_epoch, write_piece
-from timeball.spark.table_store import open_table, sibling
+from timeball.spark.table_store import app_version, open_table, sibling
 
 
 def rows(topics: list[str], store_ms: list[int], **columns: object) -> pa.Table:

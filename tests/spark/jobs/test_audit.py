@@ -19,14 +19,14 @@ from tests.written_again import fill_segment, let_go, write_again
 
 from timeball import Timeball
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
-from timeball.cli.pending import count_waiting
+from timeball.cli.sql import count_waiting
 from timeball.io.clock import ManualClock
 from timeball.model.config import MIB
 from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling

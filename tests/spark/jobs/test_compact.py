@@ -15,7 +15,7 @@ from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import compact
 from timeball.spark.jobs.marked import Engine, InProcess, Piece, Result
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 
 
 def drain(engine: Engine, node: RunningNode, **options: str) -> None:

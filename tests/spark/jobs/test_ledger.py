@@ -19,7 +19,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
 from timeball.spark.jobs.marked import Engine
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling

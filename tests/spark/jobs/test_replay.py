@@ -24,8 +24,16 @@ from timeball.model.message import Kind, decode_properties, encode_properties
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, replay
 from timeball.spark.jobs.campaign import Campaign
-from timeball.spark.jobs.replay import REPLAY_OF, Sources, Window
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.jobs.replay import (
+    REPLAY_OF,
+    ReplayPlan,
+    ReplayReport,
+    Sources,
+    Window,
+    add_plans,
+    add_reports,
+)
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.table_store import sibling
 
@@ -338,3 +346,31 @@ def test_an_archive_that_is_named_must_be_there(node: RunningNode, broker: Endpo
     with pytest.raises(NotFound, match="/nowhere"):
         replay.open_sources(node.endpoint, "/nowhere")
     assert replay.open_sources(node.endpoint).table is None
+
+
+def plan(rows: int, due_ms: int | None, **topics: int) -> ReplayPlan:
+    return ReplayPlan(
+        job_id="replay-1", rows=rows, body_bytes=10 * rows, first_due_ms=due_ms, last_due_ms=due_ms, overdue=rows,
+        now_ms=rows, width_ms=1_000, curve={} if due_ms is None else {due_ms: rows}, topics=topics,
+    )  # fmt: skip
+
+
+def report(rows: int, *, repeated: bool) -> ReplayReport:
+    return ReplayReport(job_id="replay-1", rows=rows, at_ms=5, repeated=repeated, ranges=[(1, rows)])
+
+
+def test_a_plan_of_all_groups() -> None:
+    result = add_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
+    assert (result.rows, result.body_bytes, result.overdue, result.now_ms) == (12, 120, 12, 0)
+    assert (result.first_due_ms, result.last_due_ms) == (1_000, 2_000)
+    assert list(result.curve.items()) == [(1_000, 7), (2_000, 5)]
+    assert list(result.topics.items()) == [("a", 6), ("b", 6)]
+    assert result.groups and [each.rows for each in result.groups.values()] == [5, 7, 0]
+
+
+def test_a_replay_is_repeated_when_no_group_schedules_a_row() -> None:
+    done, fresh = report(5, repeated=True), report(7, repeated=False)
+    both = add_reports({"g1": done, "g2": fresh})
+    assert (both.rows, both.repeated, both.ranges) == (12, False, [])
+    assert add_reports({"g1": done, "g2": report(0, repeated=False)}).repeated, "nothing passed in the other"
+    assert not add_reports({"g1": fresh, "g2": report(0, repeated=False)}).repeated

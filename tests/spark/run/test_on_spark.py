@@ -1,4 +1,4 @@
-"""Tests of timeball.spark.run.on_spark: Spark and the engine without Spark alternate on the same tables."""
+"""Tests of timeball.spark.run.session: Spark and the engine without Spark alternate on the same tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from timeball.model.errors import OutOfRange, Unavailable
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
 from timeball.spark.jobs.marked import Engine, InProcess, Piece
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 
 pytestmark = pytest.mark.spark
 

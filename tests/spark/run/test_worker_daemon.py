@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from timeball.spark.jobs.marked import Piece
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 
 
 def look(piece: Piece) -> tuple[int, bool]:

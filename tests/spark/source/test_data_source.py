@@ -18,7 +18,7 @@ from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import ledger
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.data_source import TimeballDataSource, pin_to_one_group
 from timeball.spark.source.log_reader import LogReader
 from timeball.spark.source.options import DEFAULT_ENDPOINT, write_options

@@ -10,9 +10,9 @@ from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 
 from timeball.model.errors import NotFound, OutOfRange, SetupError
-from timeball.spark.delta_append import app_version
 from timeball.spark.source.data_source import DeltaDataSource
 from timeball.spark.spark_errors import spark_errors
+from timeball.spark.table_store import app_version
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.string())])
 

@@ -22,7 +22,7 @@ from timeball.model.config import MIB
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
-from timeball.spark.run.on_spark import OnSpark
+from timeball.spark.run.session import OnSpark
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import Due, sibling

@@ -41,13 +41,12 @@ from timeball.model.errors import NotFound, OutOfRange, StorageError
 from timeball.model.limits import DAY_MS
 from timeball.model.message import READ_SCHEMA, Kind, int64
 from timeball.model.wire import Status
-from timeball.spark.delta_append import app_version
 from timeball.spark.endpoint import PLACEHOLDER, Endpoint, group_statuses
 from timeball.spark.jobs import marked
 from timeball.spark.jobs.marked import Engine, MarkedJob
 from timeball.spark.log_events import ARCHIVE_SCHEMA
-from timeball.spark.source.pacing import split_range
-from timeball.spark.table_store import Store, chunks, create_table, default_table_uri, open_table
+from timeball.spark.source.options import split_range
+from timeball.spark.table_store import Store, app_version, chunks, create_table, default_table_uri, open_table
 
 # ---- files of the archive -------------------------------------------------------------------------------------
 # A task fetches a range of the log over Flight and writes its rows, on Spark's executors or without Spark in the job's

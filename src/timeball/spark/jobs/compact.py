@@ -37,7 +37,7 @@ from timeball.model.config import Settings
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import COMPACTED_STRATEGY, Endpoint, Lease
 from timeball.spark.jobs.marked import Engine, MarkedJob, Piece
-from timeball.spark.source.pacing import split_range
+from timeball.spark.source.options import split_range
 from timeball.spark.table_store import Store, chunks
 from timeball.table.attachment import Attachment, FileEntry
 from timeball.table.layout import sort_rows

@@ -25,13 +25,21 @@ from deltalake.exceptions import DeltaError
 
 from timeball.model.errors import NotFound, StorageError
 from timeball.model.wire import Status
-from timeball.spark.delta_append import DeltaFile, app_version, append_once, table_schema, write_file
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import marked
 from timeball.spark.jobs.marked import Engine, MarkedJob, Piece
 from timeball.spark.log_events import EVENT_SCHEMA, LEDGER_APP_ID, read_events
-from timeball.spark.source.pacing import split_range
-from timeball.spark.table_store import create_table, default_table_uri, open_table
+from timeball.spark.source.options import split_range
+from timeball.spark.table_store import (
+    DeltaFile,
+    app_version,
+    append_once,
+    create_table,
+    default_table_uri,
+    open_table,
+    table_schema,
+    write_file,
+)
 from timeball.spark.views.view_sql import scheduled_sql
 
 if TYPE_CHECKING:  # a job without Spark imports none of it

@@ -29,8 +29,7 @@ from timeball.io.clock import Clock, SystemClock
 from timeball.model.errors import OutOfRange, SetupError, TimeballError, Unavailable
 from timeball.model.wire import LogStatus, Status
 from timeball.spark.endpoint import Connections, Endpoint, Group, group_statuses, group_table_uri, query_name
-from timeball.spark.source.options import ReadOptions, read_options
-from timeball.spark.source.pacing import Pace, divide_rows
+from timeball.spark.source.options import Pace, ReadOptions, divide_rows, read_options
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -287,7 +286,7 @@ def check_mark(name: str, uri: str, mark: int, log: LogStatus, to_seq: int) -> N
         )
 
 
-# ---- engines: Spark (run/on_spark.py), or this process --------------------------------------------------------
+# ---- engines: Spark (run/session.py), or this process ---------------------------------------------------------
 # A job has one function that processes a piece: its task. A job does not depend on where its tasks run, and it writes
 # the same files and marks with every engine. If a task fails, the job plans the epoch again from the mark of its sink.
 # The files that other tasks of the failed epoch have written are not in any version of a table, and are deleted later.

@@ -21,8 +21,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 from deltalake import DeltaTable
@@ -36,7 +37,7 @@ from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END
 from timeball.model.rules import check_campaign
 from timeball.model.wire import Campaign as CampaignState
 from timeball.model.wire import Status
-from timeball.spark.endpoint import Endpoint
+from timeball.spark.endpoint import Endpoint, Group, group_table_uri, read_groups
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import PASSED
 from timeball.spark.jobs.bulk import check_table
@@ -412,3 +413,122 @@ def _report(state: CampaignState, *, repeated: bool = False) -> ReplayReport:
         repeated=repeated,
         ranges=state.ranges,
     )
+
+
+# ---- the groups of a cluster ----------------------------------------------------------------------------------
+# Each group has its own replay, whose messages are scheduled again in the same group. All replays have the same name.
+# If a run dies, the next run completes it: groups that have done their replay do nothing, and a group that was added
+# meanwhile replays its messages. With one group, the result is that of `run`.
+
+
+K = TypeVar("K", int, str)
+
+
+def plan_groups(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    table_uri: str | None = None,
+) -> ReplayPlan:
+    """Count the messages that `run` would schedule. Writes nothing."""
+    groups = read_groups(endpoint)
+    plans = {
+        group.name: plan(
+            spark, group.endpoint, window, **_group_uris(group, len(groups), archive_uri, table_uri)
+        )
+        for group in groups
+    }
+    return plans[groups[0].name] if len(groups) == 1 else add_plans(plans)
+
+
+def run_groups(
+    spark: SparkSession,
+    endpoint: str,
+    window: Window,
+    *,
+    archive_uri: str | None = None,
+    table_uri: str | None = None,
+    job_id: str | None = None,
+    planned: ReplayPlan | None = None,
+) -> ReplayReport:
+    """Schedule the messages of the window again, in one attach per group. Does nothing in groups that have done so.
+
+    `planned`: a recent result of `plan`, so that the messages are not counted again. URIs contain `{group}` if there
+    are several groups.
+    """
+    groups, reports = read_groups(endpoint), {}
+    for group in groups:
+        group_plan = planned
+        if planned is not None and len(groups) > 1:
+            group_plan = planned.groups.get(group.name) if planned.groups else None
+        uris = _group_uris(group, len(groups), archive_uri, table_uri)
+        reports[group.name] = run(spark, group.endpoint, window, job_id=job_id, planned=group_plan, **uris)
+    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
+
+
+def groups_done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
+    """Report the result of an earlier replay of this name. Returns None unless all groups have done their part."""
+    groups, reports = read_groups(endpoint), {}
+    for group in groups:
+        uri = group_table_uri("--table-uri", table_uri, group.name, len(groups))
+        done = done_before(group.endpoint, job_id, uri)
+        if done is None:
+            return None
+        reports[group.name] = done
+    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
+
+
+def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
+    """Add the plans of all groups. They have the same `width_ms`, because it follows from the window."""
+    plans = list(groups.values())
+    first_due_ms = [plan_groups.first_due_ms for plan_groups in plans if plan_groups.first_due_ms is not None]
+    last_due_ms = [plan_groups.last_due_ms for plan_groups in plans if plan_groups.last_due_ms is not None]
+    topics = _add(plan_groups.topics for plan_groups in plans)
+    return msgspec.structs.replace(
+        plans[0],
+        rows=sum(plan_groups.rows for plan_groups in plans),
+        body_bytes=sum(plan_groups.body_bytes for plan_groups in plans),
+        first_due_ms=min(first_due_ms, default=None),
+        last_due_ms=max(last_due_ms, default=None),
+        overdue=sum(plan_groups.overdue for plan_groups in plans),
+        now_ms=min(plan_groups.now_ms for plan_groups in plans),
+        curve=dict(sorted(_add(plan_groups.curve for plan_groups in plans).items())),
+        topics=dict(sorted(topics.items(), key=lambda item: (-item[1], item[0]))),
+        groups=dict(groups),
+    )
+
+
+def add_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
+    """Add the reports of all groups.
+
+    `repeated` is True if no group has scheduled a row now, and at least one before.
+    """
+    reports = list(groups.values())
+    return ReplayReport(
+        job_id=reports[0].job_id,
+        rows=sum(report.rows for report in reports),
+        at_ms=min(report.at_ms for report in reports),
+        repeated=any(report.repeated for report in reports)
+        and not any(report.rows and not report.repeated for report in reports),
+        ranges=[],
+        groups=dict(groups),
+    )
+
+
+def _group_uris(
+    group: Group, groups: int, archive_uri: str | None, table_uri: str | None
+) -> dict[str, str | None]:
+    return {
+        "archive_uri": group_table_uri("--archive", archive_uri, group.name, groups),
+        "table_uri": group_table_uri("--table-uri", table_uri, group.name, groups),
+    }
+
+
+def _add(counts: Iterable[Mapping[K, int]]) -> dict[K, int]:
+    total: dict[K, int] = {}
+    for group_counts in counts:
+        for name, rows in group_counts.items():
+            total[name] = total.get(name, 0) + rows
+    return total

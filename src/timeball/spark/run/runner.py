@@ -255,8 +255,14 @@ def _open_engine(
     if not with_spark:
         yield InProcess()
         return
-    from timeball.spark.run.on_spark import OnSpark
-    from timeball.spark.run.session import LOCAL_MASTER, build_session, close, continuous, make_active
+    from timeball.spark.run.session import (
+        LOCAL_MASTER,
+        OnSpark,
+        build_session,
+        close,
+        continuous,
+        make_active,
+    )
 
     session_master = master or LOCAL_MASTER
     session = spark or build_session(
@@ -308,7 +314,7 @@ def _make_job(
     lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
     if name == DISPATCH:
         from timeball.spark import dispatch as dispatch
-        from timeball.spark.run.on_spark import OnSpark
+        from timeball.spark.run.session import OnSpark
 
         assert isinstance(engine, OnSpark)
         checkpoint = f"{folder.rstrip('/')}/{label}"

@@ -1,4 +1,6 @@
-"""Build Spark sessions for Timeball: with small settings on one machine, with Spark's defaults on a cluster.
+"""Build Spark sessions for Timeball, and run the tasks of jobs in them (`OnSpark`).
+
+Sessions have small settings on one machine, and Spark's defaults on a cluster.
 
 The local settings (LOCAL) were measured on two cores. Unix sockets and a plain checkpoint writer halve the time of a
 micro-batch. A serial garbage collector and a small heap suit two cores that a broker uses too. `RawLocalFileSystem`
@@ -25,10 +27,11 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from py4j.protocol import Py4JError
 from pyspark import SparkConf, SparkContext
 from pyspark.sql import SparkSession
 
@@ -36,8 +39,10 @@ import timeball
 from timeball.model import storage_uris
 from timeball.model.errors import SetupError, TimeballError
 from timeball.spark.dispatch import DueDataSource
+from timeball.spark.jobs.marked import Piece, Result
 from timeball.spark.run import SUBMITTED
 from timeball.spark.source.data_source import DeltaDataSource, TimeballDataSource
+from timeball.spark.source.spark_api import described
 from timeball.spark.spark_errors import spark_errors
 
 LOG = logging.getLogger("timeball.spark")
@@ -293,3 +298,40 @@ def _replace_file(target: Path, text: str, mode: int) -> Path:
         os.chmod(temporary, mode)
         os.replace(temporary, target)
     return target
+
+
+# ---- the engine of jobs ---------------------------------------------------------------------------------------
+# Only pieces and results of tasks (entries of written files) pass through the JVM as an RDD, and no rows. A Python data
+# source would be more expensive: for each query Spark starts one process for its planning, one for its commit and one
+# for its stream. A DataFrame of pointers would not help either, because there is nothing to optimize.
+
+
+class OnSpark:
+    """Runs tasks on the executors of a Spark session."""
+
+    def __init__(self, session: SparkSession) -> None:
+        self.session = session
+
+    def run(
+        self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
+    ) -> list[Result]:
+        """Run the task for each piece, one Spark task per piece. Raises Spark's failures as Timeball's errors."""
+        if not pieces:
+            return []
+        text = f"{job}: {work}"
+        with spark_errors(), described(self.session, text):
+            context = self.session.sparkContext
+            context.setJobGroup(job, text, interruptOnCancel=True)  # `cancel` finds the tasks by it
+            return context.parallelize(pieces, len(pieces)).map(task).collect()
+
+    def lives(self) -> bool:
+        """Check whether tasks can be started: the JVM runs and its Spark context is not stopped."""
+        try:
+            return not self.session.sparkContext._jsc.sc().isStopped()
+        except (Py4JError, OSError, AttributeError):  # AttributeError: PySpark has set `_jsc` to None
+            return False
+
+    def cancel(self, job: str) -> None:
+        """Cancel the running tasks of a job."""
+        if self.lives():
+            self.session.sparkContext.cancelJobGroup(job)

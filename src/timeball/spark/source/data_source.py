@@ -50,7 +50,6 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from timeball.model.errors import SetupError
-from timeball.spark.delta_append import DeltaFile, append_once, table_schema, write_file
 from timeball.spark.endpoint import GROUP, read_groups, split_endpoint
 from timeball.spark.source.log_reader import LogReader, LogStream
 from timeball.spark.source.options import (
@@ -65,7 +64,7 @@ from timeball.spark.source.options import (
 from timeball.spark.source.queue_reader import QueueReader, QueueStream
 from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.source.table_reader import FilesReader, HistoryReader, TableReader
-from timeball.spark.table_store import open_table
+from timeball.spark.table_store import DeltaFile, append_once, open_table, table_schema, write_file
 
 # ---- the data source `timeball`: choose the reader or writer --------------------------------------------------
 
@@ -163,7 +162,7 @@ def options_for_schema(schema: StructType, given_options: Mapping[str, str]) -> 
 
 # ---- the data source `timeball_delta` -------------------------------------------------------------------------
 # Tasks write Parquet files. The driver adds them in one Delta commit that contains the application's version number.
-# delta_append.py explains `app_version` and `app_since` (`since` there). The DataFrame must have the table's columns,
+# table_store.py explains `app_version` and `app_since` (`since` there). The DataFrame must have the table's columns,
 # in the table's order.
 
 OPTIONS = ("uri", "app_id", "app_version")

@@ -35,10 +35,9 @@ from timeball.model.message import READ_SCHEMA
 from timeball.model.wire import Status
 from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
-from timeball.spark.source.options import GROUP_FIELD, ReadOptions
-from timeball.spark.source.pacing import divide_rows, split_range
+from timeball.spark.source.options import GROUP_FIELD, ReadOptions, divide_rows, split_range
 from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, kinds, row_filter
-from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
+from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -27,10 +27,9 @@ from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.endpoint import Endpoint, Group, after_rows, read_groups, retrying_read
 from timeball.spark.source.log_reader import piece_rows, shape
-from timeball.spark.source.options import Offsets, ReadOptions
-from timeball.spark.source.pacing import divide_rows, split_range
+from timeball.spark.source.options import Offsets, ReadOptions, divide_rows, split_range
 from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, row_filter
-from timeball.spark.source.streams import Offset, PacedStream, check_groups_exist
+from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

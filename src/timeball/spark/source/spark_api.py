@@ -1,4 +1,4 @@
-"""Adapters to PySpark: schemas, settings of jobs, and starting queries.
+"""Adapters to PySpark: schemas, settings of jobs, starting queries, and base classes of stream readers.
 
 Spark compares the types of an Arrow batch with the declared schema exactly. At run time it refuses a dictionary, a
 `string_view`, or a field declared as not null. So `_TYPES` has only six types, and every field may be null.
@@ -6,13 +6,21 @@ Spark compares the types of an Arrow batch with the declared schema exactly. At 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import reduce
+from typing import Any
 
 import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.datasource import DataSourceStreamReader
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 from pyspark.sql.types import (
@@ -27,7 +35,10 @@ from pyspark.sql.types import (
     StructType,
 )
 
-from timeball.spark.endpoint import GROUP
+from timeball.io.clock import Clock
+from timeball.model.errors import SetupError
+from timeball.spark.endpoint import GROUP, Connections
+from timeball.spark.source.options import Pace, ReadOptions, check_stream
 
 SHUFFLE_PARTITIONS = "spark.sql.shuffle.partitions"
 DEFAULT_PARTITIONS = "200"
@@ -86,3 +97,48 @@ def start_query(writer: DataStreamWriter, name: str, checkpoint: str, trigger: s
     writer = writer.queryName(name).option("checkpointLocation", checkpoint)
     writer = writer.trigger(availableNow=True) if trigger is None else writer.trigger(processingTime=trigger)
     return writer.start()
+
+
+# ---- base classes of the stream readers -----------------------------------------------------------------------
+# Spark keeps one instance next to the driver for the whole query. The instance asks the broker for the groups before
+# each micro-batch, so a group that is added while the query runs is read from its first row on.
+
+
+Offset = dict[str, Any]
+
+
+class BrokerStream(Connections, DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """A stream reader with connections to all groups. Only the driver uses them, because tasks only call `read`."""
+
+    def stop(self) -> None:
+        """Close the connections when the query ends."""
+        self.close()
+
+
+class PacedStream(BrokerStream, Pace):
+    """A stream reader that starts a micro-batch only when there are enough rows (options.Pace)."""
+
+    def __init__(self, options: ReadOptions, clock: Clock | None = None) -> None:
+        check_stream(options)
+        BrokerStream.__init__(self, options.endpoint)
+        Pace.__init__(self, options, clock)
+
+    def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
+        """Limit a micro-batch to max_rows_per_batch rows."""
+        return ReadMaxRows(self.options.max_rows_per_batch)
+
+    def rows_max(self, limit: ReadLimit) -> int | None:
+        """Read the maximum number of rows of a micro-batch from `limit`. None means no limit."""
+        if isinstance(limit, ReadAllAvailable):
+            return None
+        return int(getattr(limit, "max_rows", self.options.max_rows_per_batch))
+
+
+def check_groups_exist(names: Iterable[str], groups: Collection[str]) -> None:
+    """Check that each group in an offset still exists in the cluster. Raises SetupError."""
+    for name in names:
+        if name not in groups:
+            raise SetupError(
+                f"the checkpoint has come to a row of the group {name!r}, which is not there: it belongs to another "
+                "cluster; remove the checkpoint folder of this query"
+            )
