@@ -16,7 +16,7 @@ import pyarrow as pa
 from timeball.model.config import Settings
 from timeball.model.limits import DELAY_MS_MAX
 from timeball.model.message import Int64Array, Kind
-from timeball.schedule.levels import LevelTable
+from timeball.schedule.delay_levels import LevelTable
 
 HOUR_MS = 3_600_000
 SMALL_WHEEL_MS = HOUR_MS  # a ring of 1 ms slots takes 4 GB at its usual reach: too much for a test

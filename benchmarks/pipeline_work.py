@@ -18,8 +18,7 @@ from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import bulk, ledger
 from timeball.spark.jobs.bulk import Columns
-from timeball.spark.run.on_spark import OnSpark
-from timeball.spark.run.session import build_session
+from timeball.spark.run.session import OnSpark, build_session
 from timeball.spark.table_store import sibling
 
 MIB = 1024 * 1024

@@ -13,7 +13,7 @@ from tests.crash.world import World
 from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting import delivery
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.io.clock import ManualClock
 from timeball.log.row_encoder import NumberedRows
 from timeball.model import limits

@@ -15,19 +15,19 @@ from tests.crash.world import HOUR_MS, SECOND_MS, World
 from timeball.broker.pending import forecast as forecasts
 from timeball.broker.pending import listing, snapshot
 from timeball.broker.pending.forecast import UNITS
-from timeball.broker.pending.pages import Page, Waiting, Wanted
 from timeball.model.access import ANONYMOUS
+from timeball.model.answers import PageRequest, PendingMessage, PendingPage
 from timeball.model.errors import Forbidden, NotFound, OutOfRange, OverLimit
 from timeball.table import layout
 
 STRATEGIES = ["hour_log", "timer_wheel", "level_cascade"]  # delay levels are beside each of them
 
 
-async def every(world: World, rows: int = 7, **wanted: Any) -> list[Waiting]:
+async def every(world: World, rows: int = 7, **wanted: Any) -> list[PendingMessage]:
     """All pages, each asked for from where the one before has ended."""
     found, after = [], None
     while True:
-        page: Page = await world.broker.listing.page(Wanted(rows, after=after, **wanted))
+        page: PendingPage = await world.broker.listing.page(PageRequest(rows, after=after, **wanted))
         assert len(page.messages) <= rows
         found += page.messages
         if page.next_page is None:
@@ -51,7 +51,7 @@ def expected(world: World, topic: str | None = None) -> list[tuple[int, str]]:
     )  # fmt: skip
 
 
-def told(messages: list[Waiting]) -> list[tuple[int, str]]:
+def told(messages: list[PendingMessage]) -> list[tuple[int, str]]:
     keys = [(one.due_ms, one.unique_key or "") for one in messages]
     assert [one.due_ms for one in messages] == sorted(one.due_ms for one in messages)
     return sorted(keys)
@@ -136,14 +136,16 @@ async def test_what_a_message_says_of_itself(world: World) -> None:
     columns = {"unique_key": ["one"], "keys": ["order-1 vip"], "tag": ["paid"], "body": [b"x" * 300]}
     first = (await world.broker.send(batch(delay_ms=[HOUR_MS], **columns))).first_seq
     due_ms = world.clock.wall + HOUR_MS
-    whole = Waiting(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
-    for wanted in (Wanted(1), Wanted(1, key="vip")):
-        assert await world.broker.listing.page(wanted) == Page([whole], None)
+    whole = PendingMessage(first, "orders", due_ms, "one", "order-1 vip", "paid", 300, None)
+    for wanted in (PageRequest(1), PageRequest(1, key="vip")):
+        assert await world.broker.listing.page(wanted) == PendingPage([whole], None)
     await world.broker.reschedule(ids=["one"], due_ms=due_ms + 5)
     await world.compact()
-    for wanted in (Wanted(1), Wanted(1, key="vip")):
-        assert await world.broker.listing.page(wanted) == Page([whole._replace(due_ms=due_ms + 5)], None)
-    assert await world.broker.listing.page(Wanted(1, key="one")) == Page([], None)
+    for wanted in (PageRequest(1), PageRequest(1, key="vip")):
+        assert await world.broker.listing.page(wanted) == PendingPage(
+            [whole._replace(due_ms=due_ms + 5)], None
+        )
+    assert await world.broker.listing.page(PageRequest(1, key="one")) == PendingPage([], None)
 
 
 @on_node()
@@ -180,20 +182,20 @@ async def test_topics_that_the_caller_may_not_look_at_are_not_there(world: World
     await world.send("a", [HOUR_MS])
     await world.send("b", [HOUR_MS])
     caller = principal(topics={"a": "SUB"})
-    page = await world.broker.listing.page(Wanted(10), caller)
+    page = await world.broker.listing.page(PageRequest(10), caller)
     assert [one.topic for one in page.messages] == ["a"]
-    page = await world.broker.listing.page(Wanted(10, key="every"), caller)
+    page = await world.broker.listing.page(PageRequest(10, key="every"), caller)
     assert [one.topic for one in page.messages] == ["a"]
     for topic in ("b", "none"):
         with pytest.raises(Forbidden):
-            await world.broker.listing.page(Wanted(10, topic=topic), caller)
+            await world.broker.listing.page(PageRequest(10, topic=topic), caller)
 
 
 @on_node()
 async def test_a_page_has_a_bound(world: World) -> None:
     for rows in (0, 1_001):
         with pytest.raises(OutOfRange, match="1 to 1000"):
-            await world.broker.listing.page(Wanted(rows))
+            await world.broker.listing.page(PageRequest(rows))
 
 
 # ---- counts -----------------------------------------------------------------------------------------------------
@@ -316,15 +318,15 @@ async def test_a_forecast_of_too_many_pairs_of_topic_and_bucket_is_refused(
 async def test_a_topic_that_does_not_exist_is_an_error(world: World) -> None:
     await world.send("orders", [HOUR_MS])
     for read_out in (
-        world.broker.listing.page(Wanted(10, topic="oders")),
-        world.broker.listing.page(Wanted(10, topic="oders", key="k")),
+        world.broker.listing.page(PageRequest(10, topic="oders")),
+        world.broker.listing.page(PageRequest(10, topic="oders", key="k")),
         world.broker.forecast.counted("hour", topic="oders"),
     ):
         with pytest.raises(NotFound, match="topic 'oders' does not exist"):
             await read_out
     await world.broker.create_topic("quiet")
-    assert (await world.broker.listing.page(Wanted(10, topic="quiet"))).messages == []
+    assert (await world.broker.listing.page(PageRequest(10, topic="quiet"))).messages == []
     # A deleted topic may have messages that wait, and bring it back.
     await world.broker.administration.delete_topic("orders", ANONYMOUS)
-    assert len((await world.broker.listing.page(Wanted(10, topic="orders"))).messages) == 1
+    assert len((await world.broker.listing.page(PageRequest(10, topic="orders"))).messages) == 1
     assert (await world.broker.forecast.counted("hour", topic="orders")).topics == {"orders": 1}

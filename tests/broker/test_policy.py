@@ -22,8 +22,7 @@ from tests.starving import no_descriptors
 import timeball
 from timeball.broker.policy import NewTopics, queues_to_read
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import READ, WRITE, TopicConfig
-from timeball.broker.registry.topics import Topics
+from timeball.broker.registry.topics import READ, WRITE, TopicConfig, Topics
 from timeball.io.clock import ManualClock
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Access, Account, Caller, Principal

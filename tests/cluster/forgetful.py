@@ -7,7 +7,7 @@ tests alone: they must see the doubled messages.
 from __future__ import annotations
 
 from timeball.broker.groups.draining import DrainReceiver
-from timeball.broker.registry.drains import Drains
+from timeball.broker.registry.tables import Drains
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.cli.main import main
 from timeball.model.access import Caller

@@ -24,7 +24,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker.consuming.leases import Lease, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import RequestMode, SubscriptionGroup
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.tables import compact
 from timeball.io.clock import ManualClock, SchedulerClock
 from timeball.table import catalog

@@ -22,7 +22,7 @@ from tests.node_fixture import RunningNode, running_node
 import timeball.edges
 from timeball import Timeball
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import READ, WRITE, TopicConfig
+from timeball.broker.registry.topics import READ, WRITE, TopicConfig
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode

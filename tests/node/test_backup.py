@@ -12,7 +12,7 @@ import pytest
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball
-from timeball.cli.pending import count_waiting
+from timeball.cli.sql import count_waiting
 from timeball.io.clock import SystemClock
 from timeball.io.files import RealFiles
 from timeball.model.errors import Corrupt, NotFound, SetupError

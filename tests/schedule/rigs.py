@@ -18,10 +18,9 @@ from timeball.model.message import LOG_SCHEMA, SCHEDULE_TOPIC, Kind
 from timeball.schedule import level_cascade as cascade
 from timeball.schedule import timer_wheel as wheel
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels import DelayLevels, LevelsState
+from timeball.schedule.delay_levels import DelayLevels, LevelsState, LevelTable
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.level_cascade import CascadeState, LevelCascade
-from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler

@@ -367,3 +367,35 @@ def test_checksums_of_structured_records_equal_those_of_the_library() -> None:
     assert mapped_log.checksums_of(records).tolist() == [
         google_crc32c.value(each.tobytes()) for each in records
     ]
+
+
+GENERATIONS = "wheel"
+
+
+def logs(files: CrashFiles, generation: int) -> list[str]:
+    return files.list_dir(f"{mapped_log.folder_of(GENERATIONS, generation)}/links")
+
+
+def write(files: CrashFiles, generation: int) -> None:
+    folder = f"{mapped_log.folder_of(GENERATIONS, generation)}/links"
+    files.make_dir(folder)
+    files.create(f"{folder}/00000000.log").write_at(0, b"links")
+
+
+def test_saved_generation_is_used_again_and_others_are_removed() -> None:
+    files = CrashFiles()
+    for generation in (3, 4):
+        write(files, generation)
+    files.create(f"{GENERATIONS}/ring")
+    assert mapped_log.begin_generation(files, GENERATIONS, 3) == 3
+    assert (logs(files, 3), logs(files, 4)) == (["00000000.log"], [])
+    assert files.exists(f"{GENERATIONS}/ring")
+
+
+def test_without_a_saved_generation_a_new_number_is_used_and_others_are_removed() -> None:
+    files = CrashFiles()
+    assert mapped_log.begin_generation(files, GENERATIONS, None) == 1
+    write(files, 1)
+    assert mapped_log.begin_generation(files, GENERATIONS, None) == 2
+    assert logs(files, 1) == []
+    assert mapped_log.begin_generation(files.crash(1), GENERATIONS, None) == 3

@@ -5,13 +5,23 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+from tests.s3_fixtures import proxy as proxy
+from tests.s3_fixtures import server as server
+from tests.s3_fixtures import store as store
+from tests.s3_server import FaultyStore
 from tests.table.small_table import NOW_MS, attachment, table_rows, write
 
 from timeball.io.files import RealFiles
-from timeball.model.limits import HOUR_MS
+from timeball.model.errors import SetupError, Unavailable
+from timeball.model.limits import DAY_MS, HOUR_MS
+from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
+from timeball.table.file_cache import FileCache
 from timeball.table.key_index import TableKeys
-from timeball.table.pending_table import PendingTable
+from timeball.table.layout import FOLDER
+from timeball.table.object_store import ObjectStore
+from timeball.table.pending_table import PendingTable, StoredCatalog, open_table
 
 
 def test_the_files_of_a_table_in_the_data_folder_are_read_without_a_cache(tmp_path: Path) -> None:
@@ -29,3 +39,71 @@ def test_the_files_of_a_table_in_the_data_folder_are_read_without_a_cache(tmp_pa
     assert (status["foreign_commits"], status["lost_files"], status["lost_rows"]) == (0, 0, 0)
     assert "cached_bytes" not in status
     asyncio.run(table.leave_store())
+
+
+def opened(store: ObjectStore, tmp_path: Path, *, is_known: bool = False) -> tuple[StoredCatalog, FileCache]:
+    catalog, cache = open_table(store.uri, RealFiles(tmp_path), 1 << 30, is_known=is_known)
+    assert isinstance(catalog, StoredCatalog) and cache is not None
+    return catalog, cache
+
+
+def written(tmp_path: Path, first_seq: int) -> list[FileEntry]:
+    return write(RealFiles(tmp_path), table_rows([NOW_MS + HOUR_MS] * 3, first_seq=first_seq))
+
+
+def test_without_a_uri_the_table_is_in_the_data_folder(tmp_path: Path) -> None:
+    catalog, cache = open_table("", RealFiles(tmp_path), 1, is_known=False)
+    assert type(catalog) is Catalog and cache is None and catalog.uri == str(tmp_path / FOLDER)
+
+
+@pytest.mark.slow
+def test_each_attach_is_one_version_even_after_a_lost_answer(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    catalog, cache = opened(store, tmp_path)
+    catalog.bring_up([], [], 0, 1, NOW_MS)
+    files = written(tmp_path, 1)
+    catalog.sync_data(files)
+    proxy.break_next("lost_answer", "PUT", "_delta_log")
+    for _ in range(3):
+        try:
+            version = catalog.commit(attachment(files), 5, [], NOW_MS)
+            break
+        except Unavailable:
+            continue
+    assert (version, catalog.state().attach_seq, catalog.state().files) == (1, 5, files)
+    more = written(tmp_path, 4)
+    catalog.sync_data(more)
+    assert catalog.commit(attachment(more, removes=[files[0].path]), 6, files, NOW_MS) == 2
+    assert catalog.delete_removed_files(NOW_MS + 1) == 1
+    assert list(store.sizes().keys() & {files[0].path, more[0].path}) == [more[0].path]
+    assert catalog.vacuum(DAY_MS) == 0
+    # A table that lags the log follows it; a log that knows none of its files is another broker's.
+    repeated, other_cache = opened(store, tmp_path / "other")
+    repeated.bring_up(more, [], 6, 1, NOW_MS)
+    with pytest.raises(SetupError, match="another broker's"):
+        repeated.bring_up([], [], 0, 1, NOW_MS)
+    for each in (cache, other_cache):
+        each.close()
+
+
+@pytest.mark.slow
+def test_silent_store_does_not_recreate_the_table(
+    store: ObjectStore, proxy: FaultyStore, tmp_path: Path
+) -> None:
+    catalog, cache = opened(store, tmp_path)
+    files = written(tmp_path, 1)
+    catalog.sync_data(files)
+    catalog.bring_up(files, [(5, attachment(files))], 5, 1, NOW_MS)
+    assert catalog.version == 1
+    proxy.go_away()
+    with pytest.raises(SetupError, match="--table"):
+        opened(store, tmp_path / "fresh")
+    later, later_cache = opened(store, tmp_path, is_known=True)
+    with pytest.raises(Unavailable):
+        later.bring_up(files, [], 5, 1, NOW_MS)
+    proxy.heal()
+    later.bring_up(files, [], 5, 1, NOW_MS)
+    assert later.version == 1
+    for each in (cache, later_cache):
+        each.close()

@@ -17,10 +17,9 @@ import pyarrow as pa
 from timeball.broker.consuming.retention import Retention
 from timeball.broker.cycle_collection import CYCLES
 from timeball.broker.service import Broker
-from timeball.broker.tables import stored_table, table_changes
+from timeball.broker.tables import table_changes
 from timeball.broker.tables.memory import give_back
-from timeball.broker.tables.stored_table import StoredTable
-from timeball.broker.tables.table_changes import TableWatch
+from timeball.broker.tables.table_changes import StoredTable, TableWatch
 from timeball.io.threads import in_thread
 from timeball.log import checkpoint, recovery
 from timeball.log.checkpoint import Checkpoint, Facts
@@ -102,7 +101,7 @@ class Maintenance:
         ]
         broker = self._broker
         cache = broker.pending_table.cache
-        watch_ms = table_changes.LOOK_MS if cache is None else stored_table.LOOK_MS
+        watch_ms = table_changes.LOOK_MS if cache is None else table_changes.FETCH_EVERY_MS
         # Less often for an object store, where each check costs two network requests.
         duties.append((watch_ms, self.watch.watch_table))
         if cache is not None:
@@ -111,7 +110,7 @@ class Maintenance:
                 scheduler=broker.scheduling.scheduler, hour_log=broker.scheduling.hour_log,
                 table_thread=broker.threads.table,
             )  # fmt: skip
-            duties.append((stored_table.LOOK_MS, store_watch.look))
+            duties.append((table_changes.FETCH_EVERY_MS, store_watch.look))
             # The first time at once, because messages may be due before the first interval ends.
             self._tasks = [asyncio.create_task(store_watch.look())]
         duties += self._broker.duties

@@ -25,8 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from timeball.broker.registry.groups import Groups, SubscriptionGroup
-from timeball.broker.registry.topic import READ, WRITE
-from timeball.broker.registry.topics import Topic, Topics, check_name, check_topic
+from timeball.broker.registry.topics import READ, WRITE, Topic, Topics, check_name, check_topic
 from timeball.io.clock import Clock
 from timeball.model import limits, rules
 from timeball.model.access import ANONYMOUS, Caller, Verb

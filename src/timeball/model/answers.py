@@ -1,6 +1,12 @@
-"""Answers of the Flight edge: JSON, with times in milliseconds since 1970 UTC. wire.py re-exports all of them."""
+"""Answers of the Flight edge: JSON, with times in milliseconds since 1970 UTC. wire.py re-exports all of them.
+
+The last section has the pages and counts of pending messages, which the HTTP edge converts to JSON.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -379,3 +385,70 @@ class Status(msgspec.Struct, frozen=True):
     strategy: str = "hour_log"  # the strategy that stores scheduled messages
     group: str = ""
     groups: list[ClusterGroup] | None = []
+
+
+# ---- pages and counts of pending messages ---------------------------------------------------------------------
+
+
+BucketUnit = Literal["second", "minute", "hour", "day"]
+PagePosition = tuple[int, int]  # (due_ms, version), as in the files of the table
+FIRST: PagePosition = (-(1 << 62), 0)
+LAST: PagePosition = (1 << 62, 0)
+
+
+class PendingMessage(NamedTuple):
+    """A pending message, as a page shows it. `seq` is its number, by which it may be cancelled."""
+
+    seq: int
+    topic: str
+    due_ms: int
+    unique_key: str | None  # the message's id
+    keys: str | None
+    tag: str | None
+    size_bytes: int  # of the body
+    campaign: str | None  # id of the campaign that attached it
+
+
+@dataclass(frozen=True, slots=True)
+class PageRequest:
+    """A request for a page: messages due in [from_ms, to_ms), from the position `after` on."""
+
+    rows: int
+    topic: str | None = None
+    key: str | None = None  # only messages with this key
+    from_ms: int | None = None
+    to_ms: int | None = None
+    after: PagePosition | None = None
+
+    @property
+    def low(self) -> PagePosition:
+        """The first position of the page."""
+        low = FIRST if self.from_ms is None else (self.from_ms, 0)
+        return low if self.after is None else max(low, self.after)
+
+    @property
+    def high(self) -> PagePosition:
+        """The end of the requested positions (exclusive)."""
+        return LAST if self.to_ms is None else (self.to_ms, 0)
+
+
+class PendingPage(NamedTuple):
+    """Messages in order, and the position where the next page begins, or None after the last page."""
+
+    messages: list[PendingMessage]
+    next_page: PagePosition | None
+
+
+@dataclass(frozen=True, slots=True)
+class DueCounts:
+    """The answer of a forecast: messages per bucket, as (begin of the bucket in ms, number), and per topic.
+
+    Empty buckets are left out.
+    """
+
+    by: BucketUnit  # the width of a bucket
+    from_ms: int
+    to_ms: int
+    counted_ms: int  # time of the count, which may be some seconds old
+    buckets: list[tuple[int, int]]
+    topics: dict[str, int]

@@ -52,18 +52,16 @@ from timeball.monitoring.metrics import LoopLag
 from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels import DelayLevels, LevelsState
+from timeball.schedule.delay_levels import DelayLevels, LevelsState, LevelTable
 from timeball.schedule.durations import Durations
 from timeball.schedule.hour_log import HourLog
-from timeball.schedule.levels import LevelTable
 from timeball.schedule.loaded import ExternalDelivery, LoadBounds
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table.data_file import DataFiles
 from timeball.table.key_index import TableKeys
-from timeball.table.pending_table import PendingTable
-from timeball.table.stored_catalog import open_table
+from timeball.table.pending_table import PendingTable, open_table
 
 if TYPE_CHECKING:
     from timeball.edges.edges import Edges

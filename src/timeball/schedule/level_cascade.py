@@ -67,13 +67,12 @@ from timeball.model import limits
 from timeball.model.errors import SetupError
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, Kind, byte_lengths
-from timeball.schedule import generations
+from timeball.schedule import mapped_log
 from timeball.schedule.backlog import Bools, Opened, Rewritten
+from timeball.schedule.delay_levels import LevelTable
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.generations import BacklogInFiles, LogBounds
-from timeball.schedule.levels import LevelTable
 from timeball.schedule.locations import CHUNK, Columns, Waiting, leading, runs_of, with_column
-from timeball.schedule.mapped_log import RecordArray, RecordType
+from timeball.schedule.mapped_log import BacklogInFiles, LogBounds, RecordArray, RecordType
 from timeball.schedule.outcomes import Outcomes, Settled
 
 # ---- one queue of hops ---------------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ class HopQueue:
         """Open the part of a queue in `folder` that a checkpoint contains. None stands for an empty queue."""
         state = state or QueueState(number, 0, 0, [], [])
         self.number, self.low = number, state.low
-        (self.log,) = generations.open_logs(files, folder, [state.bounds()])
+        (self.log,) = mapped_log.open_logs(files, folder, [state.bounds()])
         self.head_ms: int | None = None  # the earliest hop end among the entries that wait on disk
         self._stretches = [
             self._read_stretch(begin, end)
@@ -308,8 +307,8 @@ def check(files: Files, state: CascadeState, lead_ms: int) -> None:
     """Raise SetupError if `state` has another lead time, Corrupt if an entry within its bounds is damaged."""
     if state.lead_ms != lead_ms:
         raise SetupError("the time for which bodies are loaded ahead has changed")
-    folder = generations.folder_of(FOLDER, state.generation)
-    generations.check(files, folder, (queue.bounds() for queue in state.queues))
+    folder = mapped_log.folder_of(FOLDER, state.generation)
+    mapped_log.check_generation(files, folder, (queue.bounds() for queue in state.queues))
 
 
 class LevelCascade(BacklogInFiles):

@@ -66,12 +66,11 @@ from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.errors import Corrupt, OverLimit, SetupError
 from timeball.model.message import Int64Array
-from timeball.schedule import generations
+from timeball.schedule import mapped_log
 from timeball.schedule.backlog import Bools, Opened, Rewritten
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.generations import BacklogInFiles, LogBounds
 from timeball.schedule.locations import Columns, Waiting, runs_of
-from timeball.schedule.mapped_log import RecordArray, RecordType
+from timeball.schedule.mapped_log import BacklogInFiles, LogBounds, RecordArray, RecordType
 from timeball.schedule.outcomes import Outcomes, Settled
 
 # ---- the timer log -------------------------------------------------------------------------------------------
@@ -127,7 +126,7 @@ class TimerLog:
     def __init__(self, files: Files, folder: str, reach: int, state: LogState | None) -> None:
         """Open the logs of a state, or empty logs. `reach` is that of the ring, in slots."""
         state = state or LogState((0, 0), (0, 0), [])
-        self.links, self.entries = generations.open_logs(files, folder, state.logs())
+        self.links, self.entries = mapped_log.open_logs(files, folder, state.logs())
         self._spans = [msgspec.structs.replace(span) for span in state.spans]
         self._span_slots = max(1, reach // SPANS_A_REACH)
 
@@ -494,7 +493,7 @@ def check(files: Files, slots: Slots, state: WheelState) -> None:
         raise SetupError(
             "--timer-precision-ms, --timer-wheel-ms or the time for which bodies are loaded ahead changed"
         )
-    generations.check(files, generations.folder_of(FOLDER, state.generation), state.log.logs())
+    mapped_log.check_generation(files, mapped_log.folder_of(FOLDER, state.generation), state.log.logs())
 
 
 # ---- the slots and the ring ----------------------------------------------------------------------------------

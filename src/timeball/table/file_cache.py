@@ -70,7 +70,7 @@ class FileCache:
         self.size_bytes = 0
         self.problem = problem  # error of the last request; "" if it succeeded
         self.fetched_files = self.fetched_bytes = self.failures = 0
-        # Files with messages due soon that are not local, at the last check (broker/tables/stored_table.py).
+        # Files with messages due soon that are not local, at the last check (broker/tables/table_changes.py).
         self.missing_files = 0
         # Only one thread at a time fetches or removes a file. Files with the same hash share a lock.
         self._file_locks = [threading.Lock() for _ in range(_LOCKS)]

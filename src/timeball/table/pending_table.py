@@ -1,14 +1,184 @@
-"""The pending table as the broker sees it: its Delta log, its index of keys, and the cache of an object store."""
+"""The pending table as the broker uses it: its Delta log, its index of keys, and the cache of an object store.
+
+A table in an object store (compare catalog.py) takes these steps for an attach:
+
+    1. put the data files        replaces the syncs; for files of other writers, the footer is read by a range request
+                                 and compared with the file's entry
+    2. append the TABLE row      the decision, as for a local table
+    3. Delta commit              a put on condition that the entry does not exist: of two writers the store refuses
+                                 one, and a commit whose answer was lost is found when it is repeated
+    4. -                         not needed: an answered put is durable
+
+A request without an answer raises `Unavailable` and changes nothing in the commit log. The commit log stays the source
+of truth: when the store answers again, the table is updated from it.
+
+Two brokers must not share a URI. A table with files that the commit log does not contain is refused. It is not
+recreated, because another broker may own it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, TypeVar
 
+from timeball.io import files
+from timeball.io.files import RESERVE_OF_LIBRARIES, Files
+from timeball.model.errors import Corrupt, SetupError, Unavailable
+from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.data_file import DataFiles
 from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.key_index import TableKeys
+from timeball.table.object_store import ANSWER_S, ObjectStore
+
+T = TypeVar("T")
+
+# How long a start waits for the store. Overdue messages are late by up to this time.
+START_ANSWER_S = 5.0
+
+
+def open_table(
+    uri: str, files: Files, size_bytes_max: int, *, is_known: bool
+) -> tuple[Catalog, FileCache | None]:
+    """Open the pending table's Delta log. For a table in an object store, also open the local cache of its files.
+
+    `uri`: the object store, or "" for the data folder. `is_known`: this broker has used the table before. Then it
+    starts even if the store does not answer within START_ANSWER_S. An unknown table raises SetupError in that case, and
+    so does an unusable URI.
+    """
+    if not uri:
+        return Catalog(files), None
+    store, problem = ObjectStore(uri), ""
+    try:
+        store.check(START_ANSWER_S if is_known else ANSWER_S)
+    except Unavailable as error:
+        if not is_known:
+            raise SetupError(f"--table {store.uri}: {error}") from error
+        problem = str(error)
+    cache = FileCache(files, store, size_bytes_max, problem)
+    return StoredCatalog(store, cache), cache
+
+
+class StoredCatalog(Catalog):
+    """The Delta log in an object store.
+
+    Blocking. All calls come from one thread. This is not the reader thread, because a request may take half a minute to
+    fail.
+    """
+
+    _errors_without_damage: ClassVar[tuple[type[Exception], ...]] = (OSError, Unavailable, SetupError)
+
+    def __init__(self, store: ObjectStore, cache: FileCache) -> None:
+        super().__init__(store, store.storage_options)
+        self._store, self._cache = store, cache
+        self._lags_log = True  # True while the Delta log lacks TABLE rows of the commit log
+
+    @property
+    def version(self) -> int:
+        """See Catalog.
+
+        It is -1 while the table lacks rows of the commit log, because its readers would miss messages.
+        """
+        return -1 if self._lags_log else self._version
+
+    def check_data(self, live: list[FileEntry]) -> None:
+        """Raise Corrupt when the store lacks a data file. Uploads files that are only in the data folder."""
+        self._cache.check_answers()  # `open_table` has just sent a request: do not wait for a second time-out
+        self._cache.upload_missing(live)
+
+    def sync_data(self, entries: list[FileEntry]) -> None:
+        """Upload the data files (step 1)."""
+        self._cache.put(entries)
+
+    def bring_up(
+        self,
+        live: list[FileEntry],
+        attaches: list[tuple[int, Attachment]],
+        attach_seq: int,
+        watermark: int,
+        now_ms: int,
+    ) -> None:
+        """See Catalog.
+
+        Raises SetupError for the table of another broker, Unavailable when the store does not answer.
+        """
+        bring_up = partial(super().bring_up, live, attaches, attach_seq, watermark, now_ms)
+
+        def check_and_bring_up() -> None:
+            with self._translate_errors("opening the table"), files.lent(RESERVE_OF_LIBRARIES):
+                self._check_owner(live, attaches)
+                bring_up()
+
+        self._ask(check_and_bring_up)
+        self._lags_log = False
+
+    def commit(self, attachment: Attachment, attach_seq: int, removed: list[FileEntry], now_ms: int) -> int:
+        """See Catalog. Raises Unavailable, after which the call may be repeated."""
+        try:
+            version = self._ask(partial(super().commit, attachment, attach_seq, removed, now_ms))
+        except Unavailable:
+            self._lags_log = True
+            raise
+        self._lags_log = False
+        return version
+
+    def vacuum(self, older_than_ms: int) -> int:
+        """See Catalog. Raises Unavailable."""
+        return self._ask(partial(super().vacuum, older_than_ms))
+
+    def look(self, now_ms: int) -> None:
+        """See Catalog. Raises Unavailable."""
+        self._ask(partial(super().look, now_ms))
+
+    def _restore_missing_files(self) -> list[FileEntry]:
+        # A store has no hard links. Removed files are uploaded again from local copies. There are local copies of all
+        # files with messages due soon.
+        return self._cache.restore_missing(list(self.data.live.values()))
+
+    def _ask(self, step: Callable[[], T]) -> T:
+        # No time limit: delta-rs gives up by itself, and no other step may run at the same time. Only a stop of the
+        # broker abandons the step.
+        return self._store.requests.ask(step, None)
+
+    def _check_owner(self, live: list[FileEntry], attaches: list[tuple[int, Attachment]]) -> None:
+        """Raise SetupError if the table has data files that this broker's log has never attached."""
+        known = {entry.path for entry in live}
+        known.update(path for _, attachment in attaches for path in attachment.removes)
+        try:
+            table_files = self.open().files
+        except Corrupt:
+            return  # the table is unreadable; `bring_up` recreates it
+        # Other programs use another form of file name. `_repair` removes such files from the table.
+        unknown = [e.path for e in table_files if e.path not in known and PATH.fullmatch(e.path)]
+        if unknown:
+            raise SetupError(
+                f"--table {self.uri}: the table there has {len(unknown)} files that this data folder's log does not "
+                f"know, as {unknown[0]}: it is another broker's, or the log was restored from a backup; name an "
+                "empty folder"
+            )
+
+    def _remove_file(self, path: str) -> None:
+        super()._remove_file(path)
+        self._cache.forget([path])
+
+    def _make_durable(self) -> None:
+        """Do nothing, because an answered put is durable."""
+
+    def _drop_torn_commits(self) -> None:
+        """Do nothing, because a put is atomic."""
+
+    @contextmanager
+    def _translate_errors(self, operation: str) -> Iterator[None]:
+        from timeball.table.delta_rs import DeltaError, one_line
+
+        try:
+            yield
+        except (OSError, DeltaError) as error:
+            raise Unavailable(f"{self.uri}: {operation} failed: {one_line(error)}; retried later") from error
 
 
 @dataclass(frozen=True, slots=True)

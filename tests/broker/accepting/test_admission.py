@@ -16,7 +16,7 @@ from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
 from timeball.model.limits import DAY_MS
 from timeball.model.message import LOG_SCHEMA, SEND_COLUMNS, Kind, codes_of
-from timeball.schedule.levels import LevelTable
+from timeball.schedule.delay_levels import LevelTable
 
 NOW_MS = 1_700_000_000_000
 MAX_MS = 40 * DAY_MS

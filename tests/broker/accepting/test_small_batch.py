@@ -16,7 +16,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import batch_of
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.io.clock import ManualClock
 from timeball.log import format as fmt
 from timeball.log.row_encoder import rows_of

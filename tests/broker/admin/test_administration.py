@@ -10,7 +10,7 @@ from tests.crash.world import World
 
 from timeball.broker.admin.administration import TopicChange
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import READ, TopicConfig
+from timeball.broker.registry.topics import READ, TopicConfig
 from timeball.model.access import ANONYMOUS, Access, Caller, parse
 from timeball.model.errors import Forbidden, InvalidName, RequestError
 

@@ -24,7 +24,7 @@ from tests.cli.processes import Running
 from tests.edges.grpc.wire import Wire
 
 from timeball import Timeball
-from timeball.broker.registry.lease_meta import SavedPart
+from timeball.broker.registry.tables import SavedPart
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s
 from timeball.model.message import Kind, pairs_of

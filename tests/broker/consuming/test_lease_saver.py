@@ -32,7 +32,7 @@ from timeball.broker.consuming import lease_saver, leases
 from timeball.broker.consuming.lease_saver import restored_queues
 from timeball.broker.consuming.leases import OpenCount, QueueLeases
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
-from timeball.broker.registry.lease_meta import SavedPart
+from timeball.broker.registry.tables import SavedPart
 from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.message import Kind, pairs_of

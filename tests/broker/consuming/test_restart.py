@@ -31,9 +31,9 @@ from timeball.broker.consuming import engine as consuming_engine
 from timeball.broker.consuming.lease_saver import restored_queues
 from timeball.broker.consuming.leases import Key, OpenCount, QueueLeases
 from timeball.broker.consuming.requests import ReceiveRequest
-from timeball.broker.registry.lease_meta import LeaseRun, SavedPart
 from timeball.broker.registry.meta import MetaLog, MetaTable
-from timeball.broker.registry.topic import Queues, Topic, TopicFacts
+from timeball.broker.registry.tables import LeaseRun, SavedPart
+from timeball.broker.registry.topics import Queues, Topic, TopicFacts
 from timeball.log.format import ENTRY
 from timeball.log.queue_index import QueueIndexes
 from timeball.model import limits

@@ -26,7 +26,7 @@ from timeball.broker.consuming.redelivery_rows import retry_topic
 from timeball.broker.consuming.requests import Receipt, ReceiveRequest
 from timeball.broker.filters import compile_filter
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.model import limits
 from timeball.model.errors import InvalidMessage, NotFound, OutOfRange
 from timeball.model.message import decode_properties

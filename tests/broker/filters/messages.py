@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.filters import SQL92, compile_filter, sql_conditions, sql_grammar
+from timeball.broker.filters import SQL92, compile_filter, sql_conditions, sql_filter
 from timeball.log.format import ENTRY, EntryArray
 from timeball.model.message import Kind, build_rows, encode_properties
 
@@ -35,5 +35,5 @@ def matches(text: str, rows: pa.RecordBatch) -> list[bool]:
     """The rows that an SQL filter selects. Its evaluation, which may be compiled, agrees with the reference."""
     mask = compile_filter(text, SQL92).exact(rows)
     assert mask.dtype == np.bool_
-    assert mask.tolist() == sql_conditions.matches(*sql_grammar.parse(text), rows).tolist()
+    assert mask.tolist() == sql_conditions.matches(*sql_filter.parse(text), rows).tolist()
     return mask.tolist()

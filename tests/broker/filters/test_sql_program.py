@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.broker.filters.messages import rows_of
 from tests.broker.filters.reference import NAMES, TEXTS, TREES, Tree, show
 
-from timeball.broker.filters import sql_conditions, sql_filter, sql_grammar
+from timeball.broker.filters import sql_conditions, sql_filter
 from timeball.broker.filters.sql_conditions import Ordered, Property, as_double, as_long
 from timeball.model.message import build_rows
 
@@ -29,7 +29,7 @@ ROWS = st.lists(st.tuples(PROPERTIES, OWN), min_size=1, max_size=20)
 
 
 def compiled(text: str, rows: pa.RecordBatch) -> list[bool]:
-    return [bool(one) for one in sql_filter.Program(*sql_grammar.parse(text)).matches(rows)]
+    return [bool(one) for one in sql_filter.Program(*sql_filter.parse(text)).matches(rows)]
 
 
 @needs_compiled
@@ -40,7 +40,7 @@ def test_a_program_matches_the_rows_of_the_reference(
 ) -> None:
     columns = {"properties": [text for text, _ in values], "tag": [tag for _, tag in values]}
     rows = build_rows(len(values), **columns).slice(begin, count)
-    condition, names = sql_grammar.parse(show(tree))
+    condition, names = sql_filter.parse(show(tree))
     assert compiled(show(tree), rows) == sql_conditions.matches(condition, names, rows).tolist()
 
 

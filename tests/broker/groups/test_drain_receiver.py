@@ -7,7 +7,7 @@ from tests.broker.groups.test_grouped import shop
 from tests.broker.revoking.test_drain_rows import scheduled_rows
 from tests.broker.two_groups import InGroup, Neighbours, in_two_groups
 
-from timeball.broker.registry.drains import AdoptedFacts
+from timeball.broker.registry.tables import AdoptedFacts
 from timeball.broker.revoking.drain_rows import build_drain_rows, encode_sent
 from timeball.broker.revoking.group_questions import AdoptHere
 from timeball.model.access import ANONYMOUS

@@ -21,8 +21,8 @@ from tests.crash_files import CrashFiles, PowerCut
 
 from timeball.broker.groups import draining
 from timeball.broker.groups.draining import MARGIN_MS, Draining
-from timeball.broker.registry.drains import Drains
-from timeball.broker.registry.topic import READ
+from timeball.broker.registry.tables import Drains
+from timeball.broker.registry.topics import READ
 from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.revoking.group_questions import AdoptHere, RouteHere
 from timeball.io.clock import ManualClock

@@ -8,8 +8,7 @@ from tests.broker.registry.test_topics import fresh, visible
 
 from timeball.broker.registry.queue_offsets import QueueOffsets
 from timeball.broker.registry.rates import Rates, Stat
-from timeball.broker.registry.topic import TopicConfig
-from timeball.broker.registry.topics import Topics
+from timeball.broker.registry.topics import TopicConfig, Topics
 from timeball.model.message import RETRY_TOPIC, encode_properties, stored_sizes
 
 # A topic, the queue that is asked for, a tag.

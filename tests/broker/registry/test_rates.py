@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.crash.lives import run
+from tests.loop_turns import LoopTurns
 
 from timeball.broker.registry import rates as module
-from timeball.broker.registry.rates import Rate, Rates, Stat
+from timeball.broker.registry.rates import Rate, Rates, Stat, shares
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 
 NUMS = Stat.TOPIC_PUT_NUMS
@@ -145,3 +147,31 @@ def test_what_is_handed_out_counts_in_its_own_place_after_others_gave_way(
         rates.got("t", "d", 3, 30)
     rates.got("t", "a", 1, 50)
     assert (got("b"), got("d"), got("a")) == ((0, 0, 145), (6, 60, 145), (137, 6_850, 145))
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1_000])
+def test_all_come_in_order_and_no_turn_has_more_than_a_share(count: int) -> None:
+    turns = LoopTurns()
+
+    async def walk() -> list[int]:
+        found = []
+        async for some in shares(range(count), 64):
+            for each in some:
+                turns.count()
+                found.append(each)
+        return found
+
+    assert run(turns.most(walk())) == (list(range(count)), min(count, 64))
+
+
+def test_what_comes_meanwhile_is_left_out() -> None:
+    table = dict.fromkeys(range(5))
+
+    async def walk() -> list[int]:
+        found = []
+        async for some in shares(table, 2):
+            table[max(table) + 1] = None
+            found += some
+        return found
+
+    assert run(walk()) == [0, 1, 2, 3, 4]

@@ -24,7 +24,7 @@ from tests.spark.due_rows import attach
 from tests.spark.traffic import visible
 
 from timeball import Timeball
-from timeball.broker.tables import stored_table, table_changes
+from timeball.broker.tables import table_changes
 from timeball.io.clock import ManualClock
 from timeball.io.threads import in_thread
 from timeball.model import storage_uris
@@ -33,7 +33,7 @@ from timeball.model.errors import SetupError, TimeballError, Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import open_table
-from timeball.table import object_store, stored_catalog
+from timeball.table import object_store, pending_table
 from timeball.table.attachment import Attachment
 from timeball.table.file_cache import FileCache
 from timeball.table.layout import FOLDER
@@ -48,7 +48,7 @@ SOON_MS = 40 * MINUTE_MS
 
 @pytest.fixture
 def store(proxy: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
-    monkeypatch.setattr(stored_table, "LOOK_MS", 20)
+    monkeypatch.setattr(table_changes, "FETCH_EVERY_MS", 20)
     return proxy
 
 
@@ -327,7 +327,7 @@ def test_nothing_waits_for_a_store_that_is_silent_but_what_needs_it(
 
 def test_what_needs_a_silent_store_is_told_so_in_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "ANSWER_S", 0.2)
-    monkeypatch.setattr(stored_catalog, "START_ANSWER_S", 0.2)
+    monkeypatch.setattr(pending_table, "START_ANSWER_S", 0.2)
     # What is left behind ends sooner: Arrow makes no second file system in a process while a request is under way.
     monkeypatch.setattr(storage_uris, "_REQUEST_TIMEOUT_S", 0.3)
     world.restart()

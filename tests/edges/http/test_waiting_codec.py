@@ -5,25 +5,27 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from timeball.broker.pending.pages import Page, Waiting, Wanted
 from timeball.edges.http import answers_codec
+from timeball.model.answers import PageRequest, PendingMessage, PendingPage
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
 
 
 def test_an_empty_query_asks_for_all_messages() -> None:
-    assert answers_codec.parse_page_query({}) == Wanted(100)
+    assert answers_codec.parse_page_query({}) == PageRequest(100)
 
 
 def test_each_parameter_is_parsed() -> None:
     query = {"topic": "a", "key": "k", "from": "2026-01-01T00:00:00Z", "to": "1767225600001", "max": "7"}
-    assert answers_codec.parse_page_query(query) == Wanted(7, "a", "k", 1_767_225_600_000, 1_767_225_600_001)
+    assert answers_codec.parse_page_query(query) == PageRequest(
+        7, "a", "k", 1_767_225_600_000, 1_767_225_600_001
+    )
 
 
 def test_the_next_page_of_an_answer_is_parsed_again() -> None:
-    answer = answers_codec.page_answer(Page([], (1_767_225_600_000, 12)))
+    answer = answers_codec.page_answer(PendingPage([], (1_767_225_600_000, 12)))
     assert answer.next_page is not None
     assert answers_codec.parse_page_query({"page": answer.next_page}).after == (1_767_225_600_000, 12)
-    assert answers_codec.page_answer(Page([], None)).next_page is None
+    assert answers_codec.page_answer(PendingPage([], None)).next_page is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +46,7 @@ def test_invalid_parameters_are_refused(query: dict[str, str], error: type[Excep
 
 def test_missing_fields_of_a_message_are_left_out() -> None:
     page = answers_codec.page_answer(
-        Page([Waiting(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None)
+        PendingPage([PendingMessage(3, "a", 1_767_225_600_000, None, None, None, 5, None)], None)
     )
     assert msgspec.to_builtins(page) == {
         "messages": [

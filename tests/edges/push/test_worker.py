@@ -14,7 +14,7 @@ from tests.edges.push.receiver import Receiver, Reply, Request, Script, receiver
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.groups import CustomizedRetry, RetryPolicy, SubscriptionGroup
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.edges.push import worker
 
 

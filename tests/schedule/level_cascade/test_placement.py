@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from timeball.model.config import Settings
 from timeball.model.limits import DAY_MS, DELAY_MS_MAX, HOUR_MS, MINUTE_MS, SECOND_MS
+from timeball.schedule.delay_levels import LevelTable
 from timeball.schedule.level_cascade import (
     DRIFT_MS,
     DURATION_MS,
@@ -26,7 +27,6 @@ from timeball.schedule.level_cascade import (
     plan,
     rest,
 )
-from timeball.schedule.levels import LevelTable
 
 NOW = 1_700_000_000_000
 REMAINING = st.one_of(

@@ -11,7 +11,7 @@ from tests.crash_files import CrashFiles
 
 from timeball.model.errors import Corrupt
 from timeball.model.message import Int64Array
-from timeball.schedule import generations
+from timeball.schedule import mapped_log
 from timeball.schedule.level_cascade import RECORD, HopQueue
 from timeball.schedule.locations import CHUNK
 
@@ -44,7 +44,7 @@ def save(files: CrashFiles, queue: HopQueue) -> HopQueue:
     if state.end:
         files.sync_dir(queue.log.folder)
     fresh = files.crash(1)
-    generations.check(fresh, FOLDER, [state.bounds()])
+    mapped_log.check_generation(fresh, FOLDER, [state.bounds()])
     return HopQueue(fresh, FOLDER, queue.number, state)
 
 
@@ -169,17 +169,17 @@ def test_missing_files_and_damaged_entries_are_noticed() -> None:
     queue = HopQueue(files, FOLDER, 5)
     queue.append(records(100, [1, 2]))
     state, name = queue.state(), f"{FOLDER}/05/00000000.log"
-    generations.check(files, FOLDER, [state.bounds()])
+    mapped_log.check_generation(files, FOLDER, [state.bounds()])
     content = files.content(name)
     files.open(name).write_at(60, bytes([content[60] ^ 1]))
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
-        generations.check(files, FOLDER, [state.bounds()])
+        mapped_log.check_generation(files, FOLDER, [state.bounds()])
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums"):
         queue.take_due(FAR, 10)
     files.remove(name)
     with pytest.raises(Corrupt, match=f"{name} is missing"):
-        generations.check(files, FOLDER, [state.bounds()])
-    generations.check(files, FOLDER, [HopQueue(files, FOLDER, 6).state().bounds()])
+        mapped_log.check_generation(files, FOLDER, [state.bounds()])
+    mapped_log.check_generation(files, FOLDER, [HopQueue(files, FOLDER, 6).state().bounds()])
 
 
 STEPS = st.one_of(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.crash_files import CrashFiles
 
 from timeball.model.errors import Corrupt
-from timeball.schedule import generations, mapped_log, timer_wheel
+from timeball.schedule import mapped_log, timer_wheel
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import MappedLog
 from timeball.schedule.timer_wheel import ENTRIES, LINKS, Entries, LogState, TimerLog
@@ -147,7 +147,7 @@ def test_restored_log_equals_the_saved_one() -> None:
     chained.append([2, 4])
     assert state.spans[-1].last_slot == 3, "a state does not change any more"
     chained.files = chained.files.crash(1)
-    generations.check(chained.files, FOLDER, state.logs())
+    mapped_log.check_generation(chained.files, FOLDER, state.logs())
     chained.log, chained.ends, chained.next_seq = TimerLog(chained.files, FOLDER, REACH, state), before, 5
     assert chained.log.state() == state
     assert pairs(chained.walk([1, 2, 3, 4])) == [(1, 1), (2, 2), (2, 3), (3, 4)]
@@ -160,16 +160,16 @@ def test_missing_file_and_flipped_bit_are_reported_with_the_file(part: str) -> N
     chained = Chained()
     chained.append([1])
     state, name = chained.log.state(), f"{FOLDER}/{part}/00000000.log"
-    generations.check(chained.files, FOLDER, state.logs())
+    mapped_log.check_generation(chained.files, FOLDER, state.logs())
     chained.files.open(name).write_at(8, bytes([chained.files.content(name)[8] ^ 0x10]))
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
-        generations.check(chained.files, FOLDER, state.logs())
+        mapped_log.check_generation(chained.files, FOLDER, state.logs())
     with pytest.raises(Corrupt, match=f"{name} does not match its checksums: start the broker again"):
         chained.walk([1])
     chained.files.remove(name)
     with pytest.raises(Corrupt, match=f"{name} is missing"):
-        generations.check(chained.files, FOLDER, state.logs())
-    generations.check(chained.files, FOLDER, LogState((0, 0), (0, 0), []).logs())
+        mapped_log.check_generation(chained.files, FOLDER, state.logs())
+    mapped_log.check_generation(chained.files, FOLDER, LogState((0, 0), (0, 0), []).logs())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.broker.registry.queue_offsets import QueueOffsets
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.log.row_encoder import Build, EncodedRows, stored_size
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
@@ -47,7 +47,7 @@ from timeball.model.message import (
 )
 from timeball.model.rows import message_row, scheduled_row
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.levels import LevelTable, disguised_properties
+from timeball.schedule.delay_levels import LevelTable, disguised_properties
 
 
 def as_columns(sends: ParsedSends) -> pa.RecordBatch:

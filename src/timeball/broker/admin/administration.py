@@ -35,8 +35,14 @@ from timeball.broker.registry.groups import Groups, Offsets, SubscriptionGroup
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.redeliveries import Counts, topic_of
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topic import Topic, TopicConfig, altered_attributes, check_config
-from timeball.broker.registry.topics import FilterType, Topics
+from timeball.broker.registry.topics import (
+    FilterType,
+    Topic,
+    TopicConfig,
+    Topics,
+    altered_attributes,
+    check_config,
+)
 from timeball.io.clock import SchedulerClock
 from timeball.io.files import Files
 from timeball.io.threads import in_thread

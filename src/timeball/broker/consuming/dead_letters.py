@@ -41,7 +41,7 @@ from timeball.broker.registry.dead_letters import Expiry, Position, Run, joined,
 from timeball.broker.registry.meta import Change, together
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import in_thread
 from timeball.log.writer import CommitLog

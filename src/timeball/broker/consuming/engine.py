@@ -47,8 +47,7 @@ from timeball.broker.registry.groups import FIRST_LEVEL
 from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.redeliveries import Redeliveries
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topic import MESSAGE_TYPE, PRIORITY_TYPE
-from timeball.broker.registry.topics import check_topic
+from timeball.broker.registry.topics import MESSAGE_TYPE, PRIORITY_TYPE, check_topic
 from timeball.io.clock import SchedulerClock
 from timeball.io.threads import Threads
 from timeball.log.row_encoder import ReadRows

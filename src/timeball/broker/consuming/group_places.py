@@ -26,7 +26,7 @@ from timeball.model.message import (
     Kind,
     decode_properties,
 )
-from timeball.schedule.levels import REAL_TOPIC
+from timeball.schedule.delay_levels import REAL_TOPIC
 
 WAITING, LEASED, DONE, DEAD = "waiting", "leased", "done", "dead"
 

@@ -18,10 +18,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from timeball.broker.consuming.leases import PART_POSITIONS, Key, Lease, Leases, OpenCount, QueueLeases
-from timeball.broker.registry.lease_meta import LeaseRun, SavedPart
 from timeball.broker.registry.meta import Change, MetaTable, together
-from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.tables import LeaseRun, SavedPart, Tables
+from timeball.broker.registry.topics import Topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.writer import LogWriter
 

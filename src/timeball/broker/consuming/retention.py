@@ -19,7 +19,7 @@ from typing import NamedTuple
 from timeball.broker.registry.dead_letters import Expiry
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.tables import Tables
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.io.clock import SchedulerClock
 from timeball.log.queue_index import QueueIndex
 from timeball.log.segment import Segment

@@ -34,11 +34,9 @@ from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.waiters import Gate
 from timeball.broker.consuming.retry import SPENT
 from timeball.broker.pending.listing import Filed, Shown, TableWalk
-from timeball.broker.pending.pages import LAST, Position
 from timeball.broker.pending.snapshot import Logged, LogTail, Snapshot, Snapshots, TopicCodes
 from timeball.broker.policy import Policy
-from timeball.broker.registry.drains import AdoptedFacts, DrainFacts, Drains
-from timeball.broker.registry.tables import Tables
+from timeball.broker.registry.tables import AdoptedFacts, DrainFacts, Drains, Tables
 from timeball.broker.revoking.drain_rows import build_adopted_rows, build_drain_rows, decode_sent, encode_sent
 from timeball.broker.revoking.group_questions import AdoptHere, GroupAnswer, OtherGroups
 from timeball.broker.tables.table_changes import TableChanges
@@ -48,6 +46,7 @@ from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.answers import LAST, PagePosition
 from timeball.model.config import Settings
 from timeball.model.errors import (
     Conflict,
@@ -62,8 +61,8 @@ from timeball.model.errors import (
 )
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
 from timeball.model.wire import Drained
+from timeball.schedule.delay_levels import restored
 from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
-from timeball.schedule.levels import restored
 from timeball.schedule.locations import as_scheduled, with_column
 from timeball.schedule.scheduler import Scheduling
 
@@ -85,7 +84,7 @@ class _Page:
     walk: TableWalk
     logged: Logged
     filed: Filed
-    upto: Position
+    upto: PagePosition
 
 
 class Draining:
@@ -249,7 +248,7 @@ class Draining:
     def _is_compactor(self) -> bool:
         return self._clock.elapsed_ms() >= self._mover.external_compactor_until_ms
 
-    def _read_page(self, snapshot: Snapshot, from_position: Position) -> _Page:
+    def _read_page(self, snapshot: Snapshot, from_position: PagePosition) -> _Page:
         shown = Shown(self._codes, None, lambda topic: True)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
         in_log, log_upto = self._tail.after(snapshot, from_position, LAST, PAGE_ROWS)
@@ -377,7 +376,7 @@ def _split_transfers(rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from _split_transfers(rows.slice(middle))
 
 
-def _is_before(messages: Logged | Filed, upto: Position) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _is_before(messages: Logged | Filed, upto: PagePosition) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Check which of these messages are before a position."""
     return np.asarray((messages.due_ms < upto[0]) | ((messages.due_ms == upto[0]) & (messages.seq < upto[1])))
 

@@ -20,7 +20,7 @@ import msgspec
 
 from timeball.broker.groups.draining import LOOK_MS, Draining, DrainReceiver
 from timeball.broker.policy import queues_to_read
-from timeball.broker.registry.topic import MESSAGE_TYPE
+from timeball.broker.registry.topics import MESSAGE_TYPE
 from timeball.broker.revoking.cancel import SETTLED, RecallRefused, decode_handle
 from timeball.broker.revoking.find_message import sent_states
 from timeball.broker.revoking.group_questions import (

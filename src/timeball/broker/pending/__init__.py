@@ -2,10 +2,9 @@
 
     snapshot.py    the pending scheduled messages at one time: where they are stored, and which messages are settled.
                    Also the messages of the log, sorted and kept between two reads
-    pages.py       requests and their answers
     listing.py     a page of pending messages, and the walk through the table, row group by row group
     forecast.py    counts of the messages that are due in each second, minute, hour or day
 
-A read takes its snapshot on the event loop, in some microseconds, and does all its work in the background thread.
-Settled means released or cancelled.
+Requests and answers are in model/answers.py. A read takes its snapshot on the event loop, in some microseconds, and
+does all its work in the background thread. Settled means released or cancelled.
 """

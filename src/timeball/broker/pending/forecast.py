@@ -20,7 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from timeball.broker.pending.pages import Counted, Unit
 from timeball.broker.pending.snapshot import Codes, Snapshot, Snapshots, TopicCodes, is_shown, scan
 from timeball.broker.policy import Policy
 from timeball.broker.tables.memory import give_back
@@ -29,16 +28,17 @@ from timeball.io.threads import in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.answers import BucketUnit, DueCounts
 from timeball.model.errors import OutOfRange, OverLimit
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
 
-UNITS: dict[Unit, int] = {
+UNITS: dict[BucketUnit, int] = {
     "second": limits.SECOND_MS, "minute": limits.MINUTE_MS, "hour": limits.HOUR_MS, "day": limits.DAY_MS
 }  # fmt: skip
 # The default length of a window, in buckets: five minutes, two hours, two days, two months.
-_DEFAULT_BUCKETS: dict[Unit, int] = {"second": 300, "minute": 120, "hour": 48, "day": 60}
+_DEFAULT_BUCKETS: dict[BucketUnit, int] = {"second": 300, "minute": 120, "hour": 48, "day": 60}
 # How far a count's window extends beyond the request.
 _SPARE_MS = 60_000
 FRESH_S, TIMES_ITS_COST = 2.0, 10.0
@@ -94,12 +94,12 @@ class Forecast:
 
     async def counted(
         self,
-        by: Unit,
+        by: BucketUnit,
         from_ms: int | None = None,
         to_ms: int | None = None,
         topic: str | None = None,
         caller: Caller = ANONYMOUS,
-    ) -> Counted:
+    ) -> DueCounts:
         """Count the messages of a window, for the topics that the caller may see.
 
         The window is widened to whole buckets. Without `from_ms` it begins now, and without `to_ms` it has a default
@@ -157,8 +157,8 @@ class Forecast:
             return count
 
     def _build_answer(
-        self, count: _Count, by: Unit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
-    ) -> Counted:
+        self, count: _Count, by: BucketUnit, from_ms: int, to_ms: int, topic: str | None, caller: Caller
+    ) -> DueCounts:
         topic_codes, buckets = count.pairs // count.buckets, count.pairs % count.buckets
         begin, end = ((ms - count.from_ms) // count.width_ms for ms in (from_ms, to_ms))
         is_counted = (buckets >= begin) & (buckets < end)
@@ -171,7 +171,7 @@ class Forecast:
         # Only over the visible topics: messages of other topics are in neither sum.
         by_bucket = np.bincount(buckets[is_counted], count.due[is_counted]).astype(np.int64)
         by_topic = np.bincount(topic_codes[is_counted], count.due[is_counted]).astype(np.int64)
-        return Counted(
+        return DueCounts(
             by, from_ms, to_ms, count.counted_ms,
             [
                 (count.from_ms + bucket * count.width_ms, int(by_bucket[bucket]))

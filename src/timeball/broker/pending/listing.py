@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.pending.pages import Page, Position, Waiting, Wanted
 from timeball.broker.pending.snapshot import Codes, Logged, LogTail, Snapshot, Snapshots, TopicCodes, is_shown
 from timeball.broker.policy import Policy
 from timeball.broker.registry.campaigns import Campaigns
@@ -38,10 +37,11 @@ from timeball.io.threads import Threads, in_slices, in_thread
 from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
+from timeball.model.answers import PagePosition, PageRequest, PendingMessage, PendingPage
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
-from timeball.schedule.levels import restored
+from timeball.schedule.delay_levels import restored
 from timeball.schedule.locations import Columns
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
@@ -79,7 +79,7 @@ class Listing:
         self._tail = LogTail(reader, self._codes)
         self._forget_timer: asyncio.TimerHandle | None = None
 
-    async def page(self, request: Wanted, caller: Caller = ANONYMOUS) -> Page:
+    async def page(self, request: PageRequest, caller: Caller = ANONYMOUS) -> PendingPage:
         """Read a page of pending messages of topics that the caller may see. Raise Forbidden, NotFound, OutOfRange.
 
         Also raise Unavailable if retention removed rows twice during the read.
@@ -101,7 +101,7 @@ class Listing:
 
     # -- by position ---------------------------------------------------------------------------------------------
 
-    async def _page_by_position(self, request: Wanted, caller: Caller) -> Page:
+    async def _page_by_position(self, request: PageRequest, caller: Caller) -> PendingPage:
         """Read a page in the order of due times. Raise Unavailable after two attempts."""
         may = partial(self._policy.allows, caller, Verb.LOOK)
         background = self._threads.background
@@ -122,8 +122,8 @@ class Listing:
         raise Unavailable("retention removed rows twice during the read; ask again")
 
     def _read_page(
-        self, snapshot: Snapshot, request: Wanted, may: Callable[..., bool], ranges: CampaignRanges
-    ) -> Page:
+        self, snapshot: Snapshot, request: PageRequest, may: Callable[..., bool], ranges: CampaignRanges
+    ) -> PendingPage:
         shown = Shown(self._codes, request.topic, may)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, request.topic)
         in_log, log_upto = self._tail.after(snapshot, request.low, request.high, LOOK_ROWS)
@@ -146,7 +146,7 @@ class Listing:
         if len(file_rows):
             rows.append(walk.rows_of(in_files.part(file_rows), _SHOWN))
         messages = _messages(rows, ranges)
-        return Page(messages, None if upto >= request.high else upto)
+        return PendingPage(messages, None if upto >= request.high else upto)
 
     def _read_log(self, logged: Logged) -> list[pa.Table]:
         """Read the columns `_SHOWN` of these rows of the log, in the form of the table's rows."""
@@ -197,7 +197,7 @@ class Listing:
 
     # -- by key --------------------------------------------------------------------------------------------------
 
-    async def _page_by_key(self, request: Wanted, key: str, caller: Caller) -> Page:
+    async def _page_by_key(self, request: PageRequest, key: str, caller: Caller) -> PendingPage:
         """Read a page of pending messages with this key, found by the key index."""
         # The lookup hides scheduled messages that the caller may not see, and copies on their way back to a group.
         names = Names(keys=[key], topic=request.topic, may=self._policy.visible(caller))
@@ -218,9 +218,9 @@ class Listing:
         )
         # The lookup finds all messages with the key, so there is a next page only if it has more candidates.
         is_last = len(pending) == len(chosen)
-        return Page(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
+        return PendingPage(messages, None if is_last else (chosen[-1].due_ms, chosen[-1].seq + 1))
 
-    def _read_candidates(self, chosen: list[Candidate], ranges: CampaignRanges) -> list[Waiting]:
+    def _read_candidates(self, chosen: list[Candidate], ranges: CampaignRanges) -> list[PendingMessage]:
         rows = read_scheduled_rows(
             self._reader, self._file_keys, self._scheduling.hour_log.pending.live, chosen
         )
@@ -228,7 +228,7 @@ class Listing:
         by_seq = {row["seq"]: row for row in rows.select(["seq", "tag", "body"]).to_pylist()}
         names = _find_campaigns(np.array([c.number for c in chosen], np.int64), ranges)
         return [
-            Waiting(
+            PendingMessage(
                 c.number, c.topic, c.due_ms, c.unique_key, c.keys,
                 by_seq[c.seq]["tag"], len(by_seq[c.seq]["body"] or b""), name,
             )
@@ -262,7 +262,7 @@ class Shown:
         return self._is_shown[codes] if len(codes) else np.empty(0, np.bool_)
 
 
-def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[Waiting]:
+def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[PendingMessage]:
     rows: list[dict[str, Any]] = []
     for table in tables:
         size = pc.fill_null(pc.binary_length(table.column("body")), 0)
@@ -272,7 +272,7 @@ def _messages(tables: list[pa.Table], ranges: CampaignRanges) -> list[Waiting]:
     numbers = [row["seq"] if row["number"] is None else row["number"] for row in rows]
     names = _find_campaigns(np.array(numbers, np.int64), ranges)
     return [
-        Waiting(
+        PendingMessage(
             number, row["topic"], row["due_ms"], row["unique_key"], row["keys"], row["tag"],
             row["size_bytes"], name,
         )
@@ -332,8 +332,8 @@ class TableWalk:
         self.files: dict[int, DataFile] = {}  # the files read so far
 
     def after(
-        self, low: Position, high: Position, rows: int, is_topic_shown: Callable[[Codes], Bools]
-    ) -> tuple[Filed, Position]:
+        self, low: PagePosition, high: PagePosition, rows: int, is_topic_shown: Callable[[Codes], Bools]
+    ) -> tuple[Filed, PagePosition]:
         """Read the pending messages in [low, high), and the position up to which the result is complete.
 
         The result has more than `rows` messages, unless there are fewer or a bound of the walk is reached.
@@ -372,8 +372,8 @@ class TableWalk:
         self,
         file_index: int,
         group: int,
-        low: Position,
-        high: Position,
+        low: PagePosition,
+        high: PagePosition,
         is_topic_shown: Callable[[Codes], Bools],
     ) -> Filed:
         rows = self.files[file_index].read_group(group, ["due_ms", "seq", "topic"])

@@ -25,14 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.broker.pending.pages import FIRST, LAST, Position
 from timeball.broker.registry.campaigns import AttachState
 from timeball.io.clock import SchedulerClock
 from timeball.log.reader import LogReader
+from timeball.model.answers import FIRST, LAST, PagePosition
 from timeball.model.errors import OutOfRange
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
-from timeball.schedule.levels import restored
+from timeball.schedule.delay_levels import restored
 from timeball.schedule.locations import KINDS, Columns, moved_versions
 from timeball.schedule.outcomes import Holds, Settled
 from timeball.schedule.scheduler import Scheduling
@@ -250,7 +250,9 @@ class LogTail:
         self._rows, self._next_seq = NOTHING, -1
         self._low, self._high = FIRST, FIRST  # the scheduled messages in [low, high) are kept
 
-    def after(self, snapshot: Snapshot, low: Position, high: Position, rows: int) -> tuple[Logged, Position]:
+    def after(
+        self, snapshot: Snapshot, low: PagePosition, high: PagePosition, rows: int
+    ) -> tuple[Logged, PagePosition]:
         """Find the pending messages in [low, high), sorted, and the position up to which all were examined.
 
         One call examines at most `rows` messages. It leaves out settled messages, and those that an attach has moved to

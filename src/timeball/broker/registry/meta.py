@@ -5,10 +5,10 @@
     group/<name>                       SubscriptionGroup        groups.py
     mode/<topic>@<group>               RequestMode              groups.py
     offsets/<group>@<topic>            {queue: offset}          groups.py
-    leases/<group>@<topic>@<queue>@<part>   SavedPart           lease_meta.py
+    leases/<group>@<topic>@<queue>@<part>   SavedPart           tables.py
     campaign/<id>                      CampaignFacts            campaigns.py
     push/<name>                        PushSubscription         push_subscriptions.py
-    secret/receipts                    32 bytes, as base64      lease_meta.py
+    secret/receipts                    32 bytes, as base64      tables.py
     secret/push/<name>                 PushSecrets              push_subscriptions.py
     dead/<group>                       {queue: [[begin, end]]}  dead_letters.py
     repeated/<group>                   {queue: [Run]}           dead_letters.py
@@ -16,8 +16,8 @@
     once/<hash of caller and key>      KeyedSend                idempotency.py
     source/<hash of caller and name>   SourceState              idempotency.py
     cluster/epoch                      EpochFacts               groups.py, written by the replica that leads
-    drain/out                          DrainFacts               drains.py
-    adopted/<group>                    AdoptedFacts             drains.py
+    drain/out                          DrainFacts               tables.py
+    adopted/<group>                    AdoptedFacts             tables.py
     snapshot                           all of these at once     log/checkpoint.py
 
 Values are JSON, and an empty value deletes its key. A change is appended at once, on the event loop. So it precedes

@@ -14,7 +14,7 @@ import numpy as np
 
 from timeball.broker.filters.tags import tag_hash, tag_mask
 from timeball.broker.registry.rates import Rates, Stat, of_dead_letter
-from timeball.broker.registry.topic import Queue, Topic
+from timeball.broker.registry.topics import Queue, Topic
 from timeball.log.format import ENTRY
 from timeball.model.message import DLQ_PREFIX
 

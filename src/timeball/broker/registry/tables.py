@@ -1,17 +1,171 @@
-"""The tables of a broker's state, each stored as META rows of the log."""
+"""The tables of a broker's state, each stored as META rows of the log. The small ones are defined here.
+
+Drains: a drained group moves its pending messages to another group of the cluster, the heir.
+
+    drain/out          DrainFacts, in the drained group: the heir, and the transfer that it has not confirmed yet
+    adopted/<group>    AdoptedFacts, in the heir: the last transfer that it has adopted from <group>
+
+Each row is in the same frame as the transfer's messages: the rows that end them in the drained group, or those that
+begin them in the heir. So a transfer that is sent again after a crash has the same messages, and is adopted once.
+"""
 
 from __future__ import annotations
 
+import secrets
+
+import msgspec
+
 from timeball.broker.registry.campaigns import Campaigns
 from timeball.broker.registry.dead_letters import ExpiredMessages, RepeatedDeadLetters, ResolvedDeadLetters
-from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.groups import PREFIX, EpochFacts, Groups, Offsets, RequestModes
 from timeball.broker.registry.idempotency import IdempotencyKeys, SourcePositions
-from timeball.broker.registry.lease_meta import ReceiptSecret, SavedPart
-from timeball.broker.registry.meta import MetaLog, MetaTable
+from timeball.broker.registry.meta import Change, MetaLog, MetaTable
 from timeball.broker.registry.push_subscriptions import PushSubscriptions
 from timeball.broker.registry.topics import Topics
 from timeball.io.files import Files
+from timeball.model.answers import HANDED
+from timeball.model.message import SECRET_PREFIX
+
+OUT = "out"
+
+
+class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of a drained group's META row. Group and `since_ms` identify a drain."""
+
+    heir: str  # the group that receives the messages
+    since_ms: int
+    account: str = ""  # the account used for requests to the heir
+    transfer: int = 0  # number of the last transfer, counted from 1
+    moved_rows: int = 0  # confirmed by the heir
+    # The unconfirmed transfer: its rows in this log, and the time when they were written. rows 0: there is none.
+    first_seq: int = 0
+    rows: int = 0
+    at_ms: int = 0
+
+
+class AdoptedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The value of the META row in the group that receives a drain: its last transfer."""
+
+    since_ms: int  # identifies the drain
+    transfer: int
+    rows: int  # in all transfers of the drain
+
+
+class Drains:
+    """The drain of this group, and the drains of other groups to it. Belongs to the event loop."""
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._out, self._adopted = (
+            MetaTable(meta, "drain", DrainFacts),
+            MetaTable(meta, "adopted", AdoptedFacts),
+        )
+
+    @property
+    def out(self) -> DrainFacts | None:
+        """The drain of this group, or None if it is not drained."""
+        return self._out.values.get(OUT)
+
+    @property
+    def needed_seq(self) -> int | None:
+        """The first row of the unconfirmed transfer, which may have to be sent again. None if there is none."""
+        out = self.out
+        return out.first_seq if out is not None and out.rows else None
+
+    def was_handed_over(self, word: str, at_ms: int | None) -> bool:
+        """Check whether a message of this log was, or may have been, handed over, by its verdict or state `word`.
+
+        `at_ms`: the time when the message ended, None if that is no longer known.
+        """
+        # No row shows any more how the message ended. In a drained group it may have been handed over, so it must not
+        # be reported as cancelled.
+        is_faded = at_ms is None and word in ("cancelled", "already_cancelled")
+        return word == HANDED or (is_faded and self.out is not None)
+
+    def is_moving(self, at_ms: int | None) -> bool:
+        """Check whether messages handed over at `at_ms` may not have arrived at the heir yet."""
+        out = self.out
+        return out is not None and bool(out.rows) and (at_ms is None or at_ms >= out.at_ms)
+
+    def put(self, facts: DrainFacts) -> None:
+        """Append the state of this group's drain."""
+        self._out.put([(OUT, facts)])
+
+    def changed(self, facts: DrainFacts) -> Change:
+        """Build the row of the drain's state, for a frame with other rows."""
+        return self._out.changed([(OUT, facts)])
+
+    def adopted(self, source: str) -> AdoptedFacts | None:
+        """Find the last transfer that this group has adopted from `source`."""
+        return self._adopted.values.get(source)
+
+    def adoption_row(self, source: str, facts: AdoptedFacts) -> Change:
+        """Build the META row of an adopted transfer, for the frame with its messages."""
+        return self._adopted.changed([(source, facts)])
+
+
+# ---- saved leases --------------------------------------------------------------------------------------------
+# consuming/lease_saver.py writes and reads these rows. A row covers PART_POSITIONS positions of one queue, so that an
+# acknowledgement in a queue with thousands of leases does not write all of them again.
+
+
+class LeaseRun(msgspec.Struct, array_like=True):
+    """Consecutive positions that are open, and whose leases are equal."""
+
+    offset: int  # of the first one
+    count: int
+    pop_ms: int  # identifies the receipts, or NO_RECEIPT for positions that are leased again before new ones
+    # On the wall clock, as the next one. In memory a deadline is elapsed time.
+    deadline_ms: int
+    since_ms: int  # when the deadline was set
+    in_order: bool = False
+    counts: bool = True
+    times: int = 0
+    nacked_ms: int | None = None
+    nack_reason: str = ""
+
+
+class SavedPart(msgspec.Struct):
+    """The leases of one group in a part of one queue. Positions before `next_offset` are done unless they are open."""
+
+    group: str
+    topic: str
+    queue_id: int
+    part: int  # of the positions from part * PART_POSITIONS on
+    next_offset: int
+    runs: list[LeaseRun]
+    acked_ahead: list[int]  # positions from `next_offset` on that are done
+    last_pop_ms: int = 0
+    attempt_id: str = ""
+
+
+# ---- the secret of receipts ----------------------------------------------------------------------------------
+
+NAME = "receipts"
+SIZE_BYTES = 32
+
+
+class ReceiptSecret:
+    """The secret of this data folder, which seals the texts of receipts. Belongs to the event loop.
+
+    Receipts that consumers hold must stay valid across a restart, so the secret is a META row. It protects only against
+    invented or changed receipts: a user who can read the folder can read the secret too. Readers of the log outside the
+    broker do not get its value (`Broker.read_log`).
+    """
+
+    def __init__(self, meta: MetaLog) -> None:
+        self._table = MetaTable(meta, SECRET_PREFIX.rstrip("/"), bytes)
+
+    @property
+    def is_made(self) -> bool:
+        """True if the log contains the secret. It must be durable before a receipt is returned to a consumer."""
+        return NAME in self._table.values
+
+    def get(self) -> bytes:
+        """Read the secret. Create it if there is none."""
+        if not self.is_made:
+            # Created with the first receipt, so that a broker that never leases a message stores no secret.
+            self._table.put([(NAME, secrets.token_bytes(SIZE_BYTES))])
+        return self._table.values[NAME]
 
 
 class Tables:

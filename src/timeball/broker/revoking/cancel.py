@@ -37,9 +37,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
-from timeball.broker.registry.drains import Drains
 from timeball.broker.registry.rates import Rates, Stat
 from timeball.broker.registry.redeliveries import Redeliveries
+from timeball.broker.registry.tables import Drains
 from timeball.broker.registry.topics import Topics
 from timeball.broker.revoking.scheduled_lookup import (
     CANCELLED,

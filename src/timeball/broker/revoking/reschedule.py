@@ -44,7 +44,7 @@ from timeball.model.config import Settings
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.message import LOG_SCHEMA, Kind, decode_properties, encode_properties
 from timeball.model.wire import Verdict
-from timeball.schedule.levels import REAL_QUEUE
+from timeball.schedule.delay_levels import REAL_QUEUE
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table.file_keys import FileSet

@@ -44,9 +44,9 @@ from timeball.model.errors import Corrupt, NotFound, OutOfRange, TimeballError
 from timeball.model.key_hash import UInt64Array, hash_text
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
 from timeball.model.rules import check_key
+from timeball.schedule.delay_levels import REAL_TOPIC
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.hour_log import as_scheduled as table_rows
-from timeball.schedule.levels import REAL_TOPIC
 from timeball.schedule.locations import KINDS, as_scheduled
 from timeball.schedule.outcomes import Moved, Outcomes
 from timeball.table.file_keys import FileSet

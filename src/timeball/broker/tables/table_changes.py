@@ -5,6 +5,7 @@ table/catalog.py) run under one lock, because each attach begins where the previ
 saved between the steps.
 
 `TableWatch` makes the table match the log again, after a commit of another program or a failed commit of this broker.
+`StoredTable` fetches files from an object store before their messages are due.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from functools import partial
 
 import msgspec
@@ -32,15 +34,17 @@ from timeball.log.disk_thread import FileReplication
 from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.config import Settings
-from timeball.model.errors import OverLimit, RequestError, Unavailable
+from timeball.model.errors import Corrupt, NotFound, OverLimit, RequestError, Unavailable
 from timeball.model.message import Int64Array, Kind, build_rows
 from timeball.model.wire import Attached
+from timeball.schedule.hour_log import HourLog
 from timeball.schedule.loaded import AHEAD_MS
 from timeball.schedule.locations import Waiting, take_scheduled
-from timeball.schedule.scheduler import Scheduling
+from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
+from timeball.table.file_cache import THREADS, FileCache
 from timeball.table.pending_table import PendingTable
 
 logger = logging.getLogger(__name__)
@@ -552,3 +556,82 @@ class TableWatch:
     async def _try_restore(self, path: str) -> bool:
         """Restore a deleted data file if a copy is left (reader thread). True if the file is there again."""
         return await in_thread(self._threads.reader, self._pending_table.catalog.data.restore_file, path)
+
+
+# ---- a table in an object store -------------------------------------------------------------------------------
+# Every few seconds, files with messages due within the hour are pinned in the cache, so that they are not evicted.
+# Missing files are fetched, the earliest due first. So no message is late if the store is unreachable for one hour. If
+# a file cannot be fetched in time, only its messages are late. They delay no others, none of them counts as settled
+# (released or cancelled), and they are released once the file is local.
+
+FETCH_EVERY_MS = 5_000
+
+
+class StoredTable:
+    """The periodic task that fetches files and updates the Delta table. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        cache: FileCache,
+        mover: TableChanges,
+        *,
+        clock: SchedulerClock,
+        scheduler: Scheduler,
+        hour_log: HourLog,
+        table_thread: Executor,
+    ) -> None:
+        self._cache, self._mover = cache, mover
+        self._clock, self._scheduler = clock, scheduler
+        self._hour_log, self._table_thread = hour_log, table_thread
+        self._unreadable: set[str] = set()  # files that were logged already
+
+    async def look(self) -> None:
+        """Fetch the files that are due soon. Then update a Delta table that is behind the log, if the store answers."""
+        due_soon = self._due_soon()
+        # Before the first fetch, because a fetch may evict other files to free space.
+        self._cache.pin(entry.path for entry in due_soon)
+        # Two separate steps: a file that can never be fetched must not prevent updates of the Delta table.
+        for step in (partial(self._fetch, due_soon), self._update_delta_table):
+            try:
+                await step()
+            except Unavailable:
+                # The cache counts, logs and shows this error. The next call tries again.
+                continue
+        self._cache.missing_files = sum(not self._cache.is_local(entry.path) for entry in due_soon)
+
+    async def _update_delta_table(self) -> None:
+        await in_thread(self._table_thread, self._cache.probe)
+        await self._mover.catch_up()
+
+    def _due_soon(self) -> list[FileEntry]:
+        return self._hour_log.pending.due_between(self._scheduler.settled_before_ms, soon_ms(self._clock))
+
+    async def _fetch(self, due_soon: Sequence[FileEntry]) -> None:
+        missing = [entry.path for entry in due_soon if not self._cache.is_local(entry.path)]
+        for begin in range(0, len(missing), THREADS):
+            paths = missing[begin : begin + THREADS]
+            fetches = (in_thread(self._cache.threads, self._cache.fetch, path) for path in paths)
+            errors = await asyncio.gather(*fetches, return_exceptions=True)
+            # After each group of files: the first file may be due now, and the last one in an hour.
+            self.look_again()
+            for path, error in zip(paths, errors, strict=True):
+                if isinstance(error, Corrupt | NotFound):
+                    self._log_unreadable(path, error)
+                elif error is not None and not isinstance(error, Unavailable):
+                    raise error
+            # If all fetches fail, the store is unreachable. If some succeed, only these files have a problem.
+            if all(isinstance(error, Unavailable) for error in errors):
+                return
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let the schedule open files that have become local."""
+        self._hour_log.look_again()
+        self._scheduler.on_earlier()
+
+    def _log_unreadable(self, path: str, error: BaseException) -> None:
+        # The broker continues, because messages of other files are due too. The messages of this file wait until an
+        # administrator restores it.
+        if path not in self._unreadable:
+            self._unreadable.add(path)
+            logger.error("data file cannot be fetched file=%s reason=%s", path, error)

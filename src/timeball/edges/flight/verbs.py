@@ -19,7 +19,7 @@ import pyarrow as pa
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest
 from timeball.broker.filters import EVERYTHING, SQL92, TAG, Filter
 from timeball.broker.filters.compiler import FilterCache
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.flight import codec
 from timeball.edges.shared.receipt_handles import ReceiptHandles

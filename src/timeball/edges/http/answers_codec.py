@@ -16,16 +16,19 @@ from typing import Any, cast, get_args
 import msgspec
 import pyarrow as pa
 
-from timeball.broker.pending.pages import Counted, Page, Unit, Wanted
 from timeball.edges.http.codec import body_fields, encode, format_time, text_or_bytes
 from timeball.model import limits, time_parsing
 from timeball.model.answers import (
+    BucketUnit,
     Campaign,
     DeadLetterPage,
     DeadLetterRow,
+    DueCounts,
     GroupPlace,
     GroupState,
     MessagePlace,
+    PageRequest,
+    PendingPage,
     Verdict,
 )
 from timeball.model.errors import InvalidMessage, OutOfRange
@@ -452,7 +455,7 @@ class Forecast(msgspec.Struct):
     topics: dict[str, int]
 
 
-def parse_page_query(query: Mapping[str, str]) -> Wanted:
+def parse_page_query(query: Mapping[str, str]) -> PageRequest:
     """Parse the query for a page of pending messages. Raises InvalidMessage, InvalidDelay and OutOfRange."""
     rows = query.get("max", str(PAGE_ROWS))
     if not (rows.isascii() and rows.isdecimal() and len(rows) < 9):
@@ -464,14 +467,14 @@ def parse_page_query(query: Mapping[str, str]) -> Wanted:
         if page_match is None:
             raise InvalidMessage(f"page={page[:40]!r}: give back the next_page of an answer, as it stands")
         after = int(page_match[1]), min(int(page_match[2]), (1 << 63) - 1)
-    return Wanted(int(rows), query.get("topic"), query.get("key"), from_ms, to_ms, after)
+    return PageRequest(int(rows), query.get("topic"), query.get("key"), from_ms, to_ms, after)
 
 
-def parse_unit(text: str) -> Unit:
+def parse_unit(text: str) -> BucketUnit:
     """Parse the length of the buckets of a forecast. Raises OutOfRange."""
-    for unit in get_args(Unit):
+    for unit in get_args(BucketUnit):
         if unit == text:
-            return cast(Unit, unit)
+            return cast(BucketUnit, unit)
     raise OutOfRange(f"by={text[:20]}: second, minute, hour or day")
 
 
@@ -482,7 +485,7 @@ def parse_window(query: Mapping[str, str]) -> tuple[int | None, int | None]:
     return from_ms, to_ms
 
 
-def page_answer(page: Page) -> WaitingPage:
+def page_answer(page: PendingPage) -> WaitingPage:
     """Build the answer for a page of pending messages."""
     messages = [
         Waiting(
@@ -494,7 +497,7 @@ def page_answer(page: Page) -> WaitingPage:
     return WaitingPage(messages, None if page.next_page is None else "-".join(map(str, page.next_page)))
 
 
-def forecast_answer(counted: Counted) -> Forecast:
+def forecast_answer(counted: DueCounts) -> Forecast:
     """Build the answer for a forecast."""
     buckets = [Bucket(*bucket) for bucket in counted.buckets]
     return Forecast(

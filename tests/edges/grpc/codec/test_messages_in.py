@@ -17,7 +17,7 @@ from timeball.edges.grpc.codec.messages_out import RESERVED
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits
 from timeball.model.message import SEND_NAMES, decode_properties, with_seq
-from timeball.schedule.levels import LevelTable
+from timeball.schedule.delay_levels import LevelTable
 
 NOW_MS = 1_800_000_000_000
 QUEUES = 3

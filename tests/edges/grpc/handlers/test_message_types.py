@@ -8,7 +8,7 @@ import pytest
 from tests.broker.on_node import on_node
 from tests.crash.world import World
 
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.edges.grpc._generated.definition_pb2 import Code, MessageType
 from timeball.edges.grpc.handlers.sends import ALL_TYPES, accepted_types, check_type
 from timeball.edges.shared.error_codes import Refused

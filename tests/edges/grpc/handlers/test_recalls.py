@@ -10,7 +10,7 @@ from tests.edges.grpc.sending import message, rows, sent
 from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.revoking.cancel import encode_handle
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc._generated import service_pb2 as s

@@ -17,7 +17,7 @@ from tests.edges.http2.raw_client import RawClient, fields, message
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import WRITE, TopicConfig
+from timeball.broker.registry.topics import WRITE, TopicConfig
 from timeball.broker.service import Broker
 from timeball.edges.grpc import edge
 from timeball.edges.grpc.dispatch import SERVICE_NAME

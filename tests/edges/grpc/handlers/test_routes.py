@@ -14,7 +14,7 @@ from tests.edges.grpc.wire import Wire, d, s
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.broker.registry.groups import SubscriptionGroup
-from timeball.broker.registry.topic import READ, WRITE, TopicConfig
+from timeball.broker.registry.topics import READ, WRITE, TopicConfig
 from timeball.edges.grpc._generated.definition_pb2 import AddressScheme
 from timeball.edges.grpc.calls import Call, GrpcContext
 from timeball.edges.grpc.handlers.telemetry import Routes, advertised_endpoints, endpoints

@@ -14,7 +14,7 @@ from tests.edges.grpc.wire import Wire
 from tests.node_fixture import RunningNode, eventually, running_node
 
 from timeball import Timeball
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.broker.revoking.cancel import decode_handle
 from timeball.edges.grpc._generated import definition_pb2 as d
 from timeball.edges.grpc.handlers.sends import MESSAGES_MAX

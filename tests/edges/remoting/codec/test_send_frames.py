@@ -22,7 +22,7 @@ from tests.edges.remoting.codec.test_implementation import (
 from timeball.broker.accepting import admission
 from timeball.broker.accepting.admission import SmallBatch
 from timeball.broker.registry.rates import Rates, Stat
-from timeball.broker.registry.topic import Queues, Topic, TopicConfig, TopicFacts
+from timeball.broker.registry.topics import Queues, Topic, TopicConfig, TopicFacts
 from timeball.edges.remoting.codec.codes import RequestCode
 from timeball.edges.remoting.codec.frame import BINARY, FRAME_BYTES_MAX, JSON, Frame
 from timeball.edges.remoting.codec.implementation import COMPILED, Codec

@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode
 from timeball.broker.accepting import ingress
 from timeball.broker.accepting.admission import as_columns
 from timeball.broker.accepting.appender import Accepted
-from timeball.broker.registry.topic import READ, TopicConfig
+from timeball.broker.registry.topics import READ, TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.frame import Command
 from timeball.edges.remoting.codec.records import BatchRecord, encode_batch

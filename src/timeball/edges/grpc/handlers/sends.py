@@ -29,8 +29,7 @@ import pyarrow as pa
 
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Piece
-from timeball.broker.registry.topic import MESSAGE_TYPE
-from timeball.broker.registry.topics import Topic
+from timeball.broker.registry.topics import MESSAGE_TYPE, Topic
 from timeball.broker.revoking import cancel
 from timeball.broker.revoking.cancel import RecallRefused
 from timeball.broker.transacting import Half, Outcome

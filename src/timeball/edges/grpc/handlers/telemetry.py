@@ -41,8 +41,7 @@ from timeball.broker.registry.groups import (
     SubscriptionGroup,
     retry_delay_ms,
 )
-from timeball.broker.registry.topic import READ, WRITE
-from timeball.broker.registry.topics import Topic
+from timeball.broker.registry.topics import READ, WRITE, Topic
 from timeball.broker.revoking.group_questions import GroupRoute
 from timeball.edges.grpc._generated.definition_pb2 import (
     Address,

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.broker.registry.topic import INHERIT, READ, WRITE
-from timeball.broker.registry.topics import check_topic
+from timeball.broker.registry.topics import INHERIT, READ, WRITE, check_topic
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply, address, store_host
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.codec.records import encode_stored

@@ -28,7 +28,7 @@ from timeball.broker.accepting.admission import ParsedSends, SmallBatch
 from timeball.broker.accepting.appender import Accepted
 from timeball.broker.accepting.ingress import Ingress, Piece
 from timeball.broker.registry.queue_offsets import QueueOffsets, tag_number
-from timeball.broker.registry.topic import Topic
+from timeball.broker.registry.topics import Topic
 from timeball.broker.revoking.cancel import RecallRefused, encode_handle
 from timeball.broker.transacting import Half, Outcome
 from timeball.edges.remoting.calls import (

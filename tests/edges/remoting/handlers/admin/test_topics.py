@@ -13,7 +13,7 @@ from tests.edges.remoting.pairs import Pair, context_of
 from tests.edges.remoting.wire import Wire, json_body
 from tests.node_fixture import RunningNode
 
-from timeball.broker.registry.topic import TopicConfig
+from timeball.broker.registry.topics import TopicConfig
 from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
 from timeball.edges.remoting.handlers.admin.topics import ORDER_NAMESPACE, TopicAdmin
 from timeball.model import limits

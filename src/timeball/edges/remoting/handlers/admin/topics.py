@@ -21,8 +21,7 @@ import msgspec
 from timeball import __version__
 from timeball.broker.admin.administration import TopicChange
 from timeball.broker.registry.rates import STATS, Rate, Stat, Window, shares
-from timeball.broker.registry.topic import READ, WRITE, TopicConfig
-from timeball.broker.registry.topics import FilterType, Topic
+from timeball.broker.registry.topics import READ, WRITE, FilterType, Topic, TopicConfig
 from timeball.edges.remoting.calls import (
     Call,
     Handlers,
