@@ -16,8 +16,8 @@ from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 
 from timeball import Timeball
 from timeball.cli.messages import SENTENCES, parse_due, report_ends, sentence
+from timeball.cli.options import show_wait
 from timeball.cli.output import ExitCode
-from timeball.cli.units import show_wait
 from timeball.model.errors import RequestError
 from timeball.model.limits import HOUR_MS
 from timeball.model.wire import VERDICTS, Verdict

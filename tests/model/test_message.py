@@ -17,6 +17,7 @@ from timeball.model.message import (
     Kind,
     alike,
     build_rows,
+    cancel_row,
     codes_of,
     decode_properties,
     encode_properties,
@@ -238,3 +239,17 @@ def test_a_secret_is_null_and_everything_else_as_it_was() -> None:
     assert shown.drop_columns(["body"]).equals(rows.drop_columns(["body"]))
     none = rows.slice(3)
     assert without_secrets(none) is none
+
+
+@pytest.mark.parametrize(("due_seq", "version_seq"), [(7, None), (9, 9)])
+def test_a_cancel_row_has_each_value_in_its_column(due_seq: int, version_seq: int | None) -> None:
+    row = cancel_row(
+        topic="orders", source_seq=7, due_seq=due_seq, due_ms=5_000, store_ms=1_000,
+        keys="k", unique_key="id", properties="p", accepted_ms=500,
+    )  # fmt: skip
+    values = dict(zip(LOG_SCHEMA.names, row, strict=True))
+    assert {name: value for name, value in values.items() if value is not None} == {
+        "kind": Kind.CANCEL, "topic": "orders", "queue_id": -1, "keys": "k", "unique_key": "id", "properties": "p",
+        "store_ms": 1_000, "due_ms": 5_000, "accepted_ms": 500, "source_seq": 7,
+        **({} if version_seq is None else {"version_seq": version_seq}),
+    }  # fmt: skip

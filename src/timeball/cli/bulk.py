@@ -28,10 +28,11 @@ from timeball.cli.options import (
     SparkOptions,
     pair,
     reach,
+    show_bytes,
+    show_instant,
     spark_options,
 )
 from timeball.cli.output import ExitCode, bars, print_note, progress_bar, show
-from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import NotFound, RequestError, SetupError
 
 if TYPE_CHECKING:
@@ -261,7 +262,7 @@ def campaign_id(source: Source, columns: Mapping[str, str | None]) -> str:
 
 
 def _read(spark: SparkSession, source: Source) -> DataFrame:
-    from timeball.spark.spark_errors import spark_errors
+    from timeball.spark.source.spark_api import spark_errors
 
     reader = spark.read.format(source.format.value).options(**source.options)
     try:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, reach
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, reach, show_instant, show_ms
 from timeball.cli.output import err, print_json, print_line, show
-from timeball.cli.units import show_instant, show_ms
 
 if TYPE_CHECKING:
     from timeball.spark.jobs.campaign import CampaignParts, Progress

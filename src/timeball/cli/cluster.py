@@ -20,10 +20,11 @@ from timeball.cli.options import (
     addresses_of,
     as_parameter,
     cluster_options,
+    parse_duration_ms,
     reach,
+    show_wait,
 )
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
-from timeball.cli.units import parse_duration_ms, show_wait
 from timeball.cluster.protocol.replica import Record, majority, node_of
 from timeball.io.clock import SystemClock
 from timeball.model.config import Settings
@@ -37,7 +38,7 @@ from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 
 if TYPE_CHECKING:
     from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
-    from timeball.cluster.operating.operations import Operations
+    from timeball.cluster.operations import Operations
     from timeball.model.wire import Drained
 
 POLL_S = 0.5
@@ -172,7 +173,7 @@ def init(
     """
     names = [name.strip() for name in nodes.split(",") if name.strip()]
 
-    from timeball.cluster.operating.operations import Operations
+    from timeball.cluster.operations import Operations
 
     async def ask(coordinator: Coordinator) -> Record:
         operations = Operations(coordinator, settings.group)
@@ -203,7 +204,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
       timeball cluster status --settings timeball.toml --json | jq '{group, leader, problems}'
       watch timeball cluster status
     """
-    from timeball.cluster.operating.operations import survey
+    from timeball.cluster.operations import survey
 
     groups = _run_with_coordinator(settings, survey)
     for group in groups:
@@ -330,7 +331,7 @@ def force(
             "including acknowledged messages. If one of them can be started, start it instead"
         )
 
-    from timeball.cluster.operating.operations import Operations
+    from timeball.cluster.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[Record | None, Record]:
         operations = Operations(coordinator, settings.group)
@@ -357,7 +358,7 @@ def _change(
     as_json: bool,
 ) -> None:
     """Request a change from the leader, wait for the outcome, and print it. With `dry_run`, print the plan only."""
-    from timeball.cluster.operating.operations import Operations
+    from timeball.cluster.operations import Operations
 
     async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
         operations = Operations(coordinator, settings.group)

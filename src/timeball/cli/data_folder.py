@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.options import JsonOption
+from timeball.cli.options import JsonOption, show_bytes, show_instant
 from timeball.cli.output import ExitCode, print_json, print_line, progress_bar, show
-from timeball.cli.units import show_bytes, show_instant
 from timeball.model.errors import RequestError, SetupError
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect
+from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, connect, show_instant
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, show
-from timeball.cli.units import show_instant
 from timeball.model.errors import RequestError
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ from timeball.cli.options import (
     JsonOption,
     SparkOptions,
     as_parameter,
+    parse_duration_ms,
     spark_options,
 )
 from timeball.cli.output import print_note, show
-from timeball.cli.units import parse_duration_ms
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import instant_ms
 

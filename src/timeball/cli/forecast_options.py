@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from timeball.cli.units import parse_duration_ms
+from timeball.cli.options import parse_duration_ms
 from timeball.model.errors import RequestError
 from timeball.model.time_parsing import instant_ms
 

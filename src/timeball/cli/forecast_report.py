@@ -21,9 +21,8 @@ import msgspec
 import numpy as np
 
 from timeball.cli.forecast_options import OTHER_TOPICS, Extra, Request, Window
-from timeball.cli.options import PICTURE, SparkOptions, not_installed, reach
+from timeball.cli.options import PICTURE, SparkOptions, not_installed, reach, show_ms
 from timeball.cli.output import bars, progress_bar
-from timeball.cli.units import show_ms
 from timeball.model.errors import RequestError, SetupError
 from timeball.model.limits import SECOND_MS
 from timeball.spark.endpoint import Endpoint, read_groups

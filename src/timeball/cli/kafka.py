@@ -12,7 +12,7 @@ import msgspec
 import typer
 
 from timeball.broker.cycle_collection import CYCLES
-from timeball.cli import log_lines
+from timeball.cli import output
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     KAFKA,
@@ -21,9 +21,9 @@ from timeball.cli.options import (
     is_third_party,
     naming,
     not_installed,
+    parse_duration_ms,
 )
 from timeball.cli.output import print_json, print_line
-from timeball.cli.units import parse_duration_ms
 from timeball.model.config import LogFormat, LogLevel
 from timeball.model.errors import SetupError
 
@@ -95,7 +95,7 @@ def kafka(
       timeball kafka --in delayed --bootstrap k1:9093,k2:9093 --kafka-config client.properties
       timeball kafka --in orders.delayed --out orders --json | jq .late_ms
     """
-    log_lines.configure(log_level, log_format)
+    output.configure(log_level, log_format)
     with naming("--status-every"):
         status_every_s = parse_duration_ms(status_every) / 1000
     name = name or in_topic

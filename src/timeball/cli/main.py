@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from timeball.cli import log_lines
+from timeball.cli import output
 from timeball.cli.output import explain, print_note
 
 EPILOG = (
@@ -116,7 +116,7 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see output.py)."""
-    log_lines.configure("warning", "text")  # serve, up and pipeline run reconfigure it by options
+    output.configure("warning", "text")  # serve, up and pipeline run reconfigure it by options
     try:
         app(args=arguments, prog_name="timeball")
     except Exception as error:  # the last handler: every error becomes a sentence and a code

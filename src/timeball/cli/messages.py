@@ -19,9 +19,19 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO
 import msgspec
 import typer
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect, naming
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    EndpointOption,
+    JsonOption,
+    as_parameter,
+    connect,
+    naming,
+    parse_duration_ms,
+    parse_property,
+    show_instant,
+    show_wait,
+)
 from timeball.cli.output import ExitCode, print_json, print_line, print_note, progress_bar, show
-from timeball.cli.units import parse_duration_ms, parse_property, show_instant, show_wait
 from timeball.model.errors import InvalidDelay, NotFound, RequestError, TimeballError
 from timeball.model.time_parsing import instant_ms
 

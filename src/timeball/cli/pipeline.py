@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from timeball.cli import log_lines
+from timeball.cli import output
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     SPARK_AS_IT_IS,
@@ -107,7 +107,7 @@ def run(
     if len(set(jobs)) < len(jobs):
         raise RequestError(f"{' '.join(jobs)}: name each job once")
     job_options = parse_job_options(jobs, options or [])
-    log_lines.configure(log_level, log_format)
+    output.configure(log_level, log_format)
     from timeball.cli.spark import load_runner, spark_session
 
     runner = load_runner(with_spark=not no_spark)

@@ -26,11 +26,13 @@ from timeball.cli.options import (
     SparkOptions,
     as_parameter,
     naming,
+    parse_duration_ms,
     reach,
+    show_bytes,
+    show_ms,
     spark_options,
 )
 from timeball.cli.output import bars, print_json, print_line, progress_bar, show
-from timeball.cli.units import parse_duration_ms, show_bytes, show_ms
 from timeball.model.errors import InvalidDelay, RequestError
 from timeball.model.time_parsing import instant_ms
 

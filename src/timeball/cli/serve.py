@@ -16,13 +16,14 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from timeball.cli import log_lines
+from timeball.cli import output
 from timeball.cli.options import JsonOption, settings_options
 from timeball.cli.output import ExitCode, print_json, print_line
 from timeball.io.clock import SystemClock
@@ -35,6 +36,64 @@ if TYPE_CHECKING:
     from timeball.node.replicated_node import ReplicatedNode
 
 logger = logging.getLogger(__name__)
+
+
+# ---- notifications to systemd: ready, alive, stopping (sd_notify(3)) ------------------------------------------
+# Each notification is a datagram to the socket named by NOTIFY_SOCKET. Without this variable nothing is sent. No
+# package is used: the existing ones bind libsystemd, which requires a compiler and its headers, or had no release for
+# years.
+
+# How long to wait for a systemd that does not read its socket. After a lost READY=1 the service would never count as
+# started.
+NOTIFY_TIMEOUT_S = 1.0
+
+
+class Systemd:
+    """Notifies the service manager of this process, if there is one. The environment is read once."""
+
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        path = environment.get("NOTIFY_SOCKET", "")
+        # A leading @ means an address in the abstract namespace, which begins with a zero byte.
+        self._address = "\0" + path[1:] if path.startswith("@") else path
+        self.watchdog_s = _watchdog_s(environment) if path else 0.0
+
+    def status(self, text: str) -> None:
+        """Show `text` in `systemctl status`."""
+        self._notify(f"STATUS={text}")
+
+    def ready(self, text: str) -> None:
+        """Announce that the broker accepts messages from now on."""
+        self._notify(f"READY=1\nSTATUS={text}")
+
+    def stopping(self) -> None:
+        """Announce that the broker saves its data and ends."""
+        self._notify("STOPPING=1\nSTATUS=stopping: what was accepted is written")
+
+    async def run_watchdog(self) -> None:
+        """Announce that the event loop is alive, twice per watchdog period, until cancelled."""
+        while self.watchdog_s:
+            self._notify("WATCHDOG=1", wait_s=0.0)
+            await asyncio.sleep(self.watchdog_s / 2)
+
+    def _notify(self, text: str, wait_s: float = NOTIFY_TIMEOUT_S) -> None:
+        if not self._address:
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.settimeout(wait_s)
+                sender.sendto(text.encode(), self._address)
+        except OSError as error:
+            # The broker works without systemd. A missed WATCHDOG=1 is followed by the next one.
+            logger.warning("systemd not told text=%s error=%s", text.partition("\n")[0], error)
+
+
+def _watchdog_s(environment: Mapping[str, str]) -> float:
+    """Read the time after which systemd kills a silent service, in seconds. 0 if it does not watch this process."""
+    microseconds, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
+    if not microseconds.isdecimal() or (pid and pid != str(os.getpid())):
+        return 0.0
+    return int(microseconds) / 1e6
+
 
 # ---- one process per group, and their supervisor --------------------------------------------------------------
 # Each group's process is a separate node. Its name consists of this node's name and the group (`a.g1`). It has its own
@@ -150,10 +209,9 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     Raises SetupError when one of the processes cannot start.
     """
     from timeball.cluster.coordination.etcd import create_coordinator
-    from timeball.monitoring.systemd import Systemd
     from timeball.node.name_service import NameService
 
-    log_lines.configure(settings.log_level, settings.log_format)
+    output.configure(settings.log_level, settings.log_format)
     groups = parse_group_names(settings)
     processes = [
         GroupProcess(group, build_command(command, build_options(settings, group, index)))
@@ -238,10 +296,9 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     from timeball.broker.cycle_collection import CYCLES
     from timeball.broker.tables.memory import use_system_pool
     from timeball.io.files import raise_open_files_limit
-    from timeball.monitoring.systemd import Systemd
     from timeball.node.node import Node
 
-    log_lines.configure(settings.log_level, settings.log_format)
+    output.configure(settings.log_level, settings.log_format)
     use_system_pool()
     CYCLES.start()
     raise_open_files_limit()
@@ -338,7 +395,7 @@ def run_replica(settings: Settings, as_json: bool) -> None:
     from timeball.broker.tables.memory import use_system_pool
     from timeball.io.files import raise_open_files_limit
 
-    log_lines.configure(settings.log_level, settings.log_format)
+    output.configure(settings.log_level, settings.log_format)
     use_system_pool()
     CYCLES.start()
     raise_open_files_limit()
@@ -348,7 +405,6 @@ def run_replica(settings: Settings, as_json: bool) -> None:
 
 async def _run_replica(settings: Settings, as_json: bool) -> None:
     from timeball import __version__
-    from timeball.monitoring.systemd import Systemd
     from timeball.node.replicated_node import ReplicatedNode
 
     systemd, node = Systemd(), ReplicatedNode(settings)
@@ -421,7 +477,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     """
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
-    log_lines.configure(settings.log_level, settings.log_format)
+    output.configure(settings.log_level, settings.log_format)
     with runner() as loop_runner:
         loop_runner.run(_run_name_server(settings, as_json))
 

@@ -30,9 +30,9 @@ from timeball.cli.options import (
     addresses_of,
     as_parameter,
     connect,
+    parse_size_bytes,
 )
 from timeball.cli.output import bars, print_json, print_line, print_note
-from timeball.cli.units import parse_size_bytes
 from timeball.model.errors import SetupError
 
 if TYPE_CHECKING:

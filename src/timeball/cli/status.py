@@ -14,9 +14,16 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from timeball.cli.options import DEFAULT_ENDPOINT, EndpointOption, JsonOption, as_parameter, connect
+from timeball.cli.options import (
+    DEFAULT_ENDPOINT,
+    EndpointOption,
+    JsonOption,
+    as_parameter,
+    connect,
+    parse_duration_ms,
+    show_bytes,
+)
 from timeball.cli.output import out, print_json, print_note
-from timeball.cli.units import parse_duration_ms, show_bytes
 
 if TYPE_CHECKING:
     from timeball.model.wire import GroupState

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from timeball.broker.recovery import Applying, lacks_rows, newest_starting_point, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, HeldLease, Node
-from timeball.cluster.operating.operations import WishStep, next_wish_step
+from timeball.cluster.operations import WishStep, next_wish_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_log import ReplicaLog

@@ -1,1 +1,1 @@
-"""Monitoring of a broker from outside: metrics, traces, the figures that they read, and the states for systemd."""
+"""Monitoring of a broker from outside: metrics, traces, and the figures that they read."""

@@ -22,9 +22,9 @@ from timeball.broker.groups.grouped import GroupedBroker
 from timeball.cluster.coordination.coordinator import Coordinator
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.coordination.etcd import create_coordinator
+from timeball.cluster.group_calls import GroupCalls
 from timeball.cluster.member import REPLICATION, FollowerCaches, Member
-from timeball.cluster.operating.group_calls import GroupCalls
-from timeball.cluster.operating.operations import survey
+from timeball.cluster.operations import survey
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.replica import Role, Rules
 from timeball.cluster.replica_log import BATCH_BYTES, ReplicaLog

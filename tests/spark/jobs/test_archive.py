@@ -22,7 +22,7 @@ from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
 from timeball.spark.jobs.marked import Engine
 from timeball.spark.run.session import OnSpark
-from timeball.spark.source.pushdown import Bounds
+from timeball.spark.source.spark_api import Bounds
 from timeball.spark.table_store import sibling
 
 

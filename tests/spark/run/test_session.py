@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 from timeball.model.errors import SetupError
 from timeball.spark.run import session as module
 from timeball.spark.run.session import LOCAL, continuous, settings
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import spark_errors
 
 
 def test_local_settings_stay_local() -> None:

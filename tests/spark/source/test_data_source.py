@@ -22,7 +22,7 @@ from timeball.spark.run.session import OnSpark
 from timeball.spark.source.data_source import TimeballDataSource, pin_to_one_group
 from timeball.spark.source.log_reader import LogReader
 from timeball.spark.source.options import DEFAULT_ENDPOINT, write_options
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import spark_errors
 from timeball.spark.table_store import sibling
 
 

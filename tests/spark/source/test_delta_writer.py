@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.source.data_source import DeltaDataSource
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import spark_errors
 from timeball.spark.table_store import app_version
 
 SCHEMA = pa.schema([("a", pa.int64()), ("b", pa.string())])

@@ -29,7 +29,7 @@ from timeball.spark.source.log_reader import (
     shape,
 )
 from timeball.spark.source.options import read_options
-from timeball.spark.source.pushdown import RowFilter, row_filter
+from timeball.spark.source.spark_api import RowFilter, row_filter
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,7 @@ from timeball.spark.source import scheduled_writer as sink
 from timeball.spark.source.data_source import TimeballDataSource
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, ScheduledWriter, Written
-from timeball.spark.source.spark_api import spark_schema
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import spark_errors, spark_schema
 
 
 def later(broker: Endpoint) -> int:

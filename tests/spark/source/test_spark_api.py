@@ -3,23 +3,54 @@
 from __future__ import annotations
 
 import pickle
+from datetime import UTC, datetime
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from py4j.protocol import Py4JError
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import SparkSession
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+)
 from tests.spark.two_groups import two_groups
 
-from timeball.model.errors import SetupError, Unavailable
+from timeball.model.errors import (
+    InvalidMessage,
+    OutOfRange,
+    SetupError,
+    StorageError,
+    TimeballError,
+    Unavailable,
+)
 from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA
 from timeball.spark.source.log_reader import LogStream
 from timeball.spark.source.options import RANGE_SCHEMA, arrow_schema, read_options
 from timeball.spark.source.spark_api import (
     PARTITION_ROWS,
     SHUFFLE_PARTITIONS,
+    Bounds,
+    RowFilter,
+    bounds,
     check_groups_exist,
     described,
+    kinds,
+    row_filter,
     shuffled_by_size,
+    spark_errors,
     spark_schema,
+    to_timeball_error,
+    topics,
 )
 
 
@@ -97,3 +128,174 @@ def test_each_query_reads_the_current_groups(tmp_path: Path) -> None:
             stream.groups()
         assert pickle.loads(pickle.dumps(stream))._opened == {}
         stream.stop()
+
+
+SEQ = ("seq",)
+COMPARE = {
+    EqualTo: int.__eq__,
+    GreaterThan: int.__gt__,
+    GreaterThanOrEqual: int.__ge__,
+    LessThan: int.__lt__,
+    LessThanOrEqual: int.__le__,
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(COMPARE)), st.integers(-20, 20))), st.integers(-25, 25))
+def test_bounds_keep_exactly_what_the_filters_keep(chosen: list[tuple[type, int]], value: int) -> None:
+    filters: list[Filter] = [kind(SEQ, limit) for kind, limit in chosen]
+    kept = all(COMPARE[kind](value, limit) for kind, limit in chosen)
+    begin, end = bounds(filters, "seq").clip(-100, 100)
+    assert (begin <= value < end) == kept
+
+
+def test_other_columns_and_filters_narrow_nothing() -> None:
+    filters: list[Filter] = [
+        EqualTo(("topic",), 5),
+        Not(EqualTo(SEQ, 5)),
+        EqualTo(SEQ, True),
+        EqualTo(("a", "seq"), 5),
+        GreaterThanOrEqual(SEQ, datetime(2030, 1, 1, tzinfo=UTC)),  # Spark's form of a timestamp
+        LessThan(("due",), datetime(2030, 1, 1, tzinfo=UTC)),
+    ]
+    assert bounds(filters, "seq") == Bounds()
+
+
+@pytest.mark.parametrize(
+    ("limits", "file", "kept"),
+    [
+        (Bounds(), (1, 2), True),
+        (Bounds(low=3), (1, 2), False),
+        (Bounds(low=2), (1, 2), True),
+        (Bounds(high=0), (1, 2), False),
+        (Bounds(high=1), (1, 2), True),
+        (Bounds(low=3, high=4), (None, None), True),
+    ],
+)
+def test_a_file_is_left_out_only_if_no_row_can_match(
+    limits: Bounds, file: tuple[int | None, int | None], kept: bool
+) -> None:
+    assert limits.may_hold(*file) is kept
+
+
+def test_kinds_are_what_option_and_filters_share() -> None:
+    assert kinds(None, []) is None
+    assert kinds(None, [EqualTo(("kind",), 2)]) == (2,)
+    assert kinds((2, 3), [In(("kind",), (3, 4))]) == (3,)
+    assert kinds((2,), [EqualTo(("kind",), 3)]) == ()
+    assert kinds((2,), [GreaterThan(("kind",), 1)]) == (2,)
+
+
+def test_topics_are_what_option_and_filters_share() -> None:
+    topic = ("topic",)
+    assert topics(None, []) is None
+    assert topics(None, [EqualTo(SEQ, 5), GreaterThan(topic, "a")]) is None
+    assert topics("a", [In(topic, ("a", "b"))]) == {"a"}
+    assert topics(None, [EqualTo(topic, "a"), EqualTo(topic, "b")]) == frozenset()
+
+
+@given(
+    st.lists(st.tuples(st.one_of(st.none(), st.integers(0, 9)), st.sampled_from([None, "a", "b"]))),
+    st.lists(st.tuples(st.sampled_from(list(COMPARE)), st.integers(0, 9)), max_size=3),
+    st.sampled_from([None, "a"]),
+)
+def test_rows_are_kept_exactly_if_all_filters_hold(
+    rows: list[tuple[int | None, str | None]], chosen: list[tuple[type, int]], topic: str | None
+) -> None:
+    filters: list[Filter] = [kind(("due_ms",), limit) for kind, limit in chosen]
+    batch = pa.record_batch(
+        {
+            "due_ms": pa.array([due for due, _ in rows], pa.int64()),
+            "topic": pa.array([name for _, name in rows], pa.string()),
+        }
+    )
+    result = row_filter(("due_ms", "seq"), topic, filters).apply(batch)
+    kept = [
+        (due, name)
+        for due, name in rows
+        if (not chosen or (due is not None and all(COMPARE[kind](due, limit) for kind, limit in chosen)))
+        and topic in (None, name)
+    ]
+    assert [(row["due_ms"], row["topic"]) for row in result.to_pylist()] == kept
+
+
+def test_only_columns_with_a_bound_are_looked_at() -> None:
+    assert row_filter(("due_ms", "seq"), None, []).columns == []
+    assert row_filter(("due_ms", "seq"), "t", [EqualTo(SEQ, 5)]).columns == ["seq", "topic"]
+    assert RowFilter().range("seq") == Bounds()
+
+
+PAGE = """An error occurred while calling o12.save.
+Traceback (most recent call last):
+  File "endpoint.py", line 3, in attach
+pyarrow._flight.FlightServerError: compact from seq 3: the watermark is 7. Detail: Failed
+The above exception was the direct cause of the following exception:
+timeball.model.errors.OutOfRange: compact from seq 3: the watermark is 7
+\tat org.apache.spark.Something(Something.scala:9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [
+        (PAGE, OutOfRange, "^compact from seq 3: the watermark is 7$"),
+        ("java.lang.OutOfMemoryError: Java heap space", SetupError, "spark.driver.memory"),
+        ("java.io.IOException: No space left on device", StorageError, "no space left"),
+        ("ModuleNotFoundError: No module named 'pyarrow'", SetupError, "cannot import pyarrow"),
+        (
+            'Cannot run program "/opt/v/bin/python": error=2',
+            SetupError,
+            "no /opt/v/bin/python: set PYSPARK_PYTHON",
+        ),
+        (
+            "[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.10 than that in driver: 3.11, PySpark",
+            SetupError,
+            "executors run Python 3.10 and the driver 3.11: set PYSPARK_PYTHON",
+        ),
+        ("[DATA_SOURCE_NOT_FOUND] Failed to find the data source: timeball", SetupError, "session.register"),
+        (
+            "Traceback\n  File x\nValueError: seven\n\tat java",
+            Unavailable,
+            "in a Python worker: ValueError: seven",
+        ),
+        ("something new\n\tat java.lang", Unavailable, "^Spark failed: something new$"),
+        ("timeball.model.errors.NotAnError: x", Unavailable, "Spark failed"),
+        (
+            "org.apache.spark.SparkException: Python worker failed to connect back.",
+            Unavailable,
+            "connect back",
+        ),
+        (
+            "[JAVA_GATEWAY_EXITED] Java gateway process exited before",
+            Unavailable,
+            "is JAVA_HOME a full Java 17",
+        ),
+    ],
+)
+def test_stack_traces_become_one_sentence(text: str, kind: type[TimeballError], said: str) -> None:
+    result = to_timeball_error(PySparkException(text))
+    assert type(result) is kind
+    with pytest.raises(kind, match=said):
+        raise result
+
+
+def test_unplannable_query_raises_setup_error() -> None:
+    assert "cannot run this: no such column" in str(
+        to_timeball_error(AnalysisException("no such column\nlong plan"))
+    )
+
+
+def test_errors_of_timeball_are_not_converted() -> None:
+    error = InvalidMessage("tag: too long")
+    assert to_timeball_error(error) is error
+
+
+def test_exception_of_spark_is_the_cause() -> None:
+    for cause in (Py4JError("gateway gone"), ConnectionRefusedError("gateway gone")):
+        with pytest.raises(Unavailable, match="gateway gone") as caught, spark_errors():
+            raise cause
+        assert caught.value.__cause__ is cause
+
+
+def test_other_errors_pass() -> None:
+    with pytest.raises(KeyError), spark_errors():
+        raise KeyError("a bug of ours is not Spark's failure")

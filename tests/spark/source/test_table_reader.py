@@ -17,7 +17,7 @@ from timeball.model.errors import NotFound, SetupError
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.source.options import read_options
-from timeball.spark.source.pushdown import Bounds, RowFilter
+from timeball.spark.source.spark_api import Bounds, RowFilter
 from timeball.spark.source.table_reader import (
     Slice,
     TablePart,

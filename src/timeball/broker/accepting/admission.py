@@ -43,9 +43,10 @@ from timeball.model.message import (
     SendRow,
     build_rows,
     int64,
+    message_row,
     repeated,
+    scheduled_row,
 )
-from timeball.model.rows import message_row, scheduled_row
 from timeball.schedule.backlog import Backlog
 from timeball.schedule.delay_levels import LevelTable, disguised_properties
 

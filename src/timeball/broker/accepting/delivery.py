@@ -35,8 +35,16 @@ from timeball.log.row_encoder import (
 from timeball.log.writer import LogWriter
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
-from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, Kind, LogRow, ReadRow, int64
-from timeball.model.rows import release_row
+from timeball.model.message import (
+    LOG_SCHEMA,
+    READ_SCHEMA,
+    Int64Array,
+    Kind,
+    LogRow,
+    ReadRow,
+    int64,
+    release_row,
+)
 from timeball.schedule.hour_log import as_scheduled
 from timeball.schedule.level_cascade import NAME as TIMING_LIST
 from timeball.schedule.level_cascade import without_list

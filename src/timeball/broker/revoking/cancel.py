@@ -55,8 +55,7 @@ from timeball.log.reader import LogReader
 from timeball.model import limits
 from timeball.model.config import Settings
 from timeball.model.errors import InvalidMessage, NotFound
-from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, encode_properties
-from timeball.model.rows import cancel_row
+from timeball.model.message import CANCELLED_BY, Kind, LogRow, build_rows, cancel_row, encode_properties
 from timeball.model.wire import HANDED, Verdict
 from timeball.schedule.outcomes import Outcomes
 from timeball.schedule.scheduler import Scheduler

@@ -29,8 +29,7 @@ from timeball.edges.shared.arrow_ipc import SendColumns, check_bytes
 from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.errors import InvalidDelay, InvalidMessage, OverLimit
-from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow
-from timeball.model.rows import send_row
+from timeball.model.message import SEND_COLUMNS, SendBatch, SendRow, send_row
 from timeball.model.rules import (
     TIMES,
     check_key,

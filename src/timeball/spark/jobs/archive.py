@@ -206,7 +206,7 @@ def commit(table: DeltaTable, actions: list[AddAction | RemoveAction], *marks: T
 if TYPE_CHECKING:  # a job without Spark imports none of it
     from pyspark.sql import DataFrame, SparkSession
 
-    from timeball.spark.source.pushdown import Bounds
+    from timeball.spark.source.spark_api import Bounds
 
 LOG = logging.getLogger("timeball.spark")
 
@@ -345,7 +345,7 @@ def _messages(
     spark: SparkSession, uri: str, from_ms: int | None, until_ms: int | None, topics: Sequence[str]
 ) -> DataFrame:
     """Read the messages of one archive, as `messages` does."""
-    from timeball.spark.source.pushdown import Bounds
+    from timeball.spark.source.spark_api import Bounds
 
     table = open_table(uri)
     rows = read_archive(

@@ -39,8 +39,7 @@ from timeball.model.errors import NotFound, OutOfRange
 from timeball.model.message import SCHEDULE_TOPIC, Kind
 from timeball.spark.endpoint import GROUP, Endpoint, group_table_uri, read_groups
 from timeball.spark.jobs import ledger
-from timeball.spark.source.spark_api import described, shuffled_by_size
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import described, shuffled_by_size, spark_errors
 from timeball.spark.table_store import default_table_uri, open_table
 from timeball.spark.views.snapshot import status_with_all_attaches
 from timeball.spark.views.spark_views import read_events

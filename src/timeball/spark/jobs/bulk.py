@@ -56,8 +56,7 @@ from timeball.model.message import PROPERTY_END, PROPERTY_NAME_END, Int64Array, 
 from timeball.model.rules import check_campaign
 from timeball.model.time_parsing import load_zone
 from timeball.spark.jobs.campaign import Campaign, find_attach, open_parts
-from timeball.spark.source.spark_api import described
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import described, spark_errors
 from timeball.spark.table_store import CHUNK_BYTES, CHUNK_ROWS, Store, create_table, open_table, sibling
 from timeball.spark.views.due_histogram import Load, merge
 from timeball.table.attachment import Attachment

@@ -42,9 +42,7 @@ from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import PASSED
 from timeball.spark.jobs.bulk import check_table
 from timeball.spark.jobs.campaign import Campaign
-from timeball.spark.source.pushdown import Bounds
-from timeball.spark.source.spark_api import described
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import Bounds, described, spark_errors
 from timeball.spark.table_store import default_table_uri, open_table
 
 LOG = logging.getLogger("timeball.spark")

@@ -338,7 +338,7 @@ def _spark_errors() -> contextlib.AbstractContextManager[None]:
     """Make a context that raises Spark's failures as Timeball's errors. It does not import Spark."""
     if "pyspark" not in sys.modules:
         return contextlib.nullcontext()
-    from timeball.spark.spark_errors import spark_errors
+    from timeball.spark.source.spark_api import spark_errors
 
     return spark_errors()
 
@@ -347,7 +347,7 @@ def _to_timeball_error(failure: Exception) -> TimeballError:
     """Convert the failure of a query to one of Timeball's errors."""
     if isinstance(failure, TimeballError):
         return failure
-    from timeball.spark.spark_errors import to_timeball_error
+    from timeball.spark.source.spark_api import to_timeball_error
 
     return to_timeball_error(failure)
 

@@ -42,8 +42,7 @@ from timeball.spark.dispatch import DueDataSource
 from timeball.spark.jobs.marked import Piece, Result
 from timeball.spark.run import SUBMITTED
 from timeball.spark.source.data_source import DeltaDataSource, TimeballDataSource
-from timeball.spark.source.spark_api import described
-from timeball.spark.spark_errors import spark_errors
+from timeball.spark.source.spark_api import described, spark_errors
 
 LOG = logging.getLogger("timeball.spark")
 LOCAL_MASTER = "local[2]"

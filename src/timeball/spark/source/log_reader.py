@@ -36,8 +36,16 @@ from timeball.model.wire import Status
 from timeball.spark.endpoint import GROUP, Endpoint, Group, after_last_seq, group_statuses, retrying_read
 from timeball.spark.log_events import read_events
 from timeball.spark.source.options import GROUP_FIELD, ReadOptions, divide_rows, split_range
-from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, kinds, row_filter
-from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist
+from timeball.spark.source.spark_api import (
+    OPEN,
+    Offset,
+    PacedStream,
+    RowFilter,
+    bounds,
+    check_groups_exist,
+    kinds,
+    row_filter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

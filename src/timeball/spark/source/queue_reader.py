@@ -28,8 +28,15 @@ from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.endpoint import Endpoint, Group, after_rows, read_groups, retrying_read
 from timeball.spark.source.log_reader import piece_rows, shape
 from timeball.spark.source.options import Offsets, ReadOptions, divide_rows, split_range
-from timeball.spark.source.pushdown import OPEN, RowFilter, bounds, row_filter
-from timeball.spark.source.spark_api import Offset, PacedStream, check_groups_exist
+from timeball.spark.source.spark_api import (
+    OPEN,
+    Offset,
+    PacedStream,
+    RowFilter,
+    bounds,
+    check_groups_exist,
+    row_filter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

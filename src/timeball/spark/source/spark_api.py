@@ -1,4 +1,4 @@
-"""Adapters to PySpark: schemas, settings of jobs, starting queries, and base classes of stream readers.
+"""Adapters to PySpark: schemas, settings of jobs, base classes of stream readers, pushdown of filters, and errors.
 
 Spark compares the types of an Arrow batch with the declared schema exactly. At run time it refuses a dictionary, a
 `string_view`, or a field declared as not null. So `_TYPES` has only six types, and every field may be null.
@@ -6,15 +6,29 @@ Spark compares the types of an Arrow batch with the declared schema exactly. At 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
+from py4j.protocol import Py4JError
+from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
-from pyspark.sql.datasource import DataSourceStreamReader
+from pyspark.sql.datasource import (
+    DataSourceStreamReader,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+)
 from pyspark.sql.streaming.datasource import (
     ReadAllAvailable,
     ReadLimit,
@@ -36,7 +50,8 @@ from pyspark.sql.types import (
 )
 
 from timeball.io.clock import Clock
-from timeball.model.errors import SetupError
+from timeball.model import errors
+from timeball.model.errors import SetupError, StorageError, TimeballError, Unavailable
 from timeball.spark.endpoint import GROUP, Connections
 from timeball.spark.source.options import Pace, ReadOptions, check_stream
 
@@ -142,3 +157,219 @@ def check_groups_exist(names: Iterable[str], groups: Collection[str]) -> None:
                 f"the checkpoint has come to a row of the group {name!r}, which is not there: it belongs to another "
                 "cluster; remove the checkpoint folder of this query"
             )
+
+
+# ---- filters --------------------------------------------------------------------------------------------------
+# Spark offers a list of filters that all must hold. Each filter either reduces the rows to fetch (pushdown) or is
+# ignored. Spark applies all filters again, so an ignored filter only costs time. Fetched rows outside the bounds are
+# removed in Arrow, before they reach the JVM. All functions are pure.
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """An inclusive range low <= value <= high. None means no bound."""
+
+    low: int | None = None
+    high: int | None = None
+
+    def may_hold(self, lowest: int | None, highest: int | None) -> bool:
+        """Check whether a file with values lowest..highest (None: unknown) may contain a value within the bounds."""
+        is_above = self.high is not None and lowest is not None and lowest > self.high
+        is_below = self.low is not None and highest is not None and highest < self.low
+        return not (is_above or is_below)
+
+    def clip(self, begin: int, end: int) -> tuple[int, int]:
+        """Cut the half-open range begin <= value < end to the bounds."""
+        begin = begin if self.low is None else max(begin, self.low)
+        return begin, end if self.high is None else min(end, self.high + 1)
+
+    def holds(self, column: pa.Array) -> pa.Array:
+        """Build the mask of the values within the bounds. A null is outside."""
+        inside = column.is_valid()
+        if self.low is not None:
+            inside = pc.and_(inside, pc.fill_null(pc.greater_equal(column, self.low), False))
+        if self.high is not None:
+            inside = pc.and_(inside, pc.fill_null(pc.less_equal(column, self.high), False))
+        return inside
+
+
+OPEN = Bounds()
+
+
+@dataclass(frozen=True)
+class RowFilter:
+    """The condition on the rows of a read: within all `ranges` (column, bounds), and in `topics` (None: all topics)."""
+
+    ranges: tuple[tuple[str, Bounds], ...] = ()
+    topics: frozenset[str] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that the condition uses."""
+        return [name for name, _ in self.ranges] + ([] if self.topics is None else ["topic"])
+
+    def range(self, column: str) -> Bounds:
+        """Get the bounds of a column."""
+        return dict(self.ranges).get(column, OPEN)
+
+    def apply(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Filter a batch to the rows that meet the condition."""
+        masks = [limits.holds(batch.column(name)) for name, limits in self.ranges]
+        if self.topics is not None:
+            masks.append(pc.is_in(batch.column("topic"), pa.array(sorted(self.topics), pa.string())))
+        for mask in masks[1:]:
+            masks[0] = pc.and_(masks[0], mask)
+        # Often all rows meet the condition. A filter would copy all of them.
+        return batch if not masks or pc.all(masks[0]).as_py() else batch.filter(masks[0])
+
+
+def row_filter(columns: Sequence[str], topic: str | None, filters: Sequence[Filter]) -> RowFilter:
+    """Combine the option `topic` and the filters into one condition. `columns`: the integer columns to bound."""
+    ranges = ((name, bounds(filters, name)) for name in columns)
+    return RowFilter(tuple(pair for pair in ranges if pair[1] != OPEN), topics(topic, filters))
+
+
+def bounds(filters: Sequence[Filter], column: str) -> Bounds:
+    """Intersect all filters on an integer column. Other filters are ignored."""
+    low: list[int] = []
+    high: list[int] = []
+    for spark_filter in filters:
+        if getattr(spark_filter, "attribute", None) != (column,) or not _is_integer(
+            getattr(spark_filter, "value", None)
+        ):
+            continue
+        if isinstance(spark_filter, EqualTo):
+            low.append(spark_filter.value)
+            high.append(spark_filter.value)
+        elif isinstance(spark_filter, GreaterThan):
+            low.append(spark_filter.value + 1)
+        elif isinstance(spark_filter, GreaterThanOrEqual):
+            low.append(spark_filter.value)
+        elif isinstance(spark_filter, LessThan):
+            high.append(spark_filter.value - 1)
+        elif isinstance(spark_filter, LessThanOrEqual):
+            high.append(spark_filter.value)
+    return Bounds(max(low, default=None), min(high, default=None))
+
+
+def kinds(allowed: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
+    """Intersect the option `kinds` (None: all kinds) and the filters."""
+    for values in _allowed_values(filters, "kind"):
+        listed = tuple(v for v in values if isinstance(v, int))
+        allowed = listed if allowed is None else tuple(k for k in allowed if k in listed)
+    return allowed
+
+
+def topics(option: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
+    """Intersect the option `topic` (None: all topics) and the filters. Returns None for all topics."""
+    allowed = None if option is None else frozenset([option])
+    for values in _allowed_values(filters, "topic"):
+        listed = frozenset(value for value in values if isinstance(value, str))
+        allowed = listed if allowed is None else allowed & listed
+    return allowed
+
+
+def _allowed_values(filters: Sequence[Filter], name: str) -> Iterator[tuple[object, ...]]:
+    """Yield the allowed values of each filter on a column by equality or by a list."""
+    for spark_filter in filters:
+        if getattr(spark_filter, "attribute", None) == (name,):
+            if isinstance(spark_filter, EqualTo):
+                yield (spark_filter.value,)
+            elif isinstance(spark_filter, In):
+                yield tuple(spark_filter.value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------
+# Spark reports a failure as a page of Java and Python stack traces. If the cause is an error of Timeball, it is
+# somewhere in that text. Spark's exception stays chained as the cause, for the log.
+#
+# Failures that need the operator become SetupError or StorageError. All others become Unavailable, for example a killed
+# JVM or worker, or a broken connection. After an Unavailable the runner starts the job again.
+
+
+_TIMEBALL_ERROR = re.compile(r"timeball\.model\.errors\.(\w+): (.+)")
+_MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_TRACEBACK_ERROR = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_KNOWN_FAILURES: list[tuple[re.Pattern[str], type[TimeballError], str]] = [
+    (
+        re.compile(r"JAVA_GATEWAY_EXITED|Java gateway process exited"),
+        Unavailable,
+        "Java started but Spark did not: see the lines above; is JAVA_HOME a full Java 17 or later?",
+    ),
+    (
+        re.compile(r'Cannot run program "([^"]*python[^"]*)"'),
+        SetupError,
+        r"an executor has no \1: set PYSPARK_PYTHON, or --conf spark.pyspark.python=…, to the Python there that has "
+        "the packages, for example ./environment/bin/python of a packed one.",
+    ),
+    (
+        re.compile(r"PYTHON_VERSION_MISMATCH\D*(\d+\.\d+)\D*(\d+\.\d+)", re.DOTALL),
+        SetupError,
+        r"executors run Python \1 and the driver \2: set PYSPARK_PYTHON, or --conf spark.pyspark.python=…, to the same "
+        "version on all of them.",
+    ),
+    (
+        re.compile(r"OutOfMemoryError|GC overhead limit"),
+        SetupError,
+        "Spark ran out of memory: raise spark.driver.memory (or spark.executor.memory), or lower max_rows_per_batch.",
+    ),
+    (
+        re.compile(r"No space left on device|Disk quota exceeded"),
+        StorageError,
+        "Spark found no space left on the disk of its checkpoint, its scratch folder or the table.",
+    ),
+    (
+        re.compile(r"Permission denied|AccessDeniedException"),
+        SetupError,
+        "Spark may not read or write one of its folders: check the owner of the checkpoint and the table.",
+    ),
+    (
+        re.compile(r"DATA_SOURCE_NOT_FOUND|Failed to find the data source: timeball"),
+        SetupError,
+        "this Spark session does not know the format 'timeball': call timeball.spark.run.session.register(spark).",
+    ),
+]
+
+
+def to_timeball_error(error: BaseException) -> TimeballError:
+    """Convert an exception of Spark to an error of Timeball. An error of Timeball stays as it is."""
+    if isinstance(error, TimeballError):
+        return error
+    text = str(error)
+    timeball_errors = _TIMEBALL_ERROR.findall(text)
+    if timeball_errors:
+        name, sentence = timeball_errors[-1]
+        kind = getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, TimeballError):
+            return kind(sentence.strip())
+    for pattern, kind, sentence in _KNOWN_FAILURES:
+        match = pattern.search(text)
+        if match is not None:
+            return kind(match.expand(sentence))
+    missing_module = _MISSING_MODULE.search(text)
+    if missing_module:
+        return SetupError(
+            f"Spark's Python workers cannot import {missing_module.group(1)}: install it on every executor, or name "
+            "the Python that has it with PYSPARK_PYTHON."
+        )
+    # The last line of a worker's Python traceback is more specific than the first line of Spark's message.
+    traceback_errors = _TRACEBACK_ERROR.findall(text)
+    if traceback_errors:
+        return Unavailable(f"Spark failed in a Python worker: {traceback_errors[-1]}")
+    first_line = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    if isinstance(error, AnalysisException):
+        return SetupError(f"Spark cannot run this: {first_line}")
+    return Unavailable(f"Spark failed: {first_line}")
+
+
+@contextmanager
+def spark_errors() -> Iterator[None]:
+    """Convert exceptions of Spark in the block to errors of Timeball, with Spark's exception as the cause."""
+    try:
+        yield
+    except (PySparkException, Py4JError, ConnectionError) as error:  # ConnectionError: the JVM has ended
+        raise to_timeball_error(error) from error

@@ -32,8 +32,7 @@ from timeball.model.wire import Status
 from timeball.spark.endpoint import GROUP, PLACEHOLDER, Group, group_statuses, group_table_uri
 from timeball.spark.source.log_reader import piece_rows
 from timeball.spark.source.options import GROUP_FIELD, SCHEMAS, ReadOptions, arrow_schema
-from timeball.spark.source.pushdown import Bounds, RowFilter, row_filter
-from timeball.spark.source.spark_api import spark_schema
+from timeball.spark.source.spark_api import Bounds, RowFilter, row_filter, spark_schema
 from timeball.spark.table_store import dataset_of, default_table_uri, load_version_at, open_table
 from timeball.table.layout import ROW_GROUP_ROWS
 

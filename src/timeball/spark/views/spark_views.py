@@ -23,9 +23,8 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint, Group, read_groups
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
-from timeball.spark.source.spark_api import described, spark_schema, unite
+from timeball.spark.source.spark_api import described, spark_errors, spark_schema, unite
 from timeball.spark.source.table_reader import read_delta
-from timeball.spark.spark_errors import spark_errors
 from timeball.spark.table_store import ANY_DUE_TIME, Due
 from timeball.spark.views import view_sql
 from timeball.spark.views.due_histogram import Load, count_due

@@ -53,8 +53,7 @@ from timeball.edges.grpc.codec.messages_out import (
 )
 from timeball.edges.shared.error_codes import Refused
 from timeball.model import limits, rules
-from timeball.model.message import PRIORITY, SendRow
-from timeball.model.rows import send_row
+from timeball.model.message import PRIORITY, SendRow, send_row
 
 # ---- from a message to a row ---------------------------------------------------------------------------------
 

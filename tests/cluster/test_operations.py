@@ -12,7 +12,7 @@ from tests.cluster.worlds import RECORD, World, made, world_of
 
 from timeball.cluster.coordination.coordinator import Lease, Wish
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.operating.operations import Operations
+from timeball.cluster.operations import Operations
 from timeball.cluster.protocol.replica import Record
 from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
 

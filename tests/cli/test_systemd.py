@@ -16,7 +16,7 @@ import pytest
 from tests.bounds import BOUND_S
 from tests.cli.processes import running
 
-from timeball.monitoring.systemd import Systemd
+from timeball.cli.serve import Systemd
 
 
 @contextmanager

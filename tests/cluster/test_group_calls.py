@@ -20,7 +20,7 @@ from timeball.broker.revoking.group_questions import CancelHere, FindHere, Group
 from timeball.client.outgoing import one as one_row
 from timeball.cluster.coordination.coordinator import Directory
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
-from timeball.cluster.operating.group_calls import GroupCalls
+from timeball.cluster.group_calls import GroupCalls
 from timeball.io.clock import ManualClock, SystemClock
 from timeball.io.security import load_client_tls
 from timeball.model.access import ANONYMOUS, Access, Caller, parse

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import World, made, world_of
 
-from timeball.cluster.operating.operations import survey
+from timeball.cluster.operations import survey
 from timeball.monitoring.figures import PeerFigures, ReplicaGroup
 
 

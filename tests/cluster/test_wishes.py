@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from timeball.cluster.coordination.coordinator import GroupView, PendingWish, Wish
-from timeball.cluster.operating.operations import WishStep, next_wish_step
+from timeball.cluster.operations import WishStep, next_wish_step
 from timeball.cluster.protocol import events as on
 from timeball.cluster.protocol.machine import step
 from timeball.cluster.protocol.messages import Position

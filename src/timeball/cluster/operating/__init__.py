@@ -1,1 +1,0 @@
-"""Operation of a cluster: its state, changes by operators, and questions to other groups."""
