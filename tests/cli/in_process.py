@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer.main
 
+from timeball.cli import output
 from timeball.cli.main import app, main
 
 WIDTH = "100"  # of the terminal that help and errors are folded for
@@ -25,6 +26,8 @@ WIDTH = "100"  # of the terminal that help and errors are folded for
 def run_here(*arguments: str, text: str | bytes = "", **more: str) -> subprocess.CompletedProcess[str]:
     """Run one command to its end; `text` is its stdin, `more` its environment beside the usual one."""
     out, err = io.StringIO(), io.StringIO()
+    output.out.cache_clear()  # a console reads the width of its terminal when it is made
+    output.err.cache_clear()
     with _stdin(text), in_environment(**more), redirect_stdout(out), redirect_stderr(err):
         try:
             main(list(arguments))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from timeball.io.threads import in_thread
+from timeball.io import threads
+from timeball.io.clock import BOUNDS_NS, SystemClock
+from timeball.io.threads import LoopLag, in_thread, watch_stop_signals
 from timeball.model.errors import DiskFailed
 
 
@@ -49,3 +53,45 @@ def test_the_loop_goes_on_meanwhile() -> None:
             return await waiting
 
     assert asyncio.run(main())
+
+
+HELD_NS = 20_000_000
+
+
+def test_a_loop_that_is_held_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "LAG_INTERVAL_S", 0.001)
+    clock = SystemClock()
+
+    async def main() -> LoopLag:
+        lag = LoopLag(clock)
+        task = asyncio.create_task(lag.run())
+        while not sum(lag.durations.counts):
+            await asyncio.sleep(0)
+        until_ns = clock.monotonic_ns() + HELD_NS
+        while clock.monotonic_ns() < until_ns:
+            pass
+        before = sum(lag.durations.counts)
+        while sum(lag.durations.counts) == before:
+            await asyncio.sleep(0)
+        task.cancel()
+        return lag
+
+    lag = asyncio.run(main())
+    assert lag.durations.sum_ns >= HELD_NS // 2
+    late = sum(
+        count for bound, count in zip((*BOUNDS_NS, 1 << 62), lag.durations.counts) if bound >= HELD_NS // 2
+    )
+    assert late >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+def test_future_is_done_at_the_first_signal_and_ignores_a_second(number: signal.Signals) -> None:
+    async def check() -> bool:
+        asked = watch_stop_signals()
+        was_done = asked.done()
+        for _ in range(2):
+            os.kill(os.getpid(), number)
+        await asked
+        return was_done
+
+    assert asyncio.run(check()) is False

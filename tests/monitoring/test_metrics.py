@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from pathlib import Path
 
@@ -17,12 +16,12 @@ from timeball.broker.accepting.delivery import Lateness
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.groups import SubscriptionGroup
 from timeball.broker.registry.rates import Stat
-from timeball.io.clock import BOUNDS_NS, Durations, ManualClock, SystemClock
+from timeball.io.clock import BOUNDS_NS, Durations, ManualClock
 from timeball.model.access import ANONYMOUS
 from timeball.model.limits import DAY_MS
 from timeball.monitoring import metrics
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures
-from timeball.monitoring.metrics import OTHERS, ROLES, LoopLag, durations, histogram, replica_metrics
+from timeball.monitoring.metrics import OTHERS, ROLES, durations, histogram, replica_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 
@@ -158,35 +157,6 @@ async def test_the_page_names_every_metric_and_no_other(world: World) -> None:
 def test_bounds_ascend() -> None:
     for bounds in (BOUNDS_NS, Lateness.BOUNDS):
         assert list(bounds) == sorted(set(bounds))
-
-
-HELD_NS = 20_000_000
-
-
-def test_a_loop_that_is_held_up_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "LAG_INTERVAL_S", 0.001)
-    clock = SystemClock()
-
-    async def main() -> LoopLag:
-        lag = LoopLag(clock)
-        task = asyncio.create_task(lag.run())
-        while not sum(lag.durations.counts):
-            await asyncio.sleep(0)
-        until_ns = clock.monotonic_ns() + HELD_NS
-        while clock.monotonic_ns() < until_ns:
-            pass
-        before = sum(lag.durations.counts)
-        while sum(lag.durations.counts) == before:
-            await asyncio.sleep(0)
-        task.cancel()
-        return lag
-
-    lag = asyncio.run(main())
-    assert lag.durations.sum_ns >= HELD_NS // 2
-    late = sum(
-        count for bound, count in zip((*BOUNDS_NS, 1 << 62), lag.durations.counts) if bound >= HELD_NS // 2
-    )
-    assert late >= 1
 
 
 def replica_samples(figures: ReplicaFigures) -> dict[tuple[str, str], float]:

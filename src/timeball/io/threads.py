@@ -1,4 +1,4 @@
-"""The threads of a broker for blocking calls, long work on the event loop, and the signals that end a process."""
+"""Threads of a broker for blocking calls, slices of long work, the lag of the event loop, and signals to stop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec, TypeVar
 
+from timeball.io.clock import Clock, Durations
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
 # Rows that a request may handle in one turn of the event loop: at 2 to 6 us each, 1 to 3 ms.
 SLICE_ROWS = 512
+LAG_INTERVAL_S = 0.25  # between two measurements of the loop's lag
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +66,21 @@ def watch_stop_signals() -> asyncio.Future[None]:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, on_signal)
     return stop
+
+
+class LoopLag:
+    """Measures the lag of the event loop behind its timers, the first sign of an overloaded broker.
+
+    It sleeps again and again, and records how much longer than planned each sleep took.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.durations = Durations(clock)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            began_ns = self._clock.monotonic_ns()
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.durations.add(max(0, self._clock.monotonic_ns() - began_ns - int(LAG_INTERVAL_S * 1e9)))

@@ -25,35 +25,13 @@ from timeball.broker.policy import Policy
 from timeball.broker.registry.rates import Stat, shares
 from timeball.broker.service import Broker
 from timeball.broker.tables.compact import Figures
-from timeball.io.clock import BOUNDS_NS, Clock, Durations
+from timeball.io.clock import BOUNDS_NS, Durations
+from timeball.io.threads import LoopLag
 from timeball.model.access import Caller, Verb
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import DLQ_PREFIX
 from timeball.monitoring.figures import PushFigures, ReplicaFigures, ReplicaReaders
 from timeball.table.file_cache import FileCache
-
-# ---- the event loop -------------------------------------------------------------------------------------------
-
-LAG_INTERVAL_S = 0.25
-
-
-class LoopLag:
-    """Measures the lag of the event loop behind its timers, the first sign of an overloaded broker.
-
-    It sleeps again and again, and records how much longer than planned each sleep took.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self.durations = Durations(clock)
-
-    async def run(self) -> None:
-        """Measure until cancelled."""
-        while True:
-            began_ns = self._clock.monotonic_ns()
-            await asyncio.sleep(LAG_INTERVAL_S)
-            self.durations.add(max(0, self._clock.monotonic_ns() - began_ns - int(LAG_INTERVAL_S * 1e9)))
-
 
 # ---- the metrics of a broker ----------------------------------------------------------------------------------
 

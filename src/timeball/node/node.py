@@ -33,7 +33,7 @@ from timeball.edges.shared.shared_limits import IdleConnections
 from timeball.io.clock import Clock, ManualClock, SchedulerClock, SystemClock
 from timeball.io.files import RESERVE_OF_LIBRARIES, Files, RealFiles, lent, open_files_max
 from timeball.io.security import OPEN, Security
-from timeball.io.threads import Threads, in_thread, watch_stop_signals
+from timeball.io.threads import LoopLag, Threads, in_thread, watch_stop_signals
 from timeball.log import checkpoint
 from timeball.log.disk_thread import Disk, DiskThread, Leading
 from timeball.log.format import FORMAT_VERSION
@@ -48,7 +48,6 @@ from timeball.model.config import Settings
 from timeball.model.errors import SetupError
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.monitoring.figures import ReplicaReaders
-from timeball.monitoring.metrics import LoopLag
 from timeball.node.data_folder import check_folder, write_format
 from timeball.schedule import strategies
 from timeball.schedule.backlog import Backlog
