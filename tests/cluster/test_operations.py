@@ -10,11 +10,12 @@ from msgspec.structs import replace
 from tests.cluster.fake_nodes import group_of_three, join
 from tests.cluster.worlds import RECORD, World, made, world_of
 
-from timeball.cluster.coordination.coordinator import Lease, Wish
+from timeball.cluster.coordination.coordinator import Lease, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
-from timeball.cluster.operations import Operations
+from timeball.cluster.operations import Operations, survey
 from timeball.cluster.protocol.replica import Record
 from timeball.model.errors import Conflict, NotFound, RequestError, TimeballError, Unavailable
+from timeball.monitoring.figures import PeerFigures, ReplicaGroup
 
 Scenario = Callable[[World, Operations], Awaitable[None]]
 WAIT_S = 60.0  # longer than any of these takes
@@ -29,18 +30,18 @@ def run(scenario: Scenario) -> None:
 
 
 async def obey(node: tuple[KeyCoordinator, Lease]) -> None:
-    """Carry out the next wish, as the leader of the group does."""
+    """Carry out the next request, as the leader of the group does."""
     coordinator, lease = node
-    while (view := await coordinator.read("g1")).pending_wish is None:
+    while (view := await coordinator.read("g1")).pending_request is None:
         await coordinator.wait_for_change(view.as_of, WAIT_S)
     assert view.record is not None
-    wish, record = view.pending_wish.wish, view.record
-    if wish.replicas:
-        await coordinator.change("g1", view.revision, replace(record, replicas=wish.replicas))
+    request, record = view.pending_request.request, view.record
+    if request.replicas:
+        await coordinator.change("g1", view.revision, replace(record, replicas=request.replicas))
     else:
-        successor = replace(record, epoch=record.epoch + 1, leader=f"{wish.hand_over_to}/1")
+        successor = replace(record, epoch=record.epoch + 1, leader=f"{request.hand_over_to}/1")
         await coordinator.hand_over("g1", view.revision, successor, lease)
-    await coordinator.settle("g1", view.pending_wish)
+    await coordinator.remove_request("g1", view.pending_request)
 
 
 # ---- the first record ---------------------------------------------------------------------------------------------
@@ -143,11 +144,11 @@ def test_a_replica_is_added_and_removed_by_the_leader() -> None:
             (operations.plan_add, ("a/1", "b/1", "c/1", "d/1")),
             (operations.plan_remove, ("a/1", "b/1", "c/1")),
         ):
-            view, wish = await plan("d")
-            assert wish == Wish(wanted)
-            _, done = await asyncio.gather(obey(nodes["a"]), operations.carry_out(view, wish, WAIT_S))
+            view, request = await plan("d")
+            assert request == OperatorRequest(wanted)
+            _, done = await asyncio.gather(obey(nodes["a"]), operations.carry_out(view, request, WAIT_S))
             assert done.record is not None and done.record.replicas == wanted
-            assert (await nodes["a"][0].read("g1")).pending_wish is None
+            assert (await nodes["a"][0].read("g1")).pending_request is None
 
     run(scenario)
 
@@ -156,7 +157,7 @@ def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         await join(world, "b/2")
-        assert (await operations.plan_add("b"))[1] == Wish(("a/1", "c/1", "b/2"))
+        assert (await operations.plan_add("b"))[1] == OperatorRequest(("a/1", "c/1", "b/2"))
 
     run(scenario)
 
@@ -164,9 +165,9 @@ def test_a_new_incarnation_takes_the_place_of_the_old_one() -> None:
 def test_a_hand_over_goes_to_the_follower_that_has_most() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
-        view, wish = await operations.plan_hand_over("")
-        assert wish == Wish(hand_over_to="b")
-        asked = asyncio.create_task(operations.carry_out(view, wish, WAIT_S))
+        view, request = await operations.plan_hand_over("")
+        assert request == OperatorRequest(hand_over_to="b")
+        asked = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
         await obey(nodes["a"])
         assert not asked.done(), "the successor does not hold the group yet"
         coordinator, lease = nodes["b"]
@@ -198,7 +199,7 @@ def test_a_change_that_cannot_be_is_refused(
 
 
 @pytest.mark.parametrize(("plan", "name"), [("plan_add", "c"), ("plan_remove", "d"), ("plan_hand_over", "a")])
-def test_a_change_that_is_made_already_needs_no_wish(plan: str, name: str) -> None:
+def test_a_change_that_is_made_already_needs_no_request(plan: str, name: str) -> None:
     async def scenario(world: World, operations: Operations) -> None:
         await group_of_three(world)
         assert (await getattr(operations, plan)(name))[1] is None
@@ -206,33 +207,33 @@ def test_a_change_that_is_made_already_needs_no_wish(plan: str, name: str) -> No
     run(scenario)
 
 
-def test_a_wish_that_takes_too_long_is_taken_back_and_says_why() -> None:
+def test_a_request_that_takes_too_long_is_taken_back_and_says_why() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
         await join(world, "d/1")
-        view, wish = await operations.plan_add("d")
-        assert wish is not None
+        view, request = await operations.plan_add("d")
+        assert request is not None
         with pytest.raises(Unavailable, match="taken back: node d is a learner"):
-            await operations.carry_out(view, wish, 0.0)
-        assert (await nodes["a"][0].read("g1")).pending_wish is None
+            await operations.carry_out(view, request, 0.0)
+        assert (await nodes["a"][0].read("g1")).pending_request is None
 
     run(scenario)
 
 
-def test_a_command_that_is_interrupted_takes_its_wish_with_it() -> None:
+def test_a_command_that_is_interrupted_takes_its_request_with_it() -> None:
     async def scenario(world: World, operations: Operations) -> None:
         nodes = await group_of_three(world)
-        view, wish = await operations.plan_hand_over("b")
-        assert wish is not None
-        asked = asyncio.create_task(operations.carry_out(view, wish, WAIT_S))
+        view, request = await operations.plan_hand_over("b")
+        assert request is not None
+        asked = asyncio.create_task(operations.carry_out(view, request, WAIT_S))
         coordinator, _ = nodes["a"]
-        while (await coordinator.read("g1")).pending_wish is None:
+        while (await coordinator.read("g1")).pending_request is None:
             await asyncio.sleep(0)
         with pytest.raises(Conflict, match="a hand-over to b is asked for already"):
             await operations.plan_remove("c")
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        assert (await coordinator.read("g1")).pending_wish is None
+        assert (await coordinator.read("g1")).pending_request is None
 
     run(scenario)
 
@@ -249,8 +250,8 @@ def test_without_a_leader_nothing_is_asked() -> None:
     run(scenario)
 
 
-def test_a_wish_is_described_by_its_nodes() -> None:
-    assert Wish(("a/1", "b/7")).describe() == "the set a, b"
+def test_a_request_is_described_by_its_nodes() -> None:
+    assert OperatorRequest(("a/1", "b/7")).describe() == "the set a, b"
 
 
 # ---- force --------------------------------------------------------------------------------------------------------
@@ -293,3 +294,62 @@ def test_a_group_that_is_held_is_not_forced() -> None:
         assert (await forced)[1].replicas == ("b/1",)
 
     run(scenario)
+
+
+def groups(scenario: Callable[[World], Awaitable[object]]) -> list[ReplicaGroup]:
+    async def within() -> list[ReplicaGroup]:
+        async with world_of(None) as world:
+            await scenario(world)
+            return await survey(world.coordinator("operator"))
+
+    return asyncio.run(within())
+
+
+def test_a_healthy_group_has_no_problems() -> None:
+    (group,) = groups(group_of_three)
+    assert (group.leader, group.epoch, group.problems) == ("a", 4, [])
+    assert [(each.node, each.role, each.lag_rows, each.clock_offset_ms) for each in group.replicas] == [
+        ("a", "leader", 0, 0.0), ("b", "follower", 0, 0.2), ("c", "follower", 1, -0.4),
+    ]  # fmt: skip
+
+
+def test_a_node_without_a_record_is_told_how_to_begin() -> None:
+    (group,) = groups(lambda world: join(world, "a/1", group="g7"))
+    assert (group.group, group.leader) == ("g7", "")
+    assert group.problems == [
+        "group g7 has no record yet: 'timeball cluster init --group g7 --nodes a' makes it"
+    ]
+
+
+def test_a_group_of_dead_nodes_says_what_is_missing() -> None:
+    async def scenario(world: World) -> None:
+        await made(world.coordinator("maker"))
+        await join(world, "a/1")
+
+    (group,) = groups(scenario)
+    assert group.leader == "" and [each.role for each in group.replicas] == ["follower", "gone", "gone"]
+    said = " | ".join(group.problems)
+    assert "no leader" in said and "1 of 3 replicas run, and 2 are needed" in said
+    assert "replica b (b/1) is missing" in said
+
+
+def test_a_learner_a_lag_a_clock_and_a_version_are_told() -> None:
+    async def scenario(world: World) -> None:
+        peers = {"b": PeerFigures("b/1", 5, 1_900.0), "d": PeerFigures("d/1", 4, 0.0)}
+        await group_of_three(world, peers=peers, log_seq=2_000_005)
+        await join(world, "d/1", version="2")
+
+    (group,) = groups(scenario)
+    assert group.replicas[-1].role == "follower" and not group.replicas[-1].is_in_record
+    assert group.problems == [
+        "replica b is 2,000,000 rows behind",
+        "the clock of b is +1.9 s off the leader's: look at its NTP",
+        "replica c is not connected with the leader: look at its --replication-port",
+        "node d is a learner and counts for nothing yet: 'timeball cluster add-replica d' makes it a replica",
+        "replicas run versions 1, 2: finish the upgrade",
+    ]
+
+
+def test_a_sealing_candidate_is_not_shown_as_leader() -> None:
+    (group,) = groups(lambda world: group_of_three(world, role="sealing"))
+    assert group.leader == "" and "no leader" in group.problems[0]

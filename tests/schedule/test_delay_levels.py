@@ -38,8 +38,8 @@ from timeball.schedule.delay_levels import (
     LevelQueue,
     LevelsState,
     LevelTable,
-    disguised_properties,
-    restored,
+    with_level_properties,
+    with_original_topics,
 )
 from timeball.schedule.locations import NOTHING
 from timeball.schedule.outcomes import NOTHING_SETTLED, Outcomes
@@ -303,7 +303,7 @@ PROPERTIES = st.dictionaries(NAMES, TEXT, max_size=6)
 
 def disguised(texts: list[str | None], level: int = 3, topic: str = "orders", queue: int = -1) -> list[str]:
     count = len(texts)
-    return disguised_properties(
+    return with_level_properties(
         pa.array(texts, pa.string()), np.full(count, level), pa.array([topic] * count),
         pa.array([queue] * count, pa.int32()),
     ).to_pylist()  # fmt: skip
@@ -343,7 +343,7 @@ def test_properties_that_become_too_long_are_refused_with_the_row() -> None:
 @given(st.text("abcXYZ019_-%|", min_size=1, max_size=30), st.integers(-1, 1_023))
 def test_restored_message_equals_the_original(topic: str, queue: int) -> None:
     rows = waiting(disguised(["k\x01v", None], topic=topic, queue=queue))
-    real = restored(rows)
+    real = with_original_topics(rows)
     assert real.column("topic").to_pylist() == [topic] * 2
     assert real.column("queue_id").to_pylist() == [queue] * 2
     assert real.column("queue_offset").null_count == 2, "its place in the real queue is not known yet"
@@ -358,7 +358,7 @@ def test_restored_message_equals_the_original(topic: str, queue: int) -> None:
 def test_row_without_its_real_topic_is_corrupt(text: str) -> None:
     with pytest.raises(Corrupt, match="seq 41"):
         good = "REAL_TOPIC\x01t\x02REAL_QID\x010\x02"
-        restored(waiting([good, text]))
+        with_original_topics(waiting([good, text]))
 
 
 WAIT_MS = 100

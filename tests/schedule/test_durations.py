@@ -11,7 +11,7 @@ from timeball.io.clock import OFFSET_JITTER_MS, STEP_MS, ManualClock, SchedulerC
 from timeball.model.message import Int64Array
 from timeball.schedule import durations as module
 from timeball.schedule.due_index import FAR_MS
-from timeball.schedule.durations import FOLLOW_MS, Durations, Found, is_in
+from timeball.schedule.durations import FOLLOW_MS, Durations, StoredDurations, is_in
 from timeball.schedule.locations import Waiting
 from timeball.schedule.outcomes import Outcomes
 
@@ -133,7 +133,9 @@ def test_duration_stored_in_the_future_counts_from_the_start() -> None:
     rig.durations.begin(now_ms + HOUR_MS, 0)
     assert rig.durations.is_off
     due_ms, seq = column(now_ms + HOUR_MS + 60_000, now_ms + 30_000), column(5, 6)
-    rig.durations.adopt(Found(Waiting(due_ms, seq, seq + 10), column(now_ms + HOUR_MS, now_ms - 30_000)))
+    rig.durations.adopt(
+        StoredDurations(Waiting(due_ms, seq, seq + 10), column(now_ms + HOUR_MS, now_ms - 30_000))
+    )
     assert rig.left() == {5: 60_000}
     assert rig.durations.rows_of(column(5)).tolist() == [15]
     assert rig.durations.original_due_of(column(5)).tolist() == [now_ms + HOUR_MS + 60_000]

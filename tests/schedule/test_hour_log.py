@@ -76,7 +76,7 @@ def test_load_returns_the_rows_of_a_window(batches: list[list[int]], first: int,
     live, pairs = table(batches)
     low = pairs[min(first, len(pairs) - 1)]
     high = (low[0] + width_ms, 0)
-    rows = load(live.over(low[0], high[0]), low, high)
+    rows = load(live.overlapping(low[0], high[0]), low, high)
     assert rows is not None
     assert sorted(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True)) == [
         pair for pair in pairs if low <= pair < high
@@ -86,7 +86,7 @@ def test_load_returns_the_rows_of_a_window(batches: list[list[int]], first: int,
 @given(BATCHES, st.integers(NOW_MS - 1, NOW_MS + 101 * limits.DAY_MS))
 def test_behind_lists_files_without_later_rows(batches: list[list[int]], due_ms: int) -> None:
     live, pairs = table(batches)
-    behind = {entry.path for entry in live.behind(due_ms)}
+    behind = {entry.path for entry in live.ending_before(due_ms)}
     for file in live.all():
         assert (file.entry.path in behind) == (file.entry.max_due_ms < due_ms)
     rows_left = sum(file.entry.rows for file in live.all() if file.entry.path not in behind)
@@ -177,21 +177,21 @@ def test_file_that_is_not_local_delays_no_other_and_is_opened_later() -> None:
     live = PendingFiles(files, [missing, there], local.__contains__)
     assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 1)
     assert opened(live, NOW_MS + 100) == [(NOW_MS + 5, 10)]
-    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+    assert [file.entry for file in live.overlapping(NOW_MS, NOW_MS + 100)] == [there]
     assert live.due_between(NOW_MS, NOW_MS + 100) == [missing, there]
     local.add(missing.path)
-    live.look_again()
+    live.refresh_local_files()
     assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 1, FAR_MS)
     assert opened(live, NOW_MS + 100) == [(NOW_MS + 1, 0), (NOW_MS + 2, 1)]
     # A missing file of which rows were opened is not skipped: reading it fails instead of returning no rows.
     local.clear()
-    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [missing, there]
+    assert [file.entry for file in live.overlapping(NOW_MS, NOW_MS + 100)] == [missing, there]
     # After a start nothing has been opened, also of files whose beginnings are settled.
     none = np.empty(0, np.int64)
     live = PendingFiles(files, [missing, there], [there.path].__contains__)
     live.skip_settled(Settled(NOW_MS + 2, none, none))
     assert (live.first_due_ms, live.missing_due_ms) == (NOW_MS + 5, NOW_MS + 2)
-    assert [file.entry for file in live.over(NOW_MS, NOW_MS + 100)] == [there]
+    assert [file.entry for file in live.overlapping(NOW_MS, NOW_MS + 100)] == [there]
 
 
 def test_files_two_hours_away_are_closed() -> None:

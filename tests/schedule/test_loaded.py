@@ -50,7 +50,7 @@ class Stage(World):
 
     def expect(self, dues: list[int]) -> list[int]:
         seqs = self.scheduled_row(dues)
-        self.near.expect(self.source, np.array(dues), seqs, seqs)
+        self.near.add_without_bodies(self.source, np.array(dues), seqs, seqs)
         return seqs.tolist()
 
     def all_due(self, below_ms: int = FAR_MS, limit: int = 1_000) -> list[tuple[int, int]]:
@@ -146,13 +146,15 @@ def test_rewritten_message_is_loaded_from_its_new_row(stage: Stage) -> None:
         await stage.writer.append(rows)[1]
 
     stage.run(move())
-    stage.near.expect(stage.source, np.full(2, due_ms), seqs, np.array([at, seqs[1]]))
+    stage.near.add_without_bodies(stage.source, np.full(2, due_ms), seqs, np.array([at, seqs[1]]))
     stage.advance(5)
     assert stage.all_due() == [(due_ms, seq) for seq in seqs.tolist()]
 
 
 def test_unreadable_body_is_reported_as_a_failure(stage: Stage) -> None:
-    stage.near.expect(stage.source, np.array([stage.now_ms]), np.array([9_999]), np.array([9_999]))
+    stage.near.add_without_bodies(
+        stage.source, np.array([stage.now_ms]), np.array([9_999]), np.array([9_999])
+    )
     stage.all_due()
     assert len(stage.failures) == 1
     stage.failures.clear()
@@ -201,7 +203,7 @@ def test_needed_seq_is_the_current_row_of_a_message(stage: Stage) -> None:
     """A rewritten message does not need its first row."""
     far_ms = stage.now_ms + 60_000
     seqs = stage.scheduled_row([far_ms] * 3)
-    stage.near.expect(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))
+    stage.near.add_without_bodies(stage.source, np.full(2, far_ms), seqs[1:], np.array([90, seqs[2]]))
     assert stage.near.needed_seq() == seqs[2]
-    stage.near.expect(stage.source, np.full(1, far_ms), seqs[:1], np.array([80]))
+    stage.near.add_without_bodies(stage.source, np.full(1, far_ms), seqs[:1], np.array([80]))
     assert stage.near.needed_seq() == seqs[2]

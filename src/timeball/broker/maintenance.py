@@ -448,7 +448,7 @@ class Maintenance:
             # Another program's VACUUM may run after the commits that the broker has seen, and deletes files without a
             # commit. So check that the files still exist.
             await in_thread(self._threads.table, self._pending_table.catalog.restore_missing_live_files)
-        settled_files = self._scheduling.hour_log.pending.behind(
+        settled_files = self._scheduling.hour_log.pending.ending_before(
             min(
                 self._scheduling.scheduler.settled_before_ms,
                 self._scheduling.outcomes.holds.from_ms,

@@ -390,7 +390,7 @@ class TailScheduled:
 
         The columns may be views of internal memory, which are valid until the next change.
         """
-        tail = locations.latest([Waiting(*self._columns.columns())], from_seq)
+        tail = locations.latest_locations([Waiting(*self._columns.columns())], from_seq)
         is_pending = (tail.due_ms >= settled.before_ms) | settled.may_wait(tail.seq)
         cancelled_count = len(settled.seq) - settled.released
         # Numbers are never reused, so the due times need not be compared.

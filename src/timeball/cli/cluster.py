@@ -37,7 +37,7 @@ from timeball.monitoring.figures import ReplicaGroup, ReplicaState
 # continues.
 
 if TYPE_CHECKING:
-    from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Wish
+    from timeball.cluster.coordination.coordinator import Coordinator, GroupView, OperatorRequest
     from timeball.cluster.operations import Operations
     from timeball.model.wire import Drained
 
@@ -351,7 +351,7 @@ def force(
 
 def _change(
     settings: Settings,
-    plan: Callable[[Operations], Awaitable[tuple[GroupView, Wish | None]]],
+    plan: Callable[[Operations], Awaitable[tuple[GroupView, OperatorRequest | None]]],
     wait_ms: int,
     *,
     dry_run: bool,
@@ -362,16 +362,16 @@ def _change(
 
     async def ask(coordinator: Coordinator) -> tuple[GroupView, Record]:
         operations = Operations(coordinator, settings.group)
-        view, wish = await plan(operations)
+        view, request = await plan(operations)
         assert view.record is not None
-        if wish is None:
+        if request is None:
             return view, view.record
-        predicted = _predict_record(view.record, wish)
+        predicted = _predict_record(view.record, request)
         if dry_run:
             return view, predicted
         if not as_json:
             print_note(f"asked {view.leader}, which leads, for {_describe(predicted)}")
-        changed = await operations.carry_out(view, wish, wait_ms / 1_000)
+        changed = await operations.carry_out(view, request, wait_ms / 1_000)
         assert changed.record is not None
         return view, changed.record
 
@@ -385,11 +385,11 @@ def _change(
     )
 
 
-def _predict_record(record: Record, wish: Wish) -> Record:
+def _predict_record(record: Record, request: OperatorRequest) -> Record:
     """Predict the group's record after the change. The leader may have changed it otherwise by then."""
-    if wish.replicas:
-        return Record(record.epoch, record.leader, wish.replicas, record.generation + 1)
-    (leader,) = [replica for replica in record.replicas if node_of(replica) == wish.hand_over_to]
+    if request.replicas:
+        return Record(record.epoch, record.leader, request.replicas, record.generation + 1)
+    (leader,) = [replica for replica in record.replicas if node_of(replica) == request.hand_over_to]
     return Record(record.epoch + 1, leader, record.replicas, record.generation)
 
 

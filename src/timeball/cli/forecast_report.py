@@ -41,7 +41,7 @@ from timeball.spark.views.forecast import (
     rate_needed,
     released_since,
     report,
-    serve,
+    simulate_consumers,
     version_at,
 )
 from timeball.spark.views.snapshot import Snapshot, check_version
@@ -205,7 +205,7 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     """Build the answer: filter the load by topic, add the extra load within the window, and compute all figures."""
     from_ms = counted.now_ms if counted.due[0] is None else counted.due[0]
     until_ms = counted.due[1]
-    load = counted.load.only(request.topics) if request.topics else counted.load
+    load = counted.load.select_topics(request.topics) if request.topics else counted.load
     whole_extra = None if extra.is_none else extra.load(counted.now_ms)
     extra_in_window = None
     if whole_extra is not None:
@@ -215,7 +215,7 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     begin_s = from_ms // SECOND_MS
 
     def what_if(rows: Load) -> WhatIf | None:
-        return serve(rows, request.rates, request.backlog, begin_s) if request.rates else None
+        return simulate_consumers(rows, request.rates, request.backlog, begin_s) if request.rates else None
 
     def needed(rows: Load) -> float | None:
         if request.within_ms is None:
@@ -224,7 +224,7 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
 
     released = None if counted.came is None else counted.came[0]
     if released is not None and request.topics:
-        released = released.only(request.topics)
+        released = released.select_topics(request.topics)
     document = Forecast(
         now_ms=counted.now_ms,
         version=counted.version,
@@ -502,7 +502,7 @@ def _largest_topics(load: Load) -> dict[str, Load]:
     topics = load.by_topic()
     shown = dict(list(topics.items())[:TOPICS_DRAWN])
     if len(topics) > len(shown):
-        shown[f"{len(topics) - len(shown)} others"] = load.only(set(topics) - set(shown))
+        shown[f"{len(topics) - len(shown)} others"] = load.select_topics(set(topics) - set(shown))
     return shown
 
 

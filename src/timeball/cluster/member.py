@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from timeball.broker.recovery import Applying, lacks_rows, newest_starting_point, starting_point
 from timeball.broker.registry.tables import Tables
 from timeball.cluster.coordination.coordinator import Coordinator, GroupView, HeldLease, Node
-from timeball.cluster.operations import WishStep, next_wish_step
+from timeball.cluster.operations import RequestStep, next_request_step
 from timeball.cluster.protocol import effects as do
 from timeball.cluster.protocol import events as on
 from timeball.cluster.replica_log import ReplicaLog
@@ -39,7 +39,7 @@ RETRY_S = 0.1  # pause after a request without an answer
 REPORT_S = 1.0  # figures are reported at most this often
 
 
-class Duties(Protocol):
+class ProcessHooks(Protocol):
     """Requests of a member to its process. All methods are called on the event loop."""
 
     def apply(self, seq: int) -> None:
@@ -62,7 +62,13 @@ class Member:
     """The connection of one replica with the coordinator, and the hooks of its thread."""
 
     def __init__(
-        self, coordinator: Coordinator, clock: Clock, node: Node, group: str, ttl_ms: int, duties: Duties
+        self,
+        coordinator: Coordinator,
+        clock: Clock,
+        node: Node,
+        group: str,
+        ttl_ms: int,
+        duties: ProcessHooks,
     ) -> None:
         self._coordinator, self._node, self._group, self._duties = coordinator, node, group, duties
         self._lease_keeper = HeldLease(coordinator, clock, node, ttl_ms)
@@ -167,22 +173,22 @@ class Member:
                 continue
             self._report_record(view)
             try:
-                await self._handle_wish(view)
+                await self._handle_operator_request(view)
                 await self._coordinator.wait_for_change(view.as_of, POLL_S)
             except (Unavailable, SetupError):
                 await asyncio.sleep(RETRY_S)
 
-    async def _handle_wish(self, view: GroupView) -> None:
-        """Take the next step for an operator's wish, if this replica leads."""
-        match next_wish_step(view, self._thread.state):
-            case WishStep.SETTLE if view.pending_wish is not None:
-                await self._coordinator.settle(self._group, view.pending_wish)
-            case WishStep.WANT if view.pending_wish is not None:
-                self._thread.tell(on.ReplicasWanted(view.pending_wish.wish.replicas))
-            case WishStep.FORGET if view.record is not None:
+    async def _handle_operator_request(self, view: GroupView) -> None:
+        """Take the next step for an operator's request, if this replica leads."""
+        match next_request_step(view, self._thread.state):
+            case RequestStep.SETTLE if view.pending_request is not None:
+                await self._coordinator.remove_request(self._group, view.pending_request)
+            case RequestStep.WANT if view.pending_request is not None:
+                self._thread.tell(on.ReplicasWanted(view.pending_request.request.replicas))
+            case RequestStep.FORGET if view.record is not None:
                 self._thread.tell(on.ReplicasWanted(view.record.replicas))
-            case WishStep.HAND_OVER if view.pending_wish is not None:
-                self._duties.hand_over(view.pending_wish.wish.hand_over_to)
+            case RequestStep.HAND_OVER if view.pending_request is not None:
+                self._duties.hand_over(view.pending_request.request.hand_over_to)
 
     async def _report_figures(self) -> None:
         """Publish the replica's figures when they have changed."""

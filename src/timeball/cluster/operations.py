@@ -1,9 +1,9 @@
 """Operation of a cluster: the commands that change it, the leader's reaction to them, and the state of all groups.
 
 The commands use only the coordinator, so they run on any machine that reaches etcd. The leader itself changes the set
-of replicas and hands over. A command requests this with a *wish*, a key in etcd, and the group's record shows the
-outcome. The wish is bound to a lease of the command, so an interrupted command withdraws its wish, unless the leader
-has carried it out already. The first record of a group and a forced record are written by the commands.
+of replicas and hands over. A command writes a request (a key in etcd) to the leader, and the group's record shows the
+outcome. The request is bound to a lease of the command, so an interrupted command withdraws its request, unless the
+leader has carried it out already. The commands write only the first record of a group, and a forced record, themselves.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
-from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease, Node, Wish
+from timeball.cluster.coordination.coordinator import Coordinator, GroupView, Lease, Node, OperatorRequest
 from timeball.cluster.protocol.replica import Record, Replica, Role, majority, node_of
 from timeball.model.errors import Conflict, LeaseLost, NotFound, RequestError, Unavailable
 from timeball.monitoring.figures import PeerFigures, ReplicaFigures, ReplicaGroup, ReplicaState
 
 POLL_S = 1.0
-WISH_TTL_MS = 10_000
+REQUEST_TTL_MS = 10_000
 ETCD_START_S = 10.0  # for an etcd that is being started, until its members have elected their leader
 ETCD_PAUSE_S = 0.1  # between two attempts meanwhile
 # A candidate without a majority holds the group for some seconds, then releases it for a moment. `force` waits for this
@@ -110,8 +110,8 @@ class Operations:
 
     # -- other replicas ----------------------------------------------------------------------------------------------
 
-    async def plan_add(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Build the wish for a set with this node (None: it is in the set). Raises RequestError, Unavailable."""
+    async def plan_add(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
+        """Build the request to add this node, or None if the set has it already. Raises RequestError, Unavailable."""
         view, record = await self._group_record()
         node = (await self._coordinator.nodes()).get(name)
         if node is None:
@@ -123,10 +123,10 @@ class Operations:
         if node.replica in record.replicas:
             return view, None
         kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
-        return self._check_askable(view), Wish((*kept, node.replica))
+        return self._check_askable(view), OperatorRequest((*kept, node.replica))
 
-    async def plan_remove(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Build the wish for a set without this node (None: it is not in the set). Raises RequestError, Unavailable."""
+    async def plan_remove(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
+        """Build the request to remove this node, or None if the set lacks it. Raises RequestError, Unavailable."""
         view, record = await self._group_record()
         kept = tuple(replica for replica in record.replicas if node_of(replica) != name)
         if kept == record.replicas:
@@ -137,10 +137,10 @@ class Operations:
             raise Conflict(
                 f"{name} leads group {self._group}: 'timeball cluster hand-over --to {node_of(kept[0])}' first"
             )
-        return self._check_askable(view), Wish(kept)
+        return self._check_askable(view), OperatorRequest(kept)
 
-    async def plan_hand_over(self, name: str) -> tuple[GroupView, Wish | None]:
-        """Build the wish that this node leads (None: it leads already). Raises RequestError, Unavailable.
+    async def plan_hand_over(self, name: str) -> tuple[GroupView, OperatorRequest | None]:
+        """Build the request that this node leads (None: it leads already). Raises RequestError, Unavailable.
 
         An empty name stands for the follower with the longest acknowledged log.
         """
@@ -160,52 +160,56 @@ class Operations:
             raise NotFound(
                 f"node {name} is no replica of group {self._group}; these are: {_nodes(record.replicas)}"
             )
-        return view, Wish(hand_over_to=name)
+        return view, OperatorRequest(hand_over_to=name)
 
-    async def carry_out(self, view: GroupView, wish: Wish, wait_s: float) -> GroupView:
-        """Write the wish for the leader and wait until it is fulfilled. Raises Conflict, Unavailable.
+    async def carry_out(self, view: GroupView, request: OperatorRequest, wait_s: float) -> GroupView:
+        """Write the request for the leader and wait until it is fulfilled. Raises Conflict, Unavailable.
 
-        The wish is withdrawn when the call is cancelled or `wait_s` has passed.
+        The request is withdrawn when the call is cancelled or `wait_s` has passed.
         """
-        lease = await self._coordinator.grant(WISH_TTL_MS)
+        lease = await self._coordinator.grant(REQUEST_TTL_MS)
         try:
-            swap = await self._coordinator.ask(self._group, view.revision, wish, lease)
+            swap = await self._coordinator.put_request(self._group, view.revision, request, lease)
             if not swap.won:
-                reason = "something else is asked for" if swap.view.pending_wish else "its record has changed"
+                reason = (
+                    "something else is asked for" if swap.view.pending_request else "its record has changed"
+                )
                 raise Conflict(
                     f"group {self._group}: {reason} meanwhile; look with 'timeball cluster status'"
                 )
             async with asyncio.timeout(wait_s):
-                return await self._wait_until_fulfilled(swap.view, wish, lease)
+                return await self._wait_until_fulfilled(swap.view, request, lease)
         except TimeoutError:
             current = await self._coordinator.read(self._group)
-            if is_fulfilled(current, wish):
+            if is_fulfilled(current, request):
                 return current
             raise Unavailable(
                 f"group {self._group}: not done within {wait_s:.0f} s, and taken back: "
-                f"{await self._find_obstacle(wish)}"
+                f"{await self._find_obstacle(request)}"
             ) from None
         finally:
             await asyncio.shield(self._coordinator.revoke(lease))
 
-    async def _wait_until_fulfilled(self, view: GroupView, wish: Wish, lease: Lease) -> GroupView:
-        while not is_fulfilled(view, wish):
+    async def _wait_until_fulfilled(
+        self, view: GroupView, request: OperatorRequest, lease: Lease
+    ) -> GroupView:
+        while not is_fulfilled(view, request):
             await self._coordinator.wait_for_change(view.as_of, POLL_S)
             try:
                 lease = await self._coordinator.renew(lease)
                 view = await self._coordinator.read(self._group)
             except LeaseLost:
                 raise Unavailable(
-                    "etcd was out of reach for too long, and the wish is gone: ask again"
+                    "etcd was out of reach for too long, and the request is lost: ask again"
                 ) from None
             except Unavailable:
-                await asyncio.sleep(POLL_S)  # the lease (WISH_TTL_MS) outlasts several of these attempts
+                await asyncio.sleep(POLL_S)  # the lease (REQUEST_TTL_MS) outlasts several of these attempts
         return view
 
-    async def _find_obstacle(self, wish: Wish) -> str:
-        """Find the most likely reason why the wish is not fulfilled, from the nodes' reports."""
+    async def _find_obstacle(self, request: OperatorRequest) -> str:
+        """Find the most likely reason why the request is not fulfilled, from the nodes' reports."""
         (group,) = [surveyed for surveyed in await survey(self._coordinator) if surveyed.group == self._group]
-        node = wish.hand_over_to or node_of(wish.replicas[-1])
+        node = request.hand_over_to or node_of(request.replicas[-1])
         matching = [problem for problem in group.problems if node in problem.split()]
         return (matching or group.problems or [f"{node} has not caught up yet"])[0]
 
@@ -269,55 +273,57 @@ class Operations:
             raise Unavailable(
                 f"group {self._group} has no leader that could do it: look with 'timeball cluster status'"
             )
-        if view.pending_wish is not None:
-            raise Conflict(f"group {self._group}: {view.pending_wish.wish.describe()} is asked for already")
+        if view.pending_request is not None:
+            raise Conflict(
+                f"group {self._group}: {view.pending_request.request.describe()} is asked for already"
+            )
         return view
 
 
-def is_fulfilled(view: GroupView, wish: Wish) -> bool:
-    """Check whether the group's record fulfils the wish."""
-    if wish.hand_over_to:
-        return view.leader == wish.hand_over_to
-    return view.record is not None and set(view.record.replicas) == set(wish.replicas)
+def is_fulfilled(view: GroupView, request: OperatorRequest) -> bool:
+    """Check whether the group's record fulfils the request."""
+    if request.hand_over_to:
+        return view.leader == request.hand_over_to
+    return view.record is not None and set(view.record.replicas) == set(request.replicas)
 
 
 def _nodes(replicas: Sequence[str]) -> str:
     return ", ".join(map(node_of, replicas))
 
 
-# ---- the leader's reaction to a wish -------------------------------------------------------------------------
-# The leader reads the wish together with the record, until the wish is removed. It passes the wish (another set of
-# replicas, or a hand-over) to the protocol, and removes it when the record shows that it is fulfilled. The wish also
-# disappears when the operator's command ends.
+# ---- the leader's reaction to a request -------------------------------------------------------------------------
+# The leader reads the request together with the record, until the request is removed. It passes the request (another
+# set of replicas, or a hand-over) to the protocol, and removes it when the record shows that it is fulfilled. The
+# request also disappears when the operator's command ends.
 
 
-class WishStep(StrEnum):
-    """The leader's next action for a wish."""
+class RequestStep(StrEnum):
+    """The leader's next action for a request."""
 
     NOTHING = "nothing"
-    SETTLE = "settle"  # remove the wish: it is fulfilled
+    SETTLE = "settle"  # remove the request: it is fulfilled
     WANT = "want"  # pass the wanted set to the protocol
-    FORGET = "forget"  # the wish has been withdrawn: tell the protocol to drop the wanted set
+    FORGET = "forget"  # the request has been withdrawn: tell the protocol to drop the wanted set
     HAND_OVER = "hand over"  # begin the hand-over
 
 
-def next_wish_step(view: GroupView, state: Replica) -> WishStep:
-    """Choose the action for the group's wish on a replica in this state."""
+def next_request_step(view: GroupView, state: Replica) -> RequestStep:
+    """Choose the action for the group's request on a replica in this state."""
     lead, record = state.lead, view.record
     if lead is None or state.role is not Role.LEADER or record is None:
-        return WishStep.NOTHING
-    if view.pending_wish is None:
-        return WishStep.FORGET if lead.wanted else WishStep.NOTHING
-    wish = view.pending_wish.wish
-    if wish.replicas:
-        return WishStep.SETTLE if set(record.replicas) == set(wish.replicas) else WishStep.WANT
-    if wish.hand_over_to == state.rules.node:
-        return WishStep.SETTLE
-    peer = lead.peers.get(wish.hand_over_to)
+        return RequestStep.NOTHING
+    if view.pending_request is None:
+        return RequestStep.FORGET if lead.wanted else RequestStep.NOTHING
+    request = view.pending_request.request
+    if request.replicas:
+        return RequestStep.SETTLE if set(record.replicas) == set(request.replicas) else RequestStep.WANT
+    if request.hand_over_to == state.rules.node:
+        return RequestStep.SETTLE
+    peer = lead.peers.get(request.hand_over_to)
     # The node was sent everything and lacks at most the commit in flight, so the hand-over stops sends only briefly.
     is_ready = peer is not None and peer.acked is not None and peer.sent == state.log.end
-    is_member = wish.hand_over_to in map(node_of, record.replicas)
-    return WishStep.HAND_OVER if is_ready and is_member else WishStep.NOTHING
+    is_member = request.hand_over_to in map(node_of, record.replicas)
+    return RequestStep.HAND_OVER if is_ready and is_member else RequestStep.NOTHING
 
 
 # ---- the state of a cluster, with a sentence for each problem ------------------------------------------------
@@ -361,7 +367,9 @@ def _describe_group(
         record.epoch if record else 0,
         record.generation if record else 0,
         replicas,
-        view.pending_wish.wish.describe() if view is not None and view.pending_wish is not None else "",
+        view.pending_request.request.describe()
+        if view is not None and view.pending_request is not None
+        else "",
         list(_group_problems(name, view, replicas, lead_report, leader)),
     )
 

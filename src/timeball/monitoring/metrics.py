@@ -69,33 +69,33 @@ class Metrics:
         Raises Forbidden and Unauthorized.
         """
         self._broker.policy.allow(caller, Verb.LOOK)
-        may_see, found = _Sight(self._broker.policy, caller), list[Metric]()
+        may_see, metrics = _Visibility(self._broker.policy, caller), list[Metric]()
         async for metric in self._collect(may_see):
-            found.append(metric)
+            metrics.append(metric)
             await asyncio.sleep(0)  # lets the event loop do its other work
-        found += await read(self._broker)
-        return await asyncio.to_thread(as_text, found)
+        metrics += await table_and_job_metrics(self._broker)
+        return await asyncio.to_thread(as_text, metrics)
 
-    async def _collect(self, may_see: _Sight) -> AsyncIterator[Metric]:
+    async def _collect(self, may_see: _Visibility) -> AsyncIterator[Metric]:
         """Yield each metric. Runs on the event loop."""
         async for metric in self._messages(may_see):
             yield metric
-        for read in (self._waiting, self._log):
-            for metric in read():
+        for build in (self._waiting, self._log):
+            for metric in build():
                 yield metric
         async for metric in self._consumers(may_see):
             yield metric
         for metric in self._pushes(may_see):
             yield metric
-        for read in (self._spans, self._machine, self._replica):
-            for metric in read():
+        for build in (self._spans, self._machine, self._replica):
+            for metric in build():
                 yield metric
 
     def _replica(self) -> Iterator[Metric]:
         if self.replica is not None:
             yield from replica_metrics(self.replica.figures())
 
-    async def _messages(self, may_see: _Sight) -> AsyncIterator[Metric]:
+    async def _messages(self, may_see: _Visibility) -> AsyncIterator[Metric]:
         broker, rates = self._broker, self._broker.rates
         counts: dict[str, dict[tuple[str], int]] = {stat: {} for stat in BY_TOPIC}
         async for topics in shares(broker.tables.topics.all()):
@@ -261,7 +261,7 @@ class Metrics:
         )
         yield GaugeMetricFamily("timeball_disk_free_bytes", "Free space of the disk.", self._free_bytes())
 
-    async def _consumers(self, may_see: _Sight) -> AsyncIterator[Metric]:
+    async def _consumers(self, may_see: _Visibility) -> AsyncIterator[Metric]:
         groups = self._broker.groups
         yield _of_groups(
             "timeball_group_lag_messages",
@@ -297,7 +297,7 @@ class Metrics:
             connections.add_metric([edge], count)
         yield connections
 
-    def _pushes(self, may_see: _Sight) -> Iterator[Metric]:
+    def _pushes(self, may_see: _Visibility) -> Iterator[Metric]:
         requests = CounterMetricFamily(
             "timeball_push_requests",
             "Requests to receivers that have ended.",
@@ -362,24 +362,24 @@ class Metrics:
         yield from self._process.collect()
 
 
-class _Read(Collector):
+class _FixedCollector(Collector):
     """A collector of metrics that were read before."""
 
-    def __init__(self, found: Sequence[Metric]) -> None:
-        self._found = found
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Sequence[Metric]:
-        return self._found
+        return self._metrics
 
 
-def as_text(found: Sequence[Metric]) -> bytes:
+def as_text(metrics: Sequence[Metric]) -> bytes:
     """Format metrics in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Read(found))
+    registry.register(_FixedCollector(metrics))
     return generate_latest(registry)
 
 
-class _Sight:
+class _Visibility:
     """The rights of a caller to look at topics and groups, checked by the labels of a series."""
 
     def __init__(self, policy: Policy, caller: Caller) -> None:
@@ -396,7 +396,7 @@ class _Sight:
 
 
 def _of_groups(
-    name: str, text: str, counts: Mapping[tuple[str, str], int], may_see: _Sight
+    name: str, text: str, counts: Mapping[tuple[str, str], int], may_see: _Visibility
 ) -> GaugeMetricFamily:
     return _largest(GaugeMetricFamily(name, text, labels=["group", "topic"]), counts, may_see.group)
 
@@ -453,8 +453,11 @@ def buckets(bounds_s: Sequence[float], counts: Sequence[int]) -> list[tuple[str,
 # latest report. So the lag grows after a job has died.
 
 
-async def read(broker: Broker) -> list[Metric]:
-    """Read the metrics. The reader thread reads the jobs' reports and single rows of the log."""
+async def table_and_job_metrics(broker: Broker) -> list[Metric]:
+    """Build the metrics of compactions, of a table in an object store, and of jobs.
+
+    The reader thread reads the jobs' reports and single rows of the log.
+    """
     lag_ms = await broker.job_reports.compaction_lag_ms() if broker.mover.tail_count.rows else 0
     compaction, cache = _compaction_metrics(broker.mover.compactions, lag_ms), broker.pending_table.cache
     store = [] if cache is None else _store_metrics(cache)

@@ -247,16 +247,16 @@ class Node:
             reader_thread, open_table, settings.table, files, settings.table_cache_bytes,
             is_known=applying.ledger.attach_seq > 0,
         )  # fmt: skip
-        found = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
+        recovered = await in_thread(reader_thread, applying.finish, catalog, clock.now_ms())
         outcomes = Outcomes()
-        outcomes.restore(found.settled, found.cursor, waiting_rows=found.waiting_rows)
-        outcomes.moved.add(found.moved)
+        outcomes.restore(recovered.settled, recovered.cursor, waiting_rows=recovered.waiting_rows)
+        outcomes.moved.add(recovered.moved)
         for name, facts in tables.campaigns.all().items():
             if facts.held_from_ms is not None:
                 outcomes.holds.add(name, facts.ranges, facts.held_from_ms)
         is_local, ahead_ms = cache.is_local if cache else None, self._load_bounds.ahead_ms
         data: DataFiles = files if cache else catalog.data
-        hour_log = HourLog(data, reader, reader_thread, found.files, ahead_ms=ahead_ms, is_local=is_local)
+        hour_log = HourLog(data, reader, reader_thread, recovered.files, ahead_ms=ahead_ms, is_local=is_local)
         levels = self._levels(reader, tables.topics, outcomes)
         backlog = strategies.build(settings, files, reader, reader_thread, outcomes, ahead_ms) or hour_log
         writer = self._writer(opened)
@@ -266,7 +266,7 @@ class Node:
         self.broker = self.build_broker(
             settings=settings, files=files, clock=clock,
             log=CommitLog(writer, reader, KeyIndex(files, opened.segments, reader)),
-            tables=tables, redeliveries=found.redeliveries, attach_state=applying.ledger,
+            tables=tables, redeliveries=recovered.redeliveries, attach_state=applying.ledger,
             scheduling=Scheduling(
                 self._scheduler(reader, outcomes, backlog, hour_log, levels, durations),
                 backlog, hour_log, levels, outcomes,
@@ -277,11 +277,12 @@ class Node:
                 table=cache.table_thread if cache else reader_thread, files=lookup if cache else reader_thread,
             ),
             traces=self._traces, file_replication=self._leading.files if self._leading else None,
-            on_failure=self._fail, scheduled_since_watermark=found.scheduled_since_watermark, halves=found.halves,
+            on_failure=self._fail, scheduled_since_watermark=recovered.scheduled_since_watermark,
+            halves=recovered.halves,
         )  # fmt: skip
-        self.broker.mover.mark_behind_log(found.bring_up)
-        await self._restore(found, state if found.resumes else None)
-        self.maintenance = Maintenance(self.broker, found.snapshot_seq, found.log_from_seq)
+        self.broker.mover.mark_behind_log(recovered.bring_up)
+        await self._restore(recovered, state if recovered.resumes else None)
+        self.maintenance = Maintenance(self.broker, recovered.snapshot_seq, recovered.log_from_seq)
 
     def _metrics(self) -> Metrics:
         from timeball.monitoring.metrics import Metrics
@@ -291,13 +292,15 @@ class Node:
             lambda: self.edges.connections if self.edges is not None else {}, self._replica,
         )  # fmt: skip
 
-    async def _restore(self, found: Recovered, state: msgspec.Struct | None) -> None:
-        waiting, now_ms = found.waiting, self.broker.clock.now_ms()
+    async def _restore(self, recovered: Recovered, state: msgspec.Struct | None) -> None:
+        waiting, now_ms = recovered.waiting, self.broker.clock.now_ms()
         restore = self.broker.scheduling.scheduler.restore
-        restore(self.broker.scheduling.levels, LevelsState(found.levels), found.settled, NOTHING, now_ms)
+        restore(
+            self.broker.scheduling.levels, LevelsState(recovered.levels), recovered.settled, NOTHING, now_ms
+        )
         if not self.broker.scheduling.compacts:
-            restore(self.broker.scheduling.hour_log, None, found.settled, NOTHING, now_ms)
-        restore(self.broker.scheduling.backlog, state, found.settled, waiting, now_ms)
+            restore(self.broker.scheduling.hour_log, None, recovered.settled, NOTHING, now_ms)
+        restore(self.broker.scheduling.backlog, state, recovered.settled, waiting, now_ms)
         if self.broker.scheduling.compacts and not np.array_equal(waiting.row_seq, waiting.seq):
             logger.info(
                 "scheduled messages of another --strategy moved to the pending table scheduled=%d",

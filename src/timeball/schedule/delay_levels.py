@@ -142,7 +142,7 @@ _REAL_PROPERTIES = (
 )
 
 
-def disguised_properties(
+def with_level_properties(
     properties: pa.Array, level: Int64Array, topic: pa.Array, queue_id: pa.Array
 ) -> pa.Array:
     """Add the three properties of a pending message of a level. Raise InvalidMessage if a text becomes too long."""
@@ -173,7 +173,7 @@ def disguised_properties(
     return text
 
 
-def restored(rows: pa.RecordBatch) -> pa.RecordBatch:
+def with_original_topics(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Convert READ_SCHEMA rows of the schedule topic to messages with their own topics and queues."""
     real = pc.extract_regex(rows.column("properties"), _REAL_PROPERTIES)
     if real.null_count:
@@ -297,11 +297,13 @@ class DelayLevels(Backlog):
         """
         rows = self.reader.read_rows(row_seq)
         is_scheduled = np.isin(rows.column("kind").to_numpy(), list(KINDS))
-        return restored(as_scheduled(rows if is_scheduled.all() else rows.filter(pa.array(is_scheduled))))
+        return with_original_topics(
+            as_scheduled(rows if is_scheduled.all() else rows.filter(pa.array(is_scheduled)))
+        )
 
     def decode_from_log(self, scheduled_rows: pa.RecordBatch) -> pa.RecordBatch:
         """Restore the topics and queues to which the messages were sent."""
-        return restored(scheduled_rows)
+        return with_original_topics(scheduled_rows)
 
     @property
     def missing_due_ms(self) -> int:

@@ -61,7 +61,7 @@ class Shifted(NamedTuple):
 NOTHING = Shifted(_NONE, _NONE, _NONE)
 
 
-class Found(NamedTuple):
+class StoredDurations(NamedTuple):
     """Durations in the rows of earlier runs, sorted by number, with the time at which each row was stored."""
 
     waiting: Waiting
@@ -71,7 +71,7 @@ class Found(NamedTuple):
 Pairs = tuple[Int64Array, Int64Array]
 
 # Read the durations among the rows from one number to another. This blocks.
-Find = Callable[[LogReader, int, int], Found]
+Find = Callable[[LogReader, int, int], StoredDurations]
 
 
 class Durations:
@@ -136,7 +136,7 @@ class Durations:
         self.files_to_seq = files_to_seq
         self._is_behind = self.has_changed = newest_ms > self._begun_ms + OFFSET_JITTER_MS
 
-    def adopt(self, found: Found) -> None:
+    def adopt(self, found: StoredDurations) -> None:
         """Add durations from before the start. None of them waits longer than its whole duration from now on."""
         waiting, later_ms = found.waiting, found.store_ms - self._begun_ms
         self._index().add(waiting.due_ms, waiting.seq)

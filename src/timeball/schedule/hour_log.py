@@ -105,9 +105,9 @@ class HourLog(Backlog):
             loop = asyncio.get_running_loop()
             window = await loop.run_in_executor(self._thread, self._survey, files, until_ms, now_ms)
             self.pending.opened(window.next_ms)
-            self.pending.miss(window.missing)
+            self.pending.mark_missing(window.missing)
         else:
-            self.pending.look_again()  # files may have become local
+            self.pending.refresh_local_files()  # files may have become local
         # No await from here on: messages that were added meanwhile must stay in the tail until `_opened_ms` has moved.
         # The survey may have ended before `until_ms`, and tail and files must be open up to the same time.
         due, seq = self._tail.pop_before(window.until_ms, 0)
@@ -166,15 +166,15 @@ class HourLog(Backlog):
                 self._locations = Locations()
         self._update_first_due()
 
-    def look_again(self) -> None:
+    def refresh_local_files(self) -> None:
         """Check again which files are local."""
-        self.pending.look_again()
+        self.pending.refresh_local_files()
         self._update_first_due()
 
     def read_files(self, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> pa.RecordBatch:
         """Read these messages, which are sorted, from the files (reader thread)."""
         low, high = (int(due_ms[0]), int(seq[0])), (int(due_ms[-1]), int(seq[-1]) + 1)
-        rows = load(self.pending.over(low[0], high[0]), low, high)
+        rows = load(self.pending.overlapping(low[0], high[0]), low, high)
         if rows is None:
             return pa.RecordBatch.from_pylist([], READ_SCHEMA)
         # The files contain more rows in this span: settled ones, and messages of another gather.
@@ -287,7 +287,7 @@ class PendingFiles:
         """List the entries of the named files that are live."""
         return [self._live[path].entry for path in paths if path in self._live]
 
-    def over(self, low_ms: int, high_ms: int) -> list[DataFile]:
+    def overlapping(self, low_ms: int, high_ms: int) -> list[DataFile]:
         """List the files that may contain rows due in [low_ms, high_ms], opened or not (any thread).
 
         Files that are not local are excluded, unless rows of them have been opened.
@@ -300,7 +300,7 @@ class PendingFiles:
         entries = (file.entry for file in self._between(low_ms, high_ms))
         return sorted(entries, key=lambda entry: entry.min_due_ms)
 
-    def behind(self, due_ms: int) -> list[FileEntry]:
+    def ending_before(self, due_ms: int) -> list[FileEntry]:
         """List the entries of files without rows due at or after `due_ms`."""
         return [file.entry for file in self._live.values() if file.entry.max_due_ms < due_ms]
 
@@ -398,18 +398,18 @@ class PendingFiles:
         indexes = np.flatnonzero((self._next_ms <= self._last_ms) & (self._next_ms < until_ms))
         return [self._paths[index] for index in indexes.tolist()], self._next_ms[indexes].tolist()
 
-    def look_again(self) -> None:
+    def refresh_local_files(self) -> None:
         """Check again which files are local."""
         if not self._are_all_available:
             self._update_first_due()
 
-    def miss(self, paths: Iterable[str]) -> None:
+    def mark_missing(self, paths: Iterable[str]) -> None:
         """Mark these files as missing, so that they are not opened."""
         if new_missing := self.missing.union(paths) - self.missing:
             self.missing |= new_missing
             self._update_first_due()
 
-    def found(self, paths: Iterable[str]) -> None:
+    def mark_restored(self, paths: Iterable[str]) -> None:
         """Mark these files as present again, so that they are opened."""
         self.missing = self.missing.difference(paths)
         self._update_first_due()

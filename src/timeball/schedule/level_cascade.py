@@ -186,14 +186,14 @@ class HopQueue:
         stretch = min(
             (each for each in self._stretches if each.next < each.end), key=lambda each: each.head_ms
         )
-        first, end = stretch.next, min(stretch.end, stretch.next + rows_max)
-        records = leading(self.log.read, "hop_end_ms", first, end, until_ms + 1)
+        first_level, end = stretch.next, min(stretch.end, stretch.next + rows_max)
+        records = leading(self.log.read, "hop_end_ms", first_level, end, until_ms + 1)
         stretch.next += len(records)
         if stretch.next < stretch.end:
             stretch.head_ms = int(self.log.read(stretch.next, stretch.next + 1)["hop_end_ms"][0])
         self._update_head()
         columns = (np.ascontiguousarray(records[name]) for name in ("due_ms", "seq", "row_seq", "hops"))
-        entries = Entries(np.arange(first, stretch.next), *columns)
+        entries = Entries(np.arange(first_level, stretch.next), *columns)
         return entries.part(~np.isin(entries.index, self._superseded)) if len(self._superseded) else entries
 
     def keep_opened(self, entries: Entries) -> None:
@@ -565,12 +565,12 @@ def plan(remaining_ms: Int64Array) -> Int64Array:
     return np.where(remaining_ms > REACH_MS, BEYOND_REACH, hops)
 
 
-def first(hops: Int64Array) -> Int64Array:
+def first_level(hops: Int64Array) -> Int64Array:
     """Extract the first level of each list. 0 for an empty list."""
     return np.asarray(hops & ((1 << HOP_BITS) - 1))
 
 
-def rest(hops: Int64Array) -> Int64Array:
+def levels_after_first(hops: Int64Array) -> Int64Array:
     """Remove the first level of each list."""
     return np.asarray(hops >> HOP_BITS)
 
@@ -607,7 +607,7 @@ class Entered:
 
 def next_hops(due_ms: Int64Array, hops: Int64Array, now_ms: int) -> Int64Array:
     """Choose the list for the time after a hop: `hops`, or a new list if its first level ends too late."""
-    level = first(hops)
+    level = first_level(hops)
     fits = (level > 0) & (now_ms + DURATION_MS[level] <= due_ms + DRIFT_MS)
     return hops if fits.all() else np.where(fits, hops, plan(due_ms - now_ms))
 
@@ -616,10 +616,10 @@ def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> 
     """Place messages in the queues of their first hops, which begin at `entry_ms`. Near messages have no hop."""
     is_near = due_ms - entry_ms <= lead_ms
     hops = next_hops(due_ms, hops, entry_ms)
-    level = np.where(is_near, 0, first(hops))
+    level = np.where(is_near, 0, first_level(hops))
     hop_end = entry_ms + DURATION_MS[level]
     is_last_hop = hop_end >= due_ms - lead_ms
-    return Entered(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, rest(hops))
+    return Entered(np.where(is_near, NEAR, 2 * level - 1 + is_last_hop), hop_end, levels_after_first(hops))
 
 
 # ---- the property TIMING-LIST --------------------------------------------------------------------------------
@@ -638,11 +638,11 @@ _AT_THE_START = f"^(?:{_ENTRY}(?:{PROPERTY_END}|$))+"
 _BEHIND_OTHERS = f"{PROPERTY_END}{_ENTRY}"
 
 
-def texts(hops: Int64Array) -> pa.Array:
+def hop_texts(hops: Int64Array) -> pa.Array:
     """Build the hop list of each message as the value of its property: level numbers, "27,9,22". Empty for none."""
-    columns = [_FIRST.take(pa.array(first(hops)))]
-    while (hops := rest(hops)).any():
-        columns.append(_NEXT.take(pa.array(first(hops))))
+    columns = [_FIRST.take(pa.array(first_level(hops)))]
+    while (hops := levels_after_first(hops)).any():
+        columns.append(_NEXT.take(pa.array(first_level(hops))))
     return pc.binary_join_element_wise(*columns, "")
 
 
@@ -667,7 +667,7 @@ def with_list(properties: pa.Array, hops: Int64Array) -> pa.Array:
     )
     separator = pc.if_else(lacks_separator, PROPERTY_END, "")
     text = pc.binary_join_element_wise(
-        texts_before, separator, NAME + PROPERTY_NAME_END, texts(hops), PROPERTY_END, ""
+        texts_before, separator, NAME + PROPERTY_NAME_END, hop_texts(hops), PROPERTY_END, ""
     )
     # A list is for readers only. Where it does not fit, the message is stored without one.
     has_list &= byte_lengths(text) <= limits.PROPERTIES_BYTES_MAX
@@ -679,7 +679,7 @@ def encode_for_log(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
     is_scheduled = rows.column("kind").to_numpy() == Kind.SCHEDULED
     if not is_scheduled.any():
         return rows
-    later_hops = rest(plan(rows.column("due_ms").fill_null(0).to_numpy() - now_ms))
+    later_hops = levels_after_first(plan(rows.column("due_ms").fill_null(0).to_numpy() - now_ms))
     if is_scheduled.all():
         return with_column(rows, "properties", with_list(rows.column("properties"), later_hops))
     # The properties of immediate messages stay unchanged.
@@ -692,4 +692,4 @@ def encode_for_log(rows: pa.RecordBatch, now_ms: int) -> pa.RecordBatch:
 
 def encode_rewrite(rows: pa.RecordBatch, hops: Int64Array) -> pa.RecordBatch:
     """Set TIMING-LIST of messages whose next hop is the first level of `hops`."""
-    return with_column(rows, "properties", with_list(rows.column("properties"), rest(hops)))
+    return with_column(rows, "properties", with_list(rows.column("properties"), levels_after_first(hops)))

@@ -207,7 +207,9 @@ class Loaded:
         source.index.add(due[~is_soon], seq[~is_soon])
         return min(first_ms, int(due[~is_soon].min()) - self._ahead_ms // 2)
 
-    def expect(self, source: Source, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array) -> None:
+    def add_without_bodies(
+        self, source: Source, due_ms: Int64Array, seq: Int64Array, row_seq: Int64Array
+    ) -> None:
         """Add messages without bodies: these are in the rows `row_seq` of the log, or in files of the table."""
         source.index.add(due_ms, seq)
         if not source.in_files:

@@ -186,7 +186,7 @@ def versions(rows: pa.RecordBatch) -> Int64Array:
     return np.asarray(version_seq.fill_null(0).to_numpy(), dtype=np.int64)
 
 
-def latest(batches: Iterable[Waiting], from_seq: int) -> Waiting:
+def latest_locations(batches: Iterable[Waiting], from_seq: int) -> Waiting:
     """Find the last location of each message in rows from `from_seq` on, sorted by version.
 
     `batches` are in the order of the log.

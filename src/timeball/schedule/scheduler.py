@@ -415,9 +415,9 @@ class Scheduler:
         if (in_table := near.row_seq < 0).any():
             assert self._files is not None
             files = near.part(in_table)
-            self.loaded.expect(self._files, files.due_ms, files.seq, files.row_seq)
+            self.loaded.add_without_bodies(self._files, files.due_ms, files.seq, files.row_seq)
             near = near.part(~in_table)
-        self.loaded.expect(self._sources[id(backlog)], near.due_ms, near.seq, near.row_seq)
+        self.loaded.add_without_bodies(self._sources[id(backlog)], near.due_ms, near.seq, near.row_seq)
 
     def _finish_opening(self, backlog: Backlog, task: asyncio.Task[None]) -> None:
         """Remove the bound of an opening, and report its end or its failure."""
@@ -471,7 +471,7 @@ class Scheduler:
         in_files = row_seq < durations.files_to_seq
         for source, mask in ((self._shifted, ~in_files), (self._shifted_files, in_files)):
             if mask.any():
-                loaded.expect(source, shifted.due_ms[mask], shifted.seq[mask], row_seq[mask])
+                loaded.add_without_bodies(source, shifted.due_ms[mask], shifted.seq[mask], row_seq[mask])
         logger.info("durations follow the step of the clock messages=%d", len(shifted.seq))
         self._wake_now()
 

@@ -9,7 +9,7 @@ from tests.broker.on_node import batch, on_node
 from tests.broker.registry.state_rows import StateRows, rows_of
 from tests.crash.world import World
 
-from timeball.broker.registry.meta import MetaLog, MetaTable, together
+from timeball.broker.registry.meta import MetaLog, MetaTable, combined
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import Kind
 
@@ -75,7 +75,7 @@ def test_changes_of_several_tables_are_the_rows_of_one_frame() -> None:
     log = StateRows()
     meta = log.opened(lambda meta: meta)
     first, second = MetaTable(meta, "number", int), MetaTable(meta, "text", str)
-    change = together(first.changed([("a", 1)]), second.changed([]), second.changed([("a", "x")]))
+    change = combined(first.changed([("a", 1)]), second.changed([]), second.changed([("a", "x")]))
     assert change.rows.column("unique_key").to_pylist() == ["number/a", "text/a"]
     assert first.values == second.values == {}
     change.keep()

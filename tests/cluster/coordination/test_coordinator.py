@@ -6,14 +6,20 @@ import asyncio
 
 import msgspec
 
-from timeball.cluster.coordination.coordinator import NEVER_MS, Alone, Coordinator, HeldLease, Node
+from timeball.cluster.coordination.coordinator import (
+    NEVER_MS,
+    Coordinator,
+    HeldLease,
+    Node,
+    SingleNodeCoordinator,
+)
 from timeball.cluster.protocol.replica import Record
 from timeball.io.clock import ManualClock
 
 
 def test_a_node_alone_leads() -> None:
     async def scenario() -> None:
-        alone: Coordinator = Alone("here", epoch=4)
+        alone: Coordinator = SingleNodeCoordinator("here", epoch=4)
         lease = await alone.grant(1_000)
         assert await alone.renew(lease) == lease and lease.ends_ms > NEVER_MS // 2
         view = await alone.read("g1")
@@ -42,7 +48,7 @@ def test_a_node_alone_leads() -> None:
 def test_a_lease_of_a_node_alone_is_held_for_ever() -> None:
     async def scenario() -> None:
         clock = ManualClock()
-        held = HeldLease(Alone("here"), clock, Node("here"), 1_000)
+        held = HeldLease(SingleNodeCoordinator("here"), clock, Node("here"), 1_000)
         assert await held.renew_or_grant() > 10**9
         clock.advance(10**12)
         assert held.lease is not None

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from tests.cluster.memory_store import MemoryStore
 from tests.cluster.worlds import LONG_TTL_MS, RECORD, TTL_MS, World, led, made, next_record, world_of
 
-from timeball.cluster.coordination.coordinator import Node, Wish
+from timeball.cluster.coordination.coordinator import Node, OperatorRequest
 from timeball.cluster.coordination.keys import KeyCoordinator
 from timeball.cluster.coordination.store import Delete, Outcome, Put
 from timeball.model.errors import LeaseLost, SetupError
@@ -117,7 +117,7 @@ def test_a_dead_holder_is_displaced_and_no_other(run: Run) -> None:
         one, other = await asyncio.gather(*calls)
         assert one.won != other.won
         assert one.view.holder == other.view.holder
-        # Whose view is new now, but whose wish is old.
+        # Whose view is new now, but whose request is old.
         view, name = (one.view, "c") if one.won else (other.view, "b")
         node, lease = (c, lease_c) if one.won else (b, lease_b)
         assert not (await node.lead("g1", view.revision, next_record(view, name), lease, displaces="a")).won
@@ -368,27 +368,33 @@ def test_two_leaders_by_comparing_and_then_writing_are_noticed() -> None:
     asyncio.run(scenario())
 
 
-def test_one_wish_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run) -> None:
+def test_one_request_stands_at_a_time_and_goes_with_the_command_that_asks(run: Run) -> None:
     async def scenario(world: World) -> None:
         leader, first, second = (world.coordinator(name) for name in ("a", "operator", "another"))
         view, _ = await led(leader, "a")
         leases = [await command.grant(LONG_TTL_MS) for command in (first, second)]
-        wish, other = Wish(hand_over_to="b"), Wish(("a/1", "b/1"))
-        swap = await first.ask("g1", view.revision, wish, leases[0])
-        assert swap.won and swap.view.pending_wish is not None
-        assert swap.view.pending_wish[:2] == (wish, leases[0].id) and swap.view.record == view.record
-        swap = await second.ask("g1", view.revision, other, leases[1])
-        assert not swap.won and swap.view.pending_wish is not None and swap.view.pending_wish.wish == wish
-        assert (await leader.read_all())["g1"].pending_wish == swap.view.pending_wish
+        request, other = OperatorRequest(hand_over_to="b"), OperatorRequest(("a/1", "b/1"))
+        swap = await first.put_request("g1", view.revision, request, leases[0])
+        assert swap.won and swap.view.pending_request is not None
+        assert swap.view.pending_request[:2] == (request, leases[0].id) and swap.view.record == view.record
+        swap = await second.put_request("g1", view.revision, other, leases[1])
+        assert (
+            not swap.won
+            and swap.view.pending_request is not None
+            and swap.view.pending_request.request == request
+        )
+        assert (await leader.read_all())["g1"].pending_request == swap.view.pending_request
         await first.revoke(leases[0])
-        assert (await leader.read("g1")).pending_wish is None
-        assert not (await second.ask("g1", view.revision + 1, other, leases[1])).won, "of an old record"
-        asked = (await second.ask("g1", view.revision, other, leases[1])).view.pending_wish
+        assert (await leader.read("g1")).pending_request is None
+        assert not (await second.put_request("g1", view.revision + 1, other, leases[1])).won, (
+            "of an old record"
+        )
+        asked = (await second.put_request("g1", view.revision, other, leases[1])).view.pending_request
         assert asked is not None
-        await leader.settle("g1", asked._replace(revision=asked.revision - 1))
-        assert (await leader.read("g1")).pending_wish == asked, "another wish is left alone"
-        await leader.settle("g1", asked)
-        assert (await leader.read("g1")).pending_wish is None
+        await leader.remove_request("g1", asked._replace(revision=asked.revision - 1))
+        assert (await leader.read("g1")).pending_request == asked, "another request is left alone"
+        await leader.remove_request("g1", asked)
+        assert (await leader.read("g1")).pending_request is None
 
     run(scenario)
 

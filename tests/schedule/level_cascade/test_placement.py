@@ -19,13 +19,13 @@ from timeball.schedule.level_cascade import (
     NEAR,
     QUEUES,
     enter,
-    first,
     first_due_ms,
+    first_level,
     is_last,
     lead_ms_of,
+    levels_after_first,
     next_hops,
     plan,
-    rest,
 )
 
 NOW = 1_700_000_000_000
@@ -43,7 +43,7 @@ def columns(scheduled_rows: list[tuple[int, int, int]]) -> tuple[np.ndarray, np.
     hops = plan(due - NOW + np.array([ago for _, ago, _ in scheduled_rows]))
     for at, (_, _, taken) in enumerate(scheduled_rows):
         for _ in range(taken):
-            hops[at] = rest(hops[at : at + 1])[0]
+            hops[at] = levels_after_first(hops[at : at + 1])[0]
     return due, hops
 
 
@@ -74,12 +74,12 @@ def test_message_is_placed_by_its_due_time_and_list(
 def test_fitting_list_is_kept(scheduled_rows: list[tuple[int, int, int]], lead_ms: int) -> None:
     due, hops = columns(scheduled_rows)
     next_lists = next_hops(due, hops, NOW)
-    level = first(hops)
+    level = first_level(hops)
     kept = (level > 0) & (NOW + DURATION_MS[level] <= due + DRIFT_MS)
     assert np.array_equal(next_lists[kept], hops[kept])
     assert np.array_equal(next_lists[~kept], plan(due - NOW)[~kept])
     far = due - NOW > lead_ms
-    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], rest(next_lists)[far])
+    assert np.array_equal(enter(due, hops, NOW, lead_ms).left[far], levels_after_first(next_lists)[far])
 
 
 @given(
@@ -195,8 +195,8 @@ def test_the_longest_list_has_eight_levels() -> None:
     every_second = plan(np.arange(0, DAY_MS + 1, SECOND_MS))
     hops = np.zeros(len(every_second), dtype=np.int64)
     while every_second.any():
-        hops += first(every_second) > 0
-        every_second = rest(every_second)
+        hops += first_level(every_second) > 0
+        every_second = levels_after_first(every_second)
     assert hops.max() == HOPS_MAX
 
 
@@ -232,8 +232,8 @@ def test_first_and_rest_give_the_whole_list(remaining_ms: int) -> None:
     hops = plan(np.array([remaining_ms]))
     expected = unpacked(int(hops[0]))
     found = []
-    while first(hops)[0]:
-        found.append(int(first(hops)[0]))
-        hops = rest(hops)
+    while first_level(hops)[0]:
+        found.append(int(first_level(hops)[0]))
+        hops = levels_after_first(hops)
     assert found == expected
-    assert first(hops).tolist() == [0]
+    assert first_level(hops).tolist() == [0]

@@ -17,9 +17,9 @@ from timeball.schedule.level_cascade import (
     NAMES,
     encode_for_log,
     encode_rewrite,
+    hop_texts,
+    levels_after_first,
     plan,
-    rest,
-    texts,
     with_list,
     without_list,
 )
@@ -44,12 +44,12 @@ def packed(text: str) -> int:
 
 @given(st.lists(HOPS, max_size=20))
 def test_texts_parse_to_the_same_lists(hops: list[int]) -> None:
-    list_texts = texts(np.array(hops, dtype=np.int64)).to_pylist()
+    list_texts = hop_texts(np.array(hops, dtype=np.int64)).to_pylist()
     assert [packed(text) for text in list_texts] == hops
 
 
 def test_text_of_a_list_is_its_level_numbers() -> None:
-    (text,) = texts(plan(np.array([18 * HOUR_MS + 31 * 60_000 + 36_000]))).to_pylist()
+    (text,) = hop_texts(plan(np.array([18 * HOUR_MS + 31 * 60_000 + 36_000]))).to_pylist()
     assert [NAMES[int(number) - 1] for number in text.split(",")] == [
         "10h", "7h", "1h", "30m", "1m", "30s", "5s", "1s",
     ]  # fmt: skip
@@ -129,4 +129,4 @@ def test_rewrite_removes_the_first_level_of_the_list(remaining_ms: int) -> None:
     rows = with_seq(rows_of([Kind.SCHEDULED], [NOW + remaining_ms], ["a\x01b"]), 1)
     properties = decode_properties(encode_rewrite(rows, hops)["properties"][0].as_py())
     assert properties.pop("a") == "b"
-    assert packed(properties.get(level_cascade.NAME, "")) == int(rest(hops)[0])
+    assert packed(properties.get(level_cascade.NAME, "")) == int(levels_after_first(hops)[0])

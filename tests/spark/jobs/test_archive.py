@@ -19,7 +19,7 @@ from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
-from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, Small, neighbours
+from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, SmallFile, adjacent_files
 from timeball.spark.jobs.marked import Engine
 from timeball.spark.run.session import OnSpark
 from timeball.spark.source.spark_api import Bounds
@@ -69,7 +69,7 @@ def test_archive_has_each_message_once_over_restarts(
     assert len(expected) == 10
     assert {row.pop("day") for row in result} <= {day(row["store_ms"]) for row in expected}
     assert result == expected
-    assert archive.reach(opened(broker)) == archive.Reach(1, 0, broker.status().log.durable_seq)
+    assert archive.read_range(opened(broker)) == archive.ArchiveRange(1, 0, broker.status().log.durable_seq)
 
 
 def day(at_ms: object) -> datetime.date:
@@ -112,7 +112,7 @@ def test_epoch_that_another_job_has_done_is_refused(
 def test_another_delta_table_is_not_taken_for_an_archive(tmp_path: Path) -> None:
     table = DeltaTable.create(str(tmp_path / "t"), pa.schema([("a", pa.int64())]))
     with pytest.raises(StorageError, match="is not an archive"):
-        archive.reach(table)
+        archive.read_range(table)
 
 
 @pytest.mark.spark
@@ -153,13 +153,13 @@ def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
         archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table, before = opened(broker), archived(broker)
     old = archive.read_archive(spark, table)
-    mark = archive.reach(table)
+    mark = archive.read_range(table)
     days = {row["day"] for row in before}
-    assert archive.join(table) == 4
+    assert archive.join_small_files(table) == 4
     assert len(archive.files(opened(broker), Bounds())) == len(days)
-    assert archived(broker) == before and archive.reach(opened(broker)) == mark
+    assert archived(broker) == before and archive.read_range(opened(broker)) == mark
     assert old.count() == len(before)
-    assert archive.join(opened(broker)) == 0, "nothing left to join"
+    assert archive.join_small_files(opened(broker)) == 0, "nothing left to join"
 
 
 def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNode, broker: Endpoint) -> None:
@@ -168,9 +168,9 @@ def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNod
         archive.add(table, [], mark)
         table.update_incremental()
     entries = tmp_path / "archive/_delta_log"
-    archive.tidy(str(tmp_path / "archive"))
+    archive.maintain(str(tmp_path / "archive"))
     assert not list(entries.glob("*.checkpoint*"))
-    archive.tidy(str(tmp_path / "archive"), every=4)
+    archive.maintain(str(tmp_path / "archive"), every=4)
     assert list(entries.glob("*.checkpoint*"))
 
 
@@ -180,8 +180,8 @@ def test_only_every_hundredth_version_is_tidied(tmp_path: Path, node: RunningNod
     )
 )
 def test_neighbours_are_of_one_day_and_stay_within_bounds(drawn: list[tuple[int, int, int]]) -> None:
-    small = [Small(str(i), f"day{d}", rows, size, i) for i, (d, rows, size) in enumerate(sorted(drawn))]
-    groups = list(neighbours(small))
+    small = [SmallFile(str(i), f"day{d}", rows, size, i) for i, (d, rows, size) in enumerate(sorted(drawn))]
+    groups = list(adjacent_files(small))
     assert all(len(group) > 1 and len({each.day for each in group}) == 1 for group in groups)
     assert all(sum(each.rows for each in group) <= JOINED_ROWS for group in groups)
     assert all(sum(each.size_bytes for each in group) <= JOINED_BYTES for group in groups)

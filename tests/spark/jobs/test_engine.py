@@ -18,7 +18,7 @@ def test_tasks_run_in_order_until_one_fails() -> None:
         return piece[1]
 
     engine = InProcess()
-    assert engine.lives() and engine.run("job", "work", task, []) == []
+    assert engine.is_alive() and engine.run("job", "work", task, []) == []
     assert engine.run("job", "work", task, [(1, 2), (2, 3)]) == [2, 3]
     with pytest.raises(OutOfRange):
         engine.run("job", "work", task, [(2, 3), (3, 4), (4, 5)])

@@ -105,7 +105,7 @@ def test_a_span_is_shown_in_few_bars(span_ms: int) -> None:
 def again(spark: SparkSession, window: Window, batch: pa.RecordBatch, count: int | None = None) -> list[Row]:
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
-    result = replay.scheduled_rows(replay.within(log, window), window, count).collect()
+    result = replay.scheduled_rows(replay.select_window(log, window), window, count).collect()
     return sorted(result, key=lambda row: (row.due_ms, row.topic))
 
 
@@ -194,7 +194,7 @@ def test_many_rows_are_written_by_several_tasks_in_due_order(spark: SparkSession
     batch = log_rows(Kind.MESSAGE, 900, topic="t", store_ms=list(range(1_000, 1_900)))
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows, spark_schema(batch.schema))
-    frame = replay.scheduled_rows(replay.within(log, WINDOW), WINDOW, 3 * replay.ROWS_PER_TASK)
+    frame = replay.scheduled_rows(replay.select_window(log, WINDOW), WINDOW, 3 * replay.ROWS_PER_TASK)
     by_task = frame.groupBy(f.spark_partition_id()).agg(
         f.min("due_ms").alias("low"), f.max("due_ms").alias("high")
     )
@@ -212,7 +212,7 @@ def test_messages_of_one_time_are_replayed_in_order(spark: SparkSession, stretch
     rows = [tuple(row.values()) for row in batch.to_pylist()]
     log = spark.createDataFrame(rows[::-1], spark_schema(batch.schema)).repartition(4)
     window = msgspec.structs.replace(WINDOW, stretch=stretch)
-    frame = replay.scheduled_rows(replay.within(log, window), window, 90)
+    frame = replay.scheduled_rows(replay.select_window(log, window), window, 90)
     result = frame.withColumn("task", f.spark_partition_id()).collect()
     assert len({row.task for row in result}) == 1
     assert [bytes(row.body) for row in result] == bodies

@@ -72,7 +72,7 @@ def test_all_engines_write_the_same_table(engine: OnSpark, node: RunningNode, br
     assert ledger.bounds(DeltaTable(str(data / "a/ledger"))) == ledger.bounds(
         DeltaTable(str(data / "b/ledger"))
     )
-    assert archive.reach(DeltaTable(str(data / "a/archive"))) == archive.reach(
+    assert archive.read_range(DeltaTable(str(data / "a/archive"))) == archive.read_range(
         DeltaTable(str(data / "b/archive"))
     )
 
@@ -104,4 +104,4 @@ def test_results_are_in_order_and_errors_are_those_of_timeball(engine: OnSpark) 
         engine.run("job", "numbers", refuse, pieces[:1])
     with pytest.raises(Unavailable, match="of a library"):
         engine.run("job", "numbers", fail, pieces[:1])
-    assert engine.lives()
+    assert engine.is_alive()

@@ -93,7 +93,7 @@ def test_job_is_restarted_after_every_failure(error: TimeballError) -> None:
 def test_a_job_gives_up_when_spark_is_lost() -> None:
     """A query cannot be started again in a JVM that has gone; a new process can."""
     job = failing(Unavailable("Spark failed: Connection refused"))
-    job.spark_lives = lambda: False
+    job.engine_is_alive = lambda: False
     with pytest.raises(Unavailable, match="Connection refused"):
         job.tick(0, once=False)
 
@@ -119,7 +119,7 @@ def test_failed_job_reports_failed_and_others_stopped(tmp_path: Path) -> None:
 def test_lost_spark_fails_every_job(tmp_path: Path) -> None:
     jobs = [failing(Unavailable("o109.lastProgress")) for _ in range(2)]
     for name, job in zip(("ledger", "compact"), jobs, strict=True):
-        job.name, job.spark_lives = name, lambda: False
+        job.name, job.engine_is_alive = name, lambda: False
     with pytest.raises(Unavailable, match="JVM has ended or was killed"):
         runner._run_until_done(jobs, threading.Event(), False, SystemClock(), Board(str(tmp_path)))
     remaining = {each.job: (each.state, each.error) for each in read_statuses(str(tmp_path))}
@@ -186,7 +186,7 @@ def test_without_spark_none_of_it_is_imported(node: RunningNode, broker: Endpoin
 
 def test_a_job_without_work_ends_when_spark_is_lost() -> None:
     job = refused(Unavailable("it was not asked"))
-    job.spark_lives = lambda: False
+    job.engine_is_alive = lambda: False
     with pytest.raises(Unavailable, match="JVM has ended"):
         job.tick(0, once=False)
 

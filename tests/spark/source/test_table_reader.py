@@ -22,9 +22,9 @@ from timeball.spark.source.table_reader import (
     Slice,
     TablePart,
     TableReader,
+    cast_batch,
     cut_file,
     divide_among_tasks,
-    fit,
     may_hold,
     read_slice,
     row_groups_of,
@@ -90,7 +90,7 @@ def test_slice_filters_rows_and_completes_columns(file: str) -> None:
 
 def test_types_are_those_declared() -> None:
     batch = pa.record_batch({"topic": pa.array(["a", "b"]).dictionary_encode(), "due_ms": [1, 2]})
-    assert fit(batch, SCHEMA).schema == SCHEMA
+    assert cast_batch(batch, SCHEMA).schema == SCHEMA
 
 
 def reader(node: RunningNode, filters: list[Filter], **options: str) -> TableReader:

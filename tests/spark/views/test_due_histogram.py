@@ -104,8 +104,8 @@ def test_topics_apart_and_some_of_them() -> None:
     load = load_of([(1_000, "a"), (1_500, "b"), (2_000, "b")])
     assert {name: part.total for name, part in load.by_topic().items()} == {"b": 2, "a": 1}
     assert list(load.by_topic()) == ["b", "a"]  # the largest first
-    assert cells_of(load.only(["a", "nobody"])) == {("a", 1): 1}
-    assert load.only([]).total == 0
+    assert cells_of(load.select_topics(["a", "nobody"])) == {("a", 1): 1}
+    assert load.select_topics([]).total == 0
 
 
 def test_a_hundred_thousand_topics_are_told_apart() -> None:

@@ -48,7 +48,7 @@ from timeball.model.message import (
     scheduled_row,
 )
 from timeball.schedule.backlog import Backlog
-from timeball.schedule.delay_levels import LevelTable, disguised_properties
+from timeball.schedule.delay_levels import LevelTable, with_level_properties
 
 
 def as_columns(sends: ParsedSends) -> pa.RecordBatch:
@@ -140,7 +140,7 @@ def into_level_queues(rows: pa.RecordBatch, level: Int64Array) -> pa.RecordBatch
     topic, queue_id, properties = (rows.column(name) for name in ("topic", "queue_id", "properties"))
     level_mask = pa.array(has_level)
     # This may refuse properties that become too long, so it runs before any offset is assigned.
-    disguised = disguised_properties(
+    disguised = with_level_properties(
         properties.filter(level_mask), level[has_level], topic.filter(level_mask), queue_id.filter(level_mask)
     )
     changed = {

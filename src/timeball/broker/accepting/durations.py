@@ -22,7 +22,7 @@ from timeball.log.row_encoder import NumberedRows, ReadRows
 from timeball.model.message import DLQ_PREFIX, PROPERTY_NAME_END, READ_SCHEMA, RETRY_PREFIX, Kind, int64
 from timeball.schedule import locations
 from timeball.schedule.backlog import Bools
-from timeball.schedule.durations import Found
+from timeball.schedule.durations import StoredDurations
 from timeball.schedule.locations import Waiting
 
 _TIMERS = [f"{name}{PROPERTY_NAME_END}" for name in ("TIMER_DELAY_MS", "TIMER_DELAY_SEC")]
@@ -67,7 +67,7 @@ def is_duration_small(scheduled_rows: ReadRows) -> Bools | None:
     return mask if mask.any() else None
 
 
-def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
+def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> StoredDurations:
     """Find the durations in the rows [from_seq, to_seq) of the log.
 
     A moved message counts with its last row. Blocking.
@@ -85,4 +85,4 @@ def find_durations(reader: LogReader, from_seq: int, to_seq: int) -> Found:
     # `unique` returns the first index of each number. In reverse order that is the message's last row in the log.
     _, first_in_reverse = np.unique(found.seq[::-1], return_index=True)
     last_rows = len(found) - 1 - first_in_reverse
-    return Found(found.part(last_rows), store_ms[last_rows])
+    return StoredDurations(found.part(last_rows), store_ms[last_rows])

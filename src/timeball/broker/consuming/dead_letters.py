@@ -38,7 +38,7 @@ from timeball.broker.consuming.redelivery_rows import (
 from timeball.broker.consuming.retention import log_expired
 from timeball.broker.policy import Policy
 from timeball.broker.registry.dead_letters import Expiry, Position, Run, joined, subtract_spans
-from timeball.broker.registry.meta import Change, together
+from timeball.broker.registry.meta import Change, combined
 from timeball.broker.registry.rates import shares
 from timeball.broker.registry.tables import Tables
 from timeball.broker.registry.topics import Topic
@@ -187,7 +187,7 @@ class DeadLetters:
         repeated = self._tables.repeated_dead_letters
         if all(repeated.find_seq(group, *position) is None for position in positions):
             return change
-        return together(change, repeated.changed({group: positions}))
+        return combined(change, repeated.changed({group: positions}))
 
     def _copies(self, group: str, rows: pa.RecordBatch) -> pa.RecordBatch:
         config = self._tables.groups.find_group(group)
@@ -311,7 +311,7 @@ class DeadLetters:
         ]
         if expiries:
             changes.append(self._tables.expired.changed(expiries, now_ms))
-        change = together(*changes)
+        change = combined(*changes)
         copies = [_repeated_rows(rows.filter(pa.array(is_kept)))] if runs else []
         _, durable = self._log.writer.append(pa.concat_batches([*copies, change.rows]))
         change.keep()

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from timeball.broker.consuming.leases import PART_POSITIONS, Key, Lease, Leases, OpenCount, QueueLeases
-from timeball.broker.registry.meta import Change, MetaTable, together
+from timeball.broker.registry.meta import Change, MetaTable, combined
 from timeball.broker.registry.tables import LeaseRun, SavedPart, Tables
 from timeball.broker.registry.topics import Topic
 from timeball.io.clock import SchedulerClock
@@ -101,7 +101,7 @@ class LeaseSaver:
             saved |= {_name(_key_of(queue), number): part for number, part in parts.items()}
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
-        rows, keep_values = together(
+        rows, keep_values = combined(
             self._tables.leases.changed(saved.items()),
             self._tables.offsets.changed(None if all_offsets else units),
         )

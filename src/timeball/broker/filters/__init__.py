@@ -10,7 +10,7 @@ sql_conditions.py is its reference. A filter is immutable, has no references to 
 thread. Its text comes from clients, so its size is limited (limits.FILTER_…), and it is never passed to eval.
 """
 
-from timeball.broker.filters.compiler import SQL92, TAG, compile_filter, told
+from timeball.broker.filters.compiler import SQL92, TAG, compile_filter, normalized_text
 from timeball.broker.filters.tags import EVERYTHING, Filter, java_hash, tag_hash, tag_mask
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "Filter",
     "compile_filter",
     "java_hash",
+    "normalized_text",
     "tag_hash",
     "tag_mask",
-    "told",
 ]

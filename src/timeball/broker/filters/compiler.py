@@ -36,7 +36,7 @@ def compile_filter(text: str | None, expression_type: str | None = TAG, *, bit_m
     raise InvalidFilter(f"expression type {expression_type[:80]!r}: it is {TAG} or {SQL92}")
 
 
-def told(text: str, expression_type: str) -> str:
+def normalized_text(text: str, expression_type: str) -> str:
     """Normalize the text of a subscription to the form of `Filter.text`, even if it cannot be compiled."""
     if expression_type == SQL92:
         return text.strip()

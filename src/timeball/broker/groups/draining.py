@@ -61,7 +61,7 @@ from timeball.model.errors import (
 )
 from timeball.model.message import LOG_SCHEMA, TABLE_SCHEMA, Kind, decode_properties, encode_properties, int64
 from timeball.model.wire import Drained
-from timeball.schedule.delay_levels import restored
+from timeball.schedule.delay_levels import with_original_topics
 from timeball.schedule.hour_log import as_scheduled as scheduled_of_table
 from timeball.schedule.locations import as_scheduled, with_column
 from timeball.schedule.scheduler import Scheduling
@@ -285,7 +285,7 @@ class Draining:
             selected = messages.part(messages.is_level == is_level)
             if len(selected):
                 rows = self._log.reader.read_rows(selected.row_seq)
-                batches.append(as_scheduled(_without_level(restored(rows)) if is_level else rows))
+                batches.append(as_scheduled(_without_level(with_original_topics(rows)) if is_level else rows))
         return pa.concat_batches(batches)
 
     async def _hand_over(self, scheduled_rows: pa.RecordBatch) -> int:

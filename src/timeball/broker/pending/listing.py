@@ -41,7 +41,7 @@ from timeball.model.answers import PagePosition, PageRequest, PendingMessage, Pe
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.model.message import Int64Array, Kind
 from timeball.schedule.backlog import Bools
-from timeball.schedule.delay_levels import restored
+from timeball.schedule.delay_levels import with_original_topics
 from timeball.schedule.locations import Columns
 from timeball.schedule.scheduler import Scheduling
 from timeball.table.attachment import FileEntry
@@ -156,7 +156,7 @@ class Listing:
             if not len(selected):
                 continue
             rows = self._reader.read_rows(selected.row_seq)
-            rows = restored(rows) if is_level else rows
+            rows = with_original_topics(rows) if is_level else rows
             # A MOVED row contains the message's number in `source_seq`.
             number = pc.if_else(
                 pc.equal(rows.column("kind"), int(Kind.MOVED)), rows.column("source_seq"), selected.row_seq

@@ -32,7 +32,7 @@ from timeball.model.answers import FIRST, LAST, PagePosition
 from timeball.model.errors import OutOfRange
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
-from timeball.schedule.delay_levels import restored
+from timeball.schedule.delay_levels import with_original_topics
 from timeball.schedule.locations import KINDS, Columns, moved_versions
 from timeball.schedule.outcomes import Holds, Settled
 from timeball.schedule.scheduler import Scheduling
@@ -234,7 +234,9 @@ def _scheduled_rows(reader: LogReader, rows: pa.RecordBatch, watermark: int, cod
     topic = codes.encode(rows.column("topic"))
     if is_level.any():
         # Messages of delay levels are stored under SCHEDULE_TOPIC. Their properties contain the real topic.
-        topic[is_level] = codes.encode(restored(reader.read_rows(row_seq[is_level])).column("topic"))
+        topic[is_level] = codes.encode(
+            with_original_topics(reader.read_rows(row_seq[is_level])).column("topic")
+        )
     return Logged(int64(rows.column("due_ms")), seq, row_seq, topic, is_level)
 
 

@@ -50,7 +50,7 @@ class Change(NamedTuple):
     keep: Callable[[], None]
 
 
-def together(*changes: Change) -> Change:
+def combined(*changes: Change) -> Change:
     """Combine changes of several tables into one."""
 
     def keep() -> None:

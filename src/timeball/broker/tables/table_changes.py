@@ -214,7 +214,7 @@ class TableChanges:
                 entries,
                 soon_ms(self._clock),
             )
-            self._scheduling.hour_log.look_again()
+            self._scheduling.hour_log.refresh_local_files()
 
     async def _commit(self, commit: Callable[[], int]) -> int:
         """Commit to the Delta table and return its version.
@@ -546,11 +546,11 @@ class TableWatch:
         restored_paths = [path for path in pending.missing - missing_paths if await self._try_restore(path)]
         if self._pending_table.cache is None:
             # Reported before the schedule tries to open the files. With an object store, only local copies count.
-            pending.miss(missing_paths)
+            pending.mark_missing(missing_paths)
         if restored_paths:
             # Messages of these files that are due by now are released at once, late.
-            pending.found(restored_paths)
-            self._scheduling.hour_log.look_again()
+            pending.mark_restored(restored_paths)
+            self._scheduling.hour_log.refresh_local_files()
             self._scheduling.scheduler.on_earlier()
 
     async def _try_restore(self, path: str) -> bool:
@@ -613,7 +613,7 @@ class StoredTable:
             fetches = (in_thread(self._cache.threads, self._cache.fetch, path) for path in paths)
             errors = await asyncio.gather(*fetches, return_exceptions=True)
             # After each group of files: the first file may be due now, and the last one in an hour.
-            self.look_again()
+            self.refresh_local_files()
             for path, error in zip(paths, errors, strict=True):
                 if isinstance(error, Corrupt | NotFound):
                     self._log_unreadable(path, error)
@@ -622,11 +622,11 @@ class StoredTable:
             # If all fetches fail, the store is unreachable. If some succeed, only these files have a problem.
             if all(isinstance(error, Unavailable) for error in errors):
                 return
-        self.look_again()
+        self.refresh_local_files()
 
-    def look_again(self) -> None:
+    def refresh_local_files(self) -> None:
         """Let the schedule open files that have become local."""
-        self._hour_log.look_again()
+        self._hour_log.refresh_local_files()
         self._scheduler.on_earlier()
 
     def _log_unreadable(self, path: str, error: BaseException) -> None:

@@ -12,7 +12,7 @@ This costs time, but loses no message:
     a lease ends late           the group is without a leader for longer
     an answer is lost           the swap is sent again; its earlier success is recognized by record and lease
 
-`Alone` is the coordinator of a node without a cluster: it needs no other process, and the node always leads.
+`SingleNodeCoordinator` is for a node without a cluster: it needs no other process, and the node always leads.
 """
 
 from __future__ import annotations
@@ -142,23 +142,23 @@ class Holder(NamedTuple):
     revision: int
 
 
-class Wish(msgspec.Struct, frozen=True):
+class OperatorRequest(msgspec.Struct, frozen=True):
     """An operator's request to the leader of a group: another set of replicas, or a hand-over."""
 
     replicas: tuple[str, ...] = ()
     hand_over_to: str = ""  # a node
 
     def describe(self) -> str:
-        """Describe the wish for error texts and the cluster's status."""
+        """Describe the request for error texts and the cluster's status."""
         if self.hand_over_to:
             return f"a hand-over to {self.hand_over_to}"
         return f"the set {', '.join(map(node_of, self.replicas))}"
 
 
-class PendingWish(NamedTuple):
-    """A wish that the leader has not carried out yet. It disappears with the lease of the command that wrote it."""
+class PendingRequest(NamedTuple):
+    """A request that the leader has not carried out yet. It disappears with the lease of the command that wrote it."""
 
-    wish: Wish
+    request: OperatorRequest
     lease_id: int
     revision: int
 
@@ -172,7 +172,7 @@ class GroupView:
     revision: int  # of the record, which a swap compares; 0 when there is no record
     holder: Holder | None
     as_of: int  # revision of the store at this time, for `wait_for_change`
-    pending_wish: PendingWish | None = None
+    pending_request: PendingRequest | None = None
 
     @property
     def leader(self) -> str:
@@ -216,10 +216,10 @@ class Coordinator(Protocol):
         """Renew a lease. Returns the lease with its new end. Raises LeaseLost."""
 
     async def revoke(self, lease: Lease) -> None:
-        """End a lease and delete every key that is bound to it (registration, holder, report, wish)."""
+        """End a lease and delete every key that is bound to it (registration, holder, report, request)."""
 
     async def read(self, group: str) -> GroupView:
-        """Read a group's record, holder and wish."""
+        """Read a group's record, holder and request."""
 
     async def read_all(self) -> dict[str, GroupView]:
         """Read all groups that have a record, by name."""
@@ -247,11 +247,11 @@ class Coordinator(Protocol):
     async def force(self, group: str, revision: int, record: Record) -> Swap:
         """Swap the record if it has this revision and the group has no holder."""
 
-    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
-        """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
+    async def put_request(self, group: str, revision: int, request: OperatorRequest, lease: Lease) -> Swap:
+        """Write a request to the leader, if the record has this revision and no request exists. Raises LeaseLost."""
 
-    async def settle(self, group: str, pending: PendingWish) -> None:
-        """Remove a wish, unless it is gone or has been replaced."""
+    async def remove_request(self, group: str, pending: PendingRequest) -> None:
+        """Remove a request, unless another one has replaced it. Does nothing if it does not exist any more."""
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:
         """Publish the figures of this node's replica for operators, until the lease ends. Raises LeaseLost."""
@@ -278,7 +278,7 @@ class Coordinator(Protocol):
 # ---- a node without a cluster --------------------------------------------------------------------------------
 
 
-class Alone:
+class SingleNodeCoordinator:
     """The coordinator of a node without a cluster, which always leads any group."""
 
     def __init__(self, name: str, epoch: int = 0) -> None:
@@ -330,11 +330,11 @@ class Alone:
         """Refuse: this node leads."""
         return Swap(False, await self.read(group))
 
-    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
+    async def put_request(self, group: str, revision: int, request: OperatorRequest, lease: Lease) -> Swap:
         """Refuse: there is no other node."""
         return Swap(False, await self.read(group))
 
-    async def settle(self, group: str, pending: PendingWish) -> None:
+    async def remove_request(self, group: str, pending: PendingRequest) -> None:
         """Do nothing."""
 
     async def report(self, figures: ReplicaFigures, lease: Lease) -> None:

@@ -30,9 +30,9 @@ from timeball.cluster.coordination.coordinator import (
     Lease,
     Name,
     Node,
-    PendingWish,
+    OperatorRequest,
+    PendingRequest,
     Swap,
-    Wish,
 )
 from timeball.cluster.coordination.store import (
     VALUE_BYTES_MAX,
@@ -85,7 +85,7 @@ class KeyCoordinator:
         await self._store.revoke(lease.id)
 
     async def read(self, group: str) -> GroupView:
-        """Read a group's record, holder and wish in one transaction."""
+        """Read a group's record, holder and request in one transaction."""
         outcome = await self._store.transact((), self._reads_of_group(group))
         return self._group_view_of(group, outcome)
 
@@ -93,12 +93,12 @@ class KeyCoordinator:
         """Read all groups that have a record, by name, in one transaction."""
         prefixes = [self._prefix_of(kind) for kind in ("state", "holder", "wish")]
         outcome = await self._store.transact((), [Read(prefix, is_prefix=True) for prefix in prefixes])
-        states, holders, wishes = (
+        states, holders, requests = (
             {key_value.key.removeprefix(prefix): key_value for key_value in key_values}
             for prefix, key_values in zip(prefixes, outcome.reads, strict=True)
         )
         return {
-            group: _group_view(group, state, holders.get(group), wishes.get(group), outcome.revision)
+            group: _group_view(group, state, holders.get(group), requests.get(group), outcome.revision)
             for group, state in states.items()
         }
 
@@ -131,19 +131,19 @@ class KeyCoordinator:
         """Swap the record if it has this revision and the group has no holder."""
         return await self._swap(group, revision, record, [RevisionIs(self._key_of("holder", group), 0)], [])
 
-    async def ask(self, group: str, revision: int, wish: Wish, lease: Lease) -> Swap:
-        """Write a wish for the leader, if the record has this revision and there is no other wish. Raises LeaseLost."""
+    async def put_request(self, group: str, revision: int, request: OperatorRequest, lease: Lease) -> Swap:
+        """Write a request to the leader, if the record has this revision and no request exists. Raises LeaseLost."""
         key, reads = self._key_of("wish", group), self._reads_of_group(group)
         outcome = await self._store.transact(
             [RevisionIs(self._key_of("state", group), revision), RevisionIs(key, 0)],
-            [Put(key, msgspec.json.encode(wish), lease.id), *reads],
+            [Put(key, msgspec.json.encode(request), lease.id), *reads],
             reads,
         )
         view = self._group_view_of(group, outcome)
-        return Swap(view.pending_wish is not None and view.pending_wish.lease_id == lease.id, view)
+        return Swap(view.pending_request is not None and view.pending_request.lease_id == lease.id, view)
 
-    async def settle(self, group: str, pending: PendingWish) -> None:
-        """Remove a wish, unless it is gone or has been replaced."""
+    async def remove_request(self, group: str, pending: PendingRequest) -> None:
+        """Remove a request, unless another one has replaced it. Does nothing if it does not exist any more."""
         key = self._key_of("wish", group)
         await self._store.transact([RevisionIs(key, pending.revision)], [Delete(key)])
 
@@ -233,12 +233,12 @@ class KeyCoordinator:
         return f"{self._prefix}{kind}/"
 
     def _group_view_of(self, group: str, outcome: Outcome) -> GroupView:
-        state, holder, wish = (key_values[0] if key_values else None for key_values in outcome.reads)
-        return _group_view(group, state, holder, wish, outcome.revision)
+        state, holder, request = (key_values[0] if key_values else None for key_values in outcome.reads)
+        return _group_view(group, state, holder, request, outcome.revision)
 
 
 def _group_view(
-    group: str, state: KeyValue | None, holder: KeyValue | None, wish: KeyValue | None, as_of: int
+    group: str, state: KeyValue | None, holder: KeyValue | None, request: KeyValue | None, as_of: int
 ) -> GroupView:
     return GroupView(
         group,
@@ -248,7 +248,9 @@ def _group_view(
         if holder is None
         else Holder(_decode(holder, _HolderValue).node, holder.lease_id, holder.revision),
         as_of,
-        None if wish is None else PendingWish(_decode(wish, Wish), wish.lease_id, wish.revision),
+        None
+        if request is None
+        else PendingRequest(_decode(request, OperatorRequest), request.lease_id, request.revision),
     )
 
 

@@ -263,7 +263,7 @@ def beginning(endpoint: Endpoint) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Reach:
+class ArchiveRange:
     """The range of an archive: it has the messages that passed in rows since <= seq < mark of the log."""
 
     since: int
@@ -271,7 +271,7 @@ class Reach:
     mark: int
 
 
-def reach(table: DeltaTable) -> Reach:
+def read_range(table: DeltaTable) -> ArchiveRange:
     """Read the range of an archive. Raises StorageError if the table is not an archive."""
     properties = table.metadata().configuration
     mark = app_version(table, APP_ID)
@@ -279,7 +279,7 @@ def reach(table: DeltaTable) -> Reach:
         raise StorageError(
             f"the Delta table at {table.table_uri} is not an archive; name another with --archive"
         )
-    return Reach(int(properties[SINCE]), int(properties[SINCE_MS]), mark)
+    return ArchiveRange(int(properties[SINCE]), int(properties[SINCE_MS]), mark)
 
 
 def files(
@@ -330,7 +330,7 @@ def messages(
     Only the files that can have such messages are read. If there are several groups, the result has the additional
     column `group`.
     """
-    from timeball.spark.source.spark_api import unite
+    from timeball.spark.source.spark_api import union_groups
 
     if uri is not None and PLACEHOLDER not in uri:
         return _messages(spark, uri, from_ms, until_ms, topics)
@@ -338,7 +338,7 @@ def messages(
     messages_by_group = {
         group: _messages(spark, uri, from_ms, until_ms, topics) for group, (_, uri) in archives.items()
     }
-    return unite(messages_by_group)
+    return union_groups(messages_by_group)
 
 
 def _messages(
@@ -364,7 +364,7 @@ def _messages(
 def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int = PIECE_ROWS) -> int:
     """Extend the archive up to row `to_seq`, in steps of EPOCH_ROWS. Returns the number of log rows processed."""
     with Endpoint(endpoint) as broker:
-        begin = reach(open_archive(uri, broker)).mark
+        begin = read_range(open_archive(uri, broker)).mark
         marked.check_mark(NAME, uri, begin, broker.status().log, to_seq)
     for low in range(begin, to_seq, EPOCH_ROWS):
         high = min(low + EPOCH_ROWS, to_seq)
@@ -377,12 +377,12 @@ def extend(engine: Engine, endpoint: str, uri: str, to_seq: int, piece_rows: int
         )
         commit_epoch(uri, low, high, [entry for entries in entries_by_task for entry in entries])
     if begin < to_seq:
-        tidy(uri)
+        maintain(uri)
     return max(0, to_seq - begin)
 
 
 def _mark(broker: Endpoint, status: Status, uri: str) -> int:
-    return reach(open_archive(uri, broker)).mark
+    return read_range(open_archive(uri, broker)).mark
 
 
 JOB = MarkedJob(
@@ -398,7 +398,7 @@ JOB = MarkedJob(
 
 
 @dataclass(frozen=True)
-class Small:
+class SmallFile:
     """A file that is small enough to be joined with others."""
 
     path: str
@@ -408,24 +408,24 @@ class Small:
     first_seq: int
 
 
-def tidy(uri: str, every: int = TIDY_EVERY) -> None:
+def maintain(uri: str, every: int = TIDY_EVERY) -> None:
     """Every `every` versions, join small files, and delete files that no version has used for a week."""
     table = open_table(uri)
     if table.version() % every != every - 1:
         return
     try:
-        join(table)
+        join_small_files(table)
         table.vacuum(dry_run=False, full=True)
         table.create_checkpoint()
     except DeltaError as error:  # another process has committed at the same time; the next try is enough
         LOG.warning("archive not tidied job=archive reason=%s", error)
 
 
-def join(table: DeltaTable) -> int:
+def join_small_files(table: DeltaTable) -> int:
     """Join neighbouring small files. Returns the number of replaced files, which stay on disk for older versions."""
     store = Store(table.table_uri)
     replaced = 0
-    for group in neighbours(small_files(table)):
+    for group in adjacent_files(small_files(table)):
         read = [_rows(f"{table.table_uri.rstrip('/')}/{small.path}") for small in group]
         now_ms = SystemClock().wall_ms()
         written = write_files(store, pa.concat_tables(read))
@@ -440,19 +440,21 @@ def join(table: DeltaTable) -> int:
     return replaced
 
 
-def small_files(table: DeltaTable) -> list[Small]:
+def small_files(table: DeltaTable) -> list[SmallFile]:
     """List the files with less than half the size limits of a joined file, ordered by day and first row."""
     files = [
-        Small(a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"])
+        SmallFile(
+            a["path"], str(a[f"partition.{PARTITION}"]), a["num_records"], a["size_bytes"], a["min.seq"]
+        )
         for a in pa.table(table.get_add_actions(flatten=True)).to_pylist()
     ]
     small = [file for file in files if file.rows < JOINED_ROWS // 2 and file.size_bytes < JOINED_BYTES // 2]
     return sorted(small, key=lambda file: (file.day, file.first_seq))
 
 
-def neighbours(small_files: Sequence[Small]) -> Iterator[list[Small]]:
+def adjacent_files(small_files: Sequence[SmallFile]) -> Iterator[list[SmallFile]]:
     """Yield groups of two or more consecutive files of one day, each group within JOINED_ROWS and JOINED_BYTES."""
-    group: list[Small] = []
+    group: list[SmallFile] = []
     for file in small_files:
         rows, size = (
             sum(g.rows for g in group) + file.rows,

@@ -163,10 +163,10 @@ def scheduled_rows(spark: SparkSession, endpoint: str, uri: str | None = None) -
     The view contains the messages in the ledger, up to its mark. The pending table supplies the due times of pending
     messages of bulk jobs. If there are several groups, the view has the additional column `group`.
     """
-    from timeball.spark.source.spark_api import unite
+    from timeball.spark.source.spark_api import union_groups
 
     ledgers = JOB.sinks_by_group(group_statuses(endpoint), uri)
-    return unite(
+    return union_groups(
         {group: _scheduled_rows(spark, *endpoint_and_uri) for group, endpoint_and_uri in ledgers.items()}
     )
 

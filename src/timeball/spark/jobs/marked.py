@@ -303,7 +303,7 @@ class Engine(Protocol):
     ) -> list[Result]:
         """Run the task for each piece. Returns the results in order. `work`: a description for people."""
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Check whether the engine can run tasks."""
 
     def cancel(self, job: str) -> None:
@@ -319,8 +319,8 @@ class InProcess:
         """Run the task for each piece."""
         return [task(piece) for piece in pieces]
 
-    def lives(self) -> bool:
-        """This process can always run tasks."""
+    def is_alive(self) -> bool:
+        """Return True: this process can always run tasks."""
         return True
 
     def cancel(self, job: str) -> None:

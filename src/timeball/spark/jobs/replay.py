@@ -148,16 +148,16 @@ def open_sources(endpoint: str, archive_uri: str | None = None, table_uri: str |
     with Endpoint(endpoint) as broker:
         status = _wait_until_durable(broker)
         first = status.log.first_seq
-        table, reach = None, archive.Reach(first, 0, first)
+        table, reach = None, archive.ArchiveRange(first, 0, first)
         try:
             table = open_table(
                 archive_uri or default_table_uri(archive.NAME, table_uri or status.table.uri, status)
             )
-            reach = archive.reach(table)
+            reach = archive.read_range(table)
         except NotFound:
             if archive_uri is not None:
                 raise
-            reach = archive.Reach(first, archive.beginning(broker)[1], first)
+            reach = archive.ArchiveRange(first, archive.beginning(broker)[1], first)
     if reach.mark < first:
         raise OutOfRange(
             f"the archive ends at row {reach.mark} but the log begins at {first}: messages between them are missing"
@@ -210,7 +210,7 @@ def deciding_time(by: By) -> Column:
     return f.coalesce(f.col("due_ms"), f.col("store_ms")) if by == "due" else f.col("store_ms")
 
 
-def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
+def read_window(spark: SparkSession, endpoint: str, window: Window, sources: Sources) -> DataFrame:
     """Read the messages of a window, with the columns that a replay needs and `at_ms`, the time that decides."""
     source = spark.read.format("timeball").option("endpoint", endpoint).option("columns", ",".join(_READ))
     source = source.option("kinds", ",".join(str(int(kind)) for kind in PASSED))
@@ -221,10 +221,10 @@ def passed(spark: SparkSession, endpoint: str, window: Window, sources: Sources)
         span = Bounds(window.from_ms, window.until_ms - 1 if window.by == "visible" else None)
         uris = archive.files(sources.table, span, topics=window.topics)
         rows = archive.read_archive(spark, sources.table, uris).select(*_READ).unionByName(rows)
-    return within(rows, window)
+    return select_window(rows, window)
 
 
-def within(rows: DataFrame, window: Window) -> DataFrame:
+def select_window(rows: DataFrame, window: Window) -> DataFrame:
     """Select the rows of the log or the archive that are in the window, and add the column `at_ms`."""
     at_ms = deciding_time(window.by)
     topic = f.col("topic")
@@ -236,7 +236,7 @@ def within(rows: DataFrame, window: Window) -> DataFrame:
 # ---- the new messages -------------------------------------------------------------------------------------
 
 
-def due(window: Window) -> Column:
+def new_due_time(window: Window) -> Column:
     """Make the column of new due times. Rounded up, because a message may be slightly late but never early."""
     return f.lit(window.start_ms) + f.ceil((f.col("at_ms") - window.from_ms) * f.lit(window.stretch)).cast(
         "bigint"
@@ -262,7 +262,7 @@ def scheduled_rows(rows: DataFrame, window: Window, count: int | None = None) ->
     scheduled = rows.select(
         topic.alias("topic"),
         "body",
-        due(window).alias("due_ms"),
+        new_due_time(window).alias("due_ms"),
         "tag",
         "keys",
         f.when(fits, marked).otherwise(f.col("properties")).alias("properties"),
@@ -305,11 +305,11 @@ def plan(
     sources = open_sources(endpoint, archive_uri, table_uri)
     check_covered(window, sources)
     width = width_ms(window.end_ms - window.start_ms)
-    new_due_ms = due(window)
+    new_due_ms = new_due_time(window)
     step = (f.floor(new_due_ms / width) * width).cast("bigint")
     with spark_errors(), described(spark, f"replay {window.job_id}: what passed"):
         groups = (
-            passed(spark, endpoint, window, sources)
+            read_window(spark, endpoint, window, sources)
             .groupBy("topic", step.alias("step"))
             .agg(
                 f.count("*").alias("rows"),
@@ -371,7 +371,7 @@ def run(
         campaign = Campaign(broker, name, table_uri)
         check_table(spark, campaign.table_uri, broker.status().table.version, "--table-uri")
         campaign.plan(planned.rows, sources.now_ms)
-        scheduled = scheduled_rows(passed(spark, endpoint, window, sources), window, planned.rows)
+        scheduled = scheduled_rows(read_window(spark, endpoint, window, sources), window, planned.rows)
         writer = scheduled.write.format("timeball").option("endpoint", endpoint).option("job_id", name)
         with described(spark, f"replay {name}"):
             # The rows were accepted before and are not changed. For example, RocketMQ's clients join several keys into

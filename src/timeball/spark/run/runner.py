@@ -77,7 +77,7 @@ class Job:
     report: Callable[[str], None] = field(default=LOG.info)
     hold_lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None = None
     no_work_reason: Callable[[], str | None] = lambda: None  # why the job has nothing to do, if so
-    spark_lives: Callable[[], bool] = lambda: True
+    engine_is_alive: Callable[[], bool] = lambda: True
     last: Epoch | None = None
     last_ms: int | None = None
     epochs: int = 0
@@ -101,7 +101,7 @@ class Job:
             if now_ns >= self.wake_ns:
                 self._start_query(now_ns, once)
             return
-        if not self.spark_lives():  # a loop that waits for new rows does not notice a lost JVM
+        if not self.engine_is_alive():  # a loop that waits for new rows does not notice a lost JVM
             raise Unavailable(LOST)
         self._report()
         if self.query.isActive:
@@ -136,7 +136,7 @@ class Job:
                 if self._end_if_no_work():
                     return
         gives_up = once and (not isinstance(error, TRANSIENT) or self.failures >= TRIES_ONCE)
-        if gives_up or not self.spark_lives():
+        if gives_up or not self.engine_is_alive():
             raise error from cause
         pause_s = min(PAUSE_S[0] * 2 ** (self.failures - 1), PAUSE_S[1])
         self.wake_ns = now_ns + int(pause_s * 1e9)
@@ -330,7 +330,7 @@ def _make_job(
         start,
         hold_lease=lease,
         no_work_reason=lambda: no_work_reason(endpoint),
-        spark_lives=engine.lives,
+        engine_is_alive=engine.is_alive,
     )
 
 
@@ -377,7 +377,7 @@ def _run_until_done(jobs: list[Job], stop: threading.Event, once: bool, clock: C
                     board.write_status(job.status(started_ms), clock.monotonic_ns())
                 stop.wait(WATCH_EVERY_S)
         except TimeballError as error:
-            is_spark_lost = not job.spark_lives()
+            is_spark_lost = not job.engine_is_alive()
             reported = Unavailable(LOST) if is_spark_lost else error
             for failed_job in jobs if is_spark_lost else [job]:
                 failed_job.ended, failed_job.error = "failed", str(reported)

@@ -323,7 +323,7 @@ class OnSpark:
             context.setJobGroup(job, text, interruptOnCancel=True)  # `cancel` finds the tasks by it
             return context.parallelize(pieces, len(pieces)).map(task).collect()
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Check whether tasks can be started: the JVM runs and its Spark context is not stopped."""
         try:
             return not self.session.sparkContext._jsc.sc().isStopped()
@@ -332,5 +332,5 @@ class OnSpark:
 
     def cancel(self, job: str) -> None:
         """Cancel the running tasks of a job."""
-        if self.lives():
+        if self.is_alive():
             self.session.sparkContext.cancelJobGroup(job)

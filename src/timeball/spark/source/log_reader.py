@@ -119,7 +119,7 @@ def read_part(options: ReadOptions, part: LogPart, condition: RowFilter) -> Iter
         for batch in retrying_read(endpoint, read, part.from_seq, after_last_seq):
             selected = condition.apply(batch)
             if selected.num_rows:
-                yield shape(selected, options, part.group)
+                yield apply_options(selected, options, part.group)
 
 
 def columns_to_fetch(options: ReadOptions, condition: RowFilter) -> list[str] | None:
@@ -132,7 +132,7 @@ def columns_to_fetch(options: ReadOptions, condition: RowFilter) -> list[str] | 
     return [name for name in READ_SCHEMA.names if name in names]
 
 
-def shape(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
+def apply_options(batch: pa.RecordBatch, options: ReadOptions, group: Group | None = None) -> pa.RecordBatch:
     """Apply the options `body_kinds` and `columns` in Arrow, before the rows are copied into the JVM."""
     if options.body_kinds is not None and (options.columns is None or "body" in options.columns):
         with_body = pc.is_in(batch.column("kind"), pa.array(options.body_kinds, pa.int8()))

@@ -26,7 +26,7 @@ from pyspark.sql.streaming.datasource import ReadLimit
 from timeball.io.clock import Clock
 from timeball.model.errors import NotFound, OutOfRange, SetupError
 from timeball.spark.endpoint import Endpoint, Group, after_rows, read_groups, retrying_read
-from timeball.spark.source.log_reader import piece_rows, shape
+from timeball.spark.source.log_reader import apply_options, piece_rows
 from timeball.spark.source.options import Offsets, ReadOptions, divide_rows, split_range
 from timeball.spark.source.spark_api import (
     OPEN,
@@ -179,7 +179,7 @@ def read_queue_part(options: ReadOptions, part: QueuePart, condition: RowFilter)
         for batch in retrying_read(endpoint, read, part.from_offset, after_rows):
             selected = condition.apply(batch)
             if selected.num_rows:
-                yield shape(selected, options, part.group)
+                yield apply_options(selected, options, part.group)
 
 
 class QueueReader(DataSourceReader):
@@ -239,7 +239,9 @@ class QueueStream(PacedStream):
         check_one_group(self.options, len(groups))
         position = self.options.from_offset
         return to_json(
-            flat({name: offsets_at("from_offset", position, kept) for name, kept in kept_by_group.items()})
+            flatten_offsets(
+                {name: offsets_at("from_offset", position, kept) for name, kept in kept_by_group.items()}
+            )
         )
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
@@ -315,14 +317,14 @@ class QueueStream(PacedStream):
                 )
 
 
-def flat(offsets: Mapping[str, Mapping[int, int]]) -> dict[GroupQueue, int]:
+def flatten_offsets(offsets: Mapping[str, Mapping[int, int]]) -> dict[GroupQueue, int]:
     """Flatten {group: {queue: offset}} to {(group, queue): offset}."""
     return {(name, queue): offset for name, queues in offsets.items() for queue, offset in queues.items()}
 
 
 def ends_of(kept_by_group: Mapping[str, KeptOffsets]) -> dict[GroupQueue, int]:
     """Get the end of each queue."""
-    return flat(
+    return flatten_offsets(
         {name: {queue: end for queue, (_, end) in kept.items()} for name, kept in kept_by_group.items()}
     )
 

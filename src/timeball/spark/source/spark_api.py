@@ -98,7 +98,7 @@ def shuffled_by_size(spark: SparkSession, rows: int) -> Iterator[None]:
         spark.conf.set(SHUFFLE_PARTITIONS, old_partitions)
 
 
-def unite(frames: Mapping[str | None, DataFrame]) -> DataFrame:
+def union_groups(frames: Mapping[str | None, DataFrame]) -> DataFrame:
     """Unite the rows of all groups. With several groups, add a column `group`."""
     if len(frames) == 1:
         [only] = frames.values()

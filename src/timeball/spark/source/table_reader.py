@@ -134,7 +134,7 @@ class HistoryReader(DataSourceReader):
                 for commit in reversed(open_table(piece.uri).history())
             ]
             batch = pa.RecordBatch.from_pylist(rows, SCHEMAS["history"])
-            yield fill_group_column(fit(batch, arrow_schema(self.options)), partition.group)
+            yield fill_group_column(cast_batch(batch, arrow_schema(self.options)), partition.group)
 
 
 def tables_of(options: ReadOptions) -> list[tuple[Group, DeltaTable]]:
@@ -231,7 +231,7 @@ class FilesReader(DataSourceReader):
                 for rows in dataset_of([uri], self.schema, partition_columns).to_batches(
                     batch_size=BATCH_ROWS, batch_readahead=4, fragment_readahead=2
                 ):
-                    yield fit(rows, self.schema)
+                    yield cast_batch(rows, self.schema)
             except (OSError, pa.ArrowException) as error:
                 raise StorageError(f"cannot read {uri}: {error}") from error
 
@@ -302,7 +302,7 @@ def read_slice(file_slice: Slice, schema: pa.Schema, condition: RowFilter) -> It
         for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=names):
             selected = condition.apply(batch)
             if selected.num_rows:
-                yield fit(selected, schema)
+                yield cast_batch(selected, schema)
 
 
 def row_groups_of(footer: Any, file_slice: Slice) -> list[int]:
@@ -331,7 +331,7 @@ def may_hold(footer: Any, row_group: int, condition: RowFilter) -> bool:
     return True
 
 
-def fit(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+def cast_batch(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """Convert a batch to exactly this schema. Missing columns become null."""
     columns = [
         batch.column(field.name).cast(field.type)

@@ -118,7 +118,7 @@ class Load:
         first = np.lexsort((second[best], -rows[best]))[:count]
         return [Peak(int(second[best[i]]) * SECOND_MS, int(rows[best[i]]), int(in_minute[i])) for i in first]
 
-    def only(self, names: Iterable[str]) -> Load:
+    def select_topics(self, names: Iterable[str]) -> Load:
         """Select the load of these topics."""
         wanted_topics = set(names)
         codes = [code for code, name in enumerate(self.topics) if name in wanted_topics]

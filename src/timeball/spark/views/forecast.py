@@ -377,7 +377,9 @@ class WhatIf(msgspec.Struct, frozen=True):
     unserved: dict[str, int]
 
 
-def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
+def simulate_consumers(
+    load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None
+) -> WhatIf:
     """Simulate consumers. `rates`: rows per second by topic. OTHER_TOPICS: one rate for all topics without their own.
 
     `backlog` rows are unread at the start: in the queue of OTHER_TOPICS, or without that rate in the only queue.
@@ -409,16 +411,16 @@ def queues(
     for name, rate in rates.items():
         if not rate > 0 or rate == float("inf"):
             raise RequestError(
-                f"a consumer rate of {rate:g} for {_named(name)}: it must be above 0 rows a second"
+                f"a consumer rate of {rate:g} for {_topic_text(name)}: it must be above 0 rows a second"
             )
     if backlog and OTHER_TOPICS not in rates and len(rates) != 1:
         raise RequestError(
             "a backlog belongs to one queue: give one consumer rate for all topics, or for one"
         )
     owner = OTHER_TOPICS if OTHER_TOPICS in rates else next(iter(rates), None)
-    loads = {name: load.only([name]) for name in rates if name != OTHER_TOPICS}
+    loads = {name: load.select_topics([name]) for name in rates if name != OTHER_TOPICS}
     if OTHER_TOPICS in rates:
-        loads[OTHER_TOPICS] = load.only(set(load.topics) - set(rates))
+        loads[OTHER_TOPICS] = load.select_topics(set(load.topics) - set(rates))
     return {
         name: queue(queue_load, rates[name], backlog if name == owner else 0, from_s)
         for name, queue_load in loads.items()
@@ -467,5 +469,5 @@ def _round_to_ms(seconds: float) -> int:
     return round(float(seconds) * SECOND_MS)
 
 
-def _named(name: str) -> str:
+def _topic_text(name: str) -> str:
     return "all topics" if name == OTHER_TOPICS else f"topic {name}"

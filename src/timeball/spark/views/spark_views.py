@@ -23,7 +23,7 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from timeball.model.message import TABLE_SCHEMA
 from timeball.spark.endpoint import Endpoint, Group, read_groups
 from timeball.spark.log_events import ARCHIVE_SCHEMA, EVENT_SCHEMA, LEDGER_APP_ID
-from timeball.spark.source.spark_api import described, spark_errors, spark_schema, unite
+from timeball.spark.source.spark_api import described, spark_errors, spark_schema, union_groups
 from timeball.spark.source.table_reader import read_delta
 from timeball.spark.table_store import ANY_DUE_TIME, Due
 from timeball.spark.views import view_sql
@@ -40,7 +40,7 @@ def waiting_frame(
 ) -> DataFrame:
     """Read the pending messages, one row per message: PENDING_COLUMNS (`body` only with `bodies`) and `place`."""
     pinned = pin_groups(endpoint, version)
-    return unite(
+    return union_groups(
         {
             group.name or None: pending_in_snapshot(spark, group.endpoint, shot, bodies=bodies)
             for group, shot in pinned
@@ -111,7 +111,7 @@ def register(
     # A group may have no archive yet.
     names = set.intersection(*(set(group_views) for group_views in views.values()))
     for view in names:
-        rows = unite({group: group_views[view] for group, group_views in views.items()})
+        rows = union_groups({group: group_views[view] for group, group_views in views.items()})
         rows.createOrReplaceTempView(f"{prefix}{view}")
     return all_versions(versions)
 

@@ -20,7 +20,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from timeball.broker.filters import compile_filter, told
+from timeball.broker.filters import compile_filter, normalized_text
 from timeball.broker.registry.groups import RequestMode
 from timeball.broker.registry.topics import check_name
 from timeball.edges.remoting.calls import Call, Handlers, RemotingContext, Reply
@@ -161,7 +161,7 @@ class HeartBeats:
         if membership.message_model != BROADCASTING and subscriptions:
             group_subscriptions.hear_topics(membership.group, [each.topic for each in subscriptions])
             for each in subscriptions:
-                shown_filter = told(each.expression, each.expression_type)
+                shown_filter = normalized_text(each.expression, each.expression_type)
                 group_subscriptions.hear(membership.group, each.topic, shown_filter)
 
     def _update_nonempty_queues(self, group_name: str) -> None:
