@@ -18,7 +18,7 @@ from benchmarks.harness import BODY_BYTES, TOPIC, now_ms
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import bulk, ledger
 from timeball.spark.jobs.bulk import Columns
-from timeball.spark.run.session import OnSpark, build_session
+from timeball.spark.run.session import SparkEngine, build_session
 from timeball.spark.table_store import sibling
 
 MIB = 1024 * 1024
@@ -86,7 +86,7 @@ def _ledger(spark: SparkSession, endpoint: str) -> Figures:
         status = broker.status()
     begun = time.perf_counter()
     rows = ledger.extend(
-        OnSpark(spark), endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
+        SparkEngine(spark), endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
     )
     return [("ledger: rate", rows / (time.perf_counter() - begun), "rows/s")]
 

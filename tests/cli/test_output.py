@@ -202,8 +202,8 @@ def root_logger() -> Iterator[logging.Logger]:
 
 def test_configured_again_there_is_one_handler(root_logger: logging.Logger) -> None:
     first, second = io.StringIO(), io.StringIO()
-    output.configure("info", "text", first)
-    output.configure("error", "text", second)
+    output.configure_logging("info", "text", first)
+    output.configure_logging("error", "text", second)
     logging.getLogger("timeball").warning("not heard")
     logging.getLogger("timeball").error("heard")
     assert first.getvalue() == ""

@@ -15,7 +15,7 @@ from timeball.model.trace_context import (
     TRACEPARENT,
     context_from_headers,
     has_context,
-    have_context,
+    has_context_mask,
     with_contexts,
     without_context,
 )
@@ -64,7 +64,7 @@ def test_a_requests_context_is_what_w3c_allows_and_nothing_else(
 def test_a_context_is_told_by_its_whole_name() -> None:
     expected = [TRACEPARENT in decode_properties(text or "") for text in TEXTS]
     assert [has_context(text) for text in TEXTS] == expected
-    assert have_context(pa.array(TEXTS, pa.string())).to_pylist() == expected
+    assert has_context_mask(pa.array(TEXTS, pa.string())).to_pylist() == expected
 
 
 def rows_of(texts: list[str | None]) -> list[tuple[Any, ...]]:

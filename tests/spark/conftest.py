@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from tests.node_fixture import RunningNode, running_node
 
 from timeball.spark.endpoint import Endpoint
-from timeball.spark.run.session import OnSpark, build_session
+from timeball.spark.run.session import SparkEngine, build_session
 
 
 @pytest.fixture(scope="session")
@@ -24,9 +24,9 @@ def spark() -> Iterator[SparkSession]:
 
 
 @pytest.fixture
-def engine(spark: SparkSession) -> OnSpark:
+def engine(spark: SparkSession) -> SparkEngine:
     """The engine that runs tasks of jobs in the Spark session."""
-    return OnSpark(spark)
+    return SparkEngine(spark)
 
 
 @pytest.fixture

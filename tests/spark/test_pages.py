@@ -28,7 +28,7 @@ from timeball.spark.jobs import archive
 from timeball.spark.jobs.bulk import REJECT_SCHEMA
 from timeball.spark.jobs.campaign import STATES
 from timeball.spark.log_events import ARCHIVE_SCHEMA
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.options import (
     APPLIES_TO_READS,
     BATCH_ONLY,
@@ -289,7 +289,7 @@ def test_the_examples_of_the_archive_run(
 ) -> None:
     send_due_now(node.endpoint, 10)
     uri = sibling(broker.status().table.uri, "archive")
-    archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     with Timeball(node.endpoint) as ball:
         now_ms = ball.status()["now_ms"]
         eventually(lambda: ball.status()["now_ms"] > now_ms + 1, "the window is over")

@@ -95,7 +95,7 @@ def kafka(
       timeball kafka --in delayed --bootstrap k1:9093,k2:9093 --kafka-config client.properties
       timeball kafka --in orders.delayed --out orders --json | jq .late_ms
     """
-    output.configure(log_level, log_format)
+    output.configure_logging(log_level, log_format)
     with naming("--status-every"):
         status_every_s = parse_duration_ms(status_every) / 1000
     name = name or in_topic

@@ -116,7 +116,7 @@ def _app(
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process with its exit code (see output.py)."""
-    output.configure("warning", "text")  # serve, up and pipeline run reconfigure it by options
+    output.configure_logging("warning", "text")  # serve, up and pipeline run reconfigure it by options
     try:
         app(args=arguments, prog_name="timeball")
     except Exception as error:  # the last handler: every error becomes a sentence and a code

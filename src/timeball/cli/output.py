@@ -208,7 +208,7 @@ REPEAT_S = 60.0
 LINES_MAX = 256
 
 
-def configure(level: LogLevel, line_format: LogFormat, stream: TextIO | None = None) -> None:
+def configure_logging(level: LogLevel, line_format: LogFormat, stream: TextIO | None = None) -> None:
     """Send all log records of `level` and above to `stream` (default: stderr), as text or JSON lines."""
     handler = CountingHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if line_format == "json" else TextLines())
@@ -226,7 +226,7 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Join time, level, logger and message."""
-        line = f"{_time(record)} {record.levelname} {record.name}: {_message(record)}"
+        line = f"{_record_time(record)} {record.levelname} {record.name}: {_record_message(record)}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
@@ -236,7 +236,7 @@ class JsonLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Encode the fields of the module's example, plus `repeated` and `exception` if the record has them."""
         fields: dict[str, Any] = {
-            "time": _time(record),
+            "time": _record_time(record),
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
@@ -301,11 +301,11 @@ class CountingHandler(logging.StreamHandler[TextIO]):
                 super().emit(summary)
 
 
-def _time(record: logging.LogRecord) -> str:
+def _record_time(record: logging.LogRecord) -> str:
     created = datetime.fromtimestamp(record.created, UTC)
     return created.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _message(record: logging.LogRecord) -> str:
+def _record_message(record: logging.LogRecord) -> str:
     repeats = getattr(record, "repeats", 0)
     return f"{record.getMessage()} (repeated {repeats} times)" if repeats else record.getMessage()

@@ -107,7 +107,7 @@ def run(
     if len(set(jobs)) < len(jobs):
         raise RequestError(f"{' '.join(jobs)}: name each job once")
     job_options = parse_job_options(jobs, options or [])
-    output.configure(log_level, log_format)
+    output.configure_logging(log_level, log_format)
     from timeball.cli.spark import load_runner, spark_session
 
     runner = load_runner(with_spark=not no_spark)

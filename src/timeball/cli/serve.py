@@ -211,7 +211,7 @@ async def supervise(settings: Settings, as_json: bool, command: list[str]) -> No
     from timeball.cluster.coordination.etcd import create_coordinator
     from timeball.node.name_service import NameService
 
-    output.configure(settings.log_level, settings.log_format)
+    output.configure_logging(settings.log_level, settings.log_format)
     groups = parse_group_names(settings)
     processes = [
         GroupProcess(group, build_command(command, build_options(settings, group, index)))
@@ -298,7 +298,7 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     from timeball.io.files import raise_open_files_limit
     from timeball.node.node import Node
 
-    output.configure(settings.log_level, settings.log_format)
+    output.configure_logging(settings.log_level, settings.log_format)
     use_system_pool()
     CYCLES.start()
     raise_open_files_limit()
@@ -395,7 +395,7 @@ def run_replica(settings: Settings, as_json: bool) -> None:
     from timeball.broker.tables.memory import use_system_pool
     from timeball.io.files import raise_open_files_limit
 
-    output.configure(settings.log_level, settings.log_format)
+    output.configure_logging(settings.log_level, settings.log_format)
     use_system_pool()
     CYCLES.start()
     raise_open_files_limit()
@@ -477,7 +477,7 @@ def name_server(settings: Settings, as_json: JsonOption = False) -> None:
     """
     if not settings.cluster:
         raise SetupError("--cluster: name the cluster whose groups are looked up")
-    output.configure(settings.log_level, settings.log_format)
+    output.configure_logging(settings.log_level, settings.log_format)
     with runner() as loop_runner:
         loop_runner.run(_run_name_server(settings, as_json))
 

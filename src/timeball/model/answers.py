@@ -392,8 +392,8 @@ class Status(msgspec.Struct, frozen=True):
 
 BucketUnit = Literal["second", "minute", "hour", "day"]
 PagePosition = tuple[int, int]  # (due_ms, version), as in the files of the table
-FIRST: PagePosition = (-(1 << 62), 0)
-LAST: PagePosition = (1 << 62, 0)
+FIRST_POSITION: PagePosition = (-(1 << 62), 0)
+LAST_POSITION: PagePosition = (1 << 62, 0)
 
 
 class PendingMessage(NamedTuple):
@@ -423,13 +423,13 @@ class PageRequest:
     @property
     def low(self) -> PagePosition:
         """The first position of the page."""
-        low = FIRST if self.from_ms is None else (self.from_ms, 0)
+        low = FIRST_POSITION if self.from_ms is None else (self.from_ms, 0)
         return low if self.after is None else max(low, self.after)
 
     @property
     def high(self) -> PagePosition:
         """The end of the requested positions (exclusive)."""
-        return LAST if self.to_ms is None else (self.to_ms, 0)
+        return LAST_POSITION if self.to_ms is None else (self.to_ms, 0)
 
 
 class PendingPage(NamedTuple):

@@ -47,7 +47,7 @@ def has_context(properties: str | None) -> bool:
     return properties is not None and (properties.startswith(_BEGIN) or f"\x02{_BEGIN}" in properties)
 
 
-def have_context(properties: pa.Array) -> pa.Array:
+def has_context_mask(properties: pa.Array) -> pa.Array:
     """Compute `has_context` for a column. Nulls give False."""
     return pc.match_substring_regex(properties, _HAS_CONTEXT).fill_null(False)
 
@@ -67,7 +67,7 @@ def with_contexts(batch: SendBatch, contexts: Sequence[str | None]) -> SendBatch
     # Joining a null context gives null. `coalesce` below replaces null by the old properties.
     joined = pc.binary_join_element_wise(pa.array(contexts, pa.string()), properties.fill_null(""), "")
     is_unchanged = pc.or_(
-        have_context(properties),
+        has_context_mask(properties),
         pc.greater(pc.binary_length(properties).fill_null(0), PROPERTIES_CHARACTERS_MAX),
     )
     changed = pc.coalesce(pc.if_else(is_unchanged, pa.scalar(None, pa.string()), joined), properties)

@@ -49,7 +49,7 @@ from timeball.model.message import (
     encode_properties,
     lateness_ms,
 )
-from timeball.model.trace_context import has_context, have_context, with_contexts
+from timeball.model.trace_context import has_context, has_context_mask, with_contexts
 
 SPANS_PER_S = 500  # per operation
 SPANS_AT_ONCE = 100  # the size of a burst; takes up to ten milliseconds of the event loop
@@ -283,7 +283,7 @@ def _rows_with_context(rows: pa.RecordBatch) -> list[int]:
     properties = rows.column(column_index)
     if rows.num_rows <= SMALL_ROWS:  # a vectorized kernel costs more than so few rows
         return [index for index, text in enumerate(properties.to_pylist()) if has_context(text)]
-    indices: list[int] = np.flatnonzero(np.asarray(have_context(properties))).tolist()
+    indices: list[int] = np.flatnonzero(np.asarray(has_context_mask(properties))).tolist()
     return indices
 
 

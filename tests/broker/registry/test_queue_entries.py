@@ -10,7 +10,7 @@ from tests.broker.on_node import on_node
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
-from timeball.broker.registry.topics import rebuild
+from timeball.broker.registry.topics import rebuild_entries
 from timeball.log.queue_index import QueueFile, encode
 from timeball.model.message import Kind
 
@@ -165,7 +165,7 @@ async def test_entries_are_built_as_they_were_written(world: World) -> None:
     await world.send_levels("m", [1, 2])
     indexes, reader = world.broker.tables.topics.indexes, world.broker.log.reader
     written = {(p.topic, p.queue_id): p.entries.tolist() for p in indexes.flush(reader.next_seq).parts}
-    built = rebuild(reader, 1, reader.next_seq, lambda name: name == "m")
+    built = rebuild_entries(reader, 1, reader.next_seq, lambda name: name == "m")
     assert {(p.topic, p.queue_id): p.entries.tolist() for p in built} == written
     tags = {tag for p in built if p.topic == "m" for _, _, tag in p.entries.tolist()}
     assert len(tags) == 2, "with a tag and without"

@@ -14,7 +14,7 @@ from tests.crash_files import CrashFiles
 from timeball.broker.consuming.requests import ReceiveRequest
 from timeball.broker.registry.meta import MetaLog, MetaTable, Restorable
 from timeball.broker.registry.tables import (
-    SIZE_BYTES,
+    SECRET_BYTES,
     AdoptedFacts,
     DrainFacts,
     Drains,
@@ -126,7 +126,7 @@ def test_a_part_without_its_open_positions_is_refused() -> None:
 def test_the_receipt_secret_is_created_once_per_folder() -> None:
     log = StateRows()
     made = log.opened(ReceiptSecret).get()
-    assert len(made) == SIZE_BYTES and log.count == 1
+    assert len(made) == SECRET_BYTES and log.count == 1
     again = log.opened(ReceiptSecret)
     assert again.is_made and again.get() == made and log.count == 1
     assert StateRows().opened(ReceiptSecret).get() != made, "another folder has another"

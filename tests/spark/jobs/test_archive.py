@@ -21,7 +21,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import JOINED_BYTES, JOINED_ROWS, SmallFile, adjacent_files
 from timeball.spark.jobs.marked import Engine
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.spark_api import Bounds
 from timeball.spark.table_store import sibling
 
@@ -58,7 +58,7 @@ def traffic(node: RunningNode) -> None:
 
 @pytest.mark.spark
 def test_archive_has_each_message_once_over_restarts(
-    engine: OnSpark, node: RunningNode, broker: Endpoint
+    engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
     traffic(node)
     drain(engine, node, max_rows_per_batch="25", rows_per_partition="9")
@@ -82,7 +82,7 @@ def test_archive_at_another_uri_is_readable_by_spark(
     spark: SparkSession, node: RunningNode, broker: Endpoint, tmp_path: Path
 ) -> None:
     traffic(node)
-    drain(OnSpark(spark), node, uri=str(tmp_path / "elsewhere"))
+    drain(SparkEngine(spark), node, uri=str(tmp_path / "elsewhere"))
     table = DeltaTable(str(tmp_path / "elsewhere"))
     rows = archive.read_archive(spark, table).orderBy("seq").collect()
     result = sorted(table.to_pyarrow_table().to_pylist(), key=lambda row: row["seq"])
@@ -93,7 +93,7 @@ def test_archive_at_another_uri_is_readable_by_spark(
 
 @pytest.mark.spark
 def test_epoch_that_another_job_has_done_is_refused(
-    engine: OnSpark, node: RunningNode, broker: Endpoint
+    engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
     """Two jobs from the same mark to different ends: the second may not add the first one's rows again."""
     traffic(node)
@@ -123,7 +123,7 @@ def test_files_without_matching_rows_are_skipped(
     for topic in ("a", "b", "c"):
         with Timeball(node.endpoint) as ball:
             ball.send(topic, "x")
-        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+        archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table = opened(broker)
     at = {row["topic"]: row["store_ms"] for row in archived(broker)}
     assert len(archive.files(table, Bounds())) == 3
@@ -150,7 +150,7 @@ def test_joined_files_have_the_same_rows_and_old_files_stay_readable(
     uri = sibling(broker.status().table.uri, "archive")
     for n in range(4):
         send_due_now(node.endpoint, 2, f"topic{3 - n}")
-        archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+        archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     table, before = opened(broker), archived(broker)
     old = archive.read_archive(spark, table)
     mark = archive.read_range(table)

@@ -26,7 +26,7 @@ from timeball.model.limits import HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import SCHEDULE_TOPIC
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling
@@ -160,7 +160,7 @@ def test_scheduled_messages_of_delay_levels_balance(
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (10, 7, 1, 2)
     uri = sibling(broker.status().table.uri, "ledger")
-    ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    ledger.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     report = audit.run(spark, node.endpoint)
     assert report.ok and report.pending == 2, report
     rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
@@ -262,7 +262,9 @@ def small(tmp_path: Path) -> Iterator[RunningNode]:
 def extend_ledger(spark: SparkSession, node: RunningNode) -> None:
     with Endpoint(node.endpoint) as broker:
         status = broker.status()
-    ledger.extend(OnSpark(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq)
+    ledger.extend(
+        SparkEngine(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
+    )
 
 
 def counts(report: audit.AuditReport) -> tuple[int, int, int, int]:
@@ -439,7 +441,7 @@ def test_a_real_broker_balances_at_every_stage(
     assert report.ok, report
     assert (report.accepted, report.released, report.cancelled, report.pending) == (146, 5, 1, 140)
     uri = sibling(broker.status().table.uri, "ledger")
-    ledger.extend(OnSpark(spark), node.endpoint, uri, 60)
+    ledger.extend(SparkEngine(spark), node.endpoint, uri, 60)
     node.run(node.broker.compact())
     send(node.endpoint, 10)
     report = audit.run(spark, node.endpoint)  # part in the ledger, part in the log; part compacted

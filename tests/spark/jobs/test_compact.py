@@ -14,8 +14,8 @@ from timeball.model.errors import OutOfRange, StorageError
 from timeball.model.message import TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import compact
-from timeball.spark.jobs.marked import Engine, InProcess, Piece, Result
-from timeball.spark.run.session import OnSpark
+from timeball.spark.jobs.marked import Engine, InProcessEngine, Piece, Result
+from timeball.spark.run.session import SparkEngine
 
 
 def drain(engine: Engine, node: RunningNode, **options: str) -> None:
@@ -34,7 +34,7 @@ def test_settled_scheduled_messages_are_left_out() -> None:
 @pytest.mark.smoke
 @pytest.mark.spark
 def test_pending_messages_move_from_the_tail_to_the_table(
-    engine: OnSpark, node: RunningNode, broker: Endpoint
+    engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 1000)
     version = broker.status().table.version
@@ -50,15 +50,15 @@ def test_pending_messages_move_from_the_tail_to_the_table(
 def test_attach_is_refused_when_another_compactor_was_faster(node: RunningNode, broker: Endpoint) -> None:
     """The job goes on where the watermark stands then; also without Spark."""
     send(node.endpoint, 100)
-    drain(InProcess(), node)
+    drain(InProcessEngine(), node)
     send(node.endpoint, 100)
     node.run(node.broker.compact())
     send(node.endpoint, 100)
-    drain(InProcess(), node)
+    drain(InProcessEngine(), node)
     assert len(set(attached_seqs(broker))) == len(attached_seqs(broker)) == 300
 
 
-class Overtaken(InProcess):
+class Overtaken(InProcessEngine):
     """Runs tasks. Before their files are attached, another compactor moves the watermark to `to_seq`."""
 
     def __init__(self, node: RunningNode, uri: str, to_seq: int) -> None:
@@ -68,7 +68,7 @@ class Overtaken(InProcess):
         self, job: str, work: str, task: Callable[[Piece], Result], pieces: Sequence[Piece]
     ) -> list[Result]:
         done = super().run(job, work, task, pieces)
-        compact.extend(InProcess(), self.node.endpoint, self.uri, self.to_seq, 1_000)
+        compact.extend(InProcessEngine(), self.node.endpoint, self.uri, self.to_seq, 1_000)
         return done
 
 
@@ -81,15 +81,15 @@ def test_attach_that_would_repeat_rows_is_refused(node: RunningNode, broker: End
     assert attached_seqs(broker) == list(range(2, 51))
     compact.extend(Overtaken(node, uri, end), node.endpoint, uri, end, 40)
     assert attached_seqs(broker) == list(range(2, 102)), "what the other has attached whole changes nothing"
-    assert compact.extend(InProcess(), node.endpoint, uri, end, 50) == 0
+    assert compact.extend(InProcessEngine(), node.endpoint, uri, end, 50) == 0
 
 
 def test_an_epoch_without_scheduled_messages_moves_the_watermark(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 10)
-    drain(InProcess(), node)
+    drain(InProcessEngine(), node)
     begin, end = broker.status().watermark, broker.status().log.durable_seq
     assert begin < end  # the TABLE row itself
-    drain(InProcess(), node)
+    drain(InProcessEngine(), node)
     assert broker.status().watermark == end
     assert len(attached_seqs(broker)) == 10
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from timeball.model.errors import OutOfRange
-from timeball.spark.jobs.marked import InProcess
+from timeball.spark.jobs.marked import InProcessEngine
 
 
 def test_tasks_run_in_order_until_one_fails() -> None:
@@ -17,7 +17,7 @@ def test_tasks_run_in_order_until_one_fails() -> None:
         done.append(piece)
         return piece[1]
 
-    engine = InProcess()
+    engine = InProcessEngine()
     assert engine.is_alive() and engine.run("job", "work", task, []) == []
     assert engine.run("job", "work", task, [(1, 2), (2, 3)]) == [2, 3]
     with pytest.raises(OutOfRange):

@@ -19,7 +19,7 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, ledger
 from timeball.spark.jobs.marked import Engine
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import sibling
@@ -36,7 +36,7 @@ def recorded(broker: Endpoint) -> list[dict[str, object]]:
 
 
 def test_every_event_is_recorded_once_over_restarts(
-    engine: OnSpark, node: RunningNode, broker: Endpoint
+    engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 5)
@@ -66,7 +66,7 @@ def test_view_has_one_row_per_scheduled_message(
     written = ScheduledTask(options).write(iter(bulk.to_batches()))
     attach_all([written], options, "job", 0)
     uri = sibling(broker.status().table.uri, "ledger")
-    ledger.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    ledger.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     rows = {row.seq: row for row in ledger.scheduled_rows(spark, node.endpoint).collect()}
     assert len(rows) == 5
     assert rows[kept.seq].due_ms == kept.due_ms
@@ -89,7 +89,7 @@ def test_another_delta_table_is_not_taken_for_a_ledger(tmp_path: Path) -> None:
 
 
 def test_an_older_ledger_is_given_the_columns_that_it_lacks(
-    engine: OnSpark, node: RunningNode, broker: Endpoint
+    engine: SparkEngine, node: RunningNode, broker: Endpoint
 ) -> None:
     """Delta leaves out what the table has no column for when it joins files."""
     uri = sibling(broker.status().table.uri, "ledger")
@@ -110,7 +110,7 @@ def test_the_ledger_of_another_log_is_refused(spark: SparkSession, node: Running
     """It would take none of this log's events, in silence, until the log is as long as the other was."""
     ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
     with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
-        ledger.extend(OnSpark(spark), node.endpoint, str(tmp_path / "ledger"), 5)
+        ledger.extend(SparkEngine(spark), node.endpoint, str(tmp_path / "ledger"), 5)
 
 
 def test_lateness_during_an_outage_has_the_cause_outage(spark: SparkSession, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_lateness_during_an_outage_has_the_cause_outage(spark: SparkSession, tmp
             uri = sibling(broker.status().table.uri, "ledger")
             end = broker.status().log.durable_seq
         for to_seq in (end - 1, end, end):  # in steps, and once more
-            ledger.extend(OnSpark(spark), second.endpoint, uri, to_seq)
+            ledger.extend(SparkEngine(spark), second.endpoint, uri, to_seq)
         result = DeltaTable(uri).to_pyarrow_table().to_pylist()
         (row,) = ledger.scheduled_rows(spark, second.endpoint).where("lateness_ms > 0").collect()
         assert audit.run(spark, second.endpoint).ok

@@ -16,7 +16,7 @@ from timeball.model.errors import OutOfRange, SetupError, Unavailable
 from timeball.model.wire import LogStatus
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import ledger
-from timeball.spark.jobs.marked import InProcess, Sinks, check_mark
+from timeball.spark.jobs.marked import InProcessEngine, Sinks, check_mark
 from timeball.spark.run.job_status import parse_progress
 
 
@@ -42,12 +42,12 @@ def test_table_whose_mark_is_outside_the_log_is_refused(mark: int, error: type[E
 def test_a_table_of_another_log_ends_the_loop(node: RunningNode, tmp_path: Path) -> None:
     """It would take none of this log's rows, in silence, until the log is as long as the other was."""
     ledger.open_ledger(str(tmp_path / "ledger"), 1_000)
-    loop = ledger.JOB.start(InProcess(), node.endpoint, uri=str(tmp_path / "ledger"))
+    loop = ledger.JOB.start(InProcessEngine(), node.endpoint, uri=str(tmp_path / "ledger"))
     with pytest.raises(SetupError, match="has come to row 1000 but the broker's log ends at"):
         loop.awaitTermination()
 
 
-class Failing(InProcess):
+class Failing(InProcessEngine):
     """An engine that fails with an error of a library."""
 
     def run(self, *_: object) -> list[Any]:
@@ -65,7 +65,7 @@ def test_exception_of_a_library_becomes_unavailable(node: RunningNode) -> None:
 def test_loop_follows_the_log_and_reports_progress(node: RunningNode, broker: Endpoint) -> None:
     send(node.endpoint, 25)
     job = dataclasses.replace(ledger.JOB, trigger_s=0.01)
-    loop = job.start(InProcess(), node.endpoint, options={"max_rows_per_batch": "10"})
+    loop = job.start(InProcessEngine(), node.endpoint, options={"max_rows_per_batch": "10"})
     try:
         eventually(lambda: len(loop.recentProgress) == 3, "three epochs")
         seen = iter(loop.recentProgress)
@@ -91,7 +91,7 @@ def test_each_group_is_extended_to_its_own_end(tmp_path: Path) -> None:
         groups.add()
         for number, node in enumerate((groups.one, groups.other), 1):
             send(node.endpoint, 10 * number)
-        ledger.JOB.start(InProcess(), groups.endpoint, once=True).awaitTermination()
+        ledger.JOB.start(InProcessEngine(), groups.endpoint, once=True).awaitTermination()
         result = ledger.JOB.sinks_by_group(group_statuses(groups.endpoint), None)
         rows = {name: DeltaTable(uri).to_pyarrow_table().num_rows for name, (_, uri) in result.items()}
     assert rows == {"g1": 10, "g2": 20}

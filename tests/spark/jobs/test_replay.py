@@ -30,10 +30,10 @@ from timeball.spark.jobs.replay import (
     ReplayReport,
     Sources,
     Window,
-    add_plans,
-    add_reports,
+    sum_plans,
+    sum_reports,
 )
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.spark_api import spark_schema
 from timeball.spark.table_store import sibling
 
@@ -246,7 +246,7 @@ def test_a_window_is_scheduled_again_once(spark: SparkSession, node: RunningNode
     send(node.endpoint, 7)
     send_due_now(node.endpoint, 3)
     uri = sibling(broker.status().table.uri, "archive")
-    archive.extend(OnSpark(spark), node.endpoint, uri, broker.status().log.durable_seq)
+    archive.extend(SparkEngine(spark), node.endpoint, uri, broker.status().log.durable_seq)
     send_due_now(node.endpoint, 4, "news")
     with Timeball(node.endpoint) as ball:
         ball.send("orders", b"at once", tag="red")
@@ -360,7 +360,7 @@ def report(rows: int, *, repeated: bool) -> ReplayReport:
 
 
 def test_a_plan_of_all_groups() -> None:
-    result = add_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
+    result = sum_plans({"g1": plan(5, 2_000, a=5), "g2": plan(7, 1_000, a=1, b=6), "g3": plan(0, None)})
     assert (result.rows, result.body_bytes, result.overdue, result.now_ms) == (12, 120, 12, 0)
     assert (result.first_due_ms, result.last_due_ms) == (1_000, 2_000)
     assert list(result.curve.items()) == [(1_000, 7), (2_000, 5)]
@@ -370,7 +370,7 @@ def test_a_plan_of_all_groups() -> None:
 
 def test_a_replay_is_repeated_when_no_group_schedules_a_row() -> None:
     done, fresh = report(5, repeated=True), report(7, repeated=False)
-    both = add_reports({"g1": done, "g2": fresh})
+    both = sum_reports({"g1": done, "g2": fresh})
     assert (both.rows, both.repeated, both.ranges) == (12, False, [])
-    assert add_reports({"g1": done, "g2": report(0, repeated=False)}).repeated, "nothing passed in the other"
-    assert not add_reports({"g1": fresh, "g2": report(0, repeated=False)}).repeated
+    assert sum_reports({"g1": done, "g2": report(0, repeated=False)}).repeated, "nothing passed in the other"
+    assert not sum_reports({"g1": fresh, "g2": report(0, repeated=False)}).repeated

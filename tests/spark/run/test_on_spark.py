@@ -12,8 +12,8 @@ from tests.spark.traffic import send, send_due_now
 from timeball.model.errors import OutOfRange, Unavailable
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
-from timeball.spark.jobs.marked import Engine, InProcess, Piece
-from timeball.spark.run.session import OnSpark
+from timeball.spark.jobs.marked import Engine, InProcessEngine, Piece
+from timeball.spark.run.session import SparkEngine
 
 pytestmark = pytest.mark.spark
 
@@ -40,10 +40,10 @@ def rows(broker: Endpoint) -> dict[str, list[tuple[object, ...]]]:
 
 @pytest.mark.parametrize("spark_first", [True, False], ids=["to no Spark", "to Spark"])
 def test_another_engine_continues_at_the_mark(
-    engine: OnSpark, node: RunningNode, broker: Endpoint, spark_first: bool
+    engine: SparkEngine, node: RunningNode, broker: Endpoint, spark_first: bool
 ) -> None:
     """Nothing is missing and nothing is there twice, whichever was first, and if both find the same work."""
-    first, second = (engine, InProcess()) if spark_first else (InProcess(), engine)
+    first, second = (engine, InProcessEngine()) if spark_first else (InProcessEngine(), engine)
     for number, each in enumerate((first, second, first)):
         send(node.endpoint, 20)
         send_due_now(node.endpoint, 3, f"topic-{number}")
@@ -55,12 +55,12 @@ def test_another_engine_continues_at_the_mark(
     assert all(len(set(result)) == len(result) for result in before.values())
 
 
-def test_all_engines_write_the_same_table(engine: OnSpark, node: RunningNode, broker: Endpoint) -> None:
+def test_all_engines_write_the_same_table(engine: SparkEngine, node: RunningNode, broker: Endpoint) -> None:
     """Columns, properties, partitions, statistics and marks; names of files and instants are each one's own."""
     send(node.endpoint, 20)
     send_due_now(node.endpoint, 3)
     data = Path(broker.status().table.uri).parent
-    for name, each in (("a", engine), ("b", InProcess())):
+    for name, each in (("a", engine), ("b", InProcessEngine())):
         for job in JOBS:
             job.start(each, node.endpoint, once=True, uri=str(data / name / job.name)).awaitTermination()
     for job in JOBS:
@@ -96,7 +96,7 @@ def double(piece: Piece) -> int:
     return 2 * piece[0]
 
 
-def test_results_are_in_order_and_errors_are_those_of_timeball(engine: OnSpark) -> None:
+def test_results_are_in_order_and_errors_are_those_of_timeball(engine: SparkEngine) -> None:
     pieces = [(n, n + 1) for n in range(5)]
     assert engine.run("job", "numbers", double, pieces) == [0, 2, 4, 6, 8]
     assert engine.run("job", "numbers", double, []) == []

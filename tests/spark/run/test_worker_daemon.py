@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from timeball.spark.jobs.marked import Piece
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 
 
 def look(piece: Piece) -> tuple[int, bool]:
@@ -18,7 +18,7 @@ def look(piece: Piece) -> tuple[int, bool]:
 
 
 @pytest.mark.spark
-def test_all_workers_come_from_one_process_that_has_imported_for_them(engine: OnSpark) -> None:
+def test_all_workers_come_from_one_process_that_has_imported_for_them(engine: SparkEngine) -> None:
     result = set(engine.run("job", "a look", look, [(n, n + 1) for n in range(4)]))
     [(daemon, has_imported)] = result
     assert has_imported

@@ -18,7 +18,7 @@ from timeball.model.message import READ_SCHEMA, TABLE_SCHEMA, Kind
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import ledger
 from timeball.spark.log_events import EVENT_SCHEMA
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.data_source import TimeballDataSource, pin_to_one_group
 from timeball.spark.source.log_reader import LogReader
 from timeball.spark.source.options import DEFAULT_ENDPOINT, write_options
@@ -180,7 +180,9 @@ def test_the_ledger(spark: SparkSession, node: RunningNode, broker: Endpoint) ->
     with pytest.raises(NotFound, match=r"no Delta table at .*ledger"), spark_errors():
         read(spark, node, read="ledger").count()
     status = broker.status()
-    ledger.extend(OnSpark(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq)
+    ledger.extend(
+        SparkEngine(spark), node.endpoint, sibling(status.table.uri, "ledger"), status.log.durable_seq
+    )
     events = read(spark, node, read="ledger")
     assert events.columns == EVENT_SCHEMA.names
     counts = {

@@ -41,16 +41,16 @@ from timeball.spark.source.spark_api import (
     SHUFFLE_PARTITIONS,
     Bounds,
     RowFilter,
-    bounds,
+    allowed_kinds,
+    allowed_topics,
     check_groups_exist,
     described,
-    kinds,
+    filter_bounds,
     row_filter,
     shuffled_by_size,
     spark_errors,
     spark_schema,
     to_timeball_error,
-    topics,
 )
 
 
@@ -144,7 +144,7 @@ COMPARE = {
 def test_bounds_keep_exactly_what_the_filters_keep(chosen: list[tuple[type, int]], value: int) -> None:
     filters: list[Filter] = [kind(SEQ, limit) for kind, limit in chosen]
     kept = all(COMPARE[kind](value, limit) for kind, limit in chosen)
-    begin, end = bounds(filters, "seq").clip(-100, 100)
+    begin, end = filter_bounds(filters, "seq").clip(-100, 100)
     assert (begin <= value < end) == kept
 
 
@@ -157,7 +157,7 @@ def test_other_columns_and_filters_narrow_nothing() -> None:
         GreaterThanOrEqual(SEQ, datetime(2030, 1, 1, tzinfo=UTC)),  # Spark's form of a timestamp
         LessThan(("due",), datetime(2030, 1, 1, tzinfo=UTC)),
     ]
-    assert bounds(filters, "seq") == Bounds()
+    assert filter_bounds(filters, "seq") == Bounds()
 
 
 @pytest.mark.parametrize(
@@ -178,19 +178,19 @@ def test_a_file_is_left_out_only_if_no_row_can_match(
 
 
 def test_kinds_are_what_option_and_filters_share() -> None:
-    assert kinds(None, []) is None
-    assert kinds(None, [EqualTo(("kind",), 2)]) == (2,)
-    assert kinds((2, 3), [In(("kind",), (3, 4))]) == (3,)
-    assert kinds((2,), [EqualTo(("kind",), 3)]) == ()
-    assert kinds((2,), [GreaterThan(("kind",), 1)]) == (2,)
+    assert allowed_kinds(None, []) is None
+    assert allowed_kinds(None, [EqualTo(("kind",), 2)]) == (2,)
+    assert allowed_kinds((2, 3), [In(("kind",), (3, 4))]) == (3,)
+    assert allowed_kinds((2,), [EqualTo(("kind",), 3)]) == ()
+    assert allowed_kinds((2,), [GreaterThan(("kind",), 1)]) == (2,)
 
 
 def test_topics_are_what_option_and_filters_share() -> None:
     topic = ("topic",)
-    assert topics(None, []) is None
-    assert topics(None, [EqualTo(SEQ, 5), GreaterThan(topic, "a")]) is None
-    assert topics("a", [In(topic, ("a", "b"))]) == {"a"}
-    assert topics(None, [EqualTo(topic, "a"), EqualTo(topic, "b")]) == frozenset()
+    assert allowed_topics(None, []) is None
+    assert allowed_topics(None, [EqualTo(SEQ, 5), GreaterThan(topic, "a")]) is None
+    assert allowed_topics("a", [In(topic, ("a", "b"))]) == {"a"}
+    assert allowed_topics(None, [EqualTo(topic, "a"), EqualTo(topic, "b")]) == frozenset()
 
 
 @given(

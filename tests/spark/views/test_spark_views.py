@@ -22,7 +22,7 @@ from timeball.model.config import MIB
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import archive, ledger
-from timeball.spark.run.session import OnSpark
+from timeball.spark.run.session import SparkEngine
 from timeball.spark.source.options import write_options
 from timeball.spark.source.scheduled_writer import ScheduledTask, attach_all
 from timeball.spark.table_store import Due, sibling
@@ -134,8 +134,8 @@ def test_views_with_lagging_ledger_have_each_row_once_and_the_archive(
         status = broker.status()
     places = sibling(status.table.uri, "ledger"), sibling(status.table.uri, "archive")
     try:
-        ledger.extend(OnSpark(spark), story.endpoint, places[0], status.log.durable_seq - 4)
-        archive.extend(OnSpark(spark), story.endpoint, places[1], status.log.durable_seq)
+        ledger.extend(SparkEngine(spark), story.endpoint, places[0], status.log.durable_seq - 4)
+        archive.extend(SparkEngine(spark), story.endpoint, places[1], status.log.durable_seq)
         shown = spark_views.register(spark, story.endpoint)
         assert shown.ledger is not None and shown.archive is not None
         assert by_duckdb(story, happened) == before

@@ -46,7 +46,7 @@ from timeball.log.row_encoder import pairs_of
 from timeball.log.writer import CommitLog, LogWriter
 from timeball.model import limits
 from timeball.model.access import ANONYMOUS, Caller, Verb
-from timeball.model.answers import LAST, PagePosition
+from timeball.model.answers import LAST_POSITION, PagePosition
 from timeball.model.config import Settings
 from timeball.model.errors import (
     Conflict,
@@ -227,7 +227,7 @@ class Draining:
             if await self._mover.compact() is None:
                 break
         from_position, moved_rows = (self._clock.now_ms() + MARGIN_MS, 0), 0
-        while from_position < LAST:
+        while from_position < LAST_POSITION:
             async with self._snapshots.taken() as snapshot:
                 try:
                     page = await in_thread(self._background, self._read_page, snapshot, from_position)
@@ -251,8 +251,8 @@ class Draining:
     def _read_page(self, snapshot: Snapshot, from_position: PagePosition) -> _Page:
         shown = Shown(self._codes, None, lambda topic: True)
         walk = TableWalk(snapshot, self._snapshots.open_file, self._codes, None)
-        in_log, log_upto = self._tail.after(snapshot, from_position, LAST, PAGE_ROWS)
-        in_files, files_upto = walk.after(from_position, LAST, PAGE_ROWS, shown)
+        in_log, log_upto = self._tail.after(snapshot, from_position, LAST_POSITION, PAGE_ROWS)
+        in_files, files_upto = walk.after(from_position, LAST_POSITION, PAGE_ROWS, shown)
         # Both sources are complete up to the nearer of their ends.
         upto = min(log_upto, files_upto)
         in_log = in_log.part(shown(in_log.topic) & _is_before(in_log, upto))

@@ -28,7 +28,7 @@ import pyarrow as pa
 from timeball.broker.registry.campaigns import AttachState
 from timeball.io.clock import SchedulerClock
 from timeball.log.reader import LogReader
-from timeball.model.answers import FIRST, LAST, PagePosition
+from timeball.model.answers import FIRST_POSITION, LAST_POSITION, PagePosition
 from timeball.model.errors import OutOfRange
 from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, int64
 from timeball.schedule.backlog import Bools
@@ -250,7 +250,10 @@ class LogTail:
     def forget(self) -> None:
         """Drop all kept messages, to free their memory."""
         self._rows, self._next_seq = NOTHING, -1
-        self._low, self._high = FIRST, FIRST  # the scheduled messages in [low, high) are kept
+        self._low, self._high = (
+            FIRST_POSITION,
+            FIRST_POSITION,
+        )  # the scheduled messages in [low, high) are kept
 
     def after(
         self, snapshot: Snapshot, low: PagePosition, high: PagePosition, rows: int
@@ -264,11 +267,11 @@ class LogTail:
             # First try to keep all messages, from the earliest due time on. If there are too many, keep those from
             # `low` on.
             self.forget()
-            self._high = LAST
+            self._high = LAST_POSITION
             self._read(snapshot)
             if low >= self._high:
                 self.forget()
-                self._low, self._high = low, LAST
+                self._low, self._high = low, LAST_POSITION
                 self._read(snapshot)
         elif self._next_seq < snapshot.to_seq:
             self._read(snapshot)

@@ -26,7 +26,7 @@ from timeball.io.files import Files
 from timeball.model.answers import HANDED
 from timeball.model.message import SECRET_PREFIX
 
-OUT = "out"
+DRAIN_OUT = "out"
 
 
 class DrainFacts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -63,7 +63,7 @@ class Drains:
     @property
     def out(self) -> DrainFacts | None:
         """The drain of this group, or None if it is not drained."""
-        return self._out.values.get(OUT)
+        return self._out.values.get(DRAIN_OUT)
 
     @property
     def needed_seq(self) -> int | None:
@@ -88,11 +88,11 @@ class Drains:
 
     def put(self, facts: DrainFacts) -> None:
         """Append the state of this group's drain."""
-        self._out.put([(OUT, facts)])
+        self._out.put([(DRAIN_OUT, facts)])
 
     def changed(self, facts: DrainFacts) -> Change:
         """Build the row of the drain's state, for a frame with other rows."""
-        return self._out.changed([(OUT, facts)])
+        return self._out.changed([(DRAIN_OUT, facts)])
 
     def adopted(self, source: str) -> AdoptedFacts | None:
         """Find the last transfer that this group has adopted from `source`."""
@@ -140,8 +140,8 @@ class SavedPart(msgspec.Struct):
 
 # ---- the secret of receipts ----------------------------------------------------------------------------------
 
-NAME = "receipts"
-SIZE_BYTES = 32
+SECRET_NAME = "receipts"
+SECRET_BYTES = 32
 
 
 class ReceiptSecret:
@@ -158,14 +158,14 @@ class ReceiptSecret:
     @property
     def is_made(self) -> bool:
         """True if the log contains the secret. It must be durable before a receipt is returned to a consumer."""
-        return NAME in self._table.values
+        return SECRET_NAME in self._table.values
 
     def get(self) -> bytes:
         """Read the secret. Create it if there is none."""
         if not self.is_made:
             # Created with the first receipt, so that a broker that never leases a message stores no secret.
-            self._table.put([(NAME, secrets.token_bytes(SIZE_BYTES))])
-        return self._table.values[NAME]
+            self._table.put([(SECRET_NAME, secrets.token_bytes(SECRET_BYTES))])
+        return self._table.values[SECRET_NAME]
 
 
 class Tables:

@@ -290,10 +290,10 @@ class Topics:
         entries are built from the log. Raise Corrupt if the log has too few rows, too.
         """
         # Set before the load, because its first read may find a damaged file.
-        self.indexes.rebuild = lambda begin, end: rebuild(reader, begin, end, self._is_multi_tag)
+        self.indexes.rebuild = lambda begin, end: rebuild_entries(reader, begin, end, self._is_multi_tag)
         try:
             covered_seq = self.indexes.load(reader.first_seq, next_seq)
-            check(reader, list(self.indexes.used()))
+            check_index_ends(reader, list(self.indexes.used()))
             self._fill(reader, covered_seq, lengths, next_seq)
         except Corrupt as error:
             logger.warning("all queue indexes rebuilt from the log reason=%s", error)
@@ -621,7 +621,7 @@ def by_queue(codes: Int64Array, queue_id: Int64Array) -> Iterator[tuple[int, int
         yield int(codes[rows[0]]), int(queue_id[rows[0]]), rows
 
 
-def check(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
+def check_index_ends(reader: LogReader, indexes: Sequence[QueueIndex]) -> None:
     """Raise Corrupt if the oldest or newest entry of some queues does not match the row that it names.
 
     Files with valid checksums may belong to another log, or to an earlier state of this one, for example after a
@@ -648,7 +648,7 @@ def _check_row(reader: LogReader, index: QueueIndex, offset: int, seqs: Int64Arr
         raise Corrupt(f"{position} names seq {seqs[0]}, which is another row")
 
 
-def rebuild(
+def rebuild_entries(
     reader: LogReader, first_seq: int, next_seq: int, is_multi_tag: Callable[[str], bool]
 ) -> list[Part]:
     """Build the entries of the log's rows [first_seq, next_seq) that still exist. Any thread."""

@@ -310,7 +310,7 @@ class Engine(Protocol):
         """Cancel the running tasks of a job, if the engine can."""
 
 
-class InProcess:
+class InProcessEngine:
     """Runs tasks in this process, one after the other, without Java or other processes."""
 
     def run(

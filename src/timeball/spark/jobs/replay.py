@@ -438,7 +438,7 @@ def plan_groups(
         )
         for group in groups
     }
-    return plans[groups[0].name] if len(groups) == 1 else add_plans(plans)
+    return plans[groups[0].name] if len(groups) == 1 else sum_plans(plans)
 
 
 def run_groups(
@@ -463,7 +463,7 @@ def run_groups(
             group_plan = planned.groups.get(group.name) if planned.groups else None
         uris = _group_uris(group, len(groups), archive_uri, table_uri)
         reports[group.name] = run(spark, group.endpoint, window, job_id=job_id, planned=group_plan, **uris)
-    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
+    return reports[groups[0].name] if len(groups) == 1 else sum_reports(reports)
 
 
 def groups_done_before(endpoint: str, job_id: str, table_uri: str | None = None) -> ReplayReport | None:
@@ -475,10 +475,10 @@ def groups_done_before(endpoint: str, job_id: str, table_uri: str | None = None)
         if done is None:
             return None
         reports[group.name] = done
-    return reports[groups[0].name] if len(groups) == 1 else add_reports(reports)
+    return reports[groups[0].name] if len(groups) == 1 else sum_reports(reports)
 
 
-def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
+def sum_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
     """Add the plans of all groups. They have the same `width_ms`, because it follows from the window."""
     plans = list(groups.values())
     first_due_ms = [plan_groups.first_due_ms for plan_groups in plans if plan_groups.first_due_ms is not None]
@@ -498,7 +498,7 @@ def add_plans(groups: Mapping[str, ReplayPlan]) -> ReplayPlan:
     )
 
 
-def add_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
+def sum_reports(groups: Mapping[str, ReplayReport]) -> ReplayReport:
     """Add the reports of all groups.
 
     `repeated` is True if no group has scheduled a row now, and at least one before.

@@ -35,7 +35,7 @@ from timeball.model import storage_uris
 from timeball.model.errors import OutOfRange, OverLimit, RequestError, SetupError, TimeballError, Unavailable
 from timeball.spark.endpoint import Endpoint, query_name, read_groups
 from timeball.spark.jobs import archive, compact, ledger
-from timeball.spark.jobs.marked import Engine, InProcess, MarkedJob, Query
+from timeball.spark.jobs.marked import Engine, InProcessEngine, MarkedJob, Query
 from timeball.spark.run.job_status import Board, Epoch, JobStatus, State, parse_progress
 from timeball.spark.table_store import sibling
 
@@ -253,11 +253,11 @@ def _open_engine(
 ) -> Iterator[Engine]:
     """Choose the engine for the tasks: this process, a given session, or a new one that is closed after the block."""
     if not with_spark:
-        yield InProcess()
+        yield InProcessEngine()
         return
     from timeball.spark.run.session import (
         LOCAL_MASTER,
-        OnSpark,
+        SparkEngine,
         build_session,
         close,
         continuous,
@@ -271,7 +271,7 @@ def _open_engine(
     try:
         if DISPATCH in jobs:
             make_active(session)
-        yield OnSpark(session)
+        yield SparkEngine(session)
     finally:
         if spark is None:
             close(session)
@@ -314,9 +314,9 @@ def _make_job(
     lease: Callable[[Callable[[], bool]], contextlib.AbstractContextManager[object]] | None
     if name == DISPATCH:
         from timeball.spark import dispatch as dispatch
-        from timeball.spark.run.session import OnSpark
+        from timeball.spark.run.session import SparkEngine
 
-        assert isinstance(engine, OnSpark)
+        assert isinstance(engine, SparkEngine)
         checkpoint = f"{folder.rstrip('/')}/{label}"
         start = partial(
             dispatch.start, engine.session, endpoint, checkpoint, once=once, options=dict(options or {})

@@ -1,4 +1,4 @@
-"""Build Spark sessions for Timeball, and run the tasks of jobs in them (`OnSpark`).
+"""Build Spark sessions for Timeball, and run the tasks of jobs in them (`SparkEngine`).
 
 Sessions have small settings on one machine, and Spark's defaults on a cluster.
 
@@ -305,7 +305,7 @@ def _replace_file(target: Path, text: str, mode: int) -> Path:
 # for its stream. A DataFrame of pointers would not help either, because there is nothing to optimize.
 
 
-class OnSpark:
+class SparkEngine:
     """Runs tasks on the executors of a Spark session."""
 
     def __init__(self, session: SparkSession) -> None:

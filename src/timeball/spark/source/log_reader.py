@@ -41,9 +41,9 @@ from timeball.spark.source.spark_api import (
     Offset,
     PacedStream,
     RowFilter,
-    bounds,
+    allowed_kinds,
     check_groups_exist,
-    kinds,
+    filter_bounds,
     row_filter,
 )
 
@@ -175,9 +175,11 @@ class LogReader(DataSourceReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow the range, the kinds and the rows. Returns every filter, so that Spark applies them again."""
         if self.options.read == "log":
-            self.seqs = bounds(filters, "seq")
+            self.seqs = filter_bounds(filters, "seq")
             self._condition = row_filter(("due_ms",), self.options.topic, filters)
-            self.options = msgspec.structs.replace(self.options, kinds=kinds(self.options.kinds, filters))
+            self.options = msgspec.structs.replace(
+                self.options, kinds=allowed_kinds(self.options.kinds, filters)
+            )
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:

@@ -33,8 +33,8 @@ from timeball.spark.source.spark_api import (
     Offset,
     PacedStream,
     RowFilter,
-    bounds,
     check_groups_exist,
+    filter_bounds,
     row_filter,
 )
 
@@ -192,7 +192,7 @@ class QueueReader(DataSourceReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's name
         """Narrow queues, offsets and rows. Returns every filter, so that Spark applies them again."""
-        self.queue, self.offset = bounds(filters, "queue_id"), bounds(filters, "queue_offset")
+        self.queue, self.offset = filter_bounds(filters, "queue_id"), filter_bounds(filters, "queue_offset")
         self._condition = row_filter(("seq", "due_ms"), None, filters)
         return filters
 

@@ -225,11 +225,11 @@ class RowFilter:
 
 def row_filter(columns: Sequence[str], topic: str | None, filters: Sequence[Filter]) -> RowFilter:
     """Combine the option `topic` and the filters into one condition. `columns`: the integer columns to bound."""
-    ranges = ((name, bounds(filters, name)) for name in columns)
-    return RowFilter(tuple(pair for pair in ranges if pair[1] != OPEN), topics(topic, filters))
+    ranges = ((name, filter_bounds(filters, name)) for name in columns)
+    return RowFilter(tuple(pair for pair in ranges if pair[1] != OPEN), allowed_topics(topic, filters))
 
 
-def bounds(filters: Sequence[Filter], column: str) -> Bounds:
+def filter_bounds(filters: Sequence[Filter], column: str) -> Bounds:
     """Intersect all filters on an integer column. Other filters are ignored."""
     low: list[int] = []
     high: list[int] = []
@@ -252,7 +252,7 @@ def bounds(filters: Sequence[Filter], column: str) -> Bounds:
     return Bounds(max(low, default=None), min(high, default=None))
 
 
-def kinds(allowed: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
+def allowed_kinds(allowed: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[int, ...] | None:
     """Intersect the option `kinds` (None: all kinds) and the filters."""
     for values in _allowed_values(filters, "kind"):
         listed = tuple(v for v in values if isinstance(v, int))
@@ -260,7 +260,7 @@ def kinds(allowed: tuple[int, ...] | None, filters: Sequence[Filter]) -> tuple[i
     return allowed
 
 
-def topics(option: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
+def allowed_topics(option: str | None, filters: Sequence[Filter]) -> frozenset[str] | None:
     """Intersect the option `topic` (None: all topics) and the filters. Returns None for all topics."""
     allowed = None if option is None else frozenset([option])
     for values in _allowed_values(filters, "topic"):
