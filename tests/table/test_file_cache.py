@@ -1,4 +1,4 @@
-"""Tests of timeball.table.file_cache."""
+"""Tests of timeball.table.object_store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from timeball.model.errors import Corrupt, NotFound, Unavailable
 from timeball.model.limits import HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile
-from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.layout import FOLDER
-from timeball.table.object_store import ObjectStore
+from timeball.table.object_store import FileCache, ObjectStore, RangedFiles
 
 pytestmark = pytest.mark.slow
 

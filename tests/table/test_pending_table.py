@@ -17,10 +17,9 @@ from timeball.model.errors import SetupError, Unavailable
 from timeball.model.limits import DAY_MS, HOUR_MS
 from timeball.table.attachment import FileEntry
 from timeball.table.catalog import Catalog
-from timeball.table.file_cache import FileCache
 from timeball.table.key_index import TableKeys
 from timeball.table.layout import FOLDER
-from timeball.table.object_store import ObjectStore
+from timeball.table.object_store import FileCache, ObjectStore
 from timeball.table.pending_table import PendingTable, StoredCatalog, open_table
 
 

@@ -31,7 +31,7 @@ from timeball.model.access import Caller, Verb
 from timeball.model.limits import DAY_MS, HOUR_MS, MINUTE_MS, SECOND_MS
 from timeball.model.message import DLQ_PREFIX
 from timeball.monitoring.figures import PushFigures, ReplicaFigures, ReplicaReaders
-from timeball.table.file_cache import FileCache
+from timeball.table.object_store import FileCache
 
 # ---- the metrics of a broker ----------------------------------------------------------------------------------
 

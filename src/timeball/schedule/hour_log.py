@@ -24,7 +24,7 @@ is opened when that time comes near, and closed when its rows are at least two h
 number of files, so a broker that was down for a year does not open all of them. Files with the same next due time are
 all read in one opening, but rewrites of the table keep their number small.
 
-If the table is in an object store, some files are not local yet (table/file_cache.py). They are not opened and delay
+If the table is in an object store, some files are not local yet (table/object_store.py). They are not opened and delay
 no others. `missing_due_ms` is the earliest due time of their rows, so that none of these counts as settled (released or
 cancelled).
 """

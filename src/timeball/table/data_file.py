@@ -36,7 +36,7 @@ _NO_ROWS = ID_SCHEMA.empty_table()
 
 
 class DataFiles(Protocol):
-    """The source of data files: the data folder, or copies of files in an object store (file_cache.py)."""
+    """The source of data files: the data folder, or copies of files in an object store (object_store.py)."""
 
     def map_readonly(self, name: str, *, at_random: bool = False) -> pa.Buffer | pa.NativeFile:
         """Map a file by its name in the data folder. The mapping stays valid when the file is removed.

@@ -32,10 +32,10 @@ from timeball.model.key_hash import KeyRun, Pairs, UInt64Array, encode, merge
 from timeball.model.message import Int64Array
 from timeball.table.attachment import FileEntry
 from timeball.table.data_file import DataFile, DataFiles
-from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.file_keys import ROW_BITS, ROW_MASK, FileKeys, FileSet, run_path
 from timeball.table.identities import ID_SCHEMA, Identities, Row
 from timeball.table.layout import FOLDER, KEYS_FOLDER
+from timeball.table.object_store import FileCache, RangedFiles
 
 logger = logging.getLogger(__name__)
 

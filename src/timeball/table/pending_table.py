@@ -31,9 +31,8 @@ from timeball.model.errors import Corrupt, SetupError, Unavailable
 from timeball.table.attachment import PATH, Attachment, FileEntry
 from timeball.table.catalog import Catalog
 from timeball.table.data_file import DataFiles
-from timeball.table.file_cache import FileCache, RangedFiles
 from timeball.table.key_index import TableKeys
-from timeball.table.object_store import ANSWER_S, ObjectStore
+from timeball.table.object_store import ANSWER_S, FileCache, ObjectStore, RangedFiles
 
 T = TypeVar("T")
 

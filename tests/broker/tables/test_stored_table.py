@@ -35,9 +35,8 @@ from timeball.spark.endpoint import Endpoint
 from timeball.spark.table_store import open_table
 from timeball.table import object_store, pending_table
 from timeball.table.attachment import Attachment
-from timeball.table.file_cache import FileCache
 from timeball.table.layout import FOLDER
-from timeball.table.object_store import ObjectStore
+from timeball.table.object_store import FileCache, ObjectStore
 
 pytestmark = pytest.mark.slow
 T = TypeVar("T")

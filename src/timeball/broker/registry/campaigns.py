@@ -31,7 +31,7 @@ from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfR
 from timeball.model.rules import check_campaign
 from timeball.table.attachment import ANY_ROWS, Attachment
 from timeball.table.data_file import DataFile
-from timeball.table.file_cache import FileCache
+from timeball.table.object_store import FileCache
 
 JOB_MS_MAX = 7 * limits.DAY_MS  # from the plan of a campaign to its attach. A bulk job takes minutes
 

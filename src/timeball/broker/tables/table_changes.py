@@ -44,7 +44,7 @@ from timeball.schedule.scheduler import Scheduler, Scheduling
 from timeball.table import attachment as att
 from timeball.table.attachment import Attachment, FileEntry, within
 from timeball.table.data_file import overlapping
-from timeball.table.file_cache import THREADS, FileCache
+from timeball.table.object_store import THREADS, FileCache
 from timeball.table.pending_table import PendingTable
 
 logger = logging.getLogger(__name__)
