@@ -60,7 +60,7 @@ def test_messages_settled_before_the_hold_are_not_held() -> None:
     outcomes.move_mark(100, 60)
     assert outcomes.hold("old", [(10, 3)], 40) == 100  # another job's scheduled messages are due before
     assert outcomes.hold("new", [(70, 3)], 40) == 40
-    outcomes.add_late([(20, 3)])
+    outcomes.exclude_from_mark([(20, 3)])
     assert outcomes.hold("late", [(20, 3)], 40) == 40
     asked = numbers(50, 50, 50)
     assert outcomes.is_settled(asked, numbers(11, 71, 21)).tolist() == [True, False, False]

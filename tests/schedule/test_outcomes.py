@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
         self.next_seq += len(dues)
         if marks:
             self.move_mark(0)
-        self.outcomes.add_late([(first_seq, len(dues))])
+        self.outcomes.exclude_from_mark([(first_seq, len(dues))])
         self.state.update({(due, first_seq + i): "waits" for i, due in enumerate(dues)})
 
     # -- and go --------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_random_steps_give_the_outcomes_of_the_model() -> None:
 class ForgetsBulk(Outcomes):
     """Wrong outcomes: each message with a number below the mark counts as settled."""
 
-    def add_late(self, ranges: Iterable[tuple[int, int]]) -> None:
+    def exclude_from_mark(self, ranges: Iterable[tuple[int, int]]) -> None:
         pass
 
 

@@ -24,7 +24,7 @@ from timeball.schedule.backlog import Backlog, Bools, Opened, Rewritten
 from timeball.schedule.delay_levels import Columns, DelayLevels, LevelQueue
 from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.hour_log import HourLog
-from timeball.schedule.level_cascade import CascadeState, LevelCascade, is_last
+from timeball.schedule.level_cascade import CascadeState, LevelCascade, holds_last_hops
 from timeball.schedule.locations import Waiting
 from timeball.schedule.mapped_log import RecordArray
 from timeball.schedule.outcomes import Settled
@@ -206,7 +206,7 @@ class AttachesInAnOpening(Scheduler):
         assert self._table is not None
         self._table.attach(attachment, now_ms)
         if attachment.job == "bulk":
-            self.outcomes.add_late(attachment.ranges)
+            self.outcomes.exclude_from_mark(attachment.ranges)
         self._wake_for_opening(self._table)
 
 
@@ -497,7 +497,7 @@ class SleepsThroughHops(LevelCascade):
     """Is opened for near messages but not at the ends of hops."""
 
     def _update_first_due(self) -> None:
-        queues, self.queues = self.queues, [queue for queue in self.queues if is_last(queue.number)]
+        queues, self.queues = self.queues, [queue for queue in self.queues if holds_last_hops(queue.number)]
         super()._update_first_due()
         self.queues = queues
 

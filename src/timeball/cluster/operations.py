@@ -327,8 +327,8 @@ def next_request_step(view: GroupView, state: Replica) -> RequestStep:
 
 
 # ---- the state of a cluster, with a sentence for each problem ------------------------------------------------
-# It is read from the coordinator and the nodes' reports, which are up to 1 s old. The lag of each replica comes from
-# the leader's report, so all lags are of the same time.
+# The state is read from the coordinator and the nodes' reports, which are up to 1 s old. The lag of each replica comes
+# from the leader's report, so all lags are of the same time.
 
 OFFSET_MS_MAX = 500.0  # a leader whose clock is ahead releases messages too early by this much
 LAG_ROWS_MAX = 1_000_000

@@ -70,7 +70,7 @@ class ReplicaLog:
         self._files, self._segment_bytes, self._batch_bytes = files, segment_bytes, batch_bytes
         segments, damage = read_replica(files, batch_bytes=batch_bytes)
         self._segments: dict[int, Segment] = {segment.ordinal: segment for segment in segments}
-        # The same segments for readers in other threads, which read only committed rows. None while the log is empty.
+        # The segments for readers in other threads, which read only committed rows. None while the log is empty.
         self.segments: Segments | None = None
         self._file: SegmentFile | None = None
         # True while this replica leads: the broker's writer appends, and its event loop adds frames to `segments`.

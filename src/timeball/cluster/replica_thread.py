@@ -412,8 +412,8 @@ def _run_call(future: Future[R], call: Callable[[], R]) -> None:
 
 
 # ---- offsets of the other replicas' clocks -------------------------------------------------------------------
-# They are measured from this leader's clock with PING and PONG. A PONG contains the other node's wall clock at an
-# unknown time between sending and receiving. The middle is assumed, so the error is at most half the round trip. The
+# The leader measures the offsets from its own clock with PING and PONG. A PONG contains the other node's wall clock at
+# an unknown time between sending and receiving. The middle is assumed, so the error is at most half the round trip. The
 # answer with the shortest round trip of the last `SAMPLES` counts.
 
 SAMPLES = 16  # a leader sends 20 PINGs a second

@@ -333,7 +333,7 @@ def _may_use_group_topic(account: Account, suffix: str) -> bool:
     if suffix in account.groups:
         return bool(_rights(account.groups, suffix) & SUB)
     is_allowed = bool(_rights(account.groups, suffix) & SUB)
-    for group, topic in _splits(suffix):
+    for group, topic in _group_topic_splits(suffix):
         group_right, topic_right = _rights(account.groups, group) & SUB, _rights(account.topics, topic) & SUB
         if (group in account.groups and not group_right) or (topic in account.topics and not topic_right):
             return False
@@ -341,7 +341,7 @@ def _may_use_group_topic(account: Account, suffix: str) -> bool:
     return is_allowed
 
 
-def _splits(text: str) -> Iterator[tuple[str, str]]:
+def _group_topic_splits(text: str) -> Iterator[tuple[str, str]]:
     """Yield (group, topic) for every "_" or "+" in the text.
 
     RocketMQ joins group and topic by "_", later versions by "+".

@@ -87,7 +87,7 @@ LOG_SCHEMA = pa.schema(
         # message's own row did.
         ("version_seq", pa.int64()),
         # MOVED to another due time: the previous due time, or NO_DUE_TIME_MS for a half message. MOVED to another
-        # storage location: null. RELEASE: the promised due time, if a clock step made the delay end at another time.
+        # storage location: null. RELEASE: the original due time, if a clock step made the delay end at another time.
         (
             "from_due_ms",
             pa.int64(),

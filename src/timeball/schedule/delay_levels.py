@@ -57,7 +57,7 @@ from timeball.schedule.locations import CHUNK, KINDS, Waiting, as_scheduled, lea
 from timeball.schedule.outcomes import Outcomes, Settled
 
 # ---- the level table ------------------------------------------------------------------------------------------
-# It is the text of RocketMQ's `messageDelayLevel`:
+# The table is parsed from the text of RocketMQ's `messageDelayLevel`:
 #
 #     1s 5s 10s 30s 1m …      level n is the nth item; one blank between; units s, m, h, d
 #

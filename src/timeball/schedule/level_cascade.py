@@ -344,7 +344,7 @@ class LevelCascade(BacklogInFiles):
         """Open the entries whose hops are over, and those of last hops that are due."""
         opened = Opened.nothing()
         for queue in reversed(self.queues):
-            hop_end_until_ms = until_ms if is_last(queue.number) else now_ms
+            hop_end_until_ms = until_ms if holds_last_hops(queue.number) else now_ms
             while (
                 queue.head_ms is not None
                 and opens_ms(queue.number, queue.head_ms, self.lead_ms) <= now_ms
@@ -435,7 +435,7 @@ class LevelCascade(BacklogInFiles):
         entries = entries.part(~self._outcomes.is_settled(entries.due_ms, entries.seq))
         queue.keep_opened(entries)
         # A message is not rewritten after its last hop, which ends near the due time.
-        must_rewrite = (entries.due_ms - now_ms > self.lead_ms) & (not is_last(queue.number))
+        must_rewrite = (entries.due_ms - now_ms > self.lead_ms) & (not holds_last_hops(queue.number))
         hops = entries.hops
         if must_rewrite.any():
             hops = np.where(must_rewrite, next_hops(entries.due_ms, hops, now_ms), hops)
@@ -580,7 +580,7 @@ def lead_ms_of(ahead_ms: int) -> int:
     return max(ahead_ms, LEAD_MS_MIN)
 
 
-def is_last(queue: int) -> bool:
+def holds_last_hops(queue: int) -> bool:
     """Check whether the hops of this queue are the last ones of their messages."""
     return queue % 2 == 0
 
@@ -588,7 +588,7 @@ def is_last(queue: int) -> bool:
 def opens_ms(queue: int, head_ms: int, lead_ms: int) -> int:
     """Compute when to open a queue whose first hop ends at `head_ms`. Queues of last hops open ahead of that."""
     # Hops that are not the last are opened together with others, at the next multiple of SCAN_MS.
-    return head_ms - DRIFT_MS - lead_ms // 2 if is_last(queue) else -(-head_ms // SCAN_MS) * SCAN_MS
+    return head_ms - DRIFT_MS - lead_ms // 2 if holds_last_hops(queue) else -(-head_ms // SCAN_MS) * SCAN_MS
 
 
 def first_due_ms(queue: int, head_ms: int, lead_ms: int) -> int:
@@ -623,10 +623,10 @@ def enter(due_ms: Int64Array, hops: Int64Array, entry_ms: int, lead_ms: int) -> 
 
 
 # ---- the property TIMING-LIST --------------------------------------------------------------------------------
-# It shows readers of the log or the table the progress of a message: the numbers of the levels of its later hops, in
-# order, such as "27,9,22". The broker does not read it, because the queues contain the lists. So it is omitted if it
-# would make the properties longer than RocketMQ allows, or if the list is empty. A property of this name that a client
-# sent is removed. A release removes it (broker/accepting/delivery.py), even if another strategy is used by then.
+# The property shows readers of the log or the table the progress of a message: the numbers of the levels of its later
+# hops, in order, such as "27,9,22". The broker does not read it, because the queues contain the lists. So it is omitted
+# if it would make the properties longer than RocketMQ allows, or if the list is empty. A property of this name that a
+# client sent is removed. A release removes it (broker/accepting/delivery.py), even if another strategy is used by then.
 
 NAME = "TIMING-LIST"
 

@@ -349,9 +349,9 @@ def _crc_tables(size: int) -> tuple[int, Uint32Array]:
 
 
 # ---- the logs of a backlog ------------------------------------------------------------------------------------
-# They belong to one generation, which is a folder: timer_wheel/00000003/…, cascade/00000001/…. A start that cannot use
-# the saved state begins a new generation. So the files of an older state never change: after a power cut its files may
-# be missing, but they never contain records that were written later under the same names.
+# The logs of a backlog belong to one generation, which is a folder: timer_wheel/00000003/…, cascade/00000001/…. A start
+# that cannot use the saved state begins a new generation. So the files of an older state never change: after a power
+# cut its files may be missing, but they never contain records that were written later under the same names.
 
 LogBounds = tuple[str, RecordType, int, int]  # the name of a log, its record type, and its `begin` and `end`
 

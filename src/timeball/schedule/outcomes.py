@@ -441,8 +441,8 @@ class Outcomes:
                     index.add(due[held], seq[held])  # the mark does not cover held pairs
             self.moved.forget_before(before_ms)
 
-    def add_late(self, ranges: Iterable[tuple[int, int]], new_rows: int = 0) -> None:
-        """Except the messages of these ranges (first_seq, rows) from the mark.
+    def exclude_from_mark(self, ranges: Iterable[tuple[int, int]], new_rows: int = 0) -> None:
+        """Exclude the messages of these ranges (first_seq, rows) from the mark: they may still be pending.
 
         Their numbers were reserved earlier, and a bulk attach adds the messages now. `new_rows` is the number of these
         messages that `waiting_rows` does not include yet.

@@ -160,7 +160,7 @@ class Scheduler:
         table.attach(attachment, now_ms)
         if attachment.job == "compact":
             self.durations.files_to_seq = max(self.durations.files_to_seq, attachment.to_seq)
-        self.outcomes.add_late(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)
+        self.outcomes.exclude_from_mark(attachment.ranges, attachment.rows if attachment.job == "bulk" else 0)
         self.outcomes.holds.remove(resumes)
         self._wake_for_opening(table)
 

@@ -197,7 +197,7 @@ class PendingTable:
 
     @property
     def whole_files(self) -> DataFiles:
-        """The same for callers that read whole files."""
+        """The source of any data file, for callers that read whole files: a file that is not local is fetched."""
         return self.catalog.data if self.cache is None else self.cache
 
     def status(self) -> dict[str, object]:

@@ -21,7 +21,7 @@ from timeball.schedule.level_cascade import (
     enter,
     first_due_ms,
     first_level,
-    is_last,
+    holds_last_hops,
     lead_ms_of,
     levels_after_first,
     next_hops,
@@ -61,7 +61,7 @@ def test_message_is_placed_by_its_due_time_and_list(
         assert hop_end_ms == NOW + int(DURATION_MS[(queue + 1) // 2])
         if queue == NEAR:
             continue
-        if is_last(queue):
+        if holds_last_hops(queue):
             assert due_ms - lead_ms <= hop_end_ms <= due_ms + DRIFT_MS
             # Opened half the lead early at the latest, and then it is not late.
             assert hop_end_ms - lead_ms // 2 < due_ms
@@ -99,7 +99,7 @@ def test_last_hop_is_opened_in_time_however_late_the_hops_are(
         if queue == NEAR:
             break
         hops = entered.left
-        if is_last(queue):
+        if holds_last_hops(queue):
             assert hop_end_ms - lead_ms // 2 <= due_ms[0] - DRIFT_MS
             break
         now_ms, turn = hop_end_ms + late_ms[turn % len(late_ms)], turn + 1
@@ -112,7 +112,7 @@ def test_list_is_followed_when_hops_are_slightly_late() -> None:
     hops, waited = plan(due_ms - now_ms), []
     while (entered := enter(due_ms, hops, now_ms, 10_000)).queue[0] != NEAR:
         waited.append(NAMES[(int(entered.queue[0]) - 1) // 2])
-        if is_last(int(entered.queue[0])):
+        if holds_last_hops(int(entered.queue[0])):
             break
         now_ms, hops = int(entered.hop_end_ms[0]) + 100, entered.left
     assert waited == ["2h", "50m", "9m", "50s"]

@@ -571,9 +571,9 @@ def check_name(name: str, bytes_max: int, what: str) -> None:
 
 
 # ---- index entries from rows ---------------------------------------------------------------------------------
-# The same functions serve messages that become visible, recovery, and the rebuild of a damaged index file.
+# These functions serve messages that become visible, recovery, and the rebuild of a damaged index file.
 
-# Rows per batch; frames may be small, and replaying them one by one would cost seconds per million rows.
+# Rows per batch. Frames may be small, and to replay them one by one would cost seconds per million rows.
 BATCH_ROWS = 65_536
 COLUMNS = ("seq", "kind", "topic", "queue_id", "queue_offset", "tag", "body", "properties", "due_ms")
 # Rows in the queue of a delay level. MOVED: a half message that was committed with a level.

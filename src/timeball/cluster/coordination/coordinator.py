@@ -33,9 +33,9 @@ from timeball.monitoring.figures import ReplicaFigures
 logger = logging.getLogger(__name__)
 
 # ---- the lease of this node ----------------------------------------------------------------------------------
-# It is renewed four times per TTL, and requested anew when it has ended. The end of the lease is computed on this node:
-# boot clock when the last successful renewal was *sent*, plus the granted TTL, minus a margin. The coordinator counts
-# from when it received the renewal, so it ends the lease later.
+# The lease is renewed four times per TTL, and requested anew when it has ended. The end of the lease is computed on
+# this node: boot clock when the last successful renewal was *sent*, plus the granted TTL, minus a margin. The
+# coordinator counts from when it received the renewal, so it ends the lease later.
 
 RENEWALS_PER_TTL = 4  # two renewals may fail before a holder stops
 RENEWAL_RETRY_S = (

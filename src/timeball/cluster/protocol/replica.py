@@ -28,10 +28,10 @@ import msgspec
 from timeball.cluster.protocol.messages import BEGINNING, Ends, Position, Promise, last_position
 
 # ---- the record of a group -----------------------------------------------------------------------------------
-# It is the entry in the coordinator that each change of leader replaces by compare-and-swap. A replica is a node and an
-# incarnation, written `node/incarnation`. A node whose disk is new, wiped or damaged gets another incarnation, which is
-# not in the record. Such a replica neither counts towards a majority nor becomes a candidate until a leader has seen
-# that it has all committed rows and has added it to the record.
+# The record is the entry in the coordinator that each change of leader replaces by compare-and-swap. A replica is a
+# node and an incarnation, written `node/incarnation`. A node whose disk is new, wiped or damaged gets another
+# incarnation, which is not in the record. Such a replica neither counts towards a majority nor becomes a candidate
+# until a leader has seen that it has all committed rows and has added it to the record.
 
 
 class Record(msgspec.Struct, frozen=True):

@@ -455,7 +455,7 @@ def _configure(sock: socket.socket) -> None:
 
 
 # ---- look-up of host names -----------------------------------------------------------------------------------
-# It runs in separate threads, because a slow name server must not delay a commit.
+# Look-ups run in separate threads, because a slow name server must not delay a commit.
 
 
 class Resolved(NamedTuple):

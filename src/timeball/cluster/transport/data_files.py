@@ -54,7 +54,7 @@ class Link(Protocol):
     state: Replica
 
     def send_soon(self, node: str, message: Message, *, answers: bool) -> None:
-        """Send a message."""
+        """Send a message from the replica's thread, which owns the connections (ReplicaThread.send_soon)."""
 
     def post(self, call: Callable[[], None]) -> None:
         """Queue a call in the replica's thread."""
