@@ -19,7 +19,7 @@ import numpy.typing as npt
 from benchmarks.harness import Server, now_ms, quantiles, releases, send_scheduled, serving, wait_until
 from benchmarks.report import Report
 from timeball import Timeball
-from timeball.spark.run.job_status import read_statuses
+from timeball.spark.run.runner import read_statuses
 
 START_S = 120.0
 LATE_S = 60.0

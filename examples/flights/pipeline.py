@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 from rich.table import Table
 
-from timeball.cli.audit import balance
+from timeball.cli.pipeline import balance
 from timeball.cli.spark import open_session
 from timeball.spark.endpoint import Endpoint
 from timeball.spark.jobs import audit, bulk

@@ -10,6 +10,8 @@ import pytest
 from tests.cli.in_process import run_here
 from tests.cli.unreachable import NOWHERE, assert_says_how_to_reach_one
 from tests.node_fixture import running_node
+from tests.spark.campaigning import attach, campaign_of
+from tests.spark.two_groups import two_groups
 
 from timeball import Timeball
 from timeball.cli.bulk import (
@@ -18,16 +20,15 @@ from timeball.cli.bulk import (
     build_source,
     campaign_id,
     choose_format,
-    describe,
+    describe_report,
     document,
 )
 from timeball.model.errors import NotFound, RequestError
 from timeball.model.limits import DAY_MS
-
-pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
-
 from timeball.spark.jobs.bulk import BulkReport
 from timeball.spark.views.due_histogram import Load
+
+pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
 
 
 def report(**more: object) -> BulkReport:
@@ -50,7 +51,7 @@ def report(**more: object) -> BulkReport:
 
 
 def test_a_report_for_people_and_for_programs() -> None:
-    lines = list(describe(report()))
+    lines = list(describe_report(report()))
     assert lines[0].startswith("1970-01-01T00:00") and lines[0].endswith(" 30")
     assert lines[2:4] == [
         "peak: 70 in the minute of 1970-01-01T01:00:00.000Z",
@@ -69,12 +70,12 @@ def test_a_report_for_people_and_for_programs() -> None:
 
 
 def test_a_dry_run_and_a_repeat_say_so() -> None:
-    dry = list(describe(report(dry_run=True, files=0, written_bytes=0, rejects_uri=None)))
+    dry = list(describe_report(report(dry_run=True, files=0, written_bytes=0, rejects_uri=None)))
     assert dry[-2:] == [
         "would be rejected: 5, body: missing",
         "would schedule 100 messages, 2.0 KiB of payload",
     ]
-    assert list(describe(report(repeated=True))) == [
+    assert list(describe_report(report(repeated=True))) == [
         "campaign spring was scheduled before: 100 messages; nothing is changed"
     ]
 
@@ -180,3 +181,76 @@ def test_a_csv_file_from_its_dry_run_to_its_cancel(tmp_path: Path) -> None:
         assert json.loads(run_here("campaign", "pause", *ours).stdout)["held"] == 50
         assert json.loads(run_here("campaign", "resume", *ours).stdout)["rows"] == 50
         assert json.loads(run_here("campaign", "cancel", *ours).stdout)["cancelled"] == 50
+
+
+COMMANDS = ("status", "pause", "resume", "cancel")
+
+
+def test_a_campaign_through_all_commands(tmp_path: Path) -> None:
+    """Without Java: nothing of Spark is asked for."""
+    with running_node(tmp_path / "data", compact_rows=0) as node:
+
+        def say(*arguments: str) -> str:
+            done = run_here("campaign", *arguments, "--endpoint", node.endpoint)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+
+        assert say("list") == "no campaigns yet: create one with timeball bulk\n"
+        assert say("list", "--json") == ""
+        attach(campaign_of(node), 20)
+        assert say("list").startswith("spring  running  20 messages, of ")
+        shown = say("status", "spring").splitlines()
+        assert shown[:2] == [
+            "spring: running, 0 % of 20 messages",
+            "released 0 + cancelled 0 + waiting 20 + held 0",
+        ]
+        assert shown[2].startswith("next at ")
+        assert say("pause", "spring") == "spring: paused, 20 messages are held\n"
+        assert say("pause", "spring") == "spring: was already paused, 20 messages are held\n"
+        forecast = run_here("forecast", "--endpoint", node.endpoint).stdout
+        assert "20 more are held by paused campaigns, and are not counted: spring" in forecast
+        assert json.loads(say("list", "--json"))["state"] == "paused"
+        assert "20 messages wait again, each " in say("resume", "spring", "--shift")
+        assert say("resume", "spring") == "spring: nothing is held\n"
+        progress = json.loads(say("status", "spring", "--json"))
+        assert (progress["rows"], progress["waiting"], progress["held"]) == (20, 20, 0)
+        ended = "spring: 20 of 20 messages are cancelled, {} of them now; 0 were released\n"
+        assert say("cancel", "spring") == ended.format(20)
+        assert say("cancel", "spring") == ended.format(0)
+        assert json.loads(say("cancel", "spring", "--json")) == {
+            "campaign": "spring",
+            "rows": 20,
+            "newly": 0,
+            "cancelled": 20,
+            "released": 0,
+        }
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_unknown_campaign_is_a_usage_error(tmp_path: Path, command: str) -> None:
+    with running_node(tmp_path / "data") as node:
+        refused = run_here("campaign", command, "summer", "--endpoint", node.endpoint)
+        assert (refused.returncode, refused.stdout) == (2, "")
+        assert "no campaign 'summer'" in refused.stderr
+        wrong = run_here("campaign", command, "a/b", "--endpoint", node.endpoint)
+        assert wrong.returncode == 2 and "campaign 'a/b'" in wrong.stderr
+
+
+@pytest.mark.parametrize("command", ["list", *COMMANDS])
+def test_no_broker_is_told(command: str) -> None:
+    arguments = [] if command == "list" else ["spring"]
+    assert_says_how_to_reach_one(run_here("campaign", command, *arguments, "--endpoint", NOWHERE))
+    assert f"timeball campaign {command}" in run_here("campaign", command, "--help").stdout
+
+
+def test_a_list_names_the_groups(tmp_path: Path) -> None:
+    with two_groups(tmp_path) as groups:
+        groups.add()
+        for node in (groups.one, groups.other):
+            attach(campaign_of(node), 20)
+        shown = run_here("campaign", "list", "--endpoint", groups.endpoint).stdout.splitlines()
+        assert [line.rpartition(", ")[2] for line in shown] == ["in group g1", "in group g2"]
+        listed = run_here("campaign", "list", "--json", "--endpoint", f"{groups.endpoint}#g2").stdout
+        assert json.loads(listed)["rows"] == 20
+        paused = run_here("campaign", "pause", "spring", "--endpoint", groups.endpoint).stdout
+        assert paused == "spring: paused, 40 messages are held\n"

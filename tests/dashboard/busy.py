@@ -25,7 +25,7 @@ from tests.node_fixture import RunningNode, eventually, running_node
 from timeball.io.clock import SystemClock
 from timeball.monitoring.figures import ReplicaFigures, ReplicaGroup, ReplicaReaders, ReplicaState
 from timeball.spark.jobs.audit import AuditReport, Scope
-from timeball.spark.run.job_status import Board, Epoch, JobStatus
+from timeball.spark.run.runner import Board, Epoch, JobStatus
 
 TOPICS = ("orders", "reminders", "invoices")
 BATCH = 1_000

@@ -32,8 +32,7 @@ from timeball.model.message import Kind
 from timeball.spark.jobs import archive
 from timeball.spark.jobs.archive import FILE_SCHEMA
 from timeball.spark.log_events import ARCHIVE_SCHEMA, LEDGER_APP_ID
-from timeball.spark.run.job_status import Board, JobStatus, read_statuses
-from timeball.spark.run.runner import run
+from timeball.spark.run.runner import Board, JobStatus, read_statuses, run
 from timeball.spark.table_store import (
     Store,
     app_version,

@@ -126,7 +126,9 @@ def _drain_sentence(progress: Drained, *, dry_run: bool) -> str:
 
 T = TypeVar("T")
 
-app = typer.Typer(help="Create, inspect and change a cluster. Needs its etcd only.", no_args_is_help=True)
+cluster_app = typer.Typer(
+    help="Create, inspect and change a cluster. Needs its etcd only.", no_args_is_help=True
+)
 
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="The node's name (its --node).")]
 DryRunOption = Annotated[
@@ -140,12 +142,12 @@ WaitOption = Annotated[
 ]
 
 
-@app.callback()
+@cluster_app.callback()
 def _cluster() -> None:
     pass
 
 
-@app.command()
+@cluster_app.command()
 @cluster_options
 def init(
     settings: Settings,
@@ -188,7 +190,7 @@ def init(
     show(_document(settings, record, dry_run), [text], as_json=as_json)
 
 
-@app.command()
+@cluster_app.command()
 @cluster_options
 def status(settings: Settings, as_json: JsonOption = False) -> None:
     """Show each group: its leader, how far each replica is, and each problem in a sentence.
@@ -221,7 +223,7 @@ def status(settings: Settings, as_json: JsonOption = False) -> None:
         raise typer.Exit(ExitCode.CHECK_FAILED)
 
 
-@app.command("add-replica")
+@cluster_app.command("add-replica")
 @cluster_options
 def add_replica(
     settings: Settings,
@@ -244,7 +246,7 @@ def add_replica(
     _change(settings, lambda operations: operations.plan_add(node), wait_ms, dry_run=dry_run, as_json=as_json)
 
 
-@app.command("remove-replica")
+@cluster_app.command("remove-replica")
 @cluster_options
 def remove_replica(
     settings: Settings,
@@ -268,7 +270,7 @@ def remove_replica(
     )
 
 
-@app.command("hand-over")
+@cluster_app.command("hand-over")
 @cluster_options
 def hand_over(
     settings: Settings,
@@ -296,10 +298,10 @@ def hand_over(
     )
 
 
-app.command("drain")(drain)
+cluster_app.command("drain")(drain)
 
 
-@app.command()
+@cluster_app.command()
 @cluster_options
 def force(
     settings: Settings,

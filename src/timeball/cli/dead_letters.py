@@ -15,7 +15,7 @@ from timeball.model.errors import RequestError
 if TYPE_CHECKING:
     from timeball.model.wire import DeadLetterRow, Resolved
 
-app = typer.Typer(
+dead_letters_app = typer.Typer(
     help="List, resend and delete the messages that a group has given up.", no_args_is_help=True
 )
 
@@ -30,12 +30,12 @@ NamesArgument = Annotated[
 AllOption = Annotated[bool, typer.Option("--all", help="All remaining dead letters.")]
 
 
-@app.callback()
+@dead_letters_app.callback()
 def _dead_letters() -> None:
     pass
 
 
-@app.command("list")
+@dead_letters_app.command("list")
 def list_(
     group: GroupArgument,
     max_messages: Annotated[int, typer.Option("--max", min=1, help="At most this many.")] = PAGE_ROWS,
@@ -63,7 +63,7 @@ def list_(
         print_note(f"{count:,} dead letters" + (", there are more" if after is not None else ""))
 
 
-@app.command()
+@dead_letters_app.command()
 def resend(
     group: GroupArgument,
     names: NamesArgument = None,
@@ -85,7 +85,7 @@ def resend(
         _report(client.resend_dead_letters(group, selected), "sent again", as_json=as_json)
 
 
-@app.command()
+@dead_letters_app.command()
 def delete(
     group: GroupArgument,
     names: NamesArgument = None,

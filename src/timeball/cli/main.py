@@ -28,7 +28,7 @@ EPILOG = (
 )
 
 # Section of the help -> its commands. A command is defined in the module of the same name, unless `MODULES` names
-# another one. A module that defines a group of subcommands has a variable `app`.
+# another one. A group of subcommands is a variable, such as `campaign_app`.
 SECTIONS = {
     "Run a broker": ["up", "serve", "name-server", "cluster", "pipeline", "kafka", "backup", "restore"],
     "Messages": ["send", "schedule", "get", "cancel", "reschedule", "pull", "bulk", "campaign", "replay"],
@@ -49,6 +49,8 @@ MODULES = {
     "dead-letters": "dead_letters",
     "name-server": "serve",
     "pending": "sql",
+    "campaign": "bulk",
+    "audit": "pipeline",
     **dict.fromkeys(("topics", "groups"), "status"),
     **dict.fromkeys(("backup", "restore", "dump"), "data_folder"),
     **dict.fromkeys(("send", "schedule", "get", "cancel", "reschedule", "pull"), "messages"),
@@ -75,10 +77,11 @@ class Commands(TyperGroup):
             return None
         module = import_module(f"timeball.cli.{MODULES.get(cmd_name, cmd_name)}")
         single, section = typer.Typer(callback=_empty_callback, rich_markup_mode="rich"), COMMANDS[cmd_name]
-        if hasattr(module, "app"):
-            single.add_typer(module.app, name=cmd_name, rich_help_panel=section)
+        name = cmd_name.replace("-", "_")
+        if subcommands := getattr(module, f"{name}_app", None):
+            single.add_typer(subcommands, name=cmd_name, rich_help_panel=section)
         else:
-            single.command(cmd_name, rich_help_panel=section)(getattr(module, cmd_name.replace("-", "_")))
+            single.command(cmd_name, rich_help_panel=section)(getattr(module, name))
         return plain_parameters(get_group(single).commands[cmd_name], ctx)
 
 

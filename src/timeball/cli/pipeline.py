@@ -6,6 +6,10 @@ Spark is imported only in functions that start a job.
 Each job writes a small status file beside its checkpoint every few seconds. `pipeline status` reads these files, and
 asks the broker for the end of its log, so it needs no Spark. A job without a new file for a while is shown as silent:
 the job or its machine was killed.
+
+`timeball audit` checks that every accepted message is accounted for. A batch job on Spark (spark/jobs/audit.py) reads
+the ledger, the pending table and the log. It compares the number of accepted messages with the numbers of released,
+cancelled, expired and pending ones. This module prints its report, and turns its verdict into the exit code.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
+import msgspec
 import typer
 from rich.table import Table
 
@@ -30,17 +36,22 @@ from timeball.cli.options import (
     SparkOptions,
     addresses_of,
     connect,
+    reach,
     spark_options,
 )
-from timeball.cli.output import out, print_json, print_line
+from timeball.cli.output import ExitCode, out, print_json, print_line, show
 from timeball.model.config import LogFormat, LogLevel
 from timeball.model.errors import RequestError, Unavailable
 
 if TYPE_CHECKING:
-    from timeball.spark.run.job_status import JobStatus
+    from timeball.spark.jobs.audit import AuditReport
+    from timeball.spark.run.runner import JobStatus
 
 
-app = typer.Typer(help="Run Spark jobs on the log and on pending messages.", no_args_is_help=True)
+# ---- timeball pipeline ----------------------------------------------------------------------------------------
+
+
+pipeline_app = typer.Typer(help="Run Spark jobs on the log and on pending messages.", no_args_is_help=True)
 
 
 class Job(StrEnum):
@@ -52,12 +63,12 @@ class Job(StrEnum):
     DISPATCH = "dispatch"
 
 
-@app.callback()
+@pipeline_app.callback()
 def _pipeline() -> None:
     pass
 
 
-@app.command("run")
+@pipeline_app.command("run")
 @spark_options
 def run(
     jobs: Annotated[list[Job], typer.Argument(metavar="JOB...", help="compact, ledger, archive, dispatch")],
@@ -156,7 +167,7 @@ def _stop_on_eof() -> None:
 # ---- status ---------------------------------------------------------------------------------------------------
 
 
-@app.command("status")
+@pipeline_app.command("status")
 def status(
     endpoint: EndpointOption = DEFAULT_ENDPOINT,
     checkpoint: Annotated[
@@ -179,7 +190,7 @@ def status(
       timeball pipeline status --checkpoint s3://bucket/checkpoints --endpoint grpc://broker:7400
     """
     from timeball.io.clock import SystemClock
-    from timeball.spark.run.job_status import read_statuses
+    from timeball.spark.run.runner import read_statuses
 
     broker = _read_broker_status(endpoint, needed=checkpoint is None)
     folder = checkpoint or broker["table"]["uri"].rstrip("/").rpartition("/")[0] + "/pipeline"
@@ -270,3 +281,82 @@ def _table(documents: list[dict[str, Any]]) -> Table:
 
 def _format_number(value: int | None, unit: str = "") -> str:
     return "" if value is None else f"{value:,}{unit}"
+
+
+# ---- timeball audit -------------------------------------------------------------------------------------------
+
+
+OFFENDERS_SHOWN = 10
+
+
+@spark_options
+def audit(
+    spark: SparkOptions = SPARK_AS_IT_IS,
+    ledger: Annotated[
+        str | None,
+        typer.Option(
+            "--ledger",
+            metavar="URI",
+            help="The ledger's table, {group} for a group's name; by default beside the pending table.",
+        ),
+    ] = None,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that accepted = released + cancelled + expired + pending, message by message.
+
+    In a cluster, the command checks each group and adds up the counts.
+
+    Exit code 1: the counts do not balance. The report then names the messages
+    concerned.
+
+    \b
+    Examples:
+      timeball audit
+      timeball audit --json | jq .ok
+      timeball audit --master spark://head:7077 --endpoint grpc://broker:7400
+    """
+    from timeball.cli.spark import spark_session
+
+    reach(endpoint)
+    with spark_session(spark, "timeball-audit") as session:
+        from timeball.spark.jobs import audit as job
+        from timeball.spark.run.runner import Board, default_folder
+
+        report = job.run(session, endpoint, ledger_uri=ledger)
+        # The status file gets the counts alone: the lists of messages may be long, and are printed below.
+        groups = {
+            name: msgspec.structs.replace(group_report, offenders={})
+            for name, group_report in report.groups.items()
+        }
+        counts = msgspec.structs.replace(report, offenders={}, groups=groups)
+        Board(default_folder(endpoint)).write_audit(msgspec.json.encode(counts))
+    show(report, describe_audit(report), as_json=as_json)
+    if not report.ok:
+        raise typer.Exit(ExitCode.CHECK_FAILED)
+
+
+def describe_audit(report: AuditReport) -> Iterator[str]:
+    """Yield the report for people: the balance, each breach with some of its messages, and the verdict."""
+    for name, group_report in report.groups.items():
+        yield f"group {name}: {balance(group_report)}{'' if group_report.ok else ', IT DOES NOT BALANCE'}"
+    yield f"{'all groups: ' if report.groups else ''}{balance(report)}"
+    for name, offenders in report.offenders.items():
+        # The job lists at most 100 messages of a breach (OFFENDERS_MAX), so 100 may stand for more.
+        yield f"{name}: {len(offenders):,}{' or more' if len(offenders) >= 100 else ''}, for example"
+        for offender in offenders[:OFFENDERS_SHOWN]:
+            shown = ", ".join(
+                f"{key} {value}"
+                for key, value in offender.items()
+                if value is not None and value is not False  # 0 is shown: it can be a queue or a time
+            )
+            yield f"  {shown}"
+    yield "it balances" if report.ok else "IT DOES NOT BALANCE"
+
+
+def balance(report: AuditReport) -> str:
+    """Format the audit's equation with its numbers."""
+    return (
+        f"accepted {report.accepted:,} = released {report.released:,} + cancelled {report.cancelled:,} "
+        f"+ expired {report.expired:,} + pending {report.pending:,}"
+    )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from timeball.cli.campaign import TableOption
+from timeball.cli.bulk import TableOption
 from timeball.cli.options import (
     DEFAULT_ENDPOINT,
     SPARK_AS_IT_IS,

@@ -17,7 +17,7 @@ from timeball.model.wire import LogStatus
 from timeball.spark.endpoint import Endpoint, group_statuses
 from timeball.spark.jobs import ledger
 from timeball.spark.jobs.marked import InProcessEngine, Sinks, check_mark
-from timeball.spark.run.job_status import parse_progress
+from timeball.spark.run.runner import parse_progress
 
 
 @pytest.mark.parametrize(

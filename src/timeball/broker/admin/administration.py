@@ -57,7 +57,7 @@ from timeball.model.message import DLQ_PREFIX
 logger = logging.getLogger(__name__)
 
 # ---- reports of Spark jobs, and of the last audit ------------------------------------------------------------
-#     pipeline/status/<job>.json    written by each job every few seconds (spark/run/job_status.py)
+#     pipeline/status/<job>.json    written by each job every few seconds (spark/run/runner.py)
 #     pipeline/audit.json           written by `timeball audit`
 #
 # Jobs with another folder for their checkpoints, or with a table in an object store, write elsewhere and are not
