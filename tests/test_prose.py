@@ -6,7 +6,6 @@ and is no pragma and no heading. The decisions in docs/ are not counted: they ke
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -41,10 +40,7 @@ CODE, TARGET = re.compile(r"`[^`\n]*`"), re.compile(r"\]\([^)]*\)")
 
 def docstrings(source: Source, *, modules: bool) -> Iterator[str]:
     """Yield the docstrings of a file's classes and functions, and of the module itself when asked for."""
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, *([ast.Module] if modules else []))
-    for node in ast.walk(source.tree):
-        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-            yield text
+    yield from filter(None, source.docstrings if modules else source.docstrings[1:])
 
 
 def question_share(found: list[Source]) -> float:

@@ -57,29 +57,49 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree. A walk takes longer than any rule that looks at them."""
+        return list(ast.walk(self.tree))
+
+    @property
     def comments(self) -> dict[int, str]:
         """Line number -> comment."""
-        return {t.start[0]: t.string for t in self._tokens if t.type == tokenize.COMMENT}
+        return self._lines[0]
 
-    @cached_property
+    @property
     def code_lines(self) -> set[int]:
         """The lines that hold code: no docstring, no comment, not blank."""
-        blank = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+        return self._lines[1]
+
+    @cached_property
+    def _lines(self) -> tuple[dict[int, str], set[int]]:
+        """The comments and the code lines: of one reading of the tokens."""
+        blank = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+        comments: dict[int, str] = {}
         lines: set[int] = set()
-        for token in self._tokens:
-            if token.type not in blank and token.type != tokenize.ENDMARKER:
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type == tokenize.COMMENT:
+                comments[token.start[0]] = token.string
+            elif token.type not in blank:
                 lines.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if is_documented(node):
                 docstring = node.body[0]
                 lines.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
-        return lines
+        return comments, lines
+
+    @cached_property
+    def docstrings(self) -> list[str]:
+        """The docstring of the module, "" if it has none, and those of its classes and functions."""
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        below = (ast.get_docstring(node) for node in self.nodes if isinstance(node, kinds))
+        return [ast.get_docstring(self.tree) or "", *(text for text in below if text)]
 
     @cached_property
     def functions(self) -> list[tuple[str, int, int]]:
         """Name, line, number of code lines of every function."""
         found = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 span = range(node.lineno, (node.end_lineno or node.lineno) + 1)
                 found.append((node.name, node.lineno, len(self.code_lines.intersection(span))))
@@ -89,21 +109,17 @@ class Source:
     def names(self) -> list[tuple[str, int]]:
         """Every name that is used, in full (`from time import time as t; t()`: time.time), and its line."""
         full: dict[str, str] = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 full.update({a.asname: a.name for a in node.names if a.asname})
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 full.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
         used = []
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Name | ast.Attribute) and (dotted := dotted_name(node)):
                 head, dot, tail = dotted.partition(".")
                 used.append((full.get(head, head) + dot + tail, node.lineno))
         return used
-
-    @property
-    def _tokens(self) -> Iterator[tokenize.TokenInfo]:
-        return tokenize.generate_tokens(io.StringIO(self.text).readline)
 
 
 def is_documented(node: ast.AST) -> bool:
@@ -166,7 +182,7 @@ def touches_disk(source: Source) -> Iterator[str]:
     for name, line in source.names:
         if name in DISK:
             yield f"{line}: {name}: only io/files.py opens, maps or syncs; take the files as an argument"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         if node.func.attr in PATH_METHODS or (node.func.attr == "open" and is_path(node.func.value)):
@@ -186,7 +202,7 @@ def unsafe(source: Source) -> Iterator[str]:
     for name, line in source.names:
         if name in UNSAFE_NAMES:
             yield f"{line}: {name} runs what it is given"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         modules: list[str] = []
         if isinstance(node, ast.Import):
             modules = [a.name for a in node.names]
@@ -198,7 +214,7 @@ def unsafe(source: Source) -> Iterator[str]:
 
 
 def broad_except(source: Source) -> Iterator[str]:
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         if node.type is None:
@@ -226,7 +242,7 @@ LOG_LINE = re.compile(r"[A-Za-z][^%=]*( [a-z_]+=(%[.\d]*[a-z]|\w+))*")
 
 def log_line(source: Source) -> Iterator[str]:
     """What has happened, in words that can be searched for, then `name=value` for all that differs."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name)):
             continue
         logger, _, level = (dotted_name(node.func) or "").rpartition(".")
@@ -240,7 +256,7 @@ def unnamed_caller(source: Source) -> Iterator[str]:
     """An edge that leaves the caller out has the broker decide as if access were not controlled."""
     if source.path.parts[0] != "edges":
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             defaults = [dotted_name(default) for default in node.args.defaults]
             if "ANONYMOUS" in defaults:
