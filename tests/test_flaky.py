@@ -66,9 +66,11 @@ def test_what_passes_at_second_is_named_and_what_fails_twice_fails(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, processes: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # To load the plugins of all installed packages takes longer than the run.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(test_here=FILE)
     pytester.makeconftest('pytest_plugins = ["tests.flaky"]')
-    outcome = pytester.runpytest_subprocess("-n", processes, "-p", "no:cacheprovider")
+    outcome = pytester.runpytest_subprocess("-p", "xdist", "-n", processes, "-p", "no:cacheprovider")
     text = outcome.stdout.str()
     closing = [line for line in text.splitlines() if line.startswith("FLAKY ")]
     assert closing == [f"FLAKY test_here.py::{name}" for name in FLAKY], text

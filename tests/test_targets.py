@@ -87,8 +87,10 @@ def test_a_group_stays_in_one_process(pytester: pytest.Pytester, monkeypatch: py
     shared = re.search(r"^SHARED += (.+)$", MAKEFILE, re.M)
     assert shared is not None
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    # To load the plugins of all installed packages takes longer than the run.
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makeconftest('pytest_plugins = ["tests.sharing"]')
     pytester.makepyfile(GROUPED)
-    outcome = pytester.runpytest_subprocess(*shared[1].split(), "-p", "no:cacheprovider")
+    outcome = pytester.runpytest_subprocess("-p", "xdist", *shared[1].split(), "-p", "no:cacheprovider")
     where = (pytester.path / "where").read_text().split()
     assert outcome.ret == pytest.ExitCode.OK and len(where) == 6 and len(set(where)) == 1
