@@ -18,7 +18,7 @@ hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, prin
 hypothesis.settings.register_profile("dev", deadline=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 # `make test` loads this one; `make slow` runs each property again, with all its examples.
-hypothesis.settings.register_profile("quick", hypothesis.settings.default, max_examples=15)
+hypothesis.settings.register_profile("quick", hypothesis.settings.default, max_examples=8)
 
 # Brokers that tests start listen for RocketMQ clients too, many at a time: on any free port unless a test says which.
 os.environ.setdefault("TIMEBALL_NAME_SERVER_PORT", "0")
