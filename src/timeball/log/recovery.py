@@ -346,17 +346,25 @@ def _next_magic(buffer: pa.Buffer, position: int, end: int) -> int:
 def last_written(buffer: pa.Buffer, start: int) -> int:
     """Find the position after the last non-zero byte at or after `start`, or `start` if there is none."""
     view = np.frombuffer(buffer, dtype=np.uint8)
-    step = 1 << 20
+    begin, end = start, view.size
     # Searched from the back, a megabyte at a time: a fresh segment is 256 MiB of zeros and a few frames.
-    for end in range(buffer.size, start, -step):
-        begin = max(start, end - step)
-        part = view[begin:end]
+    for step in (1 << 20, 1 << 16, 1 << 12):
+        begin, end = _last_written_part(view, begin, end, step)
+    # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
+    written = np.flatnonzero(view[begin:end].copy())
+    return begin + int(written[-1]) + 1 if len(written) else start
+
+
+def _last_written_part(view: np.ndarray, start: int, end: int, step: int) -> tuple[int, int]:
+    """Return begin and end of the last part of `step` bytes that has a non-zero byte; no bytes if there is none."""
+    for end_at in range(end, start, -step):
+        begin = max(start, end_at - step)
+        part = view[begin:end_at]
         # Compared as 8-byte words, which is faster: a start examines nearly all of a segment.
         odd_bytes = part.size % 8
         if part[:odd_bytes].any() or part[odd_bytes:].view(np.uint64).max(initial=0):
-            # A copy: a broker may be writing here while a backup reads, and numpy counts and collects in two passes.
-            return begin + int(np.flatnonzero(part.copy())[-1]) + 1
-    return start
+            return begin, end_at
+    return start, start
 
 
 def _zero_torn_tail(file: File, segment: Segment, end: int) -> int:
