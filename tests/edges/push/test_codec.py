@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from standardwebhooks.webhooks import Webhook, WebhookVerificationError
 
 from timeball.broker.registry.push_subscriptions import secret_text
-from timeball.edges.push.sender import (
+from timeball.edges.push.codec import (
     PROPERTIES_CHARACTERS_MAX,
     Delivery,
     build_deliveries,

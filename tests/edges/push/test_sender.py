@@ -15,7 +15,8 @@ import trustme
 from tests.edges.push.receiver import Reply, receiver_of
 
 from timeball.edges.push import sender
-from timeball.edges.push.sender import Answer, HostResolver, Receiver
+from timeball.edges.push.codec import Answer
+from timeball.edges.push.sender import HostResolver, Receiver
 from timeball.model.addresses import Allowed
 from timeball.model.errors import InvalidMessage
 

@@ -28,7 +28,7 @@ from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.groups import retry_delay_ms
 from timeball.broker.registry.push_subscriptions import PushSubscription
 from timeball.broker.service import Broker
-from timeball.edges.push.sender import Answer, Delivery, build_deliveries, signed_headers
+from timeball.edges.push.codec import Answer, Delivery, build_deliveries, signed_headers
 from timeball.edges.shared.shared_limits import MemoryQuota
 from timeball.io.clock import Clock
 from timeball.model import limits
