@@ -11,7 +11,7 @@ from tests.examples import bound_examples
 from tests.java_options import java_options
 
 # The second measures how long this process took to start: as early as can be.
-pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested", "tests.sharing"]
+pytest_plugins = ["tests.flaky", "tests.bounds", "tests.not_tested", "tests.sharing", "tests.rewriting"]
 
 # In CI the same examples every time, so that a red run is a change's fault. No deadline: machines are shared.
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
