@@ -18,7 +18,9 @@ def test_what_is_compiled_is_what_pytest_reads(tmp_path: Path, request: pytest.F
     code = rewrite._read_pyc(path, compiled_file(path))
     assert code is not None and "@pytest_ar" in code.co_names
     os.utime(path, (1, 1))
-    assert rewrite._read_pyc(path, compiled_file(path)) is None  # the control: of another time, and so of another text
+    assert (
+        rewrite._read_pyc(path, compiled_file(path)) is None
+    )  # the control: of another time, and so of another text
 
 
 def test_what_is_kept_is_not_compiled_again(tmp_path: Path, request: pytest.FixtureRequest) -> None:

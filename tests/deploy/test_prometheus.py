@@ -21,6 +21,7 @@ from timeball import Timeball
 
 FOLDER = ROOT / "deploy/prometheus"
 RULES = FOLDER / "timeball.rules.yml"
+TESTS_OF_RULES = sorted(FOLDER.glob("timeball.rules*.test.yml"))
 DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/timeball.json").read_text())
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool here (Debian: prometheus)")
@@ -98,7 +99,7 @@ def test_promtool_takes_the_rules_and_the_configuration() -> None:
 
 @needs_promtool
 def test_each_alert_fires_when_it_should_and_not_otherwise() -> None:
-    ran = promtool("test", "rules", str(FOLDER / "timeball.rules.test.yml"))
+    ran = promtool("test", "rules", *map(str, TESTS_OF_RULES))
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -109,8 +110,7 @@ def test_an_alert_that_never_fires_is_noticed(tmp_path: Path) -> None:
     for rule in rules["groups"][0]["rules"]:
         rule["expr"] = f"({rule['expr']}) and on () vector(1) < 0"
     (tmp_path / RULES.name).write_text(yaml.safe_dump(rules))
-    shutil.copy(FOLDER / "timeball.rules.test.yml", tmp_path)
-    ran = promtool("test", "rules", str(tmp_path / "timeball.rules.test.yml"))
+    ran = promtool("test", "rules", *(str(shutil.copy(path, tmp_path)) for path in TESTS_OF_RULES))
     failed = set(re.findall(r"alertname: (\w+)", ran.stdout + ran.stderr))
     assert ran.returncode == 1 and failed == set(alerts()), ran.stdout + ran.stderr
 
