@@ -9,7 +9,7 @@ Redis, NATS and beanstalkd: `make versus`.
     other_peers.py, delayed_queues.py     Redis, NATS and beanstalkd, and a client of each
     wire.py        one remoting connection: topics, offsets, stored messages
     work.py        a piece of work, the rows it fills, what one measurement says
-    sending.py, pulling.py, delays.py, calls.py, stock.py, delivery.py     the work
+    sending.py, pulling.py, delays.py, calls.py, stock.py, delivery.py, groups.py     the work
     table.py       medians, ratios, the page docs/versus.md
     __main__.py    options and rounds
 

@@ -347,6 +347,10 @@ class HttpQueue(DelayedQueue):
         rows = [{"body": body.decode(), "at": _text_of(due_ms)} for due_ms, body in messages]
         self._ask(b"/v1/topics/%b/messages" % TOPIC.encode(), json.dumps(rows).encode())
 
+    def send_now(self, body: bytes) -> None:
+        """Send one message that is visible at once."""
+        self._ask(b"/v1/topics/%b/messages" % TOPIC.encode(), json.dumps({"body": body.decode()}).encode())
+
     def receive(self, rows_max: int, wait_s: float) -> list[Received]:
         """See DelayedQueue."""
         path = f"/v1/topics/{TOPIC}/receive?group={GROUP}&max={rows_max}&wait={int(wait_s * 1000)}ms"

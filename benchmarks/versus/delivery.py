@@ -4,7 +4,9 @@ A producer and a consumer are processes of their own. The consumer notes the tim
 lateness is that of the user, not of the queue. A message that is early, missing or there twice counts as failed.
 
     steady   calls of 20 at 2,000 messages a second, due 2 to 5 s later at random milliseconds; one consumer
+    wide     calls of 100 at 10,000 messages a second from four connections, due 2 to 5 s later; eight consumers
     burst    many messages due at one instant; one consumer; the time until it has the last
+    groups   one message for 1,000 groups that wait (groups.py)
 
 The rows of small_calls.py are measured on the same brokers.
 """
@@ -15,6 +17,7 @@ import multiprocessing
 import random
 import time
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,13 +26,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import BODY_BYTES, now_ms, quantiles
-from benchmarks.versus import small_calls
-from benchmarks.versus.delayed_queues import CLIENTS
+from benchmarks.versus import groups, small_calls
+from benchmarks.versus.delayed_queues import CLIENTS, DelayedQueue
 from benchmarks.versus.other_peers import BeanstalkdPeer, NatsPeer, RedisPeer
 from benchmarks.versus.peers import DELIVERY, FLIGHT, HTTP, Flush, Peer, TimeballPeer
 from benchmarks.versus.work import Bench, Row, Sample
 
 RATE, CALL_ROWS = 2_000, 20
+WIDE_RATE, WIDE_CALL_ROWS, WIDE_PRODUCERS, WIDE_CONSUMERS = 10_000, 100, 4, 8
 STEADY_S, STEADY_S_SMALL = 8.0, 0.5
 AHEAD_MS = (2_000, 5_000)
 BURST, BURST_SMALL = 100_000, 2_000
@@ -59,48 +63,77 @@ def body_of(number: int, due_ms: int) -> bytes:
     return b"%d %d " % (number, due_ms) + b"." * (BODY_BYTES - len(b"%d %d " % (number, due_ms)))
 
 
-def consume(client: str, address: str, count: int, bound_s: float, pipe: Connection) -> None:
-    """The consumer's process: receive and acknowledge until all have come."""
-    queue = CLIENTS[client](address)
+def consume(client: str, address: str, count: int, bound_s: float, consumers: int, pipe: Connection) -> None:
+    """The consumers' process: receive and acknowledge until all have come."""
     noted: list[tuple[bytes, int]] = []
-    pipe.send("ready")
     give_up = time.monotonic() + bound_s
-    while len(noted) < count and time.monotonic() < give_up:
-        received = queue.receive(RECEIVE_ROWS, 1.0)
-        if received:
-            seen_ms = now_ms()
-            noted += [(body, seen_ms) for body, _ in received]
-            queue.acknowledge([token for _, token in received])
-    # One more look: a message that comes twice is to be seen.
-    noted += [(body, now_ms()) for body, _ in queue.receive(RECEIVE_ROWS, 0.2)]
-    queue.close()
+    queues = [CLIENTS[client](address) for _ in range(consumers)]
+
+    def receive(queue: DelayedQueue) -> None:
+        while len(noted) < count and time.monotonic() < give_up:
+            received = queue.receive(RECEIVE_ROWS, 1.0)
+            if received:
+                seen_ms = now_ms()
+                noted.extend((body, seen_ms) for body, _ in received)
+                queue.acknowledge([token for _, token in received])
+        # One more look: a message that comes twice is to be seen.
+        noted.extend((body, now_ms()) for body, _ in queue.receive(RECEIVE_ROWS, 0.2))
+        queue.close()
+
+    pipe.send("ready")
+    _at_once(receive, queues)
     words = [body.split(b" ", 2) for body, _ in noted]
     pipe.send(([int(w[0]) for w in words], [int(w[1]) for w in words], [seen for _, seen in noted]))
 
 
-def produce(client: str, address: str, count: int, rate: int, pipe: Connection) -> None:
-    """The producer's process: calls of CALL_ROWS at a rate. It falls behind if the broker does, and says how far."""
-    queue, rng = CLIENTS[client](address), random.Random(5)
+def produce(
+    client: str, address: str, count: int, rate: int, call_rows: int, producers: int, pipe: Connection
+) -> None:
+    """The producers' process: calls at a rate. It falls behind if the broker does, and says how far."""
+    queues = [CLIENTS[client](address) for _ in range(producers)]
     pipe.send("ready")
     pipe.recv()
     begin_s = time.monotonic()
-    for first in range(0, count, CALL_ROWS):
-        wait_s = begin_s + first / rate - time.monotonic()
-        if wait_s > 0:
-            time.sleep(wait_s)
-        at_ms = now_ms()
-        dues = [at_ms + rng.randrange(*AHEAD_MS) for _ in range(min(CALL_ROWS, count - first))]
-        queue.send([(due_ms, body_of(first + n, due_ms)) for n, due_ms in enumerate(dues)])
+
+    def send(queue: DelayedQueue) -> None:
+        at, rng = queues.index(queue), random.Random(5)
+        for first in range(at * call_rows, count, call_rows * producers):
+            wait_s = begin_s + first / rate - time.monotonic()
+            if wait_s > 0:
+                time.sleep(wait_s)
+            at_ms = now_ms()
+            dues = [at_ms + rng.randrange(*AHEAD_MS) for _ in range(min(call_rows, count - first))]
+            queue.send([(due_ms, body_of(first + n, due_ms)) for n, due_ms in enumerate(dues)])
+        queue.close()
+
+    _at_once(send, queues)
     pipe.send(time.monotonic() - begin_s)
-    queue.close()
+
+
+def _at_once(work: Callable[[DelayedQueue], None], queues: list[DelayedQueue]) -> None:
+    """Do the work on each queue, in a thread of its own. Raises the first error."""
+    with ThreadPoolExecutor(len(queues)) as threads:
+        for done in [threads.submit(work, queue) for queue in queues]:
+            done.result()
 
 
 def steady(client: str, peer: Peer, bench: Bench) -> Sample:
     """See the module."""
-    address, count = _address(client, peer), int(RATE * (STEADY_S_SMALL if bench.small else STEADY_S))
+    return _steady(client, peer, bench, (RATE, CALL_ROWS, 1, 1))
+
+
+def wide(client: str, peer: Peer, bench: Bench) -> Sample:
+    """See the module."""
+    return _steady(client, peer, bench, (WIDE_RATE, WIDE_CALL_ROWS, WIDE_PRODUCERS, WIDE_CONSUMERS))
+
+
+def _steady(client: str, peer: Peer, bench: Bench, shape: tuple[int, int, int, int]) -> Sample:
+    """Send at a rate and consume. `shape`: messages a second and a call, connections of producers and consumers."""
+    rate, call_rows, producers, consumers = shape
+    address, count = _address(client, peer), int(rate * (STEADY_S_SMALL if bench.small else STEADY_S))
     _warm(client, address)
-    with _Client(produce, client, address, count, RATE) as producer:
-        with _Client(consume, client, address, count, BOUND_S) as consumer:
+    with _Client(produce, client, address, count, rate, call_rows, producers) as producer:
+        with _Client(consume, client, address, count, BOUND_S, consumers) as consumer:
             cpu_s = peer.cpu_s()
             producer.send("go")
             sent_s = float(_received(producer))
@@ -129,7 +162,7 @@ def burst(client: str, peer: Peer, bench: Bench) -> Sample:
     queue.close()
     if now_ms() >= due_ms:
         raise RuntimeError(f"{peer.name}: the burst was due before all of it was sent")
-    with _Client(consume, client, address, count, BOUND_S) as consumer:
+    with _Client(consume, client, address, count, BOUND_S, 1) as consumer:
         time.sleep(max(0.0, (due_ms - now_ms()) / 1e3 - 0.5))
         cpu_s = peer.cpu_s()
         account = _account(consumer)
@@ -221,10 +254,16 @@ STARTS = [
     Start("Timeball, HTTP", "http", TimeballPeer),
     Start("Timeball, HTTP stream", "http stream", TimeballPeer),
     Start("Timeball, Flight", "flight", TimeballPeer),
+    Start("Timeball, remoting", "remoting", TimeballPeer),
 ]
 ROWS = [
     DeliveryRow(Row(f"steady {RATE:,}/s in calls of {CALL_ROWS}, one consumer: sent", "msg/s"), steady),
+    DeliveryRow(Row(f"steady {WIDE_RATE:,}/s, {WIDE_CONSUMERS} consumers: sent", "msg/s"), wide),
     DeliveryRow(Row(f"{BURST:,} due at one instant, one consumer: the last after", "s", "lower"), burst),
+    DeliveryRow(
+        Row(f"one message for {groups.GROUPS:,} groups that wait: the last has it after", "ms", "lower"),
+        groups.one_for_all, groups.REQUESTS,
+    ),
     DeliveryRow(
         Row(f"single delayed sends, {small_calls.CONNECTIONS} connections", "msg/s"), small_calls.single_sends,
         small_calls.WIRES,
