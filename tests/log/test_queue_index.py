@@ -187,6 +187,27 @@ def test_at_returns_the_entries_of_the_offsets(offsets: list[int]) -> None:
     assert queue.at(wanted).tolist() == [queue.read(offset, 1)[0].item() for offset in offsets]
 
 
+def test_numbers_are_those_of_the_entries_also_when_they_are_read_again() -> None:
+    indexes = QueueIndexes(CrashFiles())
+    index = indexes.queue("t", 0)
+
+    def append(first: int, count: int) -> None:
+        seqs = np.arange(first, first + count)
+        index.append(seqs, 10 + seqs, np.zeros(count, np.int64))
+
+    append(100, 3)
+    assert index.read_numbers(1, 32) == ([101, 102], [111, 112])
+    append(200, 2)
+    assert index.read_numbers(1, 32) == ([101, 102, 200, 201], [111, 112, 210, 211])
+    assert index.read_numbers(1, 2) == index.read_numbers(1, 2) == ([101, 102], [111, 112])
+    index.hide(200)
+    with pytest.raises(OutOfRange):
+        index.read_numbers(1, 2)
+    index.clear()
+    append(300, 3)
+    assert index.read_numbers(1, 2) == ([301, 302], [311, 312])
+
+
 def test_read_returns_a_copy() -> None:
     queue = QueueIndexes(CrashFiles()).queue("t", 0)
     append(queue, numbers(1, 2))

@@ -289,18 +289,22 @@ class _State(NamedTuple):
 
 _NO_ENTRIES = np.empty(0, ENTRY)
 _EMPTY = _State((), 0, _NO_ENTRIES)
+_NO_NUMBERS: tuple[int, list[int], list[int]] = (-1, [], [])
+_KEPT_NUMBERS_MAX = 64
 
 
 class QueueIndex:
     """Entries of one queue. Offsets are dense from `min_offset` to `max_offset` (exclusive)."""
 
-    __slots__ = ("_indexes", "_state", "max_offset", "min_offset", "queue_id", "topic")
+    __slots__ = ("_indexes", "_last_numbers", "_state", "max_offset", "min_offset", "queue_id", "topic")
 
     def __init__(self, indexes: QueueIndexes, topic: str, queue_id: int) -> None:
         """Make an empty queue. Use QueueIndexes.queue instead, which also finds queues that are not empty."""
         self._indexes, self.topic, self.queue_id = indexes, topic, queue_id
         self.min_offset = self.max_offset = 0
         self._state = _EMPTY
+        # The last result of `read_numbers`, and its offset: groups that keep up with the queue all read the same.
+        self._last_numbers = _NO_NUMBERS
 
     def append(self, seqs: Int64Array, sizes: Int64Array, tags: Int64Array) -> None:
         """Add entries at `max_offset`, in memory only. So it needs neither disk space nor a descriptor."""
@@ -346,6 +350,20 @@ class QueueIndex:
         if offset < end:
             chunks.append(state.tail[offset - state.tail_first : end - state.tail_first])
         return np.concatenate(chunks) if chunks else _NO_ENTRIES.copy()
+
+    def read_numbers(self, offset: int, count: int) -> tuple[list[int], list[int]]:
+        """Read the sequence numbers and sizes of up to `count` entries from `offset` on. Raises OutOfRange.
+
+        The lists must not be changed.
+        """
+        length = min(offset + count, self.max_offset) - offset
+        last_offset, seqs, sizes_bytes = self._last_numbers
+        if offset != last_offset or length != len(seqs) or offset < self.min_offset:
+            entries = self.read(offset, count, is_kept=False)
+            seqs, sizes_bytes = entries["seq"].tolist(), entries["size"].tolist()
+            if length <= _KEPT_NUMBERS_MAX:  # of each queue
+                self._last_numbers = offset, seqs, sizes_bytes
+        return seqs, sizes_bytes
 
     def at(self, offsets: Int64Array) -> EntryArray:
         """Copy the entries at these offsets, each from `min_offset` up to but not including `max_offset`."""
@@ -448,6 +466,7 @@ class QueueIndex:
         """Drop all entries."""
         self.min_offset = self.max_offset = 0
         self._state = _EMPTY
+        self._last_numbers = _NO_NUMBERS
 
     def replace_runs(self, file: QueueFile, replacement: _Run | None) -> None:
         """Replace the run in `file` with `replacement`, or remove it if that is None."""

@@ -4,7 +4,6 @@ queues: where a group begins, what is stored, and that idle ones are let go befo
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,16 +21,9 @@ from timeball.broker.consuming.leases import (
     OpenCount,
     QueueLeases,
 )
-from timeball.log.format import ENTRY, EntryArray
 from timeball.log.queue_index import QueueIndex, QueueIndexes
 from timeball.model import limits
 from timeball.model.errors import OverLimit
-
-
-def entries(offsets: list[int]) -> EntryArray:
-    found = np.zeros(len(offsets), ENTRY)
-    found["seq"], found["size"] = [100 + offset for offset in offsets], 10
-    return found
 
 
 def leases_of_queue(next_offset: int = 0, index: QueueIndex | None = None) -> QueueLeases:
@@ -40,7 +32,8 @@ def leases_of_queue(next_offset: int = 0, index: QueueIndex | None = None) -> Qu
 
 
 def take(into: QueueLeases, offsets: list[int], pop_ms: int = 1) -> None:
-    into.lease_next(offsets, entries(offsets), pop_ms, pop_ms + 10, in_order=False)
+    seqs, sizes_bytes = [100 + offset for offset in offsets], [10] * len(offsets)
+    into.lease_next(offsets, seqs, sizes_bytes, pop_ms, pop_ms + 10, in_order=False)
     into.advance(offsets[-1] + 1)
 
 

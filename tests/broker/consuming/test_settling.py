@@ -212,7 +212,7 @@ async def test_a_pop_waits_for_what_is_sent_and_for_what_is_released(world: Worl
     await send(world, [b"seen"])
     engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
-    await world.until(lambda: world.broker.waiters._count, "it waits")
+    await world.until(lambda: world.broker.consuming.waiting_receives, "it waits")
     await send(world, [b"later"], due_ms=[world.clock.wall + 1_000])
     assert not waiting.done()
     await world.advance(1_000)
@@ -224,7 +224,7 @@ async def test_a_pop_waits_for_redelivered_messages(world: World) -> None:
     await send(world, [b"a"])
     await pop(world)
     waiting = asyncio.create_task(pop(world, wait_ms=30_000))
-    await world.until(lambda: world.broker.waiters._count, "it waits")
+    await world.until(lambda: world.broker.consuming.waiting_receives, "it waits")
     await pass_time(world, MINUTE_MS)
     assert bodies(await waiting) == [b"a"]
 
@@ -234,8 +234,7 @@ async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World)
     await send(world, [b"seen"])
     engine(world).acknowledge_now((await pop(world)).receipts)
     waiting = [asyncio.create_task(pop(world, 1, wait_ms=30_000)) for _ in range(20)]
-    await world.until(lambda: engine(world)._waiting.length == 20, "they wait")
-    assert world.broker.waiters._count == 1  # one watches for all of them
+    await world.until(lambda: engine(world).waiting_receives == 20, "they wait")
     await send(world, [b"%d" % i for i in range(15)])
     await world.until(lambda: sum(task.done() for task in waiting) == 15, "15 got something")
     await send(world, [b"%d" % i for i in range(15, 20)])

@@ -170,12 +170,13 @@ def test_waiting_calls_of_one_address_are_limited(monkeypatch: pytest.MonkeyPatc
     async def check(consumer: Consumer) -> None:
         other = Consumer(consumer.world, consumer.edge, "client-2", "10.0.0.2")
         waiting = [asyncio.create_task(consumer.receive(f"g{n}", wait_ms=20_000)) for n in range(3)]
-        await consumer.world.until(lambda: consumer.world.broker.waiters._count == 3, "three calls wait")
+        consuming = consumer.world.broker.consuming
+        await consumer.world.until(lambda: consuming.waiting_receives == 3, "three calls wait")
         request = receive_request(GROUP, "orders", wait_ms=20_000)
         assert await consumer.refused(request) == d.Code.TOO_MANY_REQUESTS
         late = asyncio.create_task(other.receive("g3", wait_ms=20_000))
         await consumer.world.until(
-            lambda: consumer.world.broker.waiters._count == 4, "the call of the other address waits, too"
+            lambda: consuming.waiting_receives == 4, "the call of the other address waits, too"
         )
         await consumer.send()
         assert [len(messages) for messages in await asyncio.gather(*waiting, late)] == [1, 1, 1, 1]

@@ -2,12 +2,7 @@
 
 A consumer that finds no message waits for its topic (`Waiters`). The commit that makes a message visible wakes it, so a
 consumer gets a released message without a polling interval. The waiting time and the number of waiting consumers are
-limited.
-
-Consumers that wait for the same messages form a queue (`WaitQueue`). Only the first consumer watches the topic. When it
-leaves the queue, the next consumer becomes the first. A thousand consumers of a group may wait for one topic. If each
-message woke all of them, serving one consumer would cost a thousand reads. With the queue it costs two reads: by the
-consumer that gets the message, and by the next consumer.
+limited. Consumers that lease messages wait in lines instead (consuming/waiting.py), which learn of changes here.
 
 `Gate` is a lock that cancels and reschedules share. The resume of a campaign excludes them.
 """
@@ -15,9 +10,8 @@ consumer that gets the message, and by the next consumer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Hashable, Iterable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 
 from timeball.model import limits
 from timeball.model.errors import OverLimit
@@ -31,6 +25,7 @@ class Waiters:
     """
 
     def __init__(self) -> None:
+        self.on_change: Callable[[str], None] = lambda topic: None  # called with each topic that has changed
         self._by_topic: dict[str, dict[int | None, set[asyncio.Future[bool]]]] = {}
         self._count = 0
 
@@ -75,15 +70,16 @@ class Waiters:
 
     def wake(self, topics: Iterable[str]) -> None:
         """Wake all consumers that wait for one of these topics, because the topic has changed."""
-        # Usually no consumer waits. Then a commit pays only for this comparison.
-        for topic in topics if self._count else ():
+        for topic in topics:
+            self.on_change(topic)
             # Remove all waiters at once: consumers that find no message register again.
             for futures in self._by_topic.pop(topic, {}).values():
                 _set_results(futures)
 
     def wake_queues(self, changed_queues: Iterable[tuple[str, int]]) -> None:
         """Wake consumers that wait for one of these queues, because rows have become visible in it."""
-        for topic, queue in changed_queues if self._count else ():
+        for topic, queue in changed_queues:
+            self.on_change(topic)
             queues = self._by_topic.get(topic)
             if queues is not None:
                 _set_results(queues.pop(queue, ()))
@@ -97,51 +93,6 @@ def _set_results(futures: Iterable[asyncio.Future[bool]], is_woken: bool = True)
     for future in futures:
         if not future.done():
             future.set_result(is_woken)
-
-
-@dataclass(slots=True)
-class _Line:
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    length: int = 0
-
-
-class WaitQueue:
-    """Queues of waiting consumers, one per key. Belongs to the event loop."""
-
-    def __init__(self) -> None:
-        self._lines: dict[Hashable, _Line] = {}
-        self.length = 0
-
-    @asynccontextmanager
-    async def turn(self, key: Hashable, until_s: float) -> AsyncIterator[bool]:
-        """Wait to be the first in the queue of `key`, until `until_s` on the loop's clock.
-
-        Yields False if the time is up. The caller is the first until it leaves the context. Raises OverLimit.
-        """
-        # The limit covers all queues, because each waiting consumer holds a task and a connection.
-        if self.length >= limits.PULLS_WAITING_MAX:
-            raise OverLimit(f"{self.length} consumers wait already; ask without waiting, or try again")
-        line = self._lines.setdefault(key, _Line())
-        line.length += 1
-        self.length += 1
-        has_turn = False
-        try:
-            if line.length == 1:
-                has_turn = await line.turn.acquire()  # never blocks: the queue was empty
-            else:
-                # The wait counts as waiting time: a consumer gets its answer in time even if its turn never comes.
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(until_s):
-                        has_turn = await line.turn.acquire()
-            yield has_turn
-        finally:
-            if has_turn:
-                line.turn.release()
-            line.length -= 1
-            self.length -= 1
-            if not line.length:
-                # Keys contain names that clients choose, so remove a queue when no consumer waits in it.
-                del self._lines[key]
 
 
 # ---- a shared and exclusive lock -----------------------------------------------------------------------------

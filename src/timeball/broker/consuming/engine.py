@@ -32,7 +32,7 @@ import pyarrow as pa
 
 from timeball.broker.accepting.appender import Appender
 from timeball.broker.accepting.tracing import Tracing
-from timeball.broker.accepting.waiters import Waiters, WaitQueue
+from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.lease_saver import LeaseSaver, restored_queues
 from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases
@@ -41,6 +41,7 @@ from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, wit
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
 from timeball.broker.consuming.selection import Selection, check, check_invisible, selected_rows
 from timeball.broker.consuming.settling import Settling
+from timeball.broker.consuming.waiting import WaitingReceives
 from timeball.broker.filters import EVERYTHING
 from timeball.broker.policy import Policy
 from timeball.broker.registry.groups import FIRST_LEVEL
@@ -246,12 +247,20 @@ class Consuming:
         )
         self._turn = itertools.count()
         self.subscriptions = Subscriptions(clock.clock.monotonic_ns)
-        self._waiting = WaitQueue()
+        self._waiting = WaitingReceives(
+            self._select_now, lambda selection: self.leases.give_up(selection.leased, selection.pop_ms)
+        )
+        waiters.on_change = self._waiting.mark
         # A cache, because every request needs a subscription. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)
         self._has_secret = False
         self._begun: asyncio.Future[int] | None = None  # until the first offsets of new groups are durable
+
+    @property
+    def waiting_receives(self) -> int:
+        """The number of receives that wait for a message."""
+        return self._waiting.length
 
     async def close(self) -> None:
         """End the tasks, and save the leases."""
@@ -358,7 +367,8 @@ class Consuming:
                 has_rows = queue.returned or queue.next_offset < queue.index.max_offset
                 if has_rows and not (request.in_order and queue.in_flight):
                     return True
-            if not await self._wait(request, deadline_s):
+            left_s = deadline_s - self._loop.time()
+            if left_s <= 0 or not await self._waiters.wait_any(self._topics_of(request), left_s):
                 return False
 
     async def _select(
@@ -369,20 +379,14 @@ class Consuming:
         if selection.leased or selection.has_unsearched or self._loop.time() >= deadline_s:
             return selection
         on_wait()
-        # Equal requests wait in one queue, and only the first one selects: a message wakes one consumer and not all.
-        async with self._waiting.turn(request, deadline_s) as has_turn:
-            while has_turn:
-                selection = self._select_now(request)
-                if selection.leased or selection.has_unsearched or not await self._wait(request, deadline_s):
-                    break
-        return selection
+        served = await self._waiting.wait(request, self._topics_of(request), deadline_s)
+        return self._select_now(request) if served is None else served
 
-    async def _wait(self, request: ReceiveRequest, deadline_s: float) -> bool:
-        """Wait until one of the request's topics may have rows. False if the time is up."""
-        left_s = deadline_s - self._loop.time()
-        retry_name = self._subscription(request.group, request.topic).retry_name
-        names = {request.topic} if request.in_order else {request.topic, retry_name}
-        return left_s > 0 and await self._waiters.wait_any(names, left_s)
+    def _topics_of(self, request: ReceiveRequest) -> set[str]:
+        """Name the topics whose messages a request may get."""
+        if request.in_order:
+            return {request.topic}
+        return {request.topic, self._subscription(request.group, request.topic).retry_name}
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, free_positions = self._queues_to_search(request), self.leases.free_positions

@@ -96,8 +96,9 @@ class LeaseSaver:
         for key, numbers in orphaned.items():
             saved |= {_name(key, number): None for number in numbers}
         saved_parts: dict[QueueLeases, set[int]] = {}
+        now_ms, wall_shift_ms = self._clock.now_ms(), self._clock.as_wall(0)
         for queue in queues:
-            parts = self._parts_of(queue)
+            parts = self._parts_of(queue, now_ms, wall_shift_ms)
             saved |= {_name(_key_of(queue), number): part for number, part in parts.items()}
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
@@ -161,8 +162,11 @@ class LeaseSaver:
 
     # -- the saved form ----------------------------------------------------------------------------------------
 
-    def _parts_of(self, queue: QueueLeases) -> dict[int, SavedPart | None]:
-        """Build the changed parts of a queue. None for a part whose row is to be deleted."""
+    def _parts_of(self, queue: QueueLeases, now_ms: int, wall_shift_ms: int) -> dict[int, SavedPart | None]:
+        """Build the changed parts of a queue. None for a part whose row is to be deleted.
+
+        `wall_shift_ms`: from elapsed time to the wall clock.
+        """
         # The offset of the group says the same as these rows would.
         if queue.stored_offset == queue.next_offset and queue.idle:
             return dict.fromkeys(queue.saved_parts)
@@ -176,35 +180,36 @@ class LeaseSaver:
         return {
             number: SavedPart(
                 queue.group, queue.topic, queue.queue_id, number, queue.next_offset,
-                self._runs(queue, by_part[number]), ahead[number], queue.last_pop_ms, queue.attempt_id,
+                _runs(queue, by_part[number], now_ms, wall_shift_ms), ahead[number], queue.last_pop_ms,
+                queue.attempt_id,
             )
             if by_part[number] or ahead[number] or number == last
             else None
             for number in numbers
         }  # fmt: skip
 
-    def _runs(self, queue: QueueLeases, offsets: list[int]) -> list[LeaseRun]:
-        runs: list[LeaseRun] = []
-        wall_shift_ms, now_ms = self._clock.as_wall(0), self._clock.now_ms()
-        former: tuple[object, ...] = ()
-        for offset in offsets:
-            lease = queue.in_flight.get(offset) or queue.returned[offset]
-            state = (
-                lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order, lease.counts, lease.times,
-                lease.nacked_ms, lease.nack_reason,
+
+def _runs(queue: QueueLeases, offsets: list[int], now_ms: int, wall_shift_ms: int) -> list[LeaseRun]:
+    runs: list[LeaseRun] = []
+    former: tuple[object, ...] = ()
+    for offset in offsets:
+        lease = queue.in_flight.get(offset) or queue.returned[offset]
+        state = (
+            lease.pop_ms, lease.deadline_ms, lease.since_ms, lease.in_order, lease.counts, lease.times,
+            lease.nacked_ms, lease.nack_reason,
+        )  # fmt: skip
+        if runs and state == former and offset == runs[-1].offset + runs[-1].count:
+            runs[-1].count += 1
+        else:
+            former = state
+            runs.append(
+                # The clock may have been set back since: then the deadline is by the time of now.
+                LeaseRun(
+                    offset, 1, lease.pop_ms, lease.deadline_ms + wall_shift_ms, min(lease.since_ms, now_ms),
+                    lease.in_order, lease.counts, lease.times, lease.nacked_ms, lease.nack_reason,
+                )
             )  # fmt: skip
-            if runs and state == former and offset == runs[-1].offset + runs[-1].count:
-                runs[-1].count += 1
-            else:
-                former = state
-                runs.append(
-                    # The clock may have been set back since: then the deadline is by the time of now.
-                    LeaseRun(
-                        offset, 1, lease.pop_ms, lease.deadline_ms + wall_shift_ms, min(lease.since_ms, now_ms),
-                        lease.in_order, lease.counts, lease.times, lease.nacked_ms, lease.nack_reason,
-                    )
-                )  # fmt: skip
-        return runs
+    return runs
 
 
 def _open_offsets(queue: QueueLeases, part: int) -> list[int]:

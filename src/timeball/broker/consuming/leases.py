@@ -24,7 +24,6 @@ from dataclasses import dataclass, field
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.registry.groups import Offsets
 from timeball.broker.registry.topics import Topic
-from timeball.log.format import EntryArray
 from timeball.log.queue_index import QueueIndex
 from timeball.model import limits
 from timeball.model.errors import OverLimit
@@ -144,10 +143,17 @@ class QueueLeases:
         return offsets
 
     def lease_next(
-        self, offsets: Sequence[int], entries: EntryArray, pop_ms: int, deadline_ms: int, *, in_order: bool
+        self,
+        offsets: Sequence[int],
+        seqs: Sequence[int],
+        sizes_bytes: Sequence[int],
+        pop_ms: int,
+        deadline_ms: int,
+        *,
+        in_order: bool,
     ) -> None:
-        """Lease new positions at or after `next_offset`. `entries` are their entries in the queue's index."""
-        for offset, seq, size in zip(offsets, entries["seq"].tolist(), entries["size"].tolist(), strict=True):
+        """Lease new positions at or after `next_offset`. `seqs` and `sizes_bytes` may be longer than `offsets`."""
+        for offset, seq, size in zip(offsets, seqs, sizes_bytes, strict=False):
             self.in_flight[offset] = Lease(seq, size, pop_ms, deadline_ms, pop_ms, in_order)
             heapq.heappush(self._order, offset)
         if offsets:

@@ -40,6 +40,7 @@ class Selection:
         self.leased: list[LeasedPosition] = []
         self.queues: list[QueueLeases] = []  # the queues that were searched
         self.has_unsearched = False  # True if a queue has entries that were not searched yet
+        self.has_more = False  # True if another request may find rows in these queues
         self.rest = 0  # approximate number of rows that the queues still contain
 
     def offsets(self) -> dict[QueueLeases, list[int]]:
@@ -60,6 +61,7 @@ class Selection:
         if not queue.returned and queue.next_offset >= queue.index.max_offset and not self._in_order:
             return []  # the usual case: most queues of a topic have no new rows
         if self._free_rows <= 0 and not self._in_order:
+            self.has_more = True
             return []  # earlier queues have filled the answer
         self.queues.append(queue)
         if self._in_order and not self._may_lease_in_order(queue):
@@ -68,6 +70,7 @@ class Selection:
         if not queue.returned:  # positions that came back go before new ones
             offsets += self._lease_next(queue, wanted)
         self.leased += [(queue, offset, queue.in_flight[offset]) for offset in offsets]
+        self.has_more |= bool(queue.returned) or queue.next_offset < queue.index.max_offset
         if offsets:
             queue.last_pop_ms = max(queue.last_pop_ms, self.pop_ms)
             queue.attempt_id = self._attempt_id
@@ -102,6 +105,15 @@ class Selection:
         start = max(queue.next_offset, index.min_offset)
         if row_count <= 0 or start >= index.max_offset:
             return []
+        if wanted.matches_all and not queue.acked_ahead:
+            seqs, sizes_bytes = index.read_numbers(start, row_count)
+            fitting = self._fit(sizes_bytes)
+            queue.lease_next(
+                range(start, start + fitting), seqs, sizes_bytes, self.pop_ms, self.deadline_ms,
+                in_order=self._in_order,
+            )  # fmt: skip
+            queue.advance(start + fitting)
+            return list(range(start, start + fitting))
         if wanted.matches_all:
             # More entries than needed, because positions that were acknowledged before a restart are skipped.
             entries = index.read(start, row_count + len(queue.acked_ahead), is_kept=False)
@@ -114,9 +126,17 @@ class Selection:
             matches = [i for i in matches if start + i not in queue.acked_ahead]
         takes_all = len(matches) == len(entries) <= row_count
         chosen = entries if takes_all else entries[np.array(matches[:row_count], dtype=np.int64)]
-        fitting = self._fit(chosen["size"].tolist())
+        sizes_bytes = chosen["size"].tolist()
+        fitting = self._fit(sizes_bytes)
         offsets = [start + i for i in matches[:fitting]]
-        queue.lease_next(offsets, chosen[:fitting], self.pop_ms, self.deadline_ms, in_order=self._in_order)
+        queue.lease_next(
+            offsets,
+            chosen["seq"].tolist(),
+            sizes_bytes,
+            self.pop_ms,
+            self.deadline_ms,
+            in_order=self._in_order,
+        )
         # All entries before the first remaining candidate have been searched.
         queue.advance(start + (matches[fitting] if fitting < len(matches) else len(entries)))
         self.has_unsearched |= not offsets and queue.next_offset < index.max_offset and self._free_rows > 0

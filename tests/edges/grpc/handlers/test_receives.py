@@ -60,7 +60,7 @@ async def test_without_messages_there_is_one_response_with_the_status(consumer: 
 @with_consumer()
 async def test_a_consumer_waits_for_the_first_message(consumer: Consumer) -> None:
     waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
-    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the consumer waits")
+    await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the consumer waits")
     await consumer.send(unique_key=["id-1"])
     assert ids(await waiting) == ["id-1"]
 
@@ -274,10 +274,10 @@ async def test_a_client_that_has_read_all_messages_holds_them(consumer: Consumer
 @with_consumer()
 async def test_a_cancelled_wait_takes_no_message(consumer: Consumer) -> None:
     waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
-    await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the consumer waits")
+    await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the consumer waits")
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert consumer.world.broker.waiters._count == 0
+    assert consumer.world.broker.consuming.waiting_receives == 0
     await consumer.send()
     assert len(await consumer.receive()) == 1
 
@@ -288,7 +288,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_message(consumer: Consume
     given_back = 0
     for turns in range(60):
         waiting = asyncio.create_task(consumer.receive(wait_ms=20_000))
-        await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the call waits")
+        await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the call waits")
         await consumer.send(unique_key=[f"id-{turns}"])
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -314,7 +314,7 @@ def test_unread_responses_of_an_address_are_limited(monkeypatch: pytest.MonkeyPa
         waiting = asyncio.create_task(
             consumer.responses("ReceiveMessage", receive_request(GROUP, "later", wait_ms=20_000))
         )
-        await consumer.world.until(lambda: consumer.world.broker.waiters._count, "the call waits")
+        await consumer.world.until(lambda: consumer.world.broker.consuming.waiting_receives, "the call waits")
         responses: Any = consumer.edge.dispatch.stream(
             "ReceiveMessage", consumer.call(), request_with(batch_size=1)
         )
@@ -399,12 +399,12 @@ def test_many_waiting_calls_do_not_delay_other_calls(node: RunningNode, wire: Wi
             patient.stream("ReceiveMessage", receive_request(f"g{n}", "elsewhere", wait_ms=20_000))
             for n in range(200)
         ]
-        eventually(lambda: node.broker.waiters._count == 200, "all calls wait")
+        eventually(lambda: node.broker.consuming.waiting_receives == 200, "all calls wait")
         fill(node, 1)
         assert len(wire.receive(GROUP, TOPIC, wait_ms=10_000)) == 1
         for call in waiting:
             call.cancel()
-        eventually(lambda: node.broker.waiters._count == 0, "no call waits")
+        eventually(lambda: node.broker.consuming.waiting_receives == 0, "no call waits")
 
 
 def test_a_stop_ends_waiting_calls(tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_stop_ends_waiting_calls(tmp_path: Path) -> None:
         node.run(node.broker.create_topic(TOPIC))
         wire = Wire.to(node)
         waiting = wire.stream("ReceiveMessage", receive_request(GROUP, TOPIC, wait_ms=20_000))
-        eventually(lambda: node.broker.waiters._count, "the call waits")
+        eventually(lambda: node.broker.consuming.waiting_receives, "the call waits")
     with pytest.raises(grpc.RpcError):
         list(waiting)
     wire.close()

@@ -1,0 +1,147 @@
+"""Waiting receives: consumers that have found no message, and get one in the pass that follows a commit.
+
+Consumers that wait for the same messages form a line. A commit marks the lines of its topics, and one pass serves them
+in turn: it selects for the first consumer of a line, then for the next one while messages are left. So a consumer that
+gets nothing is not woken: a thousand consumers of one group cost a message as much as one consumer.
+
+A pass works in slices, because a topic may have a thousand lines. After each slice, the consumers that it has served
+read, encode and write their messages, and all other tasks have their turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.consuming.selection import Selection
+from timeball.model import limits
+from timeball.model.errors import OverLimit
+
+SERVED_AT_ONCE = 16  # selections of one slice: with the answers, about two milliseconds
+
+
+@dataclass(slots=True, eq=False)
+class _Line:
+    """The consumers with equal requests, the first one first."""
+
+    request: ReceiveRequest
+    topics: Collection[str]
+    consumers: dict[asyncio.Future[Selection | None], None] = field(default_factory=dict)
+    is_marked: bool = False  # its topics may have new messages
+
+
+class WaitingReceives:
+    """The lines of waiting consumers. Belongs to the event loop.
+
+    `select` leases messages for a request. `give_up` gives a selection back whose consumer has gone.
+    """
+
+    def __init__(
+        self, select: Callable[[ReceiveRequest], Selection], give_up: Callable[[Selection], None]
+    ) -> None:
+        self._select, self._give_up = select, give_up
+        self._loop = asyncio.get_running_loop()
+        self._lines: dict[ReceiveRequest, _Line] = {}
+        self._by_topic: dict[str, dict[_Line, None]] = {}
+        self._marked: deque[_Line] = deque()  # if not empty, a slice is scheduled
+        self.length = 0  # of all lines
+
+    async def wait(
+        self, request: ReceiveRequest, topics: Collection[str], deadline_s: float
+    ) -> Selection | None:
+        """Wait until a pass has leased messages of one of `topics`. None at `deadline_s` on the loop's clock.
+
+        The selection may also be empty, if its queues have entries that were not searched yet. Raises OverLimit, and
+        the errors of `select`.
+        """
+        # The limit covers all lines, because each waiting consumer holds a task and a connection.
+        if self.length >= limits.PULLS_WAITING_MAX:
+            raise OverLimit(f"{self.length} consumers wait already; ask without waiting, or try again")
+        line = self._lines.get(request) or self._begin_line(request, topics)
+        served: asyncio.Future[Selection | None] = self._loop.create_future()
+        line.consumers[served] = None
+        self.length += 1
+        # Not `asyncio.timeout_at`, which cancels a task and costs three times as much.
+        timer = self._loop.call_at(deadline_s, _end, served)
+        try:
+            return await served
+        except asyncio.CancelledError:
+            if served.done() and not served.cancelled() and served.exception() is None:
+                selection = served.result()
+                if selection is not None:  # served in the turn in which its consumer has gone
+                    self._give_up(selection)
+            raise
+        finally:
+            timer.cancel()
+            self.length -= 1
+            line.consumers.pop(served, None)
+            if not line.consumers:
+                self._end_line(line)
+
+    def mark(self, topic: str) -> None:
+        """Serve the consumers that wait for this topic, soon: it may have new messages, or was deleted."""
+        lines = self._by_topic.get(topic)
+        if lines is None:
+            return
+        if not self._marked:
+            self._loop.call_soon(self._serve_slice)
+        for line in lines:
+            if not line.is_marked:
+                line.is_marked = True
+                self._marked.append(line)
+
+    def _serve_slice(self) -> None:
+        for _ in range(SERVED_AT_ONCE):
+            if not self._marked:
+                return
+            line = self._marked[0]
+            if not self._serve_first(line):
+                line.is_marked = False
+                self._marked.popleft()
+        if self._marked:
+            self._loop.call_soon(self._serve_slice)
+
+    def _serve_first(self, line: _Line) -> bool:
+        """Serve the first consumer of a line. False if there is nothing for the next one, or if there is none."""
+        served = next((consumer for consumer in line.consumers if not consumer.done()), None)
+        if served is None:
+            return False
+        has_more = True
+        try:
+            selection = self._select(line.request)
+        except (
+            Exception
+        ) as error:  # the topic was deleted, or a limit is reached: the consumer's task raises it
+            served.set_exception(error)
+        else:
+            if not (selection.leased or selection.has_unsearched):
+                return False
+            served.set_result(selection)
+            has_more = selection.has_more or selection.has_unsearched
+        del line.consumers[served]
+        return has_more and bool(line.consumers)
+
+    def _begin_line(self, request: ReceiveRequest, topics: Collection[str]) -> _Line:
+        line = self._lines[request] = _Line(request, topics)
+        for topic in topics:
+            self._by_topic.setdefault(topic, {})[line] = None
+        return line
+
+    def _end_line(self, line: _Line) -> None:
+        # Requests contain names that clients choose, so a line without consumers is removed.
+        if self._lines.get(line.request) is not line:
+            return
+        del self._lines[line.request]
+        for topic in line.topics:
+            lines = self._by_topic[topic]
+            del lines[line]
+            if not lines:
+                del self._by_topic[topic]
+
+
+def _end(served: asyncio.Future[Selection | None]) -> None:
+    if not served.done():
+        served.set_result(None)

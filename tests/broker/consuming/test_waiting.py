@@ -1,0 +1,198 @@
+"""Waiting receives: who is served by a change, in which order, and that others have their turn after each slice."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from tests.crash_files import CrashFiles
+
+from timeball.broker.consuming.leases import Lease, OpenCount, QueueLeases
+from timeball.broker.consuming.requests import ReceiveRequest
+from timeball.broker.consuming.selection import Selection
+from timeball.broker.consuming.waiting import SERVED_AT_ONCE, WaitingReceives
+from timeball.log.queue_index import QueueIndexes
+from timeball.model import limits
+from timeball.model.errors import NotFound, OverLimit
+
+
+class Shop:
+    """Messages by topic, which `WaitingReceives` hands out one by one to any group."""
+
+    def __init__(self) -> None:
+        self.messages: Counter[str] = Counter()
+        self.unsearched: set[str] = set()
+        self.deleted: set[str] = set()
+        self.given_up = 0
+        self.selections = 0
+        index = QueueIndexes(CrashFiles()).queue("t", 0)
+        self._queue = QueueLeases("g", "t", 0, index, 0, 0, OpenCount())
+        self.waiting = WaitingReceives(self._select, self._give_up)
+
+    def _select(self, request: ReceiveRequest) -> Selection:
+        self.selections += 1
+        if request.topic in self.deleted:
+            raise NotFound(f"topic {request.topic}")
+        selection = Selection(request.rows, 1, 2, in_order=False, attempt_id="")
+        selection.has_unsearched = request.topic in self.unsearched
+        if self.messages[request.topic]:
+            self.messages[request.topic] -= 1
+            selection.leased.append((self._queue, 0, Lease(0, 1, 1, 2, 1)))
+            selection.has_more = bool(self.messages[request.topic])
+        return selection
+
+    def _give_up(self, selection: Selection) -> None:
+        self.given_up += len(selection.leased)
+
+    def begin(self, group: str, topic: str = "t", wait_s: float = 60) -> asyncio.Task[Selection | None]:
+        request, deadline_s = ReceiveRequest(group, topic, rows=1), asyncio.get_running_loop().time() + wait_s
+        return asyncio.create_task(self.waiting.wait(request, {topic, f"%RETRY%{group}"}, deadline_s))
+
+    def add(self, count: int, topic: str = "t") -> None:
+        self.messages[topic] += count
+        self.waiting.mark(topic)
+
+    @property
+    def is_empty(self) -> bool:
+        waiting = self.waiting
+        return not (waiting.length or waiting._lines or waiting._by_topic or waiting._marked)
+
+
+async def turns(count: int = 8) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_one_pass_serves_each_line_in_its_order() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        first, second, third = (shop.begin("a") for _ in range(3))
+        other = shop.begin("b", "u")
+        await turns()
+        shop.add(2)
+        await turns()
+        assert first.done() and second.done() and not third.done() and not other.done()
+        assert shop.selections == 2, "nothing was selected for the third consumer"
+        shop.add(1)
+        shop.add(1, "u")
+        for served in (first, second, third, other):
+            selection = await served
+            assert selection is not None and len(selection.leased) == 1
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
+def test_all_groups_of_a_topic_are_served_in_slices() -> None:
+    async def scene() -> None:
+        shop, groups = Shop(), 3 * SERVED_AT_ONCE
+        waiting = [shop.begin(f"group-{number}") for number in range(groups)]
+        await turns()
+        shop.add(groups)
+        served_before = [0]
+        while not all(each.done() for each in waiting):
+            await asyncio.sleep(0)
+            served_before.append(groups - shop.messages["t"])
+        # Between two turns of another task, at most one slice was served.
+        steps = [after - before for before, after in pairwise(served_before)]
+        assert max(steps) == SERVED_AT_ONCE and sum(steps) == groups
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
+def test_a_change_during_a_pass_is_not_missed() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        consumer = shop.begin("a")
+        await turns()
+        shop.waiting.mark("t")  # nothing yet
+        shop.add(1)  # in the same turn
+        assert await consumer is not None
+        again = shop.begin("a")
+        await turns()
+        shop.waiting.mark("t")
+        await turns()
+        shop.add(1)
+        assert await again is not None
+
+    asyncio.run(scene())
+
+
+def test_a_consumer_whose_time_is_up_gets_none_and_the_next_one_is_served() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        assert await shop.begin("a", wait_s=0) is None
+        assert shop.is_empty
+        late, patient = shop.begin("a", wait_s=0), shop.begin("a")
+        assert await late is None
+        shop.add(1)
+        assert await patient is not None
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
+def test_a_selection_whose_consumer_has_gone_is_given_up() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        waits, served = shop.begin("a"), shop.begin("b")
+        await turns()
+        waits.cancel()  # before anything came
+        with pytest.raises(asyncio.CancelledError):
+            await waits
+        assert shop.given_up == 0
+        shop.add(1)
+        await asyncio.sleep(0)  # the pass has served it, and its task has not run since
+        assert not shop.messages["t"]
+        served.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await served
+        assert shop.given_up == 1 and shop.is_empty
+
+    asyncio.run(scene())
+
+
+def test_each_consumer_of_a_deleted_topic_gets_the_error() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        waiting = [shop.begin("a"), shop.begin("a"), shop.begin("b")]
+        await turns()
+        shop.deleted.add("t")
+        shop.waiting.mark("t")
+        for each in waiting:
+            with pytest.raises(NotFound):
+                await each
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
+def test_a_selection_that_was_not_finished_is_handed_over_empty() -> None:
+    async def scene() -> None:
+        shop = Shop()
+        consumer = shop.begin("a")
+        await turns()
+        shop.unsearched.add("t")
+        shop.waiting.mark("t")
+        selection = await consumer
+        assert selection is not None and not selection.leased and selection.has_unsearched
+
+    asyncio.run(scene())
+
+
+def test_too_many_waiting_consumers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PULLS_WAITING_MAX", 1)
+
+    async def scene() -> None:
+        shop = Shop()
+        staying = shop.begin("a")
+        await turns()
+        with pytest.raises(OverLimit, match="1 consumers wait"):
+            await shop.begin("b")
+        shop.add(1)
+        assert await staying is not None
+
+    asyncio.run(scene())
