@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 
+import pyarrow as pa
 import pytest
 from msgspec import UNSET
 
 from timeball.edges.http import codec, send_codec
 from timeball.edges.http.codec import JSON, NDJSON
 from timeball.edges.shared.error_codes import Refused
+from timeball.log.row_encoder import NumberedRows
 from timeball.model.errors import InvalidDelay, InvalidMessage, OutOfRange
+from timeball.model.message import READ_SCHEMA
 
 
 def test_only_known_media_types_are_accepted() -> None:
@@ -64,6 +67,44 @@ def test_at_and_after_together_are_refused() -> None:
 
 def test_a_time_is_formatted_with_milliseconds() -> None:
     assert codec.format_time(1_927_616_400_001) == "2031-01-31T09:00:00.001Z"
+
+
+def _row(seq: int, **values: object) -> dict[str, object]:
+    return (
+        dict.fromkeys(READ_SCHEMA.names)
+        | {"seq": seq, "queue_id": 2, "queue_offset": 7, "store_ms": 5}
+        | values
+    )
+
+
+def test_a_message_is_the_same_for_each_group_but_for_its_receipt() -> None:
+    rows = [
+        _row(1, topic="t", body=b"a", keys="k l", due_ms=4, accepted_ms=1),
+        _row(2, topic="t", body=b"\xff", reconsume_times=3, tag="x"),
+        _row(3, topic="t", body=b"L" * 4_000),
+    ]
+    batch, encoder = pa.RecordBatch.from_pylist(rows, READ_SCHEMA), codec.LeasedEncoder()
+    values = NumberedRows([tuple(row.values()) for row in rows])
+    for receipts in (["r-1", "r-2", "r-3"], ["s-1", "s-2", "s-3"]):
+        encoded = encoder.encode(values, "t", receipts)
+        assert encoded == codec.LeasedEncoder().encode(batch, "t", receipts)
+        messages = [codec.decode(codec.Leased, each) for each in encoded]
+        assert [each.receipt for each in messages] == receipts
+        assert [each.attempt for each in messages] == [1, 4, 1]
+        assert messages[0].keys == ["k", "l"] and messages[0].lateness_ms == 1
+        assert messages[1].base64 == b"\xff" and messages[2].body == "L" * 4_000
+    # By the requested topic, as a group may receive from a retry topic by its own name.
+    (other,) = encoder.encode(NumberedRows([tuple(rows[0].values())]), "u", ["r"])
+    assert codec.decode(codec.Leased, other).topic == "u"
+
+
+def test_a_limited_number_of_messages_is_kept_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_KEPT_MAX", 2)
+    encoder = codec.LeasedEncoder()
+    for seq in (1, 2, 3, 2):
+        (encoded,) = encoder.encode(NumberedRows([tuple(_row(seq, topic="t").values())]), "t", ["r"])
+        assert codec.decode(codec.Leased, encoded).seq == seq
+    assert [seq for _, seq in encoder._encoded] == [2, 3]
 
 
 def test_the_first_bytes_of_a_body_are_shown_as_text_or_base64() -> None:

@@ -260,33 +260,67 @@ _LEASED_COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys", "properties",
     "due_ms", "accepted_ms",
 )  # fmt: skip
+_BEFORE_RECEIPT = b'{"receipt":'  # the receipt is the first field
+_KEPT_MAX, _KEPT_BYTES_MAX = 2_048, 2_048  # messages that are kept encoded, and bytes of each: 4 MiB
 _LEASED_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, _LEASED_COLUMNS))
 
 
-def leased_messages(rows: ReadRows, topic: str, receipts: Sequence[str]) -> LeasedMany:
-    """Build the answer to a receive. `topic` is the requested topic; some rows may come from the group's retry topic.
+class LeasedEncoder:
+    """Encodes received messages as JSON objects (`Leased`).
 
-    `receipts` has the receipt of each row.
+    Many groups may receive the same message. It is encoded once, and the answers differ in the receipts.
     """
-    rows_of_values = (
-        map(_LEASED_VALUES, rows.values)
-        if isinstance(rows, NumberedRows)
-        else zip(*(rows.column(name).to_pylist() for name in _LEASED_COLUMNS), strict=True)
-    )
-    messages = []
-    for receipt, row in zip(receipts, rows_of_values, strict=True):
-        (
-            seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
-        ) = row  # fmt: skip
-        text, not_utf8 = text_or_bytes(body or b"")
-        message = Leased(
-            receipt, topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
-            not_utf8, tag, (keys or "").split(), decode_properties(properties or ""),
-        )  # fmt: skip
-        if due_ms is not None:
-            message.due, message.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
-        messages.append(message)
-    return LeasedMany(messages)
+
+    def __init__(self) -> None:
+        # The last small messages, without the receipt. By topic too, because a retry topic can be requested by itself.
+        self._encoded: dict[tuple[str, int], bytes] = {}
+
+    def encode(self, rows: ReadRows, topic: str, receipts: Sequence[str]) -> list[bytes]:
+        """Encode the rows of a receive. `receipts` has the receipt of each row.
+
+        `topic` is the requested topic; some rows may come from the group's retry topic.
+        """
+        if not isinstance(rows, NumberedRows):
+            columns = (rows.column(name).to_pylist() for name in _LEASED_COLUMNS)
+            return [
+                _with_receipt(receipt, _encode_leased(row, topic))
+                for receipt, row in zip(receipts, zip(*columns, strict=True), strict=True)
+            ]
+        # Rows as values are as the log has them, so the number identifies the whole message.
+        return [
+            _with_receipt(
+                receipt,
+                self._encoded.get((topic, row[0])) or self._keep(topic, row[0], _LEASED_VALUES(row)),
+            )
+            for receipt, row in zip(receipts, rows.values, strict=True)
+        ]
+
+    def _keep(self, topic: str, seq: int, row: Sequence[Any]) -> bytes:
+        encoded = _encode_leased(row, topic)
+        if len(encoded) <= _KEPT_BYTES_MAX:
+            if len(self._encoded) >= _KEPT_MAX:
+                del self._encoded[next(iter(self._encoded))]
+            self._encoded[topic, seq] = encoded
+        return encoded
+
+
+def _with_receipt(receipt: str, encoded: bytes) -> bytes:
+    return b'%b"%b%b' % (_BEFORE_RECEIPT, receipt.encode(), encoded)
+
+
+def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
+    """Encode a message, from the end of its receipt on. `row` has the values of _LEASED_COLUMNS."""
+    (
+        seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
+    ) = row  # fmt: skip
+    text, not_utf8 = text_or_bytes(body or b"")
+    message = Leased(
+        "", topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
+        not_utf8, tag, (keys or "").split(), decode_properties(properties or ""),
+    )  # fmt: skip
+    if due_ms is not None:
+        message.due, message.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)
+    return encode(message)[len(_BEFORE_RECEIPT) + 1 :]
 
 
 def body_fields(first_bytes: bytes, size_bytes: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from timeball.broker.filters.compiler import FilterCache
 from timeball.broker.registry.topics import Topic
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec
-from timeball.edges.http.codec import NDJSON, Answer, Answered, AnsweredMany, encode
+from timeball.edges.http.codec import NDJSON, Answer, Answered, AnsweredMany
 from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream, check_no_body, read_request
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import limits
@@ -52,7 +52,7 @@ class Receives:
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._handles = broker, ReceiptHandles(broker.tables.receipt_secret.get)
-        self._filters = FilterCache()
+        self._filters, self._encoder = FilterCache(), codec.LeasedEncoder()
         self.paths: Paths = {
             f"{_TOPIC_PATH}/receive": {"POST": self._receive},
             f"{_TOPIC_PATH}/stream": {"POST": self._open_stream},
@@ -72,7 +72,8 @@ class Receives:
         rows_max = _number_of(query.get("max", "32"), "max", limits.POP_ROWS_MAX)
         request = await self._request_of(call, rows_max, is_patient=bool(wait_ms))
         received = await self._receive_for_client(call, request, wait_ms)
-        return Answer(200, self._messages_of(received, topic), size_bytes=received.size_bytes)
+        messages = b'{"messages":[%b]}' % b",".join(self._encode(received, topic))
+        return Answer(200, messages, size_bytes=received.size_bytes)
 
     async def _open_stream(self, call: Call) -> Stream:
         """Lease messages to a group as they become visible, up to the credit of the stream."""
@@ -106,8 +107,7 @@ class Receives:
                 # refused.
                 return
             credit.hold(consuming.leases, received.receipts)
-            messages = self._messages_of(received, request.topic).messages
-            yield b"".join(b"%b\n" % encode(message) for message in messages) or b"\n"
+            yield b"\n".join(self._encode(received, request.topic)) + b"\n"
 
     async def _request_of(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
         """Build the request of a receive or a stream, and refuse a caller who may not receive.
@@ -130,36 +130,39 @@ class Receives:
             counts_times=True,
         )
 
-    def _messages_of(self, received: Received, topic: str) -> codec.LeasedMany:
+    def _encode(self, received: Received, topic: str) -> list[bytes]:
         handles = [self._handles.encode(receipt) for receipt in received.receipts]
-        return codec.leased_messages(received.handed_out, topic, handles)
+        return self._encoder.encode(received.handed_out, topic, handles)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
         """Receive messages. If the client disconnects meanwhile, give them back and raise ClientDisconnected."""
-        if not self._broker.policy.is_awaited(request.topic):
-            received = await self._wait_and_receive(request, call.query, 0)
-            if call.is_disconnected:
-                self._broker.consuming.not_seen(received.receipts)
-                raise ClientDisconnected
-            if received.receipts or not wait_ms:
-                return received
-        receiving = asyncio.ensure_future(self._wait_and_receive(request, call.query, wait_ms))
-        disconnect = asyncio.ensure_future(call.wait_for_disconnect())
+        watch = _DisconnectWatch(call)
         try:
-            await asyncio.wait((receiving, disconnect), return_when=asyncio.FIRST_COMPLETED)
-            if disconnect.done():
-                if receiving.done() and receiving.exception() is None:
-                    self._broker.consuming.not_seen(receiving.result().receipts)
-                raise ClientDisconnected
-            return receiving.result()
+            received = await self._wait_and_receive(request, call.query, wait_ms, watch.begin)
+        except asyncio.CancelledError:
+            if watch.has_cancelled:
+                raise ClientDisconnected from None
+            raise
         finally:
-            for task in (receiving, disconnect):
-                task.cancel()
-            await asyncio.gather(receiving, disconnect, return_exceptions=True)
+            watch.end()
+        if call.is_disconnected:
+            self._broker.consuming.not_seen(received.receipts)
+            raise ClientDisconnected
+        return received
 
-    async def _wait_and_receive(self, request: ReceiveRequest, query: QueryParams, wait_ms: int) -> Received:
-        """Receive messages. If the topic does not exist, first wait for the message that creates it."""
+    async def _wait_and_receive(
+        self,
+        request: ReceiveRequest,
+        query: QueryParams,
+        wait_ms: int,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> Received:
+        """Receive messages. If the topic does not exist, first wait for the message that creates it.
+
+        Calls `on_wait` before each wait.
+        """
         if wait_ms and self._broker.policy.is_awaited(request.topic):
+            on_wait()
             loop = asyncio.get_running_loop()
             deadline_s = loop.time() + wait_ms / 1_000
             if not await self._broker.waiters.wait(request.topic, wait_ms / 1_000):
@@ -167,7 +170,9 @@ class Receives:
             wait_ms = max(0, round(1_000 * (deadline_s - loop.time())))
         topic = self._broker.tables.topics.find_topic(request.topic)
         wanted = self._build_filter(query, request.topic, topic)
-        return await self._broker.consuming.receive(replace(request, wanted=wanted), wait_ms)
+        return await self._broker.consuming.receive(
+            request if wanted is request.wanted else replace(request, wanted=wanted), wait_ms, on_wait
+        )
 
     def _build_filter(self, query: QueryParams, topic_name: str, topic: Topic | None) -> Filter:
         """Build the filter of a receive. Raises InvalidFilter and InvalidMessage."""
@@ -259,6 +264,35 @@ class Receives:
             return self._handles.decode(text, group, topic)
         except InvalidReceipt:
             return None
+
+
+class _DisconnectWatch:
+    """Cancels the task of a request that waits, when its client disconnects.
+
+    `has_cancelled` is True from then on. A request that does not wait pays nothing.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._task = call, asyncio.current_task()  # None when it waits no more
+        self._disconnect: asyncio.Future[None] | None = None
+        self.has_cancelled = False
+
+    def begin(self) -> None:
+        """Watch from now on. May be called again."""
+        if self._disconnect is None:
+            self._disconnect = asyncio.ensure_future(self._call.wait_for_disconnect())
+            self._disconnect.add_done_callback(self._cancel)
+
+    def end(self) -> None:
+        """Watch no more."""
+        self._task = None
+        if self._disconnect is not None:
+            self._disconnect.cancel()
+
+    def _cancel(self, disconnect: asyncio.Future[None]) -> None:
+        if self._task is not None and not disconnect.cancelled():
+            self.has_cancelled = True
+            self._task.cancel()
 
 
 def _group_of(call: Call) -> str:
