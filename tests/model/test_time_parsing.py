@@ -106,6 +106,20 @@ def test_text_is_the_sum_of_its_parts(parts: list[tuple[int, str]]) -> None:
     assert delay_ms("".join(f"{count}{unit}" for count, unit in parts)) == delay_ms(total)
 
 
+@given(st.datetimes(datetime(1970, 1, 1), datetime(9999, 12, 31)))  # noqa: DTZ001
+def test_all_forms_of_an_instant_are_the_same(at: datetime) -> None:
+    text = at.isoformat(timespec="milliseconds")
+    at_ms = due_ms(f"{text}Z")
+    assert (
+        at_ms
+        == due_ms(f"{text}+00:00")
+        == due_ms(f" {text}000Z")
+        == due_ms(datetime.fromisoformat(f"{text}Z"))
+    )
+    with pytest.raises(InvalidDelay, match="an instant as in"):
+        due_ms(f"{text[:17]}60{text[19:]}Z")
+
+
 def test_a_due_time_is_converted_to_milliseconds() -> None:
     assert due_ms(1_767_225_600_000) == 1_767_225_600_000
     assert due_ms(np.int64(1_767_225_600_000)) == 1_767_225_600_000

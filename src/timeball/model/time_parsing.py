@@ -56,6 +56,8 @@ _UNIT_MS = {
     "w": 7 * limits.DAY_MS,
 }
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(ms|[smhdw])")
+# The form in which programs usually write an instant.
+_UTC_WITH_MS = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z")
 _TEXT_CHARACTERS_MAX = 100
 
 After = timedelta | str | Literal[0]
@@ -174,12 +176,20 @@ def instant_ms(text: str) -> int:
             raise ValueError
         if stripped.isdecimal():
             return int(stripped)
+        if _UTC_WITH_MS.fullmatch(stripped):
+            # Messages that are sent together are often due in the same second.
+            return _utc_second_ms(stripped[:19]) + int(stripped[20:23])
         instant = datetime.fromisoformat(stripped)
     except ValueError:
         raise InvalidDelay(
             f"{_shortened(text)}: an instant as in '2030-01-31T09:00:00Z', or an aware datetime"
         ) from None
     return _datetime_ms(instant)
+
+
+@lru_cache(1_024)
+def _utc_second_ms(text: str) -> int:
+    return _datetime_ms(datetime.fromisoformat(text + "Z"))
 
 
 def _datetime_ms(at: datetime) -> int:
