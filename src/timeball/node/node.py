@@ -193,6 +193,8 @@ class Node:
             self.metrics = await in_thread(self._threads[2], self._metrics)
             if listen:
                 await in_thread(self._threads[2], import_module, "timeball.edges.edges")
+                # pyarrow imports it with the first column that it makes, which takes 12 ms of the event loop.
+                await in_thread(self._threads[2], import_module, "numpy.ma")
             await self.broker.mover.follow()
             if listen:
                 await self._listen(recovering)
