@@ -45,6 +45,32 @@ def test_scheduler_clock_starts_at_the_wall_and_follows_it() -> None:
     assert clock.now_ms() == manual.wall and not clock.suspect
 
 
+class InterruptedClock(ManualClock):
+    """A clock whose reader is interrupted once, before it reads the boot clock."""
+
+    interruption_ms = 0
+
+    def boot_ms(self) -> int:
+        """See Clock."""
+        self.advance(self.interruption_ms)
+        self.interruption_ms = 0
+        return super().boot_ms()
+
+
+def test_an_interruption_between_two_readings_changes_no_offset() -> None:
+    manual, offsets = InterruptedClock(), list[int]()
+    clock = SchedulerClock(manual)
+    clock.on_offset = offsets.append
+    manual.interruption_ms = 30
+    clock.now_ms()
+    assert run(manual, clock, 10 * TICK_MS) == manual.wall and not offsets
+    manual.interruption_ms = 30
+    manual.step_wall(HOUR_MS // 60)
+    clock.now_ms()
+    run(manual, clock, PROBATION_MS)
+    assert len(offsets) == 1 and clock.now_ms() == manual.wall
+
+
 # ---- small steps -----------------------------------------------------------------------------------------
 
 

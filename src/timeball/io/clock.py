@@ -150,7 +150,12 @@ class SchedulerClock:
             self._now_ms = max(self._now_ms, wall_ms)
         self.read_elapsed_ms = boot_ms + self._start_offset_ms
         offset_ms = self._now_ms - boot_ms
-        if abs(offset_ms - self.offset_ms) > OFFSET_JITTER_MS:
+        # On a busy machine, this thread may be interrupted between the readings of the two clocks. The offset is wrong
+        # then, and a third reading shows it. Following it would load all messages in memory again.
+        if (
+            abs(offset_ms - self.offset_ms) > OFFSET_JITTER_MS
+            and self.clock.wall_ms() - wall_ms <= OFFSET_JITTER_MS
+        ):
             self.offset_ms = offset_ms
             self.on_offset(offset_ms)
         return self._now_ms
