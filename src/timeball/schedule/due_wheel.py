@@ -359,10 +359,12 @@ class DueWheel:
                 break
             taken.append(heapq.heappop(heap))
         due_ms, seqs, sizes, _, _ = zip(*taken, strict=True)
-        for slot, count in Counter(ms // SLOT_MS for ms in due_ms).items():
-            self._heap_rows_of[slot] -= count
-            if not self._heap_rows_of[slot]:
-                del self._heap_rows_of[slot]
+        rows_of = self._heap_rows_of
+        for ms in due_ms:
+            slot = ms // SLOT_MS
+            rows_of[slot] -= 1
+            if not rows_of[slot]:
+                del rows_of[slot]
         self._size -= len(taken)
         self.size_bytes -= ROW_BYTES * len(taken) + sum(sizes)
         self._update_first_due()

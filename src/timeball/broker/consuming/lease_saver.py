@@ -102,13 +102,13 @@ class LeaseSaver:
             saved |= {_name(_key_of(queue), number): part for number, part in parts.items()}
             unchanged = queue.saved_parts - parts.keys()
             saved_parts[queue] = unchanged | {number for number, part in parts.items() if part is not None}
-        rows, keep_values = combined(
+        changed = combined(
             self._tables.leases.changed(saved.items()),
             self._tables.offsets.changed(None if all_offsets else units),
         )
 
         def keep() -> None:
-            keep_values()
+            changed.keep()
             for queue, numbers in saved_parts.items():
                 queue.saved_parts = numbers
                 queue.changed_parts.clear()
@@ -118,7 +118,7 @@ class LeaseSaver:
             for key in orphaned:
                 del self._leases.orphaned_parts[key]
 
-        return Change(rows, keep)
+        return changed._replace(keep=keep)
 
     # -- the timer ---------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class LeaseSaver:
         return queues
 
     def _append(self, change: Change) -> asyncio.Future[int] | None:
-        durable = self._writer.append(change.rows)[1] if change.rows.num_rows else None
+        durable = self._writer.append(change.rows)[1] if change.pairs else None
         change.keep()
         return durable
 

@@ -336,17 +336,17 @@ class Offsets:
         """Build rows with those of these units' offsets that have changed. None: of all units."""
         saved = self._changed if units is None else self._changed.intersection(units)
         saved = set(saved)
-        rows, keep_values = self._meta.changed(
+        encoded = self._meta.changed(
             (f"offsets/{group}@{topic}", self.table.get(group, {}).get(topic))
             for group, topic in sorted(saved)
         )
 
         def keep() -> None:
-            keep_values()
+            encoded.keep()
             self._changed -= saved
             self._moved -= saved
 
-        return Change(rows, keep)
+        return encoded._replace(keep=keep)
 
     def _mark_moved(self, group: str, topic: str) -> None:
         self._changed.add((group, topic))

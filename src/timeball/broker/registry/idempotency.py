@@ -220,15 +220,15 @@ class IdempotencyKeys:
         deleted = dict.fromkeys(name for name in added if name in values)
         surplus = len(values) - len(deleted) + len(added) - limits.IDEMPOTENCY_KEYS_MAX
         deleted |= dict.fromkeys(islice((name for name in values if name not in deleted), max(0, surplus)))
-        rows, keep = self._table.changed([*deleted.items(), *added.items()])
+        changed = self._table.changed([*deleted.items(), *added.items()])
 
         def keep_with_heap() -> None:
-            keep()
+            changed.keep()
             for name, send in added.items():
                 if send is not None and self._expiry_heap is not None:
                     heappush(self._expiry_heap, (send.last_ms, name))
 
-        return Change(rows, keep_with_heap)
+        return changed._replace(keep=keep_with_heap)
 
     def drop(self, before_ms: int, last_due_ms: LastDue) -> int:
         """Delete keys whose sends and due times are before `before_ms`. Returns the number of deleted keys.

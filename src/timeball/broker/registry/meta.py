@@ -43,11 +43,17 @@ FORMER_PREFIXES = {"in_flight"}
 
 
 class Change(NamedTuple):
-    """Changed values as rows, for a frame that also contains other rows."""
+    """Changed values, encoded, for a frame that may also contain other rows."""
 
-    rows: pa.RecordBatch
+    pairs: list[tuple[str, bytes]]
+    now_ms: int
     # Applies the change in memory. Called after the append, because a refused append must not change anything.
     keep: Callable[[], None]
+
+    @property
+    def rows(self) -> pa.RecordBatch:
+        """The values as META rows."""
+        return meta_rows(self.pairs, self.now_ms)
 
 
 def combined(*changes: Change) -> Change:
@@ -58,7 +64,8 @@ def combined(*changes: Change) -> Change:
             change.keep()
 
     # One batch becomes one frame, so after a crash the log has all changes or none.
-    return Change(pa.concat_batches([change.rows for change in changes]), keep)
+    pairs = [pair for change in changes for pair in change.pairs]
+    return Change(pairs, max(change.now_ms for change in changes), keep)
 
 
 class Restorable(Protocol):
@@ -101,7 +108,7 @@ class MetaLog:
                 self._remember(key, value)
 
     def changed(self, changes: Iterable[tuple[str, object]]) -> Change:
-        """Encode changed values as META rows. None deletes a key.
+        """Encode changed values. None deletes a key.
 
         The caller appends the rows in one frame with its own rows. Then it calls `keep`, which changes the values in
         memory.
@@ -112,7 +119,7 @@ class MetaLog:
             for key, value in pairs:
                 self._remember(key, value)
 
-        return Change(meta_rows(pairs, self._now_ms()), keep)
+        return Change(pairs, self._now_ms(), keep)
 
     def restore(self, pairs: Iterable[tuple[str, bytes]]) -> None:
         """Apply values from the log, in its order. Raise SetupError for unknown state, Corrupt for a damaged value."""
@@ -161,18 +168,16 @@ class MetaTable(Generic[T]):
             self._remember(name, value)
 
     def changed(self, changes: Iterable[tuple[str, T | None]]) -> Change:
-        """Encode changed values as META rows, as `MetaLog.changed` does. None deletes a value."""
+        """Encode changed values, as `MetaLog.changed` does. None deletes a value."""
         change_list = list(changes)
-        rows, keep_encoded = self._log.changed(
-            (f"{self._prefix}/{name}", value) for name, value in change_list
-        )
+        encoded = self._log.changed((f"{self._prefix}/{name}", value) for name, value in change_list)
 
         def keep() -> None:
-            keep_encoded()
+            encoded.keep()
             for name, value in change_list:
                 self._remember(name, value)
 
-        return Change(rows, keep)
+        return encoded._replace(keep=keep)
 
     def restore(self, name: str, value: bytes) -> None:
         """Apply a value from the log."""
