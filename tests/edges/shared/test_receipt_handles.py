@@ -40,6 +40,11 @@ def test_an_encoded_handle_is_decoded_to_the_same(receipt: Receipt) -> None:
     assert len(text) <= CHARACTERS_MAX and text.isascii() and " " not in text
 
 
+@given(st.lists(st.one_of(RECEIPTS, RECEIPTS.map(lambda one: of_retry_topic(one))), max_size=8))
+def test_the_receipts_of_an_answer_are_encoded_as_each_alone(receipts: list[Receipt]) -> None:
+    assert HANDLES.encode_all(receipts) == [HANDLES.encode(receipt) for receipt in receipts]
+
+
 @given(RECEIPTS)
 def test_a_handle_of_the_retry_topic_is_decoded_with_the_name_of_either_topic(receipt: Receipt) -> None:
     """A consumer names the topic that it receives from, and need not know whence a message came."""
@@ -80,7 +85,7 @@ def test_a_handle_of_another_data_folder_is_refused() -> None:
 
 def test_a_handle_of_a_former_version_is_refused() -> None:
     data = struct.pack(">BBqq", 1, 1, 41, 60_000)  # a number and a due time
-    text = base64.urlsafe_b64encode(data + HANDLES._seal(data, "g", "t")).rstrip(b"=").decode()
+    text = base64.urlsafe_b64encode(data + HANDLES._seal(data, b"g/t")).rstrip(b"=").decode()
     with pytest.raises(InvalidReceipt, match="made by another version"):
         HANDLES.decode(text, "g", "t")
 

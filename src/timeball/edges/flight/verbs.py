@@ -269,8 +269,7 @@ def _receipts(
     policy = served.broker.policy
     policy.allow(caller, Verb.RECEIVE, topic=request.topic, group=request.group)
     policy.check_group(request.group)
-    decode = served.handles.decode
-    return [decode(text, request.group, request.topic) for text in request.receipts]
+    return list(map(served.handles.decoder(request.group, request.topic), request.receipts))
 
 
 def _encode_leased(served: ServedBroker, request: wire.Receive, received: Received) -> LeasedRows:
@@ -278,10 +277,7 @@ def _encode_leased(served: ServedBroker, request: wire.Receive, received: Receiv
 
     A list of rows is encoded directly to an Arrow message, if the compiled encoder supports these rows.
     """
-    rows, receipt_texts = (
-        received.handed_out,
-        [served.handles.encode(receipt) for receipt in received.receipts],
-    )
+    rows, receipt_texts = received.handed_out, served.handles.encode_all(received.receipts)
     if isinstance(rows, NumberedRows) and _ROW_ENCODER is not None:
         topic = request.topic
         arrow_message = _ROW_ENCODER.encode(

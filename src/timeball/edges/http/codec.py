@@ -217,6 +217,7 @@ def due_and_delay_ms(
     )
 
 
+@lru_cache(256)  # messages that became visible together have the same time
 def format_time(time_ms: int) -> str:
     """Format a time as RFC 3339 in UTC, with milliseconds."""
     second, ms = divmod(time_ms, limits.SECOND_MS)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import binascii
 import hmac
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 
 from timeball.broker.consuming.redelivery_rows import retry_topic
@@ -42,37 +42,57 @@ class ReceiptHandles:
 
     def encode(self, receipt: Receipt) -> str:
         """Encode a receipt as the text of its handle."""
-        group, topic, *position = receipt
-        name = topic_of(group, topic)
-        data = _STRUCT.pack(VERSION, TOPIC if name == topic else RETRY, *position)
-        return _text_of(data + self._seal(data, group, name))
+        return self.encode_all([receipt])[0]
+
+    def encode_all(self, receipts: Iterable[Receipt]) -> list[str]:
+        """Encode the receipts of an answer."""
+        group, topic, kind, owner = "", "", TOPIC, b""
+        encoded: list[bytes] = []
+        for receipt in receipts:
+            # The receipts of an answer are of one group, and nearly all of one topic.
+            if receipt.topic != topic or receipt.group != group:
+                group, topic = receipt.group, receipt.topic
+                name = topic_of(group, topic)
+                kind, owner = (TOPIC if name == topic else RETRY), _owner(group, name)
+            data = _STRUCT.pack(VERSION, kind, receipt.queue_id, receipt.offset, receipt.pop_ms)
+            encoded.append(binascii.b2a_base64(data + self._seal(data, owner)))
+        # All lines at once: they have the same length, and end with one character of padding.
+        return b"".join(encoded).translate(_TO_URL).decode().split("=\n")[:-1]
 
     def decode(self, text: str, group: str, topic: str) -> Receipt:
         """Decode a handle for a call that names this group and topic. Raises InvalidReceipt."""
-        data = _bytes_from_base64(text)
-        content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
-        name = topic_of(group, topic)  # a consumer may also name the retry topic itself
-        if not hmac.compare_digest(seal, self._seal(content, group, name)):
-            raise invalid("it was not made by this broker for this group and topic")
-        if len(content) != _STRUCT.size or content[0] != VERSION:
-            raise invalid("it was made by another version of this broker")
-        _, kind, queue_id, offset, pop_ms = _STRUCT.unpack(content)
-        return Receipt(group, retry_topic(group, name) if kind == RETRY else name, queue_id, offset, pop_ms)
+        return self.decoder(group, topic)(text)
 
-    def _seal(self, data: bytes, group: str, topic: str) -> bytes:
+    def decoder(self, group: str, topic: str) -> Callable[[str], Receipt]:
+        """Return the function that decodes the handles of a call that names this group and topic, as `decode` does."""
+        name = topic_of(group, topic)  # a consumer may also name the retry topic itself
+        owner, retry_name = _owner(group, name), retry_topic(group, name)
+
+        def decode(text: str) -> Receipt:
+            data = _bytes_from_base64(text)
+            content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+            if not hmac.compare_digest(seal, self._seal(content, owner)):
+                raise invalid("it was not made by this broker for this group and topic")
+            if len(content) != _STRUCT.size or content[0] != VERSION:
+                raise invalid("it was made by another version of this broker")
+            _, kind, queue_id, offset, pop_ms = _STRUCT.unpack(content)
+            return Receipt(group, retry_name if kind == RETRY else name, queue_id, offset, pop_ms)
+
+        return decode
+
+    def _seal(self, data: bytes, owner: bytes) -> bytes:
         self._key = self._key or self._secret()
-        # Names contain no slash, so different pairs of names give different texts.
-        return blake2b(data + f"{group}/{topic}".encode(), key=self._key, digest_size=SEAL_BYTES).digest()
+        return blake2b(data + owner, key=self._key, digest_size=SEAL_BYTES).digest()
+
+
+def _owner(group: str, topic: str) -> bytes:
+    # Names contain no slash, so different pairs of names give different texts.
+    return f"{group}/{topic}".encode()
 
 
 def invalid(why: str) -> InvalidReceipt:
     """Create the error for a handle that identifies no valid lease."""
     return InvalidReceipt(f"receipt handle: {why}")
-
-
-def _text_of(data: bytes) -> str:
-    # The functions of base64 do the same in three steps, and their checks take longer than this.
-    return binascii.b2a_base64(data, newline=False).translate(_TO_URL).rstrip(b"=").decode()
 
 
 def _bytes_from_base64(text: str) -> bytes:
@@ -84,6 +104,6 @@ def _bytes_from_base64(text: str) -> bytes:
             data = b""
         # Several texts have the same bytes: the last character has spare bits, and the decoder skips characters that
         # are not in the alphabet. Only one text is accepted.
-        if data and _text_of(data) == text:
+        if data and binascii.b2a_base64(data, newline=False).translate(_TO_URL).rstrip(b"=").decode() == text:
             return data
     raise invalid("it is none of ours; hand back what came with the message, unchanged")

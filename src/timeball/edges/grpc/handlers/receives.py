@@ -151,7 +151,7 @@ class Receives:
     def _messages(
         self, request: ReceiveMessageRequest, receive_request: ReceiveRequest, received: Received
     ) -> Iterator[Message]:
-        handles = [self._receipt_handles.encode(receipt) for receipt in received.receipts]
+        handles = self._receipt_handles.encode_all(received.receipts)
         return messages(
             received.handed_out, request.message_queue.topic, receive_request.topic, self._store_host,
             ReceiptFields(handles, receive_request.invisible_ms),

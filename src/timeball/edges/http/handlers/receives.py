@@ -131,7 +131,7 @@ class Receives:
         )
 
     def _encode(self, received: Received, topic: str) -> list[bytes]:
-        handles = [self._handles.encode(receipt) for receipt in received.receipts]
+        handles = self._handles.encode_all(received.receipts)
         return self._encoder.encode(received.handed_out, topic, handles)
 
     async def _receive_for_client(self, call: Call, request: ReceiveRequest, wait_ms: int) -> Received:
@@ -257,13 +257,15 @@ class Receives:
         policy.check_group(group)
         if not 1 <= len(texts) <= limits.POP_ROWS_MAX:
             raise OutOfRange(f"{len(texts)} receipts: 1 to {limits.POP_ROWS_MAX} in one request")
-        return [self._decode_receipt(text, group, topic) for text in texts]
+        decode = self._handles.decoder(group, topic)
 
-    def _decode_receipt(self, text: str, group: str, topic: str) -> Receipt | None:
-        try:
-            return self._handles.decode(text, group, topic)
-        except InvalidReceipt:
-            return None
+        def decode_or_none(text: str) -> Receipt | None:
+            try:
+                return decode(text)
+            except InvalidReceipt:
+                return None
+
+        return list(map(decode_or_none, texts))
 
 
 class _DisconnectWatch:
