@@ -8,7 +8,7 @@ written on sockets, so that each costs about the same and leaves the cores to th
     beanstalkd   put with a delay in whole seconds, reserve, delete
     NATS         JetStream with scheduled messages (a stream with `allow_msg_schedules`), pull consumer, explicit ack
     Timeball     HTTP: send, receive with a lease, ack; or a stream with credit in place of the receives. Flight: the
-                 Python client, with the operations of the former
+                 Python client, with the operations of the former. Remoting: RocketMQ's requests
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import select
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from datetime import UTC, datetime
 from typing import Any
+from uuid import uuid4
 
+from benchmarks.pop import points
+from benchmarks.stored_message import decode_stored
 from timeball import Timeball
+from timeball.edges.remoting.codec.codes import RequestCode, ResponseCode
+from timeball.edges.remoting.codec.frame import Command, Splitter
+from timeball.edges.remoting.codec.frame import decode as decode_frame
+from timeball.edges.remoting.codec.frame import encode as encode_frame
+from timeball.model.message import encode_properties
 
 TOPIC, GROUP = "delivery", "workers"
 LEASE_MS = 60_000
@@ -471,6 +479,77 @@ class FlightQueue(DelayedQueue):
         self._ball.close()
 
 
+class RemotingQueue(DelayedQueue):
+    """RocketMQ's protocol: single sends with TIMER_DELIVER_MS in one write, POP, and an ACK for each message."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._splitter = Splitter(1 << 26)
+
+    def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
+        """See DelayedQueue."""
+        fields = {"a": "producers", "b": TOPIC, "c": "TBW102", "d": "8", "g": "0", "h": "0", "k": "false", "m": "false"}
+        requests = []
+        for number, (due_ms, body) in enumerate(messages):
+            properties = encode_properties({"UNIQ_KEY": uuid4().hex, "TIMER_DELIVER_MS": str(due_ms)})
+            more = {"e": str(number % 8), "f": "0", "i": properties, "j": "0"}
+            requests.append(Command(code=RequestCode.SEND_MESSAGE_V2, opaque=1, ext=fields | more, body=body))
+        self._ask(requests)
+
+    def receive(self, rows_max: int, wait_s: float) -> list[Received]:
+        """See DelayedQueue."""
+        now_ms = time.time_ns() // 1_000_000
+        (popped,) = self._ask(
+            [
+                _request(
+                    RequestCode.POP_MESSAGE, queueId=-1, maxMsgNums=min(rows_max, 32), pollTime=int(wait_s * 1000),
+                    invisibleTime=LEASE_MS, bornTime=now_ms, initMode=0,
+                )
+            ],
+            {ResponseCode.SUCCESS, ResponseCode.PULL_NOT_FOUND, ResponseCode.POLLING_TIMEOUT},
+        )  # fmt: skip
+        if popped.code != ResponseCode.SUCCESS:
+            return []
+        bodies = [message.body for message in decode_stored(popped.body)]
+        return list(zip(bodies, points(popped.ext), strict=True))
+
+    def acknowledge(self, tokens: Sequence[Any]) -> None:
+        """See DelayedQueue."""
+        self._ask(
+            [
+                _request(
+                    RequestCode.ACK_MESSAGE, queueId=token.queue_id, offset=token.offset, extraInfo=token.encode()
+                )
+                for token in tokens
+            ]
+        )
+
+    def close(self) -> None:
+        """See DelayedQueue."""
+        self._socket.close()
+
+    def _ask(
+        self, requests: Sequence[Command], known: Container[int] = frozenset({ResponseCode.SUCCESS})
+    ) -> list[Command]:
+        self._socket.sendall(b"".join(map(encode_frame, requests)))
+        answers: list[Command] = []
+        while len(answers) < len(requests):
+            data = self._socket.recv(1 << 18)
+            if not data:
+                raise ConnectionError("the broker closed the connection")
+            answers += map(decode_frame, self._splitter.feed(data))
+        if wrong := [answer for answer in answers if answer.code not in known]:
+            raise RuntimeError(f"Timeball: {wrong[0].code} {wrong[0].remark}")
+        return answers
+
+
+def _request(code: int, **fields: object) -> Command:
+    ext = {"consumerGroup": GROUP, "topic": TOPIC, **{name: str(value) for name, value in fields.items()}}
+    return Command(code=code, opaque=1, ext=ext, version=409)
+
+
 def _text_of(due_ms: int) -> str:
     return (
         datetime.fromtimestamp(due_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -479,5 +558,5 @@ def _text_of(due_ms: int) -> str:
 
 CLIENTS: dict[str, Callable[[str], DelayedQueue]] = {
     "redis": RedisQueue, "beanstalkd": BeanstalkQueue, "nats": NatsQueue, "http": HttpQueue,
-    "http stream": HttpStreamQueue, "flight": FlightQueue,
+    "http stream": HttpStreamQueue, "flight": FlightQueue, "remoting": RemotingQueue,
 }  # fmt: skip

@@ -29,7 +29,7 @@ from benchmarks.harness import BODY_BYTES, now_ms, quantiles
 from benchmarks.versus import groups, small_calls
 from benchmarks.versus.delayed_queues import CLIENTS, DelayedQueue
 from benchmarks.versus.other_peers import BeanstalkdPeer, NatsPeer, RedisPeer
-from benchmarks.versus.peers import DELIVERY, FLIGHT, HTTP, Flush, Peer, TimeballPeer
+from benchmarks.versus.peers import DELIVERY, FLIGHT, HTTP, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.work import Bench, Row, Sample
 
 RATE, CALL_ROWS = 2_000, 20
@@ -173,7 +173,8 @@ def burst(client: str, peer: Peer, bench: Bench) -> Sample:
 
 
 def _address(client: str, peer: Peer) -> str:
-    return peer.addresses[{"http": HTTP, "http stream": HTTP, "flight": FLIGHT}.get(client, DELIVERY)]
+    wires = {"http": HTTP, "http stream": HTTP, "flight": FLIGHT, "remoting": REMOTING}
+    return peer.addresses[wires.get(client, DELIVERY)]
 
 
 def _warm(client: str, address: str) -> None:
