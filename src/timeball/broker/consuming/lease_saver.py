@@ -173,20 +173,19 @@ class LeaseSaver:
         last = max(queue.next_offset - 1, 0) // PART_POSITIONS
         # The row of the former last part is deleted if it was written for its `next_offset` only.
         numbers = queue.changed_parts | {last} | ({max(queue.saved_parts)} if queue.saved_parts else set())
-        by_part = {number: _open_offsets(queue, number) for number in numbers}
         ahead = defaultdict[int, list[int]](list)
         for offset in sorted(queue.acked_ahead):
             ahead[offset // PART_POSITIONS].append(offset)
-        return {
-            number: SavedPart(
-                queue.group, queue.topic, queue.queue_id, number, queue.next_offset,
-                _runs(queue, by_part[number], now_ms, wall_shift_ms), ahead[number], queue.last_pop_ms,
-                queue.attempt_id,
-            )
-            if by_part[number] or ahead[number] or number == last
-            else None
-            for number in numbers
-        }  # fmt: skip
+        parts: dict[int, SavedPart | None] = dict.fromkeys(numbers)
+        for number in numbers:
+            offsets = _open_offsets(queue, number)
+            if offsets or number == last or ahead[number]:
+                parts[number] = SavedPart(
+                    queue.group, queue.topic, queue.queue_id, number, queue.next_offset,
+                    _runs(queue, offsets, now_ms, wall_shift_ms), ahead[number], queue.last_pop_ms,
+                    queue.attempt_id,
+                )  # fmt: skip
+        return parts
 
 
 def _runs(queue: QueueLeases, offsets: list[int], now_ms: int, wall_shift_ms: int) -> list[LeaseRun]:
