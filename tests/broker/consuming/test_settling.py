@@ -243,6 +243,24 @@ async def test_of_many_that_wait_as_many_get_something_as_there_is(world: World)
 
 
 @on_node()
+async def test_the_end_of_a_lease_wakes_no_other_group(world: World) -> None:
+    await send(world, [b"a", b"b"])
+    receipts = (await pop(world)).receipts
+    (await engine(world).receive(ReceiveRequest("other", TOPIC), 0))
+    reader = asyncio.create_task(world.broker.waiters.wait(TOPIC, 60))
+    other = ReceiveRequest("other", TOPIC, in_order=True)
+    asking = asyncio.create_task(engine(world).wait_for_rows(other, 30_000))
+    mine = asyncio.create_task(engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 30_000))
+    await world.until(lambda: world.broker.waiters._count == 3, "all wait")
+    engine(world).acknowledge_now(receipts[:1])
+    await engine(world).change_invisible_time(receipts[1], 0, counts=False)
+    assert await mine, "its own group has a message again"
+    assert not reader.done() and not asking.done()
+    reader.cancel()
+    asking.cancel()
+
+
+@on_node()
 async def test_a_consumer_may_ask_whether_there_is_something(world: World) -> None:
     await send(world, [b"a"])
     assert await engine(world).wait_for_rows(ReceiveRequest(GROUP, TOPIC), 0)

@@ -35,7 +35,7 @@ from timeball.broker.accepting.tracing import Tracing
 from timeball.broker.accepting.waiters import Waiters
 from timeball.broker.consuming import retry
 from timeball.broker.consuming.lease_saver import LeaseSaver, restored_queues
-from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases
+from timeball.broker.consuming.leases import Leases, OpenCount, QueueLeases, lease_ends
 from timeball.broker.consuming.redelivery import Redelivery, Return
 from timeball.broker.consuming.redelivery_rows import retry_topic, times_of, with_reasons
 from timeball.broker.consuming.requests import NO_ROWS, Receipt, Received, ReceiveRequest, Subscription
@@ -383,10 +383,11 @@ class Consuming:
         return self._select_now(request) if served is None else served
 
     def _topics_of(self, request: ReceiveRequest) -> set[str]:
-        """Name the topics whose messages a request may get."""
-        if request.in_order:
-            return {request.topic}
-        return {request.topic, self._subscription(request.group, request.topic).retry_name}
+        """Name the topics whose messages a request may get, and the ends of leases that it may wait for."""
+        topics = {request.topic}
+        if not request.in_order:
+            topics.add(self._subscription(request.group, request.topic).retry_name)
+        return topics | {lease_ends(request.group, topic) for topic in topics}
 
     def _select_now(self, request: ReceiveRequest) -> Selection:
         queues, free_positions = self._queues_to_search(request), self.leases.free_positions

@@ -59,6 +59,14 @@ class Lease:
             self.on_end = None
 
 
+def lease_ends(group: str, topic: str) -> str:
+    """Name the ends of a group's leases in a topic, as if they were a topic of `Waiters`.
+
+    No topic has such a name. So an end wakes the consumers of its own group, and no other consumers of the topic.
+    """
+    return f"{group}@{topic}"
+
+
 class OpenCount:
     """The positions that all queues keep in memory, and the queues that have changed since their leases were saved.
 
@@ -98,6 +106,11 @@ class QueueLeases:
     changed_parts: set[int] = field(default_factory=set)  # parts that must be saved (lease_saver.py)
     saved_parts: set[int] = field(default_factory=set)  # parts with a row in the log
     _order: list[int] = field(default_factory=list)  # heap of open positions, and done ones not removed yet
+
+    @property
+    def ends(self) -> str:
+        """The name under which consumers of this group wait for the ends of its leases."""
+        return lease_ends(self.group, self.topic)
 
     @property
     def first_open(self) -> int:
@@ -375,14 +388,14 @@ class Leases:
                 queue.done(offset)
         self.store_all(was_full)
         if any(was_full.values()):
-            self._waiters.wake({queue.topic for queue, full in was_full.items() if full})
+            self._waiters.wake({queue.ends for queue, full in was_full.items() if full})
 
     def give_up(self, positions: list[LeasedPosition], pop_ms: int) -> None:
         """Give up leases whose consumer has not seen the messages. Their positions are leased next."""
         for queue, offset, lease in positions:
             if queue.lease_of(offset, pop_ms) is lease:
                 queue.give_back(offset)
-        self._waiters.wake({queue.topic for queue, _, _ in positions})
+        self._waiters.wake({queue.ends for queue, _, _ in positions})
 
     def store_all(self, queues: Iterable[QueueLeases]) -> None:
         """Store the group's offsets in these queues."""

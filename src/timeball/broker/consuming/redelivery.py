@@ -213,8 +213,8 @@ class Redelivery:
 
     async def write(self, returning: Sequence[Returning]) -> None:
         """Write these messages to their groups again, durably. When this raises, the rest is leased as before."""
-        full_topics = {
-            position.queue.topic
+        awaited = {
+            position.queue.ends
             for position in returning
             if position.how.is_dead or position.queue.open_rows >= limits.POP_HELD_PER_QUEUE_MAX
         }
@@ -232,7 +232,7 @@ class Redelivery:
                 ):  # not written: the lease is valid as before, and the task soon tries again
                     self._restore(position)
             self._leases.store_all({position.queue for position in returning})
-        self._waiters.wake(full_topics)
+        self._waiters.wake(awaited)
 
     # -- the task ----------------------------------------------------------------------------------------------
 
@@ -262,7 +262,7 @@ class Redelivery:
             # In order, a message goes back to its own queue: a copy in the retry topic would come after later messages.
             queue.give_back(offset)
         if in_order:
-            self._waiters.wake([queue.topic])
+            self._waiters.wake([queue.ends])
         for offset in offsets:
             if offset in queue.in_flight:
                 yield self.begin(queue, offset, EXPIRED)

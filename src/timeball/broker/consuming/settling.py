@@ -99,7 +99,7 @@ class Settling:
         self._leases.store_all(was_full)
         # Consumers may be waiting for space in a queue that was full or, in order, for the end of the last lease.
         self._waiters.wake(
-            {queue.topic for queue, is_full in was_full.items() if is_full or not queue.in_flight}
+            [queue.ends for queue, is_full in was_full.items() if is_full or not queue.in_flight]
         )
         return results
 
@@ -169,13 +169,13 @@ class Settling:
 
     def give_back(self, receipts: Iterable[Receipt]) -> None:
         """End leases whose consumer disconnected before it received the messages. They are handed out next."""
-        topics = set()
+        ended = set()
         for receipt in receipts:
             queue_and_lease = self._lease_of(receipt)
             if queue_and_lease is not None:
                 queue_and_lease[0].give_back(receipt.offset)
-                topics.add(receipt.topic)
-        self._waiters.wake(topics)
+                ended.add(queue_and_lease[0].ends)
+        self._waiters.wake(ended)
 
     async def _return(self, requests: list[_Request]) -> Sequence[bool | TimeballError]:
         """Write the messages of these requests to their groups again. False for each receipt that is not valid."""

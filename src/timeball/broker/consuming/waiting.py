@@ -82,7 +82,10 @@ class WaitingReceives:
                 self._end_line(line)
 
     def mark(self, topic: str) -> None:
-        """Serve the consumers that wait for this topic, soon: it may have new messages, or was deleted."""
+        """Serve the consumers that wait for this topic soon, because it has new messages or was deleted.
+
+        It may also be the name of ends of leases (`lease_ends`).
+        """
         lines = self._by_topic.get(topic)
         if lines is None:
             return
