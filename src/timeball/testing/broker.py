@@ -257,7 +257,7 @@ class TestBroker:
         return self._run(self._list_pending(topic, key))
 
     async def _list_pending(self, topic: str | None, key: str | None) -> list[ScheduledMessage]:
-        from timeball.broker.pending.pages import Wanted
+        from  import Wanted
 
         messages: list[ScheduledMessage] = []
         page_begin = None
