@@ -1,17 +1,18 @@
-"""A connection: limits for the size and time of a head, and each answer in one segment."""
+"""A connection: limits for the size and time of a head, each answer in one segment, and answers in their order."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from typing import Any
 
 import pytest
 from tests.edges.http.client import Client
 from tests.edges.http.test_edge import connect
-from tests.node_fixture import RunningNode
+from tests.node_fixture import RunningNode, eventually
 
-from timeball.edges.http import edge as bounds
+from timeball.edges.http import connection as bounds
 
 
 def test_a_too_large_head_is_refused(node: RunningNode) -> None:
@@ -87,3 +88,93 @@ def test_connections_have_tcp_nodelay(node: RunningNode, client: Client) -> None
         for connection in server.server_state.connections
     ]
     assert options and all(options)
+
+
+# ---- the order of requests and answers --------------------------------------------------------------------------
+
+
+def request_of(path: str, body: bytes = b"", headers: bytes = b"") -> bytes:
+    return (
+        b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n%b\r\n%b"
+        % (path.encode(), len(body), headers, body)
+    )
+
+
+def send_of(body: str, topic: str = "ordered") -> bytes:
+    return request_of(f"/v1/topics/{topic}/messages", json.dumps({"body": body, "after": "1h"}).encode())
+
+
+LAST = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+
+
+def answers(connection: socket.socket) -> list[bytes]:
+    """Read the answers until the server closes."""
+    data = b""
+    while part := connection.recv(65_536):
+        data += part
+    return data.split(b"HTTP/1.1 ")[1:]
+
+
+def test_a_slow_answer_delays_those_to_later_requests(node: RunningNode, client: Client) -> None:
+    poll = request_of("/v1/topics/slow/receive?group=g&wait=60s")
+    with connect(node) as connection:
+        connection.sendall(poll + send_of("a") + b"GET /none HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST)
+        eventually(lambda: node.node.edges.http.limits.calls.taken, "the poll waits")  # type: ignore[union-attr]
+        assert client.send("slow", {"body": "awaited"}).status == 201
+        received = answers(connection)
+    assert [part[:3] for part in received] == [b"200", b"201", b"404", b"200"]
+    assert b"awaited" in received[0]
+
+
+def test_a_body_in_many_pieces_is_accepted(node: RunningNode) -> None:
+    with connect(node) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        whole = send_of("in pieces")
+        for at in range(len(whole)):
+            connection.sendall(whole[at : at + 1])
+        connection.sendall(LAST)
+        sent, _ = answers(connection)
+    assert sent.startswith(b"201")
+
+
+def test_many_refused_requests_behind_a_slow_one_are_all_answered(node: RunningNode) -> None:
+    # Each refusal follows at once, within the end of the one before.
+    refused = request_of("/v1/topics/ordered/messages", b"{")
+    with connect(node) as connection:
+        connection.sendall(send_of("first") + refused * 1_500 + LAST)
+        received = answers(connection)
+    assert [part[:3] for part in received] == [b"201"] + [b"400"] * 1_500 + [b"200"]
+
+
+@pytest.mark.parametrize("body", [b"{", b'{"body": "x", "after": "1h"}'], ids=["refused", "sent"])
+def test_nothing_is_served_behind_the_last_request(node: RunningNode, client: Client, body: bytes) -> None:
+    last = request_of("/v1/topics/ordered/messages", body, b"Connection: close\r\n")
+    with connect(node) as connection:
+        connection.sendall(last + send_of("never", topic="behind"))
+        assert len(answers(connection)) == 1
+    assert client.ask("GET", "/v1/topics").value["topics"]
+    assert "behind" not in [topic["topic"] for topic in client.ask("GET", "/v1/topics").value["topics"]]
+
+
+def test_a_send_is_accepted_although_its_client_disconnects(node: RunningNode, client: Client) -> None:
+    assert node.node.edges is not None
+    limits = node.node.edges.http.limits
+    body = json.dumps({"id": "left", "body": "x", "after": "1h"}).encode()
+    with connect(node) as connection:
+        connection.sendall(request_of("/v1/topics/ordered/messages", body))
+    eventually(lambda: client.ask("GET", "/v1/messages/left").status == 200, "the message is accepted")
+    eventually(lambda: not limits.received.held_bytes and not limits.calls.taken, "its limits are free again")
+
+
+def test_an_idle_connection_is_closed_but_not_during_a_poll(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = node.node.edges.http._server  # type: ignore[union-attr]
+    assert server is not None
+    monkeypatch.setattr(server.config, "timeout_keep_alive", 0.2)
+    poll = request_of("/v1/topics/ordered/receive?group=idle&wait=1s")
+    with connect(node) as connection:
+        # The timer starts with the first answer, and ends during the poll.
+        connection.sendall(LAST.replace(b"Connection: close\r\n", b"") + poll)
+        received = answers(connection)
+    assert [part[:3] for part in received] == [b"200", b"200"]

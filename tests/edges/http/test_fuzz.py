@@ -18,7 +18,7 @@ from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
 from timeball.broker.service import Broker
-from timeball.edges.http import edge as bounds
+from timeball.edges.http import connection as bounds
 from timeball.edges.http import requests as waits
 
 pytestmark = [pytest.mark.slow, pytest.mark.siege]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import socket
-from typing import Any
 
 import pytest
 from tests.bounds import BOUND_S
@@ -205,42 +203,34 @@ def test_an_address_that_does_not_read_its_answers_is_refused_before_it_leases_m
 # ---- the table of paths, and answers in one write ---------------------------------------------------------------
 
 
-class Named:
-    """An endpoint that notes the parameters of its requests."""
-
-    def __init__(self) -> None:
-        self.params: list[dict[str, str]] = []
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        self.params.append(scope["path_params"])
-
-
-def ask(table: requests.PathTable, path: str) -> list[Any]:
-    """Send a request to the table, and return the events of its answer."""
-    events: list[Any] = []
-
-    async def send(event: Any) -> None:
-        events.append(event)
-
-    asyncio.run(table({"type": "http", "path": path}, None, send))  # type: ignore[arg-type]
-    return events
+def table_of(*templates: str) -> requests.PathTable:
+    """A table whose endpoints are their templates."""
+    return requests.PathTable({template: template for template in templates})  # type: ignore[misc]
 
 
 def test_a_path_finds_its_endpoint_and_parameters_each_time() -> None:
-    sends, messages = Named(), Named()
-    table = requests.PathTable({"/v1/topics/{topic}/messages": sends, "/v1/messages/{id:path}": messages})  # type: ignore[dict-item]
+    sends, messages = "/v1/topics/{topic}/messages", "/v1/messages/{id:path}"
+    table = table_of(sends, messages)
     for _ in range(2):
-        assert ask(table, "/v1/topics/orders/messages") == ask(table, "/v1/messages/a/b") == []
-    assert sends.params == [{"topic": "orders"}] * 2 and messages.params == [{"id": "a/b"}] * 2
-    assert ask(table, "/v1/topics/orders/messages/")[0]["status"] == 404
+        target, endpoint = table.find(b"/v1/topics/orders/messages?a=1&b=2")
+        assert (endpoint, target.path, target.params) == (
+            sends,
+            "/v1/topics/orders/messages",
+            {"topic": "orders"},
+        )
+        assert dict(target.query) == {"a": "1", "b": "2"}
+        target, endpoint = table.find(b"/v1/messages/a/b%20c")
+        assert (endpoint, target.params, dict(target.query)) == (messages, {"id": "a/b c"}, {})
+    assert table.find(b"/v1/topics/orders/messages/")[1] is None
 
 
 def test_the_paths_of_clients_take_limited_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "PATHS_KEPT_MAX", 10)
-    table = requests.PathTable({"/v1/messages/{id:path}": Named()})  # type: ignore[dict-item]
+    table = table_of("/v1/messages/{id:path}")
     for number in range(100):
-        ask(table, f"/v1/messages/{number}")
-        ask(table, f"/v1/messages/{number}" + "x" * requests.PATH_KEPT_CHARACTERS_MAX)
+        table.find(b"/v1/messages/%d" % number)
+        table.find(b"/v1/messages/%d" % number + b"x" * requests.PATH_KEPT_CHARACTERS_MAX)
+        table.find(b"/none/%d" % number)
         assert 0 < len(table._found) <= 10
     assert max(map(len, table._found)) < 30
 

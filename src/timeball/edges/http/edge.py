@@ -1,7 +1,6 @@
-"""The edge for HTTP: the server on the broker's event loop, its connections, the dashboard, and the table of paths.
+"""The edge for HTTP: the server on the broker's event loop, the dashboard, and the table of paths.
 
     HttpEdge          one table of paths, served by uvicorn
-    BoundedHttp       one connection, with limits for the head of a request
     Dashboard         the dashboard's files
     collect_routes    all paths, with the handler of each method
 
@@ -15,17 +14,17 @@ import contextlib
 import logging
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.resources import files
 from typing import Any, NamedTuple, cast
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.broker.service import Broker
 from timeball.edges.http.codec import Answer, problem
+from timeball.edges.http.connection import HttpConnection
 from timeball.edges.http.handlers import receives
 from timeball.edges.http.handlers.operators import (
     Campaigns,
@@ -40,8 +39,8 @@ from timeball.edges.http.handlers.receives import Events, Receives
 from timeball.edges.http.handlers.sends import PendingMessages, Scheduled, Sends
 from timeball.edges.http.recovering import BACKLOG, listen
 from timeball.edges.http.requests import (
-    EXCHANGE,
     Call,
+    DirectHandler,
     Endpoint,
     ForeignPageCheck,
     Handler,
@@ -49,7 +48,7 @@ from timeball.edges.http.requests import (
     PathTable,
     RequestLimits,
 )
-from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, FirstByteServer, protocol_of
+from timeball.edges.shared.first_byte import FirstByteServer
 from timeball.io.security import OPEN, Security
 from timeball.monitoring.metrics import Metrics
 
@@ -93,8 +92,8 @@ class _Server(uvicorn.Server):
         if tls is None or sockets is None:
             return
 
-        def connection() -> BoundedHttp:
-            return BoundedHttp(self.config, self.server_state, self.lifespan.state)
+        def connection() -> HttpConnection:
+            return HttpConnection(self.config, self.server_state, self.lifespan.state)
 
         server = FirstByteServer(connection, tls, edge="http")
         server.listen_on(sockets, BACKLOG)
@@ -151,8 +150,8 @@ class HttpEdge:
         listening = listening or listen(self._settings)
         self.port = int(listening.getsockname()[1])
         config = uvicorn.Config(
-            self._build_paths(),
-            http=BoundedHttp,
+            cast(Any, self._build_paths()),  # not an ASGI application: the connections alone use it
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -200,7 +199,7 @@ class HttpEdge:
     def _endpoint(
         self,
         path: str,
-        methods: dict[str, Handler],
+        methods: Mapping[str, Handler | DirectHandler],
         *,
         is_open: bool = False,
         former_methods: dict[str, str] | None = None,
@@ -213,135 +212,6 @@ class HttpEdge:
 
     async def _openapi(self, call: Call) -> Answer:
         return Answer(200, OPENAPI)
-
-
-# ---- one connection ------------------------------------------------------------------------------------------
-# A head is the request line with the headers. uvicorn limits neither its size nor the time until it is complete.
-# uvicorn also writes the head and the body of an answer separately, which costs two system calls and two TCP segments.
-
-_FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
-HEAD_BYTES_MAX = 32 * 1024
-LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
-HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
-
-
-class JoinedWrites(asyncio.Transport):
-    """A transport that joins the writes of one turn of the event loop into one write."""
-
-    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__()
-        self._transport, self._loop = transport, loop
-        self._chunks: list[bytes] = []  # written at the end of this turn; if not empty, a flush is scheduled
-
-    def write(self, data: Any) -> None:
-        """Add `data` to the write at the end of this turn of the loop."""
-        if not self._chunks:
-            self._loop.call_soon(self._flush)
-        self._chunks.append(data)
-
-    def close(self) -> None:
-        """Write the remaining bytes, then close."""
-        self._flush()
-        self._transport.close()
-        if self._transport.get_write_buffer_size():
-            # The transport closes after the last byte is written. A client that does not read would keep it open.
-            self._loop.call_later(LAST_BYTES_S, self._transport.abort)
-
-    def _flush(self) -> None:
-        """Write the collected chunks at once."""
-        chunks, self._chunks = self._chunks, []
-        if chunks and not self._transport.is_closing():
-            self._transport.write(b"".join(chunks))
-
-    def abort(self) -> None:
-        """Close at once."""
-        self._transport.abort()
-
-    def is_closing(self) -> bool:
-        """True while the transport closes, and when it is closed."""
-        return self._transport.is_closing()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Look up information about the socket (see asyncio.BaseTransport)."""
-        return self._transport.get_extra_info(name, default)
-
-    def pause_reading(self) -> None:
-        """Stop reading until `resume_reading`."""
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Read again."""
-        self._transport.resume_reading()
-
-    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Pass the received bytes to another protocol."""
-        self._transport.set_protocol(protocol)
-
-
-class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol for one connection, with limits for a request's head."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._head_bytes = 0
-        # the first bytes of a head, by which another protocol is recognized
-        self._first_bytes = b""
-        # of the head that is being received; None while there is none
-        self._head_deadline: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit for the head of the first request."""
-        super().connection_made(JoinedWrites(transport, self.loop))
-        self._start_head_deadline()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the time limit."""
-        self._cancel_head_deadline()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
-        if self._head_deadline is not None:
-            if not self._head_bytes:
-                self._first_bytes = data[:_FIRST_BYTES_MAX]
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if (
-            self._head_deadline is not None
-            and self._head_bytes > HEAD_BYTES_MAX
-            and not self.transport.is_closing()
-        ):
-            self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol."""
-        if protocol_of(self._first_bytes) != "HTTP/1":
-            peer = self.client[0] if self.client else ""
-            WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
-        super().send_400_response(msg)
-
-    def on_message_begin(self) -> None:
-        """Start the time limit for the head of a further request."""
-        super().on_message_begin()
-        if self._head_deadline is None:
-            self._start_head_deadline()
-
-    def on_headers_complete(self) -> None:
-        """Cancel the time limit, and start the handling of the request. Its body has separate limits."""
-        self._cancel_head_deadline()
-        super().on_headers_complete()
-        # The task of the request begins after this turn of the loop, and then has its exchange.
-        self.scope["extensions"] = {EXCHANGE: {"cycle": self.cycle}}
-
-    def _start_head_deadline(self) -> None:
-        """Start to count the bytes and the time of a head."""
-        self._head_bytes = 0
-        self._head_deadline = self.loop.call_later(HEAD_S, self.transport.abort)
-
-    def _cancel_head_deadline(self) -> None:
-        if self._head_deadline is not None:
-            self._head_deadline.cancel()
-            self._head_deadline = None
 
 
 # ---- the dashboard -------------------------------------------------------------------------------------------
@@ -375,7 +245,7 @@ class Dashboard:
 
     def __init__(self) -> None:
         self._answers_by_file: dict[str, Answer] = {}  # the answers with files that were read, by file name
-        self.open_paths: dict[str, dict[str, Handler]] = {
+        self.open_paths: Paths = {
             "/": {"GET": self._root},
             "/dashboard": {"GET": self._redirect},
             "/docs": {"GET": self._redirect_to_reference},

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Coroutine, Mapping
+from functools import partial
 from ipaddress import ip_address
 from typing import Any, NamedTuple
+from urllib.parse import unquote
 
+from httptools import parse_url
+from starlette.convertors import Convertor
 from starlette.datastructures import QueryParams
 from starlette.routing import compile_path
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from timeball.broker.policy import Policy
 from timeball.edges.http.codec import (
@@ -28,10 +31,10 @@ from timeball.edges.http.codec import (
     Nothing,
     check_content_type,
     decode,
-    encode,
     problem,
     problem_of,
 )
+from timeball.edges.http.exchange import Exchange, Target
 from timeball.edges.shared.error_codes import Refused, log_failure
 from timeball.edges.shared.sessions import advertised
 from timeball.edges.shared.shared_limits import MemoryQuota, SharedLimit
@@ -56,8 +59,6 @@ STREAMS_MAX = 2_000
 STREAM_READ_S = 20.0  # for a client to read the earlier chunks of a stream before the next one is sent
 BODY_S = 20.0  # for reserving its bytes and receiving the whole body
 ANSWER_S = 60.0  # for a client to read an answer
-# The extension of an ASGI scope that contains uvicorn's state of the request.
-EXCHANGE = "timeball.exchange"
 PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
 _NO_QUERY = QueryParams("")
 
@@ -75,46 +76,46 @@ class Call:
     `path` has the parameters in the path, and `query` those of the query string. `peer` is the client's address.
     """
 
-    def __init__(
-        self, scope: Scope, receive: Receive, headers: Mapping[str, str], request_limits: RequestLimits
-    ) -> None:
-        self._receive, self._request_limits = receive, request_limits
-        self.headers, self.path = headers, scope["path_params"]
-        self.query = QueryParams(scope["query_string"]) if scope["query_string"] else _NO_QUERY
-        self.peer = peer_of(scope)
-        # uvicorn's state of this request, where it serves the request
-        self.exchange: RequestResponseCycle | None = (
-            scope.get("extensions", {}).get(EXCHANGE, {}).get("cycle")
-        )
+    def __init__(self, exchange: Exchange, request_limits: RequestLimits) -> None:
+        self.exchange, self._request_limits = exchange, request_limits
+        self.headers, self.peer = exchange.headers, exchange.peer
+        _, self.query, self.path = exchange.target
         self.caller: Caller
         self.account = ""  # the account that the request counts for, once it is known
         self.held_bytes = 0
+        self.is_answered = False
+
+    def take_body(self) -> bytes | None:
+        """Take the body, if all of it has come and there is room for it, else None. Raises Refused (413)."""
+        exchange = self.exchange
+        if exchange.more_body or exchange.disconnected:
+            return None
+        reserved_bytes = self._claimed_bytes()
+        if not self._request_limits.received.add_if_fits(self.peer, reserved_bytes):
+            return None
+        self.held_bytes = reserved_bytes
+        data = exchange.take_body()
+        if len(data) > BODY_BYTES_MAX:
+            raise Refused(413, f"a body of more than {BODY_BYTES_MAX} bytes: send fewer at once")
+        return data
+
+    def _claimed_bytes(self) -> int:
+        """Compute the size of the body from the headers, or the largest size. Raises Refused (413)."""
+        # A request with neither header has no body.
+        length = self.headers.get("content-length", "" if "transfer-encoding" in self.headers else "0")
+        claimed_bytes = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
+        if claimed_bytes > BODY_BYTES_MAX:
+            raise Refused(
+                413, f"a body of {claimed_bytes} bytes; at most {BODY_BYTES_MAX}: send fewer at once"
+            )
+        return claimed_bytes
 
     async def read_body(self) -> bytes:
         """Read the body. Raises Refused (408, 413), ClientDisconnected and OverLimit."""
-        # A request with neither header has no body.
-        length = self.headers.get("content-length", "" if "transfer-encoding" in self.headers else "0")
-        reserved_bytes = int(length) if length.isdecimal() and len(length) < 20 else BODY_BYTES_MAX
-        if reserved_bytes > BODY_BYTES_MAX:
-            raise Refused(
-                413, f"a body of {reserved_bytes} bytes; at most {BODY_BYTES_MAX}: send fewer at once"
-            )
-        exchange = self.exchange
-        # Usually the body comes with the head, and there is room for it.
-        if (
-            exchange is not None
-            and not exchange.more_body
-            and not exchange.disconnected
-            and self._request_limits.received.add_if_fits(self.peer, reserved_bytes)
-        ):
-            self.held_bytes = reserved_bytes
-            if len(exchange.body) > BODY_BYTES_MAX:
-                raise Refused(413, f"a body of more than {BODY_BYTES_MAX} bytes: send fewer at once")
-            # The next event is that the client disconnects. A large body has paused the reading.
-            exchange.flow.resume_reading()
-            data, exchange.body = bytes(exchange.body), bytearray()
-            exchange.message_event.clear()
+        data = self.take_body()
+        if data is not None:
             return data
+        reserved_bytes = self._claimed_bytes()
         chunks, size_bytes = [], 0
         try:
             async with asyncio.timeout(BODY_S):
@@ -123,10 +124,11 @@ class Call:
                 self.held_bytes = reserved_bytes
                 has_more = True
                 while has_more:
-                    message = await self._receive()
+                    message = await self.exchange.receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
-                    chunk, has_more = message.get("body", b""), message.get("more_body", False)
+                    assert message["type"] == "http.request"
+                    chunk, has_more = message["body"], message["more_body"]
                     chunks.append(chunk)
                     size_bytes += len(chunk)
                     if size_bytes > BODY_BYTES_MAX:
@@ -138,11 +140,11 @@ class Call:
     @property
     def is_disconnected(self) -> bool:
         """True if the client is known to have disconnected."""
-        return self.exchange is not None and self.exchange.disconnected
+        return self.exchange.disconnected
 
     async def wait_for_disconnect(self) -> None:
         """Wait until the client disconnects. Must not run while the body is read, which uses the same events."""
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.exchange.receive())["type"] != "http.disconnect":
             pass
 
     def release(self) -> None:
@@ -168,7 +170,21 @@ class ClientDisconnected(Exception):
 
 
 Handler = Callable[[Call], Awaitable[Answer | Stream]]
-Paths = dict[str, dict[str, Handler]]  # by path and method
+Respond = Callable[[Answer | BaseException], None]
+
+
+class DirectHandler(NamedTuple):
+    """A handler that needs no task for a request whose body came with its head.
+
+    `begin` takes the body and calls `respond` with the answer, at once or later, once. It returns False, and has done
+    nothing, if the body is missing or large. Then a task runs `handle`, as for other requests.
+    """
+
+    begin: Callable[[Call, Respond], bool]
+    handle: Handler
+
+
+Paths = dict[str, dict[str, Handler | DirectHandler]]  # by path and method
 
 
 async def read_request(
@@ -213,11 +229,11 @@ async def check_no_body(
 
 
 class Endpoint:
-    """Serves one path: checks each request and calls the handler of its method. An ASGI application."""
+    """Serves one path: checks each request and calls the handler of its method."""
 
     def __init__(
         self,
-        methods: Mapping[str, Handler],
+        methods: Mapping[str, Handler | DirectHandler],
         security: Security,
         pages: ForeignPageCheck,
         now_ms: Callable[[], int],
@@ -243,53 +259,124 @@ class Endpoint:
         self._former_methods = former_methods
         self._needs_no_account = is_open
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request: call its handler, and send the answer or a problem document."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        call = Call(scope, receive, headers, self._request_limits)
+    def start(self, exchange: Exchange, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+        """Serve one request: check it, call its handler, and send the answer or a problem document.
+
+        `run` starts a task, which most handlers need.
+        """
+        call = Call(exchange, self._request_limits)
         self._request_limits.calls.take(call.peer)
+        respond = partial(self._respond, call, run)
         try:
-            self._pages.check(scope["method"], scope["path"], headers)
-            # Before the handler: a refused receive must not have leased messages.
-            self._request_limits.sent.check(call.peer)
-            answer = await self._dispatch(scope["method"], call)
+            handler = self._admit(exchange.method, call)
+            if isinstance(handler, Answer):
+                respond(handler)
+                return
+            if isinstance(handler, DirectHandler):
+                if handler.begin(call, respond):
+                    return
+                handler = handler.handle
+        except Exception as error:  # of any kind: the client waits for an answer
+            respond(error)
+        else:
+            run(self._handle(call, handler))
+
+    def _admit(self, method: str, call: Call) -> Handler | DirectHandler | Answer:
+        """Check the origin, method, caller, limits and parameters of a request, and find its handler.
+
+        The result is an answer if the path does not have the method. Raises Forbidden, Unauthorized, OverLimit and
+        RequestError.
+        """
+        self._pages.check(method, call.exchange.target.path, call.headers)
+        # Before the handler: a refused receive must not have leased messages.
+        self._request_limits.sent.check(call.peer)
+        method = "GET" if method == "HEAD" else method
+        handler = self._methods.get(method)
+        if handler is None:
+            allowed = ", ".join(sorted(self._methods))
+            advice = self._former_methods.get(method, f"this path has {allowed}")
+            return problem(405, "bad_request", f"{method[:20]!r}: {advice}", allow=allowed)
+        call_limit = self._request_limits.calls
+        if not self._needs_no_account:
+            call.caller = self._security.caller(call.headers, self._now_ms())
+            call.account = call.caller.name
+            call_limit.name(call.account)
+        if excess := call_limit.excess(call.peer, call.account):
+            raise OverLimit(excess)
+        check_parameters(call.query, self._parameters.get(method))
+        return handler
+
+    async def _handle(self, call: Call, handler: Handler) -> None:
+        """Run a handler, and send its answer (a task)."""
+        try:
+            answer = await handler(call)
         except ClientDisconnected:
+            self._end(call)
             return
         except Exception as error:  # of any kind: the client waits for an answer
-            log_failure(logger, f"{scope['method']} {scope['path'][:200]!r}", error)
-            answer = problem_of(error)
-        finally:
-            self._request_limits.calls.give_back(call.peer, call.account)
-            call.release()
+            answer = self._problem_of(call, error)
+        except BaseException:  # such as a cancel at a stop
+            self._end(call)
+            raise
+        self._end(call)
         if isinstance(answer, Stream):
-            await self._send_stream(answer, call, send, is_head=scope["method"] == "HEAD")
+            await self._send_stream(answer, call)
+        elif call.exchange.flow.write_paused:
+            await self._write_later(answer, call.exchange)
+        else:
+            call.exchange.write(answer)
+
+    def _respond(
+        self, call: Call, run: Callable[[Coroutine[Any, Any, None]], None], outcome: Answer | BaseException
+    ) -> None:
+        """Send the answer of a direct handler. Does nothing if the request has one already."""
+        if call.is_answered:
             return
-        if call.exchange is not None and not call.exchange.flow.write_paused:
-            write_whole(answer, call.exchange, is_head=scope["method"] == "HEAD")
-            return
-        self._request_limits.sent.add(call.peer, answer.size_bytes)
+        self._end(call)
+        answer = self._problem_of(call, outcome) if isinstance(outcome, BaseException) else outcome
+        if call.exchange.flow.write_paused:
+            run(self._write_later(answer, call.exchange))
+        else:
+            call.exchange.write(answer)
+
+    def _problem_of(self, call: Call, error: BaseException) -> Answer:
+        exchange = call.exchange
+        log_failure(logger, f"{exchange.method} {exchange.target.path[:200]!r}", error)
+        return problem_of(error)
+
+    def _end(self, call: Call) -> None:
+        """Give back the parts of the limits that a call has used, when its handler has ended."""
+        call.is_answered = True
+        self._request_limits.calls.give_back(call.peer, call.account)
+        call.release()
+
+    async def _write_later(self, answer: Answer, exchange: Exchange) -> None:
+        """Write an answer when the client has read earlier ones. Raises TimeoutError if it does not."""
+        self._request_limits.sent.add(exchange.peer, answer.size_bytes)
         try:
             async with asyncio.timeout(ANSWER_S):
-                await respond(answer, send, is_head=scope["method"] == "HEAD")
+                await exchange.flow.drain()
         except TimeoutError:
-            logger.info("answer not taken peer=%s", call.peer)
+            logger.info("answer not taken peer=%s", exchange.peer)
             raise
         finally:
-            self._request_limits.sent.remove(call.peer, answer.size_bytes)
+            self._request_limits.sent.remove(exchange.peer, answer.size_bytes)
+        exchange.write(answer)
 
-    async def _send_stream(self, stream: Stream, call: Call, send: Send, *, is_head: bool) -> None:
+    async def _send_stream(self, stream: Stream, call: Call) -> None:
         """Send the chunks of a stream until it ends, or until the client disconnects or does not read."""
-        if is_head:
+        exchange = call.exchange
+        if exchange.method == "HEAD":
             await stream.chunks.aclose()
-            await respond(Answer(200, b"", media_type=stream.media_type), send)
+            exchange.write(Answer(200, b"", media_type=stream.media_type))
             return
         try:
             self._request_limits.streams.admit(call.peer, call.account)
         except OverLimit as error:
             await stream.chunks.aclose()
-            await respond(problem_of(error), send)
+            exchange.write(problem_of(error))
             return
-        writing = asyncio.ensure_future(self._write_stream(stream, call.peer, send))
+        writing = asyncio.ensure_future(self._write_stream(stream, exchange))
         disconnect = asyncio.ensure_future(call.wait_for_disconnect())
         try:
             await asyncio.wait((writing, disconnect), return_when=asyncio.FIRST_COMPLETED)
@@ -302,7 +389,7 @@ class Endpoint:
             await asyncio.gather(writing, disconnect, return_exceptions=True)
             await stream.chunks.aclose()
 
-    async def _write_stream(self, stream: Stream, peer: str, send: Send) -> None:
+    async def _write_stream(self, stream: Stream, exchange: Exchange) -> None:
         """Send the headers and chunks of a stream. Raises TimeoutError if the client does not read a chunk in time."""
         headers = [
             (b"content-type", stream.media_type.encode()),
@@ -311,131 +398,79 @@ class Endpoint:
             # tells proxies not to buffer the answer, which has no end
             (b"x-accel-buffering", b"no"),
         ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         async for chunk in stream.chunks:
             # `send` returns when the transport can take more. If the client does not read, only this chunk waits here.
-            self._request_limits.sent.add(peer, len(chunk))
+            self._request_limits.sent.add(exchange.peer, len(chunk))
             try:
                 async with asyncio.timeout(STREAM_READ_S):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
             except TimeoutError:
-                logger.info("stream not read peer=%s", peer)
+                logger.info("stream not read peer=%s", exchange.peer)
                 raise
             finally:
-                self._request_limits.sent.remove(peer, len(chunk))
-        await send({"type": "http.response.body", "body": b""})
+                self._request_limits.sent.remove(exchange.peer, len(chunk))
+        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _dispatch(self, method: str, call: Call) -> Answer | Stream:
-        """Check method, caller, limits and parameters of a request, then call its handler.
 
-        Raises Unauthorized, OverLimit, RequestError, and the errors of the handler.
-        """
-        handler = self._methods.get("GET" if method == "HEAD" else method)
-        if handler is None:
-            allowed = ", ".join(sorted(self._methods))
-            advice = self._former_methods.get(method, f"this path has {allowed}")
-            return problem(405, "bad_request", f"{method[:20]!r}: {advice}", allow=allowed)
-        call_limit = self._request_limits.calls
-        if not self._needs_no_account:
-            call.caller = self._security.caller(call.headers, self._now_ms())
-            call.account = call.caller.name
-            call_limit.name(call.account)
-        if excess := call_limit.excess(call.peer, call.account):
-            raise OverLimit(excess)
-        check_parameters(call.query, self._parameters.get("GET" if method == "HEAD" else method))
-        return await handler(call)
+def no_path(path: str) -> Answer:
+    """Build the answer to a request for an unknown path."""
+    return problem(404, "not_found", f"no path {path[:200]!r}; GET /openapi.json has them all")
 
 
 def check_parameters(query: QueryParams, known: tuple[str, ...] | None) -> None:
     """Raise RequestError for an unknown or repeated query parameter. `known` None allows all parameters."""
-    for name in query if known is not None else ():
-        if name not in (known or ()):
-            raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known or ())}")
+    if not query or known is None:
+        return
+    for name in query:
+        if name not in known:
+            raise RequestError(f"parameter {name[:80]!r} is not known; {valid(name, known)}")
         if len(query.getlist(name)) > 1:
             raise RequestError(f"parameter {name!r} is there {len(query.getlist(name))} times; give it once")
 
 
-def peer_of(scope: Scope) -> str:
-    """Read the client's address from an ASGI scope."""
-    return scope["client"][0] if scope.get("client") else ""
-
-
-async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer a request for an unknown path. An ASGI application."""
-    if scope["type"] == "http":
-        await respond(
-            problem(404, "not_found", f"no path {scope['path'][:200]!r}; GET /openapi.json has them all"),
-            send,
-        )
-
-
 class PathTable:
-    """The endpoints by path template. An ASGI application that answers unknown paths with 404."""
+    """The endpoints by path template."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint]) -> None:
         """Serve these endpoints. Templates are Starlette's (`/v1/topics/{topic}`). The first match counts."""
-        self._routes = [(*compile_path(template), endpoint) for template, endpoint in endpoints.items()]
-        # The last paths that were found. Clients choose topics and ids, so their number is limited.
-        self._found: dict[str, tuple[Endpoint, dict[str, Any]]] = {}
+        self._routes: list[_Route] = []
+        for template, endpoint in endpoints.items():
+            pattern, _, converters = compile_path(template)
+            self._routes.append(_Route(template.partition("{")[0], pattern, converters, endpoint))
+        # The last targets that were found. Clients choose topics and ids, so their number is limited.
+        self._found: dict[bytes, tuple[Target, Endpoint | None]] = {}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
-        found = self._found.get(scope["path"]) or self._find(scope["path"])
-        if found is None:
-            await not_found(scope, receive, send)
-            return
-        endpoint, scope["path_params"] = found
-        await endpoint(scope, receive, send)
+    def find(self, url: bytes) -> tuple[Target, Endpoint | None]:
+        """Find the endpoint for the URL of a request. None for an unknown path.
 
-    def _find(self, path: str) -> tuple[Endpoint, dict[str, Any]] | None:
-        for pattern, _, converters, endpoint in self._routes:
-            if match := pattern.match(path):
+        Raises httptools.HttpParserInvalidURLError and UnicodeDecodeError.
+        """
+        return self._found.get(url) or self._find(url)
+
+    def _find(self, url: bytes) -> tuple[Target, Endpoint | None]:
+        parsed = parse_url(url)
+        path = parsed.path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        query = QueryParams(parsed.query) if parsed.query else _NO_QUERY
+        for prefix, pattern, converters, endpoint in self._routes:
+            if path.startswith(prefix) and (match := pattern.match(path)):
                 params = {name: converters[name].convert(text) for name, text in match.groupdict().items()}
-                if len(path) <= PATH_KEPT_CHARACTERS_MAX:
+                found = Target(path, query, params), endpoint
+                if len(url) <= PATH_KEPT_CHARACTERS_MAX:
                     if len(self._found) >= PATHS_KEPT_MAX:
                         self._found.clear()
-                    self._found[path] = endpoint, params
-                return endpoint, params
-        return None
+                    self._found[url] = found
+                return found
+        return Target(path, query, {}), None
 
 
-def write_whole(answer: Answer, exchange: RequestResponseCycle, *, is_head: bool) -> None:
-    """Write an answer at once, head and body together. The client must be able to take it (`flow.write_paused`).
-
-    uvicorn's `send` does the same in two events, and checks headers that do not come from Timeball.
-    """
-    if exchange.disconnected:
-        return
-    headers, data = _headers_and_body(answer)
-    exchange.response_started, exchange.waiting_for_100_continue = True, False
-    head = b"".join(b"%b: %b\r\n" % header for header in headers)
-    closing = b"" if exchange.keep_alive else b"connection: close\r\n"
-    body = b"" if is_head else data
-    exchange.transport.write(STATUS_LINE[answer.status] + head + closing + b"\r\n" + body)
-    exchange.response_complete = True
-    exchange.message_event.set()
-    if not exchange.keep_alive:
-        exchange.transport.close()
-    exchange.on_response()
-
-
-async def respond(answer: Answer, send: Send, *, is_head: bool = False) -> None:
-    """Send an answer: status, headers, and the body unless the request is a HEAD."""
-    headers, data = _headers_and_body(answer)
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": b"" if is_head else data})
-
-
-def _headers_and_body(answer: Answer) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    data = answer.value if isinstance(answer.value, bytes) else encode(answer.value)
-    headers = [
-        (b"content-type", answer.media_type.encode()),
-        (b"content-length", b"%d" % len(data)),
-        (b"cache-control", b"no-store"),
-        (b"x-content-type-options", b"nosniff"),
-        *answer.headers,
-    ]
-    return headers, data
+class _Route(NamedTuple):
+    prefix: str  # of the template, before its first parameter
+    pattern: re.Pattern[str]
+    converters: Mapping[str, Convertor[Any]]
+    endpoint: Endpoint
 
 
 # ---- requests for pages of other sites (CSRF, DNS rebinding) -------------------------------------------------

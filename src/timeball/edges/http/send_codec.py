@@ -197,8 +197,9 @@ def is_raw(headers: Mapping[str, str]) -> bool:
     This is the case if a header `timeball-…` is present, or if the content type is not JSON, NDJSON or Arrow. Types
     that any web page may send are excluded: otherwise a page of another site could make a browser send messages.
     """
-    if any(name.startswith(HEADER) for name in headers):
-        return True
+    for name in headers:  # a generator would cost more than the comparisons
+        if name.startswith(HEADER):
+            return True
     media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
     return _TYPE.fullmatch(media_type) is not None and media_type not in (
         JSON,
@@ -313,7 +314,9 @@ def _decoded_send(
         body, identity = _body(index, message), _id_and_time(index, message, ids)
         properties = properties_text(message.properties)
         size_bytes += len(body) + len(properties or "")
-        rows.append((body, check_label("tag", message.tag), _keys(index, message), properties))
+        tag = None if message.tag is None else check_label("tag", message.tag)
+        keys = _keys(index, message) if message.key is not None or message.keys else None
+        rows.append((body, tag, keys, properties))
         ids_and_times.append(identity)
     if now_ms is None or len(rows) > SMALL_BATCH_ROWS:
         return DecodedSend(
@@ -359,9 +362,9 @@ def _id_and_time(index: int, message: Message, ids: IdSource) -> IdAndTime:
     """Check the id and the time of a message. A message without an id gets one from `ids`."""
     if message.id == "":
         raise InvalidMessage(f"message {index}: id is empty; leave it out, and the broker makes one")
-    return IdAndTime(
-        check_label("id", message.id) or ids.id_of(index), *due_and_delay_ms(message.at, message.after)
-    )
+    message_id = ids.id_of(index) if message.id is None else message.id
+    check_label("id", message.id)
+    return IdAndTime(message_id, *due_and_delay_ms(message.at, message.after))
 
 
 def _keys(index: int, message: Message) -> str | None:

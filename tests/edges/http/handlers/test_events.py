@@ -16,7 +16,7 @@ from tests.bounds import BOUND_S
 from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually, running_node
 
-from timeball.edges.http import edge, requests
+from timeball.edges.http import connection, requests
 from timeball.edges.http.handlers import receives
 from timeball.model.access import ANONYMOUS
 
@@ -139,7 +139,7 @@ def test_a_client_that_does_not_read_is_closed(
     node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "STREAM_READ_S", 0.05)
-    monkeypatch.setattr(edge, "LAST_BYTES_S", 0.05)
+    monkeypatch.setattr(connection, "LAST_BYTES_S", 0.05)
     client.send("unread", {"body": "x"})
     with socket.socket() as stuck:
         stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -15,7 +17,8 @@ from timeball.broker.accepting.ingress import Piece, settle
 from timeball.broker.service import Broker
 from timeball.edges.http import answers_codec, codec, send_codec
 from timeball.edges.http.codec import Answer, problem
-from timeball.edges.http.requests import Call, Paths, read_request
+from timeball.edges.http.requests import Call, DirectHandler, Paths, Respond, read_request
+from timeball.edges.http.send_codec import DecodedSend
 from timeball.edges.shared.error_codes import Refused
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS
@@ -30,16 +33,21 @@ INLINE_DECODE_BYTES_MAX = 64 * 1024
 _IDS_PER_BLOCK = 64  # drawn by one system call
 
 
-class _LogPosition(NamedTuple):
-    """The position of messages in the log. `sent` is the outcome of a send with an idempotency key, else None."""
+class _Send(NamedTuple):
+    """A checked request to send, before its body is decoded."""
 
-    first_seq: int
-    store_ms: int
-    sent: Sent | None
+    topic: str
+    key: str | None  # its idempotency key
+    attempt: str
+    sends_anew: bool  # although the messages of an earlier send with this key are settled
+    may_use_rows: bool
+    decode: Callable[[bytes, send_codec.IdSource, int | None], DecodedSend]
 
 
 class _Piece(Piece, gc=False):
-    accepted: Any  # a future of _LogPosition
+    decoded: Any  # DecodedSend
+    has_key: bool
+    respond: Any  # Respond
 
 
 class _DerivedIds(send_codec.IdSource):
@@ -77,10 +85,33 @@ class Sends:
 
     def __init__(self, broker: Broker) -> None:
         self._broker, self._is_durable = broker, broker.settings.durability == "sync"
-        self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": self._send}}
+        self.paths: Paths = {"/v1/topics/{topic}/messages": {"POST": DirectHandler(self._begin, self._send)}}
+
+    def _begin(self, call: Call, respond: Respond) -> bool:
+        """Begin to send the messages of a request, if its body has come and is small."""
+        send = self._check(call)
+        if len(call.exchange.body) > INLINE_DECODE_BYTES_MAX:
+            return False
+        data = call.take_body()
+        if data is None:
+            return False
+        self._put(call, send, self._decode(call, send, data), respond)
+        return True
 
     async def _send(self, call: Call) -> Answer:
         """Send the messages of a request. The answer contains their ids and sequence numbers."""
+        send = self._check(call)
+        data = await call.read_body()
+        if len(data) <= INLINE_DECODE_BYTES_MAX:
+            decoded = self._decode(call, send, data)
+        else:
+            decoded = await asyncio.to_thread(self._decode, call, send, data)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._put(call, send, decoded, partial(settle, answer))
+        return await answer
+
+    def _check(self, call: Call) -> _Send:
+        """Check the headers of a request, and whether its caller may send to the topic."""
         topic, key = call.path["topic"], call.headers.get("idempotency-key")
         attempt = call.headers.get("idempotency-attempt", "")
         if_settled = call.headers.get("idempotency-if-settled", "")
@@ -96,56 +127,59 @@ class Sends:
         topic_entry = None if accepts_only_repeats else policy.destination(topic, call.caller)
         # Each send needs a header that no page of another site may send without a preflight request. Otherwise a
         # browser on this machine could be made to send that site's messages.
-        is_event, media_type = "ce-specversion" in call.headers, ""
-        is_raw = not is_event and send_codec.is_raw(call.headers)
-        if not is_event and not is_raw:
+        if "ce-specversion" in call.headers:
+            decode = partial(send_codec.decode_cloud_event, topic, call.headers)
+        elif send_codec.is_raw(call.headers):
+            decode = partial(send_codec.decode_raw, topic, call.headers)
+        else:
             media_type = _media_type(call.headers.get("content-type", ""))
-        data = await call.read_body()
+            decode = partial(send_codec.decode_messages, topic, media_type)
         # Rows are only for messages that the broker accepts without a further decision. Columns are needed if the topic
         # must be created first, and for a send with a key, which may be repeated and must then have the same content.
         may_use_rows = topic_entry is not None and key is None
-        now_ms = self._broker.clock.now_ms() if may_use_rows else None
-        ids = _RANDOM_IDS if key is None else _DerivedIds(call.caller.name, topic, key)
-        if is_event:
-            decoded = send_codec.decode_cloud_event(topic, call.headers, data, ids, now_ms)
-        elif is_raw:
-            decoded = send_codec.decode_raw(topic, call.headers, data, ids, now_ms)
-        elif len(data) <= INLINE_DECODE_BYTES_MAX:
-            decoded = send_codec.decode_messages(topic, media_type, data, ids, now_ms)
-        else:
-            decoded = await asyncio.to_thread(
-                send_codec.decode_messages, topic, media_type, data, ids, now_ms
-            )
+        return _Send(topic, key, attempt, if_settled == "send", may_use_rows, decode)
+
+    def _decode(self, call: Call, send: _Send, data: bytes) -> DecodedSend:
+        """Decode the body of a request."""
+        now_ms = self._broker.clock.now_ms() if send.may_use_rows else None
+        ids = _RANDOM_IDS if send.key is None else _DerivedIds(call.caller.name, send.topic, send.key)
+        decoded = send.decode(data, ids, now_ms)
         if trace_context := context_from_headers(call.headers):
             rows = with_contexts(decoded.rows, [trace_context] * decoded.row_count)
             decoded = decoded._replace(rows=rows)
-        accepted: asyncio.Future[_LogPosition] = asyncio.get_running_loop().create_future()
+        return decoded
+
+    def _put(self, call: Call, send: _Send, decoded: DecodedSend, respond: Respond) -> None:
+        """Give messages to the broker. `respond` receives the answer when they are durable."""
         # The topic of rows has been checked above. For columns, the broker checks the caller again.
         caller = None if isinstance(decoded.rows, list) else call.caller
-        piece = _Piece(self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, accepted)
-        if key is None:
+        piece = _Piece(
+            self, decoded.rows, decoded.row_count, decoded.size_bytes, 0, caller, decoded, send.key is not None,
+            respond,
+        )  # fmt: skip
+        if send.key is None:
             self._broker.sends.put(piece)
         else:
-            self._broker.keyed_sends.put(piece, key, attempt, anew=if_settled == "send")
-        first_seq, store_ms, repeated = await accepted
-        if key is not None and repeated is None:
-            repeated = Sent(CREATED, [])
-        answer = send_codec.build_answer(decoded, first_seq, store_ms, repeated, durable=self._is_durable)
-        answer_rows = 1 if decoded.ids_and_times is None else decoded.row_count
-        return Answer(
-            200 if repeated and repeated.outcome == EXISTS else 201, answer, size_bytes=200 * answer_rows
-        )
+            self._broker.keyed_sends.put(piece, send.key, send.attempt, anew=send.sends_anew)
 
     def answer(self, pieces: list[_Piece], accepted: Accepted) -> None:
         """Complete the requests with the positions of their messages (see Edge in broker/accepting/ingress.py)."""
         for piece in pieces:
-            first_seq = accepted.first_seq + piece.first_row
-            settle(piece.accepted, _LogPosition(first_seq, accepted.store_ms, accepted.sent))
+            decoded, repeated = piece.decoded, accepted.sent
+            if piece.has_key and repeated is None:
+                repeated = Sent(CREATED, [])
+            answer = send_codec.build_answer(
+                decoded, accepted.first_seq + piece.first_row, accepted.store_ms, repeated,
+                durable=self._is_durable,
+            )  # fmt: skip
+            answer_rows = 1 if decoded.ids_and_times is None else decoded.row_count
+            status = 200 if repeated and repeated.outcome == EXISTS else 201
+            piece.respond(Answer(status, answer, size_bytes=200 * answer_rows))
 
     def refuse(self, pieces: list[_Piece], error: BaseException) -> None:
         """Complete the requests with the error that refused their messages."""
         for piece in pieces:
-            settle(piece.accepted, error)
+            piece.respond(error)
 
 
 def _media_type(content_type: str) -> str:

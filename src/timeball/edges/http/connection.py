@@ -1,0 +1,262 @@
+"""One HTTP connection: uvicorn's parser and flow control, limits for heads, and the start of each request.
+
+    JoinedWrites      a transport that joins the writes of one turn of the event loop
+    HttpConnection    one connection
+
+uvicorn would build an ASGI scope, several events and two timers for each request. Timeball's handlers need none of
+them, so a connection starts them itself (docs/decisions/0099-http-without-asgi.md). A head is the request line with the
+headers. uvicorn limits neither its size nor the time until it is complete. It also writes the head and the body of an
+answer separately, which costs two system calls and two TCP segments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Coroutine
+from functools import partial
+from typing import Any
+
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from timeball.edges.http.exchange import Exchange
+from timeball.edges.http.requests import Endpoint, PathTable, no_path
+from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, protocol_of
+
+_FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
+HEAD_BYTES_MAX = 32 * 1024
+LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
+HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
+
+
+class JoinedWrites(asyncio.Transport):
+    """A transport that joins the writes of one turn of the event loop into one write."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._transport, self._loop = transport, loop
+        self._chunks: list[bytes] = []  # written at the end of this turn; if not empty, a flush is scheduled
+
+    def write(self, data: Any) -> None:
+        """Add `data` to the write at the end of this turn of the loop."""
+        if not self._chunks:
+            self._loop.call_soon(self._flush)
+        self._chunks.append(data)
+
+    def close(self) -> None:
+        """Write the remaining bytes, then close."""
+        self._flush()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            # The transport closes after the last byte is written. A client that does not read would keep it open.
+            self._loop.call_later(LAST_BYTES_S, self._transport.abort)
+
+    def _flush(self) -> None:
+        """Write the collected chunks at once."""
+        chunks, self._chunks = self._chunks, []
+        if chunks and not self._transport.is_closing():
+            self._transport.write(b"".join(chunks))
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def is_closing(self) -> bool:
+        """True while the transport closes, and when it is closed."""
+        return self._transport.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """Look up information about the socket (see asyncio.BaseTransport)."""
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        """Stop reading until `resume_reading`."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        self._transport.resume_reading()
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        """Pass the received bytes to another protocol."""
+        self._transport.set_protocol(protocol)
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One connection. It answers its requests one after the other, in their order."""
+
+    cycle: Exchange  # the newest request
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._paths: PathTable = self.config.loaded_app
+        # requests that are not started: they wait for their bodies, or for the answer to an earlier one
+        self._waiting: deque[tuple[Exchange, Endpoint | None]] = deque()
+        self._serving: Exchange | None = None  # the request that is started and not answered
+        self._head_bytes = 0
+        # the first bytes of a head, by which another protocol is recognized
+        self._first_bytes = b""
+        self._is_in_head = True  # a head is expected at once, or has begun
+        # of a head that has not come at once; None while there is none
+        self._head_deadline: asyncio.TimerHandle | None = None
+        self._idle_since_s: float | None = None  # None while a request is under way
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit for the head of the first request."""
+        super().connection_made(JoinedWrites(transport, self.loop))
+        self._start_head_deadline()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Cancel the time limits."""
+        self._cancel_head_deadline()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+        # uvicorn marks only the newest request.
+        if self._serving is not None:
+            self._serving.disconnected = True
+            self._serving.notify()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
+        if self._is_in_head:
+            if not self._head_bytes:
+                self._first_bytes = data[:_FIRST_BYTES_MAX]
+            self._head_bytes += len(data)
+        super().data_received(data)
+        # A request whose body has not come yet: its handler waits for it.
+        self._start_next()
+        # Usually a head comes at once, and needs no time limit.
+        if self._is_in_head and not self.transport.is_closing():
+            if self._head_bytes > HEAD_BYTES_MAX:
+                self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
+            elif self._head_deadline is None:
+                self._start_head_deadline()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol."""
+        if protocol_of(self._first_bytes) != "HTTP/1":
+            peer = self.client[0] if self.client else ""
+            WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
+        super().send_400_response(msg)
+
+    # -- events of the parser ----------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Begin a head."""
+        self.url, self.headers, self.expect_100_continue = b"", [], False
+        if not self._is_in_head:
+            self._is_in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        """Build the state of a request. Its body has separate limits."""
+        self._is_in_head = False
+        self._cancel_head_deadline()
+        parser = self.parser
+        target, endpoint = self._paths.find(self.url)
+        earlier = self.cycle
+        exchange = self.cycle = Exchange(
+            parser.get_method().decode("ascii"),
+            target,
+            {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers},
+            peer=self.client[0] if self.client else "",
+            transport=self.transport,
+            flow=self.flow,
+            keep_alive=parser.get_http_version() != "1.0" and parser.should_keep_alive(),
+            expects_continue=self.expect_100_continue,
+        )
+        exchange.on_response = self.on_response_complete
+        self._waiting.append((exchange, endpoint))
+        if earlier is not None and not earlier.response_complete:
+            self.flow.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Add received bytes of a body to its request."""
+        exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.add_body(body)
+            if len(exchange.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+
+    def on_message_complete(self) -> None:
+        """End a request."""
+        exchange = self.cycle
+        if not exchange.response_complete:
+            exchange.more_body = False
+            exchange.notify()
+        self._start_next()
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _start_next(self) -> None:
+        """Start the next request, unless another one is under way."""
+        if self._waiting and self._serving is None and not self.transport.is_closing():
+            exchange, endpoint = self._waiting.popleft()
+            self._serving = exchange
+            if endpoint is None:
+                exchange.write(no_path(exchange.target.path))
+            else:
+                endpoint.start(exchange, partial(self._run, exchange))
+
+    def _run(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        """Start a task that serves a request."""
+        task = self.loop.create_task(self._serve(exchange, work))
+        self.tasks.add(task)  # uvicorn waits for these tasks at a stop
+
+    async def _serve(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except BaseException:  # such as a cancel at a stop, or a client that does not read
+            if exchange.response_started:
+                exchange.transport.close()
+            else:
+                await exchange.send_500_response()
+        finally:
+            self.tasks.discard(asyncio.current_task())
+
+    def on_response_complete(self) -> None:
+        """Start the next request that has come, or wait for one for a limited time."""
+        self.server_state.total_requests += 1
+        self._serving = None
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
+        if self._waiting:
+            # Later, because an answer may follow at once, and so on for many requests.
+            self.loop.call_soon(self._start_next)
+            return
+        self._idle_since_s = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self._wait_for_next_request(self.timeout_keep_alive)
+
+    # -- time limits -------------------------------------------------------------------------------------------
+    # A timer for each request would cost as much as its checks. So one timer runs while a connection is open, and looks
+    # how long it has been idle.
+
+    def _wait_for_next_request(self, wait_s: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(wait_s, self.timeout_keep_alive_handler)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Note that the connection is not idle. uvicorn calls this for all received bytes."""
+        self._idle_since_s = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close the connection if it has been idle for long enough."""
+        self.timeout_keep_alive_task = None
+        if self._idle_since_s is None:
+            return  # the timer starts again after the answer
+        left_s = self._idle_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self._wait_for_next_request(left_s)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _start_head_deadline(self) -> None:
+        """Start the time limit for a head."""
+        self._head_deadline = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def _cancel_head_deadline(self) -> None:
+        if self._head_deadline is not None:
+            self._head_deadline.cancel()
+            self._head_deadline = None
