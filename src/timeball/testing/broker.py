@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import msgspec
 
 from timeball.model import limits, time_parsing
+from timeball.model.answers import PageRequest
 from timeball.model.config import Settings
 from timeball.model.errors import NotFound, SetupError
 from timeball.model.message import decode_properties
@@ -257,12 +258,10 @@ class TestBroker:
         return self._run(self._list_pending(topic, key))
 
     async def _list_pending(self, topic: str | None, key: str | None) -> list[ScheduledMessage]:
-        from  import Wanted
-
         messages: list[ScheduledMessage] = []
         page_begin = None
         while True:
-            wanted = Wanted(limits.LISTED_ROWS_MAX, topic, key, after=page_begin)
+            wanted = PageRequest(limits.LISTED_ROWS_MAX, topic, key, after=page_begin)
             try:
                 page = await self._node.broker.listing.page(wanted)
             except NotFound:
