@@ -20,6 +20,7 @@ from tests.log.small_log import AtOnce, batch, bodies, opened, reopened
 
 from timeball.io.files import RealFiles
 from timeball.log import reader as module
+from timeball.log import row_encoder
 from timeball.log.reader import FrameCache, LogReader
 from timeball.log.segment import Segment, Segments, segment_name
 from timeball.model.errors import Corrupt, OutOfRange
@@ -62,6 +63,41 @@ def seqs(batches: list[pa.RecordBatch]) -> list[int]:
 
 kinds = st.sampled_from([Kind.MESSAGE, Kind.SCHEDULED, Kind.RELEASE, Kind.TABLE])
 logs = st.lists(st.tuples(st.integers(1, 6), kinds), max_size=10)
+
+
+# ---- values of a few rows ---------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(logs, st.sets(st.integers(1, 80), max_size=8))
+def test_values_equal_the_rows_and_numbers_that_were_set_aside_are_left_out(
+    frames: list[tuple[int, int]], wanted: set[int]
+) -> None:
+    reader, rows = log_of(frames)
+    kept = sorted(seq for seq in wanted if seq < reader.next_seq)
+    values = reader.read_values(kept)
+    if row_encoder.LOG_ENCODER is None:
+        assert values is None or not kept
+        return
+    columns = reader.read_rows(np.array([seq for seq in kept if seq in rows], np.int64))
+    assert values == [tuple(row.values()) for row in columns.to_pylist()]
+
+
+def test_values_are_of_rows_that_the_log_keeps_and_checked() -> None:
+    reader = simple(2)
+    with pytest.raises(OutOfRange):
+        reader.read_values([1, reader.next_seq])
+    segment = reader.segments.all[0]
+    damaged = bytearray(segment.buffer)
+    damaged[segment.frame_position_of(2) + 100] ^= 1
+    segment.buffer = pa.py_buffer(bytes(damaged))
+    with pytest.raises(Corrupt):
+        reader.read_values([2])
+
+
+def test_the_rows_of_a_large_frame_are_read_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_encoder, "READABLE_BYTES_MAX", 100)
+    assert simple(2).read_values([2, 5]) is None
 
 
 # ---- ranges ----------------------------------------------------------------------------------------------

@@ -149,3 +149,13 @@ def test_many_rows_and_long_messages_become_columns() -> None:
         which = list(range(rows.num_rows))
         assert isinstance(row_encoder.numbered(rows, which, which), pa.RecordBatch)
         assert isinstance(row_encoder.numbered(many, [1], [7]), row_encoder.NumberedRows)
+
+
+def test_a_message_of_another_layout_is_read_as_columns() -> None:
+    values: list[LogRow] = [(0, "t", 0, 0, *[None] * 17)]
+    message = build_by_pyarrow(values).message
+    other = pa.record_batch([pa.array([1])], names=["other"]).serialize()
+    assert row_encoder.readable(pa.py_buffer(other)) is None
+    if row_encoder.LOG_ENCODER is not None:
+        readable = row_encoder.readable(pa.py_buffer(message))
+        assert readable is not None and row_encoder.read_numbered_row(readable, 0, 7) == (7, *values[0])

@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from timeball.log import format as fmt
+from timeball.log.row_encoder import read_numbered_row, readable
 from timeball.log.segment import Segment, Segments
 from timeball.model.errors import Corrupt, OutOfRange
-from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array
+from timeball.model.message import LOG_SCHEMA, READ_SCHEMA, Int64Array, ReadRow
 
 # Bounds the heap objects of decoded frames. Their rows are views of the mapping and take no heap.
 CACHE_BYTES_MAX = 32 * 1024 * 1024
@@ -237,6 +238,26 @@ class LogReader:
         inverse[order] = np.arange(len(order))
         return result.take(pa.array(inverse))
 
+    def read_values(self, seqs: Sequence[int]) -> list[ReadRow] | None:
+        """Read the rows with these ascending sequence numbers, a value for each column. None if columns are needed.
+
+        That is so if a frame is large (`readable`). Numbers that were set aside have no row, and are left out. Raises
+        OutOfRange.
+        """
+        values: list[ReadRow] = []
+        end_seq = 0
+        for seq in seqs:
+            if seq >= end_seq:
+                segment = self.segments.holding(seq)
+                position = segment.frame_position_of(seq)
+                first_seq, (row_count, message) = self.open_frame(segment, position, _readable_rows)
+                end_seq = first_seq + row_count
+                if message is None:
+                    return None
+            if seq < end_seq:
+                values.append(read_numbered_row(message, seq - first_seq, seq))
+        return values
+
     def open_frame(
         self, segment: Segment, position: int, decode: Callable[[pa.Buffer, fmt.Frame], T]
     ) -> tuple[int, T]:
@@ -258,6 +279,11 @@ class LogReader:
             if keep:
                 self._cache.keep(location, frame)
         return frame
+
+
+def _readable_rows(segment: pa.Buffer, frame: fmt.Frame) -> tuple[int, bytes | None]:
+    """Count the rows of a checked frame, and copy its message if single rows can be read from it."""
+    return frame.rows, readable(segment.slice(frame.position + fmt.ALIGN, frame.payload))
 
 
 def _row_seqs(frames: list[tuple[int, pa.RecordBatch]], row_count: int) -> Int64Array:

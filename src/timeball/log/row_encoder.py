@@ -404,6 +404,39 @@ def read_numbered_row(rows: Rows | bytes, index: int, seq: int) -> ReadRow:
     return (seq, *[column[index].as_py() for column in as_batch(rows).columns])
 
 
+READABLE_BYTES_MAX = 256 * 1024  # copying a larger message costs more than reading its columns
+_HEAD_NUMBERS = sorted(
+    [
+        (_LOG_LAYOUT.rows_at, 8),
+        (_LOG_LAYOUT.nodes_at, 16 * len(LOG_SCHEMA)),
+        (_LOG_LAYOUT.buffers_at, 16 * sum(field.type.num_buffers for field in LOG_SCHEMA)),
+        (_LOG_LAYOUT.body_bytes_at, 8),
+    ]
+)
+
+
+def _fixed_head(message: bytes) -> bytes:
+    """Extract the metadata of a message without its numbers: the same for all messages of the layout."""
+    begins = [0, *(at + size for at, size in _HEAD_NUMBERS)]
+    ends = [*(at for at, _ in _HEAD_NUMBERS), _HEAD_BYTES]
+    return b"".join([message[begin:end] for begin, end in zip(begins, ends, strict=True)])
+
+
+_FIXED_HEAD = _fixed_head(_LOG_LAYOUT.head)
+
+
+def readable(message: pa.Buffer) -> bytes | None:
+    """Copy a message for `read_numbered_row`. None if its columns must be read.
+
+    This is so without the compiled encoder, for a large message, and for one that another version of pyarrow has laid
+    out in another way.
+    """
+    if LOG_ENCODER is None or message.size > READABLE_BYTES_MAX:
+        return None
+    data: bytes = message.to_pybytes()
+    return data if _fixed_head(data) == _FIXED_HEAD else None
+
+
 # ---- the choice of an encoder --------------------------------------------------------------------------------
 
 

@@ -33,6 +33,7 @@ from tests.crash.scenarios import FAR_MS
 from tests.crash.world import HOUR_MS, SECOND_MS, World
 from tests.crash_files import CrashFiles
 
+from timeball.broker.revoking import reschedule
 from timeball.io.clock import ManualClock
 from timeball.io.threads import SLICE_ROWS
 from timeball.log import writer
@@ -132,6 +133,39 @@ async def test_a_rescheduled_message_keeps_all_its_columns(world: World) -> None
     assert row["reconsume_times"] == 2
     # What once said when it was due is not true any more.
     assert decode_properties(row["properties"]) == {"mine": "1", "WAIT": "true"}
+
+
+@pytest.mark.parametrize("is_delay", [True, False], ids=["delay", "due"])
+@on_node()
+async def test_a_few_messages_are_moved_as_many_are(
+    world: World, monkeypatch: pytest.MonkeyPatch, *, is_delay: bool
+) -> None:
+    ids = ["few", "many"]
+    when = {"delay_ms": LATER_MS} if is_delay else {"due_ms": world.clock.wall + LATER_MS}
+    columns = {
+        "topic": ["a"], "body": [b"\x00 body"], "tag": ["t"], "keys": ["k1 k2"], "born_ms": [7], "born_host": ["host"],
+        "properties": [encode_properties({"mine": "1", "TIMER_DELIVER_MS": "5", "WAIT": "true"})],
+        "queue_id": np.array([1], dtype=np.int32), "flag": np.array([3], dtype=np.int32),
+    }  # fmt: skip
+    for name in ids:
+        await world.broker.send(batch(1, **columns, unique_key=[name], delay_ms=[FAR_MS]))
+    for _ in range(2):  # the second move is one of a MOVED row
+        await world.broker.reschedule(ids=["few"], **when)
+        with monkeypatch.context() as patch:
+            patch.setattr(reschedule, "FEW_ROWS", 0)
+            await world.broker.reschedule(ids=["many"], **when)
+    await world.advance(LATER_MS)
+    rows = await log_rows(world, Kind.MOVED, Kind.RELEASE)
+    numbers = {row["source_seq"] for row in rows}
+    assert len(rows) == 6 and len(numbers) == 2
+    own = {"seq", "unique_key", "source_seq", "version_seq", "queue_offset"}
+    few, many = (
+        [{name: row[name] for name in row.keys() - own} for row in rows if row["unique_key"] == name]
+        for name in ids
+    )
+    assert few == many
+    versions = [[row["version_seq"] is None for row in rows if row["unique_key"] == name] for name in ids]
+    assert versions == [[True, False, False]] * 2
 
 
 @on_node()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from timeball.broker.registry.topics import Placement, Topics
 from timeball.io.clock import SchedulerClock
 from timeball.log.row_encoder import (
     EncodedRows,
+    NumberedRows,
     Pairs,
     ReadRows,
     Rows,
@@ -41,6 +42,7 @@ from timeball.log.row_encoder import (
     build,
     numbered,
     pairs_of,
+    stored_size,
 )
 from timeball.log.writer import LogWriter
 from timeball.model.access import ANONYMOUS, Caller
@@ -63,8 +65,9 @@ from timeball.schedule.scheduler import Scheduling
 
 # Column positions, looked up once because every append replaces these two columns.
 _QUEUE_ID, _QUEUE_OFFSET = (LOG_SCHEMA.get_field_index(name) for name in ("queue_id", "queue_offset"))
-_KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS = (
-    LOG_SCHEMA.get_field_index(name) for name in ("kind", "topic", "body", "properties", "store_ms")
+_KIND, _TOPIC, _BODY, _PROPERTIES, _STORE_MS, _ACCEPTED_MS, _SOURCE_SEQ = (
+    LOG_SCHEMA.get_field_index(name)
+    for name in ("kind", "topic", "body", "properties", "store_ms", "accepted_ms", "source_seq")
 )
 BoolArray = npt.NDArray[np.bool_]
 _TOPIC_OF = itemgetter(SEND_NAMES.index("topic"))
@@ -335,7 +338,11 @@ class Appender:
 
         The topic of a scheduled message exists from the moment it is accepted, so tools can show it.
         """
-        for name in codes_of(rows.column("topic"))[1]:
+        self.ensure_topics(codes_of(rows.column("topic"))[1])
+
+    def ensure_topics(self, names: Iterable[str]) -> None:
+        """Create the missing ones of these topics, as `make_topics` does."""
+        for name in names:
             self._topics.ensure(name)
 
     def _prepare_and_append(
@@ -377,6 +384,35 @@ class Appender:
     def append_few(self, values: list[LogRow]) -> asyncio.Future[int]:
         """Append a few rows, given as values, that are neither visible nor scheduled: cancels."""
         return self._writer.append(build(values))[1]
+
+    @property
+    def may_move_few(self) -> bool:
+        """True if the backlog stores messages unchanged, so that `append_moved` may be called."""
+        return self._compacts
+
+    def append_moved(
+        self, moved: list[LogRow], then: Callable[[], None], *, is_duration: bool
+    ) -> asyncio.Future[int]:
+        """Append MOVED rows that give a few messages another due time. `then` and `is_duration`: as for `append`."""
+        first_seq, now_ms = self._writer.next_seq, moved[0][_STORE_MS]
+        size_bytes = sum([stored_size(row[_TOPIC], row[_BODY] or b"", row[_PROPERTIES]) for row in moved])
+
+        def on_durable() -> None:
+            # The messages as they were accepted (`as_scheduled` in schedule/locations.py).
+            rows = NumberedRows(
+                [
+                    (
+                        first_seq + index, *row[:_STORE_MS], row[_ACCEPTED_MS], *row[_STORE_MS + 1 : _ACCEPTED_MS],
+                        None, row[_SOURCE_SEQ], None, None,
+                    )
+                    for index, row in enumerate(moved)
+                ]
+            )  # fmt: skip
+            mask = np.ones(len(moved), np.bool_) if is_duration else durations.is_duration_small(rows)
+            self._add_pending(rows, rows.pairs, now_ms, size_bytes, first_seq + len(moved), mask)
+            then()
+
+        return self._writer.append(build(moved), on_durable=on_durable)[1]
 
     def _assign_offsets(self, rows: pa.RecordBatch, visible: Int64Array) -> tuple[pa.RecordBatch, Placement]:
         """Assign queues and offsets to the rows at the positions `visible`: visible rows, and rows of a delay level."""

@@ -76,11 +76,11 @@ async def settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
     """
     names.check()
     async with look_ups.gate.passing():
-        return await _settle(look_ups, names, act)
+        return await settle_found(look_ups, names, await look_ups.look_up(names), act)
 
 
-async def _settle(look_ups: LookUps, names: Names, act: Act) -> list[Verdict]:
-    lookup = await look_ups.look_up(names)
+async def settle_found(look_ups: LookUps, names: Names, lookup: LookupResult, act: Act) -> list[Verdict]:
+    """Continue `settle` with the result of the look-up. The caller has passed the gate."""
     verdicts, remaining = await look_ups.work_through(lookup, _divide, lookup)
     while remaining:
         # `act` decides on the event loop. So a message without a verdict was settled or moved by another request.

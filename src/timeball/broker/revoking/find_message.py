@@ -9,7 +9,8 @@ Both only read. They end no scheduled message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import pyarrow as pa
 
 from timeball.broker.consuming.group_places import Copy, GroupPlaces, copies_by_message, copy_of
 from timeball.broker.revoking import scheduled_lookup
-from timeball.broker.revoking.cancel import settle
+from timeball.broker.revoking.cancel import settle, settle_found
 from timeball.broker.revoking.scheduled_lookup import (
     CANCELLED,
     RELEASED,
@@ -35,7 +36,7 @@ from timeball.log.writer import CommitLog
 from timeball.model import limits
 from timeball.model.answers import SentState
 from timeball.model.key_hash import hash_text
-from timeball.model.message import CANCEL_REASON, CANCELLED_BY, Kind, decode_properties
+from timeball.model.message import CANCEL_REASON, CANCELLED_BY, READ_SCHEMA, Kind, decode_properties
 from timeball.model.wire import Content, MessagePlace, Verdict
 from timeball.schedule.hour_log import HourLog
 from timeball.schedule.outcomes import Outcomes
@@ -81,34 +82,41 @@ async def find_message(
     """
     topics: dict[int, str] = {}
     contents: dict[int, Content] = {}
+    names.check()
+    async with look_ups.gate.passing():
+        lookup = await look_ups.look_up(names)
+        log_rows = lookup.rows
 
-    async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
-        # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides which
-        # messages are pending.
-        candidates = await pending_ones(scheduling.outcomes, found)
-        topics.update({candidate.number: candidate.topic for candidate in candidates})
-        verdicts.update(
-            (candidate.number, Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms))
-            for candidate in candidates
-        )
-        # The content needs a permission that the state does not need.
-        readable = [candidate for candidate in candidates if may_read(candidate.topic)]
-        contents.update(
-            await in_thread(
-                threads.files,
-                _read_contents,
-                readable,
-                reader=log.reader,
-                hour_log=scheduling.hour_log,
-                file_keys=file_keys,
+        async def add_pending(found: Sequence[Candidate], verdicts: dict[int, Verdict]) -> None:
+            nonlocal log_rows
+            # A file may still contain a message whose RELEASE or CANCEL row has left the log. So the schedule decides
+            # which messages are pending.
+            candidates = await pending_ones(scheduling.outcomes, found)
+            if len(candidates) < len(found):
+                log_rows = None  # the rows of some messages came after the look-up, or are not durable yet
+            topics.update({candidate.number: candidate.topic for candidate in candidates})
+            verdicts.update(
+                (candidate.number, Verdict("", WAITING, candidate.number, due_ms=candidate.due_ms))
+                for candidate in candidates
             )
-        )
+            # The content needs a permission that the state does not need.
+            readable = [candidate for candidate in candidates if may_read(candidate.topic)]
+            contents.update(
+                await _contents_of(
+                    readable, reader=log.reader, scheduling=scheduling, file_keys=file_keys,
+                    file_thread=threads.files,
+                )
+            )  # fmt: skip
 
-    verdicts = await settle(look_ups, names, add_pending)
-    # Read after the verdicts: a message that was released meanwhile is then found as a visible row.
-    rows_by_kind = await in_thread(
-        threads.reader, _read_log, names, may_read, reader=log.reader, key_index=log.key_index
-    )
+        verdicts = await settle_found(look_ups, names, lookup, add_pending)
+    if log_rows is not None:
+        named_rows = [dict(zip(READ_SCHEMA.names, row, strict=True)) for row in log_rows]
+        rows_by_kind = _by_kind(named_rows, lambda index: named_rows[index]["body"], names, may_read)
+    else:
+        # Read after the verdicts: a message that was released meanwhile is then found as a visible row.
+        rows_by_kind = await in_thread(
+            threads.reader, _read_log, names, may_read, reader=log.reader, key_index=log.key_index
+        )
     copies_by_row = copies_by_message(rows_by_kind.copies, rows_by_kind.visible)
     places = {
         place.seq: msgspec.structs.replace(place, groups=await groups.of(place, copies_by_row[place.seq]))
@@ -139,6 +147,31 @@ async def pending_ones(outcomes: Outcomes, found: Sequence[Candidate]) -> list[C
     return pending
 
 
+async def _contents_of(
+    candidates: Sequence[Candidate],
+    *,
+    reader: LogReader,
+    scheduling: Scheduling,
+    file_keys: TableKeys,
+    file_thread: Executor,
+) -> dict[int, Content]:
+    """Find the content of these scheduled messages, by number. The look-up may have read it already."""
+    contents = {
+        candidate.number: _content(dict(zip(READ_SCHEMA.names, candidate.row, strict=True)))
+        for candidate in candidates
+        if candidate.row is not None
+    }
+    unread = [candidate for candidate in candidates if candidate.row is None]
+    if unread:
+        contents.update(
+            await in_thread(
+                file_thread, _read_contents, unread, reader=reader, hour_log=scheduling.hour_log,
+                file_keys=file_keys,
+            )
+        )  # fmt: skip
+    return contents
+
+
 def _read_contents(
     candidates: list[Candidate], *, reader: LogReader, hour_log: HourLog, file_keys: TableKeys
 ) -> dict[int, Content]:
@@ -146,24 +179,27 @@ def _read_contents(
 
     Messages that are in neither log nor table any more are left out.
     """
-    if not candidates:
-        return {}
     number_by_seq = {candidate.seq: candidate.number for candidate in candidates}
     # Taken in this thread: it is the one that deletes files, or files stay for a day after they left the table. So no
     # listed file disappears before it is read.
     live_files = hour_log.pending.live
     rows = scheduled_lookup.read_scheduled_rows(reader, file_keys, live_files, candidates).to_pylist()
-    return {
-        number_by_seq[row["seq"]]: _content(row, row["body"]) for row in rows if row["seq"] in number_by_seq
-    }
+    return {number_by_seq[row["seq"]]: _content(row) for row in rows if row["seq"] in number_by_seq}
 
 
 def _read_log(names: Names, may_read: MayRead, *, reader: LogReader, key_index: KeyIndex) -> _RowsByKind:
     """Read the rows of the log with these ids, and group them by kind (reader thread)."""
-    result, hashes = _RowsByKind(), hash_text(pa.array(names.ids, pa.string()))
-    rows = reader.read_rows(key_index.find_rows(hashes))
+    rows = reader.read_rows(key_index.find_rows(hash_text(pa.array(names.ids, pa.string()))))
     bodies = rows.column("body")
-    for index, row in enumerate(rows.select(_COLUMNS).to_pylist()):
+    return _by_kind(rows.select(_COLUMNS).to_pylist(), lambda index: bodies[index].as_py(), names, may_read)
+
+
+def _by_kind(
+    rows: Iterable[Mapping[str, Any]], body_of: Callable[[int], bytes | None], names: Names, may_read: MayRead
+) -> _RowsByKind:
+    """Group rows of the log by kind. They may include rows with other ids. `body_of`: the body of the n-th row."""
+    result = _RowsByKind()
+    for index, row in enumerate(rows):
         # The index contains hashes, and another id may have the same hash.
         if row["unique_key"] not in names.ids:
             continue
@@ -172,8 +208,8 @@ def _read_log(names: Names, may_read: MayRead, *, reader: LogReader, key_index: 
         elif row["kind"] == Kind.CANCEL and row["source_seq"] is not None:
             result.cancels[row["source_seq"]] = decode_properties(row["properties"] or "")
         elif row["kind"] in (Kind.MESSAGE, Kind.RELEASE) and _matches_names(row["topic"], names):
-            # The body is taken from the column only for this row, as a redelivered message may have many rows.
-            content = _content(row, bodies[index].as_py()) if may_read(row["topic"]) else None
+            # The body is taken only for this row, as a redelivered message may have many rows.
+            content = _content({**row, "body": body_of(index)}) if may_read(row["topic"]) else None
             number = row["seq"] if row["kind"] == Kind.MESSAGE else row["source_seq"]
             result.visible[row["seq"]] = MessagePlace(
                 "visible", number, row["topic"], row["queue_id"], row["queue_offset"], row["store_ms"],
@@ -189,8 +225,8 @@ def _matches_names(topic: str, names: Names) -> bool:
     return topic == names.topic if names.topic is not None else not is_on_its_way_back(topic)
 
 
-def _content(row: dict[str, Any], body: bytes | None) -> Content:
-    body = body or b""
+def _content(row: Mapping[str, Any]) -> Content:
+    body = row["body"] or b""
     return Content(
         # Only the beginning is shown, but the size is that of the whole body.
         body[: limits.SHOWN_BODY_BYTES_MAX],

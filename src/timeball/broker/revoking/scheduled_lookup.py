@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import repeat
+from operator import itemgetter
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
@@ -42,7 +44,15 @@ from timeball.model import limits
 from timeball.model.answers import HANDED
 from timeball.model.errors import Corrupt, NotFound, OutOfRange, TimeballError
 from timeball.model.key_hash import UInt64Array, hash_text
-from timeball.model.message import DLQ_PREFIX, RETRY_PREFIX, Int64Array, Kind, decode_properties
+from timeball.model.message import (
+    DLQ_PREFIX,
+    READ_SCHEMA,
+    RETRY_PREFIX,
+    Int64Array,
+    Kind,
+    ReadRow,
+    decode_properties,
+)
 from timeball.model.rules import check_key
 from timeball.schedule.delay_levels import REAL_TOPIC
 from timeball.schedule.hour_log import HourLog
@@ -60,6 +70,8 @@ COLUMNS = [
 SETTLING = (Kind.RELEASE, Kind.CANCEL)
 # Rows of the log that become Python values at once, in about 1 ms. This holds the interpreter, so the event loop waits.
 VALUES_ROWS = 512
+_LOOKUP_VALUES = itemgetter(*map(READ_SCHEMA.get_field_index, COLUMNS))
+_UNIQUE_KEY = READ_SCHEMA.get_field_index("unique_key")
 _SCHEDULED = int(Kind.SCHEDULED)
 CANCELLED, RELEASED = "already_cancelled", "released"
 
@@ -111,6 +123,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     is_level: bool = False  # it is in the queue of a delay level
     in_table: bool = False  # it is in a file of the pending table
     at_seq: int | None = None
+    row: ReadRow | None = None  # this row, if the look-up has read all of it
 
 
 class End(NamedTuple):
@@ -130,6 +143,8 @@ class LookupResult:
     candidates: list[Candidate] = field(default_factory=list)
     settled: dict[int, End] = field(default_factory=dict)
     expired_numbers: dict[str, int] = field(default_factory=dict)
+    # All rows of the log with the requested ids. None if they are many, and must be read again.
+    rows: list[ReadRow] | None = field(default=None, compare=False)
 
 
 def is_on_its_way_back(topic: str) -> bool:
@@ -165,6 +180,7 @@ class FoundRow(msgspec.Struct, frozen=True, gc=False):
     in_table: bool
     at_seq: int | None
     properties: str | None
+    row: ReadRow | None = None  # the row of the log itself, if all of it was read
 
 
 class Search:
@@ -192,6 +208,8 @@ class Search:
         self._candidates: dict[Name, dict[int, Candidate]] = defaultdict(dict)
         self._settled: dict[int, End] = {}  # by number
         self._maybe_expired: set[int] = set()  # requested numbers without a row so far
+        # The rows of the log with a requested id. None if they are many.
+        self._rows_by_id: dict[str | None, list[ReadRow]] | None = None
 
     def search(self) -> None:
         """Search log and files (lookup thread).
@@ -239,13 +257,25 @@ class Search:
             else hashes
         )
         # Usually there are none, because compaction has moved most pending messages from the log to the table.
+        values = self._reader.read_values(seqs.tolist()) if len(seqs) <= VALUES_ROWS else None
+        if values is not None:
+            self._rows_by_id = defaultdict(list)
+            for row in values:
+                self._rows_by_id[row[_UNIQUE_KEY]].append(row)
+            self._add_log_rows(found_rows(map(_LOOKUP_VALUES, values), values))
+            return
         for begin in range(0, len(seqs), VALUES_ROWS):
-            for row in rows_in_log(self._reader.read_rows(seqs[begin : begin + VALUES_ROWS], COLUMNS[1:])):
-                for name in self._matching_names(row):
-                    self._add(name, row)
-                if row.kind != _SCHEDULED:  # nearly all rows are of this kind
-                    self._record_end(row)
-                    self._record_move(row)
+            rows = self._reader.read_rows(seqs[begin : begin + VALUES_ROWS], COLUMNS[1:])
+            self._add_log_rows(rows_in_log(rows))
+
+    def _add_log_rows(self, rows: Iterable[FoundRow]) -> None:
+        """Add the rows of the log that carry a requested id or key, or that ended a message found so far."""
+        for row in rows:
+            for name in self._matching_names(row):
+                self._add(name, row)
+            if row.kind != _SCHEDULED:  # nearly all rows are of this kind
+                self._record_end(row)
+                self._record_move(row)
 
     def missing(self, names: Names, *, thorough: bool) -> set[int]:
         """Find the numbers for which the log must be scanned.
@@ -293,7 +323,10 @@ class Search:
         # million.
         numbers = {found.number for found in candidates}.union(names.seqs)
         settled = {number: self._settled[number] for number in numbers if number in self._settled}
-        return LookupResult(candidates, settled, expired_numbers)
+        rows = None
+        if self._rows_by_id is not None:
+            rows = [row for name in names.ids for row in self._rows_by_id.get(name, ())]
+        return LookupResult(candidates, settled, expired_numbers, rows)
 
     def _candidates_for(self, names: Names) -> list[Candidate]:
         """List the candidates for a caller's names: each message once per name that finds it."""
@@ -321,7 +354,7 @@ class Search:
                     # Moved since the search: the MOVED row can be read, unless retention has removed it.
                     at_seq = version if version >= self._reader.first_seq else None
                     candidates[begin + index] = msgspec.structs.replace(
-                        found, due_ms=int(due_ms[index]), seq=version, in_table=False, at_seq=at_seq
+                        found, due_ms=int(due_ms[index]), seq=version, in_table=False, at_seq=at_seq, row=None
                     )
         return candidates
 
@@ -362,13 +395,14 @@ class Search:
             topic = decode_properties(row.properties or "")[REAL_TOPIC] if row.is_level else row.topic
             by_number[row.number] = Candidate(
                 name[1], row.number, row.version, row.due_ms, topic, row.unique_key, row.keys,
-                row.accepted_ms or 0, row.is_level, row.in_table, row.at_seq,
+                row.accepted_ms or 0, row.is_level, row.in_table, row.at_seq, row.row,
             )  # fmt: skip
         elif known.seq == row.version:
             by_number[row.number] = msgspec.structs.replace(
                 known,
                 in_table=known.in_table or row.in_table,
                 at_seq=known.at_seq if row.at_seq is None else row.at_seq,
+                row=known.row if row.at_seq is None else row.row,
             )
 
     def _record_end(self, row: FoundRow) -> None:
@@ -398,16 +432,23 @@ class Search:
 
 def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
     """Yield the rows of the log (`COLUMNS`) that accept, move or end scheduled messages. Half messages are left out."""
+    return found_rows(zip(*(column.to_pylist() for column in rows.columns), strict=True))
+
+
+def found_rows(
+    rows: Iterable[tuple[Any, ...]], log_rows: Iterable[ReadRow | None] = repeat(None)
+) -> Iterator[FoundRow]:
+    """Yield the rows of `rows_in_log`. `rows` have a value for each of `COLUMNS`. `log_rows`: all values of each."""
     for (
         seq, kind, topic, queue_offset, unique_key, keys, due_ms, store_ms, accepted_ms, source_seq, version_seq,
         from_due_ms, properties,
-    ) in zip(*(column.to_pylist() for column in rows.columns), strict=True):  # fmt: skip
+    ), log_row in zip(rows, log_rows):  # fmt: skip
         if due_ms is None:
             continue
         if kind == _SCHEDULED:
             yield FoundRow(
                 kind, seq, seq, due_ms, topic, unique_key, keys, store_ms, store_ms, queue_offset is not None,
-                False, seq, properties,
+                False, seq, properties, log_row,
             )  # fmt: skip
             continue
         # A reschedule sets a due time, so it is a version itself. Other rows name a version.
@@ -422,7 +463,7 @@ def rows_in_log(rows: pa.RecordBatch) -> Iterator[FoundRow]:
             continue
         yield FoundRow(
             kind, source_seq, version, due_ms, topic, unique_key, keys, accepted_ms, store_ms, is_level, False,
-            at_seq, properties,
+            at_seq, properties, None if at_seq is None else log_row,
         )  # fmt: skip
 
 
