@@ -13,6 +13,7 @@ from tests.edges.http.test_edge import connect
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.edges.http import connection as bounds
+from timeball.edges.http import send_codec
 
 
 def test_a_too_large_head_is_refused(node: RunningNode) -> None:
@@ -164,6 +165,23 @@ def test_a_send_is_accepted_although_its_client_disconnects(node: RunningNode, c
         connection.sendall(request_of("/v1/topics/ordered/messages", body))
     eventually(lambda: client.ask("GET", "/v1/messages/left").status == 200, "the message is accepted")
     eventually(lambda: not limits.received.held_bytes and not limits.calls.taken, "its limits are free again")
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "task"])
+def test_an_answer_that_cannot_be_encoded_becomes_a_problem(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch, *, is_direct: bool
+) -> None:
+    monkeypatch.setattr(send_codec, "build_answer", lambda *_, **__: object())
+    whole = send_of("unsaid")
+    with connect(node) as connection:
+        connection.sendall(whole if is_direct else whole[:-1])
+        if not is_direct:
+            eventually(lambda: node.node.edges.http.limits.calls.taken, "it waits for its body")  # type: ignore[union-attr]
+            connection.sendall(whole[-1:])
+        connection.sendall(LAST)
+        refused, last = answers(connection)
+    assert refused.startswith(b"500") and b'"code":"error"' in refused and last.startswith(b"200")
+    assert not node.node.edges.http.limits.calls.taken  # type: ignore[union-attr]
 
 
 def test_an_idle_connection_is_closed_but_not_during_a_poll(

@@ -324,7 +324,7 @@ class Endpoint:
         elif call.exchange.flow.write_paused:
             await self._write_later(answer, call.exchange)
         else:
-            call.exchange.write(answer)
+            self._write(call, answer)
 
     def _respond(
         self, call: Call, run: Callable[[Coroutine[Any, Any, None]], None], outcome: Answer | BaseException
@@ -336,8 +336,15 @@ class Endpoint:
         answer = self._problem_of(call, outcome) if isinstance(outcome, BaseException) else outcome
         if call.exchange.flow.write_paused:
             run(self._write_later(answer, call.exchange))
-        else:
+            return
+        self._write(call, answer)
+
+    def _write(self, call: Call, answer: Answer) -> None:
+        """Write an answer to a client that reads."""
+        try:
             call.exchange.write(answer)
+        except Exception as error:  # an answer that cannot be encoded, and the client waits for one
+            call.exchange.write(self._problem_of(call, error))
 
     def _problem_of(self, call: Call, error: BaseException) -> Answer:
         exchange = call.exchange

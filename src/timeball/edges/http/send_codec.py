@@ -309,33 +309,31 @@ def _decoded_send(
 
     Rows are used for up to SMALL_BATCH_ROWS messages, if `now_ms` allows delays to become due times.
     """
-    rows, ids_and_times, size_bytes = [], [], 0
+    rows: list[tuple[bytes, str | None, str | None, str | None]] = []
+    send_rows: list[SendRow] = []
+    ids_and_times, size_bytes = list[IdAndTime](), 0
     for index, message in enumerate(messages):
         body, identity = _body(index, message), _id_and_time(index, message, ids)
         properties = properties_text(message.properties)
         size_bytes += len(body) + len(properties or "")
         tag = None if message.tag is None else check_label("tag", message.tag)
         keys = _keys(index, message) if message.key is not None or message.keys else None
-        rows.append((body, tag, keys, properties))
+        if now_ms is None or len(messages) > SMALL_BATCH_ROWS:
+            rows.append((body, tag, keys, properties))
+        else:
+            if identity.delay_ms is not None:
+                identity = IdAndTime(identity.message_id, now_ms + identity.delay_ms, None, True)
+            send_rows.append(
+                send_row(
+                    topic=topic, body=body, tag=tag, keys=keys, unique_key=identity.message_id,
+                    properties=properties, due_ms=identity.due_ms,
+                )
+            )  # fmt: skip
         ids_and_times.append(identity)
-    if now_ms is None or len(rows) > SMALL_BATCH_ROWS:
-        return DecodedSend(
-            _to_columns(topic, rows, ids_and_times), len(rows), size_bytes, ids_and_times, is_single
-        )
-    ids_and_times = [
-        identity
-        if identity.delay_ms is None
-        else IdAndTime(identity.message_id, now_ms + identity.delay_ms, None, True)
-        for identity in ids_and_times
-    ]
-    send_rows: list[SendRow] = [
-        send_row(
-            topic=topic, body=body, tag=tag, keys=keys, unique_key=identity.message_id, properties=properties,
-            due_ms=identity.due_ms,
-        )
-        for (body, tag, keys, properties), identity in zip(rows, ids_and_times, strict=True)
-    ]  # fmt: skip
-    return DecodedSend(send_rows, len(send_rows), size_bytes, ids_and_times, is_single)
+    columns = _to_columns(topic, rows, ids_and_times) if rows else None
+    return DecodedSend(
+        send_rows if columns is None else columns, len(messages), size_bytes, ids_and_times, is_single
+    )
 
 
 def _to_columns(
