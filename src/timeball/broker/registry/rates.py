@@ -120,6 +120,10 @@ class Rates:
 
     def add_each(self, stat: str, keys: Iterable[str]) -> None:
         """Count each key once per occurrence."""
+        keys = list(keys)
+        if len(keys) == 1:
+            self.add(stat, keys[0], 1)
+            return
         for key, count in Counter(keys).items():
             self.add(stat, key, count)
 
