@@ -27,6 +27,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from timeball.model.values import NACK_REASON as NACK_REASON
+from timeball.model.values import NACK_TIME as NACK_TIME
+from timeball.model.values import PROPERTY_END as PROPERTY_END
+from timeball.model.values import PROPERTY_NAME_END as PROPERTY_NAME_END
+from timeball.model.values import RECEIPT
+from timeball.model.values import decode_properties as decode_properties
+from timeball.model.values import encode_properties as encode_properties
+from timeball.model.values import lateness_ms as lateness_ms
+
 SCHEMA_VERSION = 1
 # Batches up to this size count as small: their arrays are cached, and Python code beats Arrow kernels.
 SMALL_ROWS = 256
@@ -147,6 +156,8 @@ TABLE_SCHEMA = pa.schema(
 
 # The schema of reads: the sequence number, then the log's columns.
 READ_SCHEMA = pa.schema([pa.field("seq", pa.int64()), *LOG_SCHEMA])
+# The schema of a receive over Flight.
+RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 # The value of `from_due_ms` in the row that gives a half message its first due time.
 NO_DUE_TIME_MS = 0
@@ -169,28 +180,6 @@ HANDED_TO = "HANDED_TO"
 PRIORITY, LITE_TOPIC = "_SYS_MSG_PRIORITY_", "__LITE_TOPIC"  # properties of RocketMQ 5.5
 # Properties of a message that returns to its group: the group, and the topic that its consumers see.
 ORIGIN_GROUP, RETRY_TOPIC = "ORIGIN_GROUP", "RETRY_TOPIC"
-# NACK_TIME: when the last delivery was negatively acknowledged (ms since 1970). The next delivery removes it.
-# NACK_REASON: the last reason for a negative acknowledgement or for giving the message up, kept until replaced.
-NACK_TIME, NACK_REASON = "NACK_TIME", "NACK_REASON"
-
-PROPERTY_NAME_END = "\x01"
-PROPERTY_END = "\x02"
-
-
-def encode_properties(properties: dict[str, str]) -> str:
-    """Encode message properties in RocketMQ's text form (`MessageDecoder.messageProperties2String`)."""
-    return "".join(f"{k}{PROPERTY_NAME_END}{v}{PROPERTY_END}" for k, v in properties.items())
-
-
-def decode_properties(text: str) -> dict[str, str]:
-    """Decode properties, inverse of `encode_properties`. Ignores entries without a name separator, as RocketMQ does."""
-    properties = {}
-    # This is the fastest way to split, and it runs for every message of a RocketMQ client.
-    for entry in text.split(PROPERTY_END):
-        name, separator, value = entry.partition(PROPERTY_NAME_END)
-        if separator:
-            properties[name] = value
-    return properties
 
 
 def build_rows(count: int, **columns: object) -> pa.RecordBatch:
@@ -269,15 +258,6 @@ def _build_column(field: pa.Field, value: object, count: int) -> pa.Array:
 def int64(column: pa.Array) -> Int64Array:
     """View the values of a null-free int64 column as numpy, without a copy."""
     return np.asarray(column.to_numpy(zero_copy_only=True), dtype=np.int64)
-
-
-def lateness_ms(due_ms: int, accepted_ms: int | None, store_ms: int) -> int:
-    """Compute how late a message became visible at `store_ms`, in ms. A due time before acceptance is not late.
-
-    >>> lateness_ms(1_000, 500, 1_007), lateness_ms(1_000, 5_000, 5_002)
-    (7, 2)
-    """
-    return max(0, store_ms - max(due_ms, accepted_ms or 0))
 
 
 def with_seq(rows: pa.RecordBatch, first_seq: int) -> pa.RecordBatch:

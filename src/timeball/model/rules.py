@@ -13,10 +13,9 @@ I/O and reads no clock.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,12 +32,20 @@ from timeball.model.message import (
     SCHEDULE_TOPIC,
     Int64Array,
     byte_lengths,
-    encode_properties,
     filled,
 )
+from timeball.model.values import BLANK, CONTROL, KEY_TEXT, LABEL_TEXT, NOT_IN_KEY_PATTERN
+from timeball.model.values import Keys as Keys
+from timeball.model.values import check_key as check_key
+from timeball.model.values import check_label as check_label
+from timeball.model.values import keys_text as keys_text
+from timeball.model.values import properties_text as properties_text
+from timeball.model.values import shown as shown
+from timeball.model.values import size_bytes as size_bytes
+from timeball.model.values import valid as valid
+from timeball.model.values import with_valid_fields as with_valid_fields
 
 BoolArray = npt.NDArray[np.bool_]
-Keys: TypeAlias = str | Iterable[str]
 
 # The longest value of each text, in bytes (UTF-8).
 BYTES_MAX = {
@@ -52,18 +59,11 @@ BYTES_MAX = {
 ANY_QUEUE = -1
 _INT64_MAX = (1 << 63) - 1
 TIMES = ("due_ms", "delay_ms")
-_UNKNOWN_FIELD = re.compile("unknown field `([^`]*)`")
-KEY_TEXT = "a key has no blanks and no control characters, because blanks separate keys"
 MARKS = f"[{PROPERTY_NAME_END}{PROPERTY_END}]"
 _MARK_BYTES = PROPERTY_NAME_END.encode(), PROPERTY_END.encode()
-LABEL_TEXT = "text without control characters, and without blanks at its ends"
-# Written out for RE2, Java and Python, which do not share character classes.
-_BLANK = "[\\x20\\x85\\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
-_CONTROL = re.compile("[\\x00-\\x1f\\x7f]")
-_NOT_IN_KEY = re.compile(f"{_CONTROL.pattern}|{_BLANK}")
-NOT_IN_KEY = _NOT_IN_KEY.pattern
+NOT_IN_KEY = NOT_IN_KEY_PATTERN.pattern
 NOT_AN_ENTRY = rf"{NOT_IN_KEY}|\A\z"  # for entries of a list of keys
-NOT_A_LABEL = rf"{_CONTROL.pattern}|\A{_BLANK}|{_BLANK}\z"
+NOT_A_LABEL = rf"{CONTROL.pattern}|\A{BLANK}|{BLANK}\z"
 _CAMPAIGN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 # Job names that the pipeline and the broker use, so no campaign may have them.
 _RESERVED_JOBS = ("spark-compact", "broker", "broker-rewrite", "broker-behind")
@@ -94,13 +94,6 @@ class Rule:
     needs_bytes: int = 0
     low: int = 0
     high: Callable[[int], int] = lambda _: 0
-
-
-def size_bytes(text: str | bytes) -> int:
-    """Compute the size of a text in UTF-8, in bytes."""
-    if isinstance(text, bytes) or text.isascii():
-        return len(text)
-    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def _form_rule(column: str, text: str) -> Rule:
@@ -440,34 +433,6 @@ def is_too_far(due_ms: int, now_ms: int, delay_ms_max: int) -> bool:
 # ---- texts of several values ------------------------------------------------------------------------------------
 
 
-def check_key(key: object) -> str:
-    """Check one key and return it. Raises InvalidMessage for a text that is empty or would be read as several keys."""
-    if not isinstance(key, str) or not key or _NOT_IN_KEY.search(key):
-        raise InvalidMessage(f"key {shown(key)}: {KEY_TEXT}")
-    return key
-
-
-def keys_text(keys: Keys | None) -> str | None:
-    """Join keys to one text with blanks between them. Raises InvalidMessage.
-
-    A text is one key. A text with a blank could mean one key or several, so it is refused.
-    """
-    if keys is None:
-        return None
-    if isinstance(keys, str):
-        if keys and _NOT_IN_KEY.search(keys):
-            words = keys.split()
-            raise InvalidMessage(
-                f"keys={shown(keys)}: {KEY_TEXT}; write several keys as a list, {shown(words)}, and one key without "
-                f"blanks, as in {shown('-'.join(words))}"
-            )
-        return keys or None
-    value: object = keys  # a caller without a type checker may pass anything
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise InvalidMessage(f"keys={shown(keys)}: a text, or a list of texts")
-    return " ".join(map(check_key, keys)) or None
-
-
 def key_faults(column: pa.Array) -> BoolArray:
     """Compute a mask of the rows whose keys are invalid. A text is one key, and a list may have several.
 
@@ -479,53 +444,9 @@ def key_faults(column: pa.Array) -> BoolArray:
     return np.asarray(_rows_with(wrong, column) & np.asarray(column.is_valid()), dtype=np.bool_)
 
 
-def check_label(name: str, text: str | None) -> str | None:
-    """Check a tag or an id and return it. Raises InvalidMessage for control characters, or blanks at its ends.
-
-    A subscription's tags are trimmed, so no consumer could subscribe to a tag with blanks at its ends. U+0001 and
-    U+0002 end properties, and RocketMQ's consumers receive tag and id as properties.
-    """
-    if text is not None and (not isinstance(text, str) or text.strip() != text or _CONTROL.search(text)):
-        raise InvalidMessage(f"{name} {shown(text)}: {LABEL_TEXT}")
-    return text
-
-
 def label_faults(column: pa.Array) -> BoolArray:
     """Compute a mask of the tags or ids that `check_label` refuses. False for a null."""
     return np.asarray(pc.match_substring_regex(column, NOT_A_LABEL).fill_null(False))
-
-
-def valid(given: str, known: Sequence[str]) -> str:
-    """List the valid values for an error about an unknown value. Suggests the closest one."""
-    if not known:
-        return "there are none"
-    close = get_close_matches(given, known, 1)
-    return (f"did you mean {close[0]!r}? " if close else "") + "valid: " + ", ".join(known)
-
-
-def with_valid_fields(text: str, kind: Any) -> str:
-    """Append the valid fields to msgspec's error text `text`, if it reports an unknown field of the struct `kind`."""
-    unknown = _UNKNOWN_FIELD.search(text)
-    fields: Sequence[str] = getattr(kind, "__struct_encode_fields__", ())
-    return f"{text}; {valid(unknown.group(1), fields)}" if unknown and fields else text
-
-
-def shown(value: object) -> str:
-    """Format a caller's value for an error, shortened to 100 characters."""
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def properties_text(properties: Mapping[str, str] | None) -> str | None:
-    """Encode properties in their stored form. Raises InvalidMessage."""
-    if not properties:
-        return None
-    for name, value in properties.items():
-        if not isinstance(name, str) or not isinstance(value, str) or not name:
-            raise InvalidMessage(f"property {name!r}: names and values are text")
-        if any(mark in name or mark in value for mark in (PROPERTY_NAME_END, PROPERTY_END)):
-            raise InvalidMessage(f"property {name!r}: the characters U+0001 and U+0002 separate properties")
-    return encode_properties(dict(properties))
 
 
 def queue_of_priority(priority: int, queues: int) -> int:

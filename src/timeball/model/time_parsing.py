@@ -30,7 +30,6 @@ from bisect import bisect_right
 from datetime import UTC, date, datetime, timedelta
 from fractions import Fraction
 from functools import cache, lru_cache
-from importlib import resources
 from itertools import pairwise
 from operator import index
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsIndex
@@ -346,16 +345,21 @@ def local_us(shown: datetime) -> int:
 # ---- the tables of tzdata -----------------------------------------------------------------------------------
 
 
+def _tzdata_file(*names: str) -> bytes:
+    """Read a file of the installed tzdata."""
+    from importlib import resources  # slow to import, and few programs name a time zone
+
+    return resources.files("tzdata").joinpath(*names).read_bytes()
+
+
 @cache
 def _names() -> frozenset[str]:
-    return frozenset(resources.files("tzdata").joinpath("zones").read_text("ascii").split())
+    return frozenset(_tzdata_file("zones").decode("ascii").split())
 
 
 @cache
 def _zone(name: str) -> Zone:
-    return _build_zone(
-        name, _decode_tzif(resources.files("tzdata").joinpath("zoneinfo", *name.split("/")).read_bytes())
-    )
+    return _build_zone(name, _decode_tzif(_tzdata_file("zoneinfo", *name.split("/"))))
 
 
 def _decode_tzif(data: bytes) -> _TzifData:

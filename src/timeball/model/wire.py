@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-import pyarrow as pa
 from msgspec import Meta
 
 from timeball.model import limits
@@ -107,12 +106,13 @@ from timeball.model.answers import (
 from timeball.model.answers import (
     Verdict as Verdict,
 )
-from timeball.model.message import READ_SCHEMA
+from timeball.model.values import RECEIPT as RECEIPT
 
 INT64_MAX = 2**63 - 1
 QUEUE_ID_MAX = limits.QUEUES_PER_TOPIC_MAX - 1
 COALESCE_ROWS = 65_536
 KINDS_MAX = 16
+COLUMNS_MAX = 22  # all columns of READ_SCHEMA
 CAMPAIGN_GROUPS_MAX = 256
 
 TICKET_BYTES_MAX = 64 * 1024  # a pull of 1,024 queues needs about 30 KiB
@@ -121,8 +121,6 @@ CANCEL_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 ids of 255 bytes
 ATTACH_BODY_BYTES_MAX = 4 * 1024 * 1024  # 10,000 files of about 400 bytes
 
 RECEIPT_CHARACTERS_MAX = 64
-RECEIPT = "receipt"  # the column that a receive adds to the columns of the log
-RECEIVED_SCHEMA = READ_SCHEMA.append(pa.field(RECEIPT, pa.string(), nullable=False))
 
 SEND_PATH = [b"send"]  # the descriptor paths of the exchanges
 SOURCE_PATH = [b"source"]
@@ -376,7 +374,7 @@ class ReadLog(Request, frozen=True, tag_field="read", tag="log"):
     to_seq: Int64
     kinds: Annotated[list[KindNumber], Meta(max_length=KINDS_MAX)] | None = None
     coalesce_rows: Annotated[int, Meta(ge=1, le=limits.FRAME_ROWS_MAX)] = COALESCE_ROWS
-    columns: Annotated[list[Column], Meta(min_length=1, max_length=len(READ_SCHEMA))] | None = None
+    columns: Annotated[list[Column], Meta(min_length=1, max_length=COLUMNS_MAX)] | None = None
     placed: bool | None = None
 
 

@@ -17,7 +17,7 @@ from timeball.log.row_encoder import encoder_of
 from timeball.model import wire
 from timeball.model.access import ANONYMOUS, Caller, Verb
 from timeball.model.errors import Forbidden, InvalidReceipt, NotFound
-from timeball.model.message import READ_SCHEMA
+from timeball.model.message import READ_SCHEMA, RECEIVED_SCHEMA
 
 
 def served(node: RunningNode) -> verbs.ServedBroker:
@@ -129,8 +129,8 @@ def receive(node: RunningNode, group: str = "g", **fields: object) -> verbs.Leas
 
 def batch_of(handed_out: verbs.LeasedRows) -> pa.RecordBatch:
     rows = handed_out.rows
-    batch = pa.ipc.read_record_batch(rows, wire.RECEIVED_SCHEMA) if isinstance(rows, bytes) else rows
-    assert batch.schema == wire.RECEIVED_SCHEMA
+    batch = pa.ipc.read_record_batch(rows, RECEIVED_SCHEMA) if isinstance(rows, bytes) else rows
+    assert batch.schema == RECEIVED_SCHEMA
     return batch
 
 
@@ -167,9 +167,9 @@ def test_directly_encoded_rows_equal_rows_read_from_the_log(
     monkeypatch.setattr(node.broker.log.writer.newest, "values_of", lambda seqs: None)
     request = wire.Receive(topic="twice", group="log", rows=10)
     read = node.run(verbs.receive(served(node), FilterCache(), request, ANONYMOUS))
-    assert isinstance(few.rows, bytes) == (encoder_of(wire.RECEIVED_SCHEMA) is not None)
+    assert isinstance(few.rows, bytes) == (encoder_of(RECEIVED_SCHEMA) is not None)
     assert not isinstance(read.rows, bytes) and read.rows.num_rows == 3
-    columns = [name for name in wire.RECEIVED_SCHEMA.names if name != "receipt"]
+    columns = [name for name in RECEIVED_SCHEMA.names if name != "receipt"]
     result, expected = (batch.select(columns).sort_by("seq") for batch in (batch_of(few), read.rows))
     assert result.equals(expected)
 

@@ -51,7 +51,7 @@ from timeball.io.threads import SLICE_ROWS, in_slices
 from timeball.model import limits, wire
 from timeball.model.access import Caller, Verb
 from timeball.model.errors import NotFound, OverLimit, RequestError, Unavailable
-from timeball.model.message import READ_SCHEMA
+from timeball.model.message import READ_SCHEMA, RECEIVED_SCHEMA
 from timeball.model.wire import RELEASE_PATH, SEND_PATH, SOURCE_PATH
 
 logger = logging.getLogger(__name__)
@@ -448,4 +448,4 @@ def schema_message(schema: pa.Schema) -> bytes:
     return framed(*codec.encode_data(ipc.schema_header(schema)))
 
 
-_READ, _RECEIVED = schema_message(READ_SCHEMA), schema_message(wire.RECEIVED_SCHEMA)
+_READ, _RECEIVED = schema_message(READ_SCHEMA), schema_message(RECEIVED_SCHEMA)

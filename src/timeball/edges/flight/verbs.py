@@ -26,17 +26,17 @@ from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.log.row_encoder import NumberedRows, encoder_of
 from timeball.model import time_parsing, wire
 from timeball.model.access import Caller, Verb
-from timeball.model.message import READ_SCHEMA, RETRY_PREFIX
+from timeball.model.message import READ_SCHEMA, RECEIVED_SCHEMA, RETRY_PREFIX
 from timeball.table.attachment import Attachment
 
 Status = Callable[[Caller], dict[str, object]]
 
 _TOPIC_COLUMN = READ_SCHEMA.get_field_index("topic")
-_ROW_ENCODER = encoder_of(wire.RECEIVED_SCHEMA)
+_ROW_ENCODER = encoder_of(RECEIVED_SCHEMA)
 
 
 class LeasedRows(NamedTuple):
-    """Leased messages in wire.RECEIVED_SCHEMA, as a batch or an encoded Arrow message, and their receipts."""
+    """Leased messages in RECEIVED_SCHEMA, as a batch or an encoded Arrow message, and their receipts."""
 
     rows: pa.RecordBatch | bytes
     receipts: list[Receipt]
@@ -293,6 +293,6 @@ def _encode_leased(served: ServedBroker, request: wire.Receive, received: Receiv
         [request.topic] * len(receipt_texts), READ_SCHEMA.field(_TOPIC_COLUMN).type
     )
     batch = pa.RecordBatch.from_arrays(
-        [*columns, pa.array(receipt_texts, pa.string())], schema=wire.RECEIVED_SCHEMA
+        [*columns, pa.array(receipt_texts, pa.string())], schema=RECEIVED_SCHEMA
     )
     return LeasedRows(batch, received.receipts)
