@@ -39,6 +39,9 @@ _REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "GivingUp": {"receipts": ["RECEIPT"], "reason": "no such order"},
     "Extending": {"receipts": ["RECEIPT"], "lease": "5m"},
     "Resolving": {"all": True},
+    "CancellingMany": {"keys": ["order-17"]},
+    "ReschedulingMany": {"ids": ["order-17"], "after": "2h"},
+    "Committing": {"offsets": {"0": 17}},
     "Nothing": {},
     "Resuming": {"shift": True},
     "CancelHere": {"ask": "cancel", "keys": ["order-17"]},
@@ -135,6 +138,20 @@ OPERATIONS = (
     ),
     Operation("get", "/v1/topics", "topics", "The topics, with queues and messages.", (), (), (codec.Topics,)),
     Operation(
+        "get", "/v1/topics/{topic}", "queues", "The offsets that the queues of a topic keep.",
+        answer=(answers_codec.TopicQueues,),
+    ),
+    Operation(
+        "get", "/v1/topics/{topic}/offsets", "offsets", "The offsets that a group has committed in a topic.",
+        (_GROUP_PARAMETER,),
+        answer=(answers_codec.GroupOffsets,),
+    ),
+    Operation(
+        "put", "/v1/topics/{topic}/offsets", "commit", "Set the offsets at which a group goes on in a topic.",
+        (_GROUP_PARAMETER,), (codec.Committing,),
+        answer=(answers_codec.GroupOffsets,),
+    ),
+    Operation(
         "put", "/v1/topics/{topic}", "create_topic", "Create a topic, or give it more queues.",
         (), (codec.TopicMade,),
         answer=(answers_codec.TopicSize,),
@@ -223,6 +240,16 @@ OPERATIONS = (
     Operation(
         "delete", "/v1/messages/{id}", "cancel", "Cancel a scheduled message.", (_TOPIC_PARAMETER,),
         answer=(answers_codec.Granted,),
+    ),
+    Operation(
+        "post", "/v1/cancel", "cancel_many", "Cancel scheduled messages, by their ids or by keys.", (),
+        (codec.CancellingMany,),
+        answer=(answers_codec.SettledMany,),
+    ),
+    Operation(
+        "post", "/v1/reschedule", "reschedule_many",
+        "Change the due time of scheduled messages, by their ids or by keys.", (), (codec.ReschedulingMany,),
+        answer=(answers_codec.SettledMany,),
     ),
     Operation(
         "get", "/v1/groups", "groups", "The consumer groups, by name: lags, leased messages, dead letters.",

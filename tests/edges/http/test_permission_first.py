@@ -15,8 +15,10 @@ from tests.node_fixture import RunningNode, running_node
 from timeball.io.clock import ManualClock
 
 ACCOUNTS = '[[accounts]]\naccess_key = "nothing"\nsecret_key = "nothing secret 4"\n'
-# An account is enough to get there: the path names a message by its id, or it is another node that asks.
-OF_ANY_ACCOUNT = {("PATCH", "/v1/messages/{id}"), ("POST", "/v1/cluster/{group}")}
+# An account is enough to get there: messages are named by their ids or keys, or it is another node that asks.
+OF_ANY_ACCOUNT = {
+    ("PATCH", "/v1/messages/{id}"), ("POST", "/v1/cancel"), ("POST", "/v1/reschedule"), ("POST", "/v1/cluster/{group}"),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def test_an_invalid_send_is_a_problem_with_its_status(
         ("POST", "/v1/topics/known/receive?group=g&max=x", 416),
         ("POST", "/v1/topics/known/receive?group=g&wait=2m", 416),
         ("POST", "/v1/topics/known/receive?group=g&wait=%ff", 400),
-        ("POST", "/v1/topics/known/receive?group=g&lease=1ms", 416),
+        ("POST", "/v1/topics/known/receive?group=g&lease=0", 416),
     ],
 )
 def test_an_invalid_request_is_a_problem_with_its_status(

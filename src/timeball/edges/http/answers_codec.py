@@ -29,6 +29,7 @@ from timeball.model.answers import (
     MessagePlace,
     PageRequest,
     PendingPage,
+    QueueRange,
     Verdict,
 )
 from timeball.model.errors import InvalidMessage, OutOfRange
@@ -94,6 +95,24 @@ class Granted(msgspec.Struct, omit_defaults=True):
     at: str | None = None
     due: str | None = None
     due_ms: int | None = None
+
+
+class Settled(msgspec.Struct, omit_defaults=True):
+    """The outcome for one message of a cancel or reschedule of several. `verdict`: see docs/cancel.md."""
+
+    id: str
+    verdict: str
+    seq: int | None = None
+    at: str | None = None
+    at_ms: int | None = None
+    due: str | None = None
+    due_ms: int | None = None
+
+
+class SettledMany(msgspec.Struct):
+    """The outcomes of a cancel or reschedule: one for each id, or one for each message that has a key."""
+
+    verdicts: list[Settled]
 
 
 class Groups(msgspec.Struct, omit_defaults=True):
@@ -185,6 +204,21 @@ class TopicSize(msgspec.Struct):
 
     topic: str
     queues: int
+
+
+class TopicQueues(msgspec.Struct):
+    """A topic, and the offsets that each of its queues keeps, by its number."""
+
+    topic: str
+    queues: dict[int, QueueRange]
+
+
+class GroupOffsets(msgspec.Struct):
+    """The next offset of each queue at which a group goes on. Queues without one are left out."""
+
+    group: str
+    topic: str
+    offsets: dict[int, int]
 
 
 class TopicDeleted(msgspec.Struct):
@@ -291,6 +325,19 @@ def show_verdict(verdict: Verdict) -> Granted:
         _format_optional_time(verdict.due_ms),
         verdict.due_ms,
     )
+
+
+def show_verdicts(verdicts: Sequence[Verdict]) -> SettledMany:
+    """Build the answer to a cancel or reschedule of several messages."""
+    return SettledMany(
+        [
+            Settled(
+                each.subject, each.verdict, each.seq, _format_optional_time(each.at_ms), each.at_ms,
+                _format_optional_time(each.due_ms), each.due_ms,
+            )
+            for each in verdicts
+        ]
+    )  # fmt: skip
 
 
 def show_dead_letters(page: DeadLetterPage) -> DeadLetters:

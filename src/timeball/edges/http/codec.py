@@ -45,7 +45,10 @@ _CHARSET = re.compile(r';\s*charset="?utf-?8"?\s*', re.IGNORECASE)
 
 
 class Leased(msgspec.Struct, omit_defaults=True):
-    """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8."""
+    """A message leased to a group, and its receipt. `base64` holds a body that is not UTF-8.
+
+    `scheduled_seq` is the `seq` in the answer to the send, for a scheduled message.
+    """
 
     receipt: str
     topic: str
@@ -62,6 +65,7 @@ class Leased(msgspec.Struct, omit_defaults=True):
     properties: dict[str, str] = {}
     due: str | None = None
     lateness_ms: int | None = None
+    scheduled_seq: int | None = None
 
 
 class LeasedMany(msgspec.Struct):
@@ -77,11 +81,15 @@ class Answering(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GivingBack(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again."""
+    """Receipts of failed attempts. Without `after`, the group's retry policy decides when they are delivered again.
+
+    With `counts` false, no attempt is counted, for messages that no handler has seen.
+    """
 
     receipts: list[str]
     after: str | msgspec.UnsetType = msgspec.UNSET
     reason: str = ""
+    counts: bool = True
 
 
 class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,10 +100,14 @@ class GivingUp(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Extending(msgspec.Struct, forbid_unknown_fields=True):
-    """Receipts of leases that shall last for the duration `lease` from now on."""
+    """Receipts of leases that shall last for the duration `lease` from now on. 0 gives the messages back.
+
+    With `counts` false, a lease that ends without an answer counts no attempt.
+    """
 
     receipts: list[str]
     lease: str
+    counts: bool = True
 
 
 class Answered(msgspec.Struct):
@@ -152,6 +164,28 @@ class TopicMade(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     queues: int | None = None
+
+
+class CancellingMany(msgspec.Struct, forbid_unknown_fields=True):
+    """Scheduled messages to cancel: those with these ids, or those with these keys."""
+
+    ids: list[str] = []
+    keys: list[str] = []
+
+
+class ReschedulingMany(msgspec.Struct, forbid_unknown_fields=True):
+    """Scheduled messages to reschedule, as for CancellingMany, to exactly one of `at` and `after`."""
+
+    ids: list[str] = []
+    keys: list[str] = []
+    at: At | msgspec.UnsetType = msgspec.UNSET
+    after: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Committing(msgspec.Struct, forbid_unknown_fields=True):
+    """The next offset of each queue, by its number, at which a group goes on."""
+
+    offsets: dict[int, int]
 
 
 class Moving(msgspec.Struct, forbid_unknown_fields=True):
@@ -229,14 +263,14 @@ def _second_text(second: int) -> str:
     return (_EPOCH + timedelta(seconds=second)).isoformat(timespec="seconds").removesuffix("+00:00")
 
 
-def lease_ms(lease: str) -> int:
+def lease_ms(lease: str, min_ms: int = 1) -> int:
     """Parse the duration of a lease to milliseconds.
 
     Raises InvalidDelay, and OutOfRange beyond the limits of a lease.
     """
     duration_ms = time_parsing.delay_ms(lease, "lease")
-    if not limits.SECOND_MS <= duration_ms <= limits.INVISIBLE_MS_MAX:
-        raise OutOfRange(f"lease={lease}: {limits.SECOND_MS} to {limits.INVISIBLE_MS_MAX} ms")
+    if not min_ms <= duration_ms <= limits.INVISIBLE_MS_MAX:
+        raise OutOfRange(f"lease={lease}: {min_ms} to {limits.INVISIBLE_MS_MAX} ms")
     return duration_ms
 
 
@@ -259,7 +293,7 @@ def start_ms(text: str) -> int:
 
 _LEASED_COLUMNS = (
     "seq", "queue_id", "queue_offset", "store_ms", "reconsume_times", "unique_key", "body", "tag", "keys", "properties",
-    "due_ms", "accepted_ms",
+    "due_ms", "accepted_ms", "source_seq",
 )  # fmt: skip
 _BEFORE_RECEIPT = b'{"receipt":'  # the receipt is the first field
 _KEPT_MAX, _KEPT_BYTES_MAX = 2_048, 2_048  # messages that are kept encoded, and bytes of each: 4 MiB
@@ -313,11 +347,12 @@ def _encode_leased(row: Sequence[Any], topic: str) -> bytes:
     """Encode a message, from the end of its receipt on. `row` has the values of _LEASED_COLUMNS."""
     (
         seq, queue, offset, store_ms, reconsume_times, unique_key, body, tag, keys, properties, due_ms, accepted_ms,
+        source_seq,
     ) = row  # fmt: skip
     text, not_utf8 = text_or_bytes(body or b"")
     message = Leased(
         "", topic, 1 + (reconsume_times or 0), seq, queue, offset, format_time(store_ms), unique_key, text,
-        not_utf8, tag, (keys or "").split(), decode_properties(properties or ""),
+        not_utf8, tag, (keys or "").split(), decode_properties(properties or ""), scheduled_seq=source_seq,
     )  # fmt: skip
     if due_ms is not None:
         message.due, message.lateness_ms = format_time(due_ms), lateness_ms(due_ms, accepted_ms, store_ms)

@@ -78,7 +78,7 @@ class Sent(msgspec.Struct, omit_defaults=True):
 
     With an idempotency key, `outcome` is "created", or "exists" if the message was sent before. For a message that was
     sent before, `state` and `due` are its current state and due time. `past_ms` is the time by which `due` had passed
-    when the message was accepted.
+    when the message was accepted. `store_ms` is the time of acceptance, if this is the whole answer.
     """
 
     id: str
@@ -89,12 +89,14 @@ class Sent(msgspec.Struct, omit_defaults=True):
     outcome: str | None = None
     state: str | None = None
     past_ms: int = 0
+    store_ms: int = 0
 
 
 class SentMany(msgspec.Struct):
-    """The answers to many messages, in their order."""
+    """The answers to many messages, in their order. `store_ms` is the time of acceptance."""
 
     messages: list[Sent]
+    store_ms: int
 
 
 class SentRows(msgspec.Struct, omit_defaults=True):
@@ -289,7 +291,10 @@ def build_answer(
         answers.append(
             Sent(message_id, first_seq + index, durable, due_text, due_ms, outcome, state, past_ms)
         )
-    return answers[0] if sending.is_single else SentMany(answers)
+    if sending.is_single:
+        answers[0].store_ms = store_ms
+        return answers[0]
+    return SentMany(answers, store_ms)
 
 
 def _past_due(rows: SendBatch, store_ms: int) -> tuple[int, int]:

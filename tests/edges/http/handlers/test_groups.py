@@ -97,3 +97,18 @@ def test_an_account_lists_its_own_groups(tmp_path: Path) -> None:
             assert other.ask("GET", "/v1/groups").value == {"groups": []}
             assert other.ask("GET", "/v1/groups/workers/dead-letters").status == 403
             assert other.ask("POST", "/v1/groups/readers/dead-letters/delete", {"all": True}).status == 403
+
+
+def test_the_offsets_of_a_group_are_read_and_set(client: Client) -> None:
+    client.ask("PUT", "/v1/topics/offset-topic", {"queues": 1})
+    client.send("offset-topic", [{"body": "a"}, {"body": "b"}])
+    queues = client.ask("GET", "/v1/topics/offset-topic").value["queues"]
+    assert queues == {"0": {"min": 0, "max": 2}}
+    path, query = "/v1/topics/offset-topic/offsets", {"group": "offset-group"}
+    assert client.ask("GET", path, query=query).value["offsets"] == {}
+    assert client.ask("PUT", path, {"offsets": {"0": 1}}, query=query).value["offsets"] == {"0": 1}
+    assert client.ask("GET", path, query=query).value["offsets"] == {"0": 1}
+    for offsets, status in (({"0": 3}, 416), ({"0": -1}, 416), ({"x": 1}, 400)):
+        assert client.ask("PUT", path, {"offsets": offsets}, query=query).status == status
+    assert client.ask("GET", "/v1/topics/none-such").status == 404
+    assert client.ask("GET", path).status == 400

@@ -143,3 +143,21 @@ def test_an_invalid_start_is_refused(client: Client) -> None:
         answer = client.receive("begun", start=start)
         assert answer.status == 400
         assert f"start={start}: earliest, latest, or an instant" in answer.value["detail"]
+
+
+def test_a_message_that_no_handler_saw_is_given_back_without_an_attempt(client: Client) -> None:
+    client.send("unseen", {"body": "x", "after": "1ms"})
+    query = {"group": "workers"}
+    (received,) = client.receive("unseen", lease="1ms", wait="10s").value["messages"]
+    assert received["scheduled_seq"] < received["seq"]
+    for verb, fields, attempt in (
+        ("extend", {"lease": "0s", "counts": False}, 2),  # the lease of 1 ms had ended by itself
+        ("nack", {"after": "0s", "counts": False}, 2),
+        ("nack", {"after": "0s"}, 2),
+    ):
+        (received,) = client.receive("unseen", wait="10s").value["messages"]
+        assert received["attempt"] == attempt, verb
+        body = {"receipts": [received["receipt"]], **fields}
+        assert client.ask("POST", f"/v1/topics/unseen/{verb}", body, query=query).value["results"][0]["valid"]
+    (received,) = client.receive("unseen", wait="10s").value["messages"]
+    assert received["attempt"] == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.edges.http.client import Client
 from tests.node_fixture import eventually
 
@@ -58,3 +59,36 @@ def test_an_unknown_id_is_not_found(client: Client) -> None:
     for method, body in (("GET", None), ("DELETE", None), ("PATCH", {"after": "1h"})):
         answer = client.ask(method, "/v1/messages/none", body)
         assert (answer.status, answer.value["code"]) == (404, "not_found")
+
+
+def test_messages_are_cancelled_and_rescheduled_by_ids_or_keys(client: Client) -> None:
+    for number in range(3):
+        client.send("many-plans", {"id": f"many-{number}", "body": "x", "after": "1h", "key": "many-key"})
+    moved = client.ask("POST", "/v1/reschedule", {"ids": ["many-0", "none"], "after": "2h"}).value["verdicts"]
+    assert [(each["id"], each["verdict"]) for each in moved] == [
+        ("many-0", "rescheduled"),
+        ("none", "not_found"),
+    ]
+    assert moved[0]["due_ms"] > 0 and moved[0]["due"].endswith("Z")
+    (cancelled,) = client.ask("POST", "/v1/cancel", {"ids": ["many-1"]}).value["verdicts"]
+    assert (cancelled["id"], cancelled["verdict"]) == ("many-1", "cancelled") and cancelled["at_ms"] > 0
+    by_key = client.ask("POST", "/v1/cancel", {"keys": ["many-key"]}).value["verdicts"]
+    assert sorted(each["verdict"] for each in by_key) == ["already_cancelled", "cancelled", "cancelled"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/cancel", {}, 400),
+        ("/v1/cancel", {"ids": ["a"], "keys": ["b"]}, 400),
+        ("/v1/cancel", {"ids": [""]}, 400),
+        ("/v1/cancel", {"ids": ["a" * 300]}, 400),
+        ("/v1/cancel", {"ids": ["a"] * 10_001}, 416),
+        ("/v1/reschedule", {"ids": ["a"]}, 400),
+        ("/v1/reschedule", {"ids": ["a"], "at": 5_000_000_000_000, "after": "1h"}, 400),
+    ],
+)
+def test_a_request_for_several_messages_must_name_them_and_a_time(
+    client: Client, path: str, body: dict[str, object], status: int
+) -> None:
+    assert client.ask("POST", path, body).status == status

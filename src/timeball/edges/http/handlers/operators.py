@@ -12,12 +12,14 @@ from timeball.broker.service import Broker
 from timeball.broker.virtual_time import VirtualTime
 from timeball.edges.http import answers_codec, codec
 from timeball.edges.http.answers_codec import (
+    GroupOffsets,
     Health,
     Jobs,
     Leads,
     ReplicaGroups,
     SubscriptionDeleted,
     TopicDeleted,
+    TopicQueues,
     TopicSize,
 )
 from timeball.edges.http.codec import Answer
@@ -25,6 +27,7 @@ from timeball.edges.http.requests import Call, Handler, Paths, check_no_body, re
 from timeball.edges.http.subscription_codec import SubscribedMany, Subscribing, show_subscription
 from timeball.model import limits
 from timeball.model.access import Caller, Verb
+from timeball.model.answers import QueueRange
 from timeball.model.errors import InvalidMessage, NotFound, NotLeader, OutOfRange, Unavailable
 from timeball.model.wire import CampaignChange
 from timeball.monitoring.figures import PushFigures
@@ -47,7 +50,11 @@ class Operators:
             "/v1/cluster": {"GET": self._get_cluster},
             "/v1/jobs": {"GET": self._get_jobs},
             "/v1/topics": {"GET": self._list_topics},
-            "/v1/topics/{topic}": {"PUT": self._create_topic, "DELETE": self._delete_topic},
+            "/v1/topics/{topic}": {
+                "GET": self._get_queues,
+                "PUT": self._create_topic,
+                "DELETE": self._delete_topic,
+            },
         }
         self.open_paths: Paths = {
             "/health/live": {"GET": self._check_live},
@@ -77,6 +84,12 @@ class Operators:
                 rows = sum(end - begin for begin, end in ranges)
                 topics.append(codec.Topic(topic.name, len(ranges), rows))
         return Answer(200, codec.Topics(topics))
+
+    async def _get_queues(self, call: Call) -> Answer:
+        """Show the offsets that the queues of a topic keep."""
+        ranges = self._broker.queues(call.path["topic"], call.caller)
+        queues = {number: QueueRange(low, high) for number, (low, high) in ranges.items()}
+        return Answer(200, TopicQueues(call.path["topic"], queues))
 
     async def _create_topic(self, call: Call) -> Answer:
         request: codec.TopicMade = await read_request(call, codec.TopicMade, self._broker.policy, Verb.ADMIN)
@@ -170,6 +183,7 @@ class Groups:
         self.paths: Paths = {
             "/v1/groups": {"GET": self._list},
             "/v1/groups/{group}": {"GET": self._get_group},
+            "/v1/topics/{topic}/offsets": {"GET": self._get_offsets, "PUT": self._commit_offsets},
             dead_letters_path: {"GET": self._list_dead_letters},
             f"{dead_letters_path}/resend": {"POST": self._resend_dead_letters},
             f"{dead_letters_path}/delete": {"POST": self._delete_dead_letters},
@@ -182,6 +196,21 @@ class Groups:
 
     async def _get_group(self, call: Call) -> Answer:
         return Answer(200, await self._broker.groups.one(call.path["group"], call.caller))
+
+    async def _get_offsets(self, call: Call) -> Answer:
+        """Show the offsets that a group has committed in a topic."""
+        topic, group = call.path["topic"], _group_of(call)
+        return Answer(200, GroupOffsets(group, topic, self._broker.offsets(group, topic, call.caller)))
+
+    async def _commit_offsets(self, call: Call) -> Answer:
+        topic, group = call.path["topic"], _group_of(call)
+        request: codec.Committing = await read_request(
+            call, codec.Committing, self._broker.policy, Verb.RECEIVE, topic=topic, group=group
+        )
+        if any(number < 0 for pair in request.offsets.items() for number in pair):
+            raise OutOfRange("queues and offsets are not negative")
+        await self._broker.commit_offsets(group, topic, request.offsets, call.caller)
+        return Answer(200, GroupOffsets(group, topic, self._broker.offsets(group, topic, call.caller)))
 
     async def _list_dead_letters(self, call: Call) -> Answer:
         rows = _parse_row_count(call, DEAD_LETTERS_PER_PAGE, limits.DEAD_LETTERS_PER_REQUEST_MAX)
@@ -204,6 +233,14 @@ class Groups:
         )
         result = await self._broker.dead_letters.delete(call.path["group"], handles, call.caller)
         return Answer(200, answers_codec.show_outcomes(handles or [], result.found, result.rows, "deleted"))
+
+
+def _group_of(call: Call) -> str:
+    """Read the consumer group from the query. Raises InvalidMessage if it is missing."""
+    group = call.query.get("group")
+    if not group:
+        raise InvalidMessage("group: name the consumer group, as in ?group=workers")
+    return group
 
 
 def _parse_row_count(call: Call, default: int, rows_max: int) -> int:

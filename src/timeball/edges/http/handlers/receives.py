@@ -215,13 +215,17 @@ class Receives:
         after_ms = None if request.after is UNSET else delay_ms(request.after)
         nack = self._broker.consuming.nack
         return await self._change_leases(
-            call, request.receipts, lambda receipt: nack(receipt, after_ms, request.reason)
+            call,
+            request.receipts,
+            lambda receipt: nack(receipt, after_ms, request.reason, counts=request.counts),
         )
 
     async def _extend(self, call: Call) -> Answer:
         request: codec.Extending = await self._read_for_group(call, codec.Extending)
-        lease_ms, change = codec.lease_ms(request.lease), self._broker.consuming.change_invisible_time
-        return await self._change_leases(call, request.receipts, lambda receipt: change(receipt, lease_ms))
+        lease_ms, change = codec.lease_ms(request.lease, 0), self._broker.consuming.change_invisible_time
+        return await self._change_leases(
+            call, request.receipts, lambda receipt: change(receipt, lease_ms, counts=request.counts)
+        )
 
     async def _change_leases(
         self, call: Call, texts: list[str], change: Callable[[Receipt], Awaitable[Receipt | None]]

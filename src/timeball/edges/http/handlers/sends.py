@@ -20,10 +20,12 @@ from timeball.edges.http.codec import Answer, problem
 from timeball.edges.http.requests import Call, DirectHandler, Paths, Respond, read_request
 from timeball.edges.http.send_codec import DecodedSend
 from timeball.edges.shared.error_codes import Refused
+from timeball.model import limits
 from timeball.model.access import Verb
 from timeball.model.answers import CREATED, EXISTS
-from timeball.model.errors import InvalidMessage
+from timeball.model.errors import InvalidMessage, OutOfRange
 from timeball.model.trace_context import context_from_headers, with_contexts
+from timeball.model.values import size_bytes
 from timeball.model.wire import UNAVAILABLE, Verdict
 
 # ---- sends ---------------------------------------------------------------------------------------------------
@@ -207,12 +209,14 @@ _REFUSAL_TEXTS = {
 
 
 class Scheduled:
-    """Serves the path of a single message. Belongs to the event loop."""
+    """Serves the path of a single message, and those for several ids or keys. Belongs to the event loop."""
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self.paths: Paths = {
-            "/v1/messages/{id:path}": {"GET": self._get, "PATCH": self._reschedule, "DELETE": self._cancel}
+            "/v1/messages/{id:path}": {"GET": self._get, "PATCH": self._reschedule, "DELETE": self._cancel},
+            "/v1/cancel": {"POST": self._cancel_many},
+            "/v1/reschedule": {"POST": self._reschedule_many},
         }
 
     async def _get(self, call: Call) -> Answer:
@@ -246,6 +250,40 @@ class Scheduled:
         topic = call.query.get("topic")
         return _verdict_answer(
             await self._broker.cancel(ids=[call.path["id"]], topic=topic, caller=call.caller)
+        )
+
+    async def _cancel_many(self, call: Call) -> Answer:
+        request: codec.CancellingMany = await read_request(
+            call, codec.CancellingMany, self._broker.policy, Verb.LOOK
+        )
+        _check_names(request.ids, request.keys)
+        verdicts = await self._broker.cancel(ids=request.ids, keys=request.keys, caller=call.caller)
+        return Answer(200, answers_codec.show_verdicts(verdicts), size_bytes=100 * len(verdicts))
+
+    async def _reschedule_many(self, call: Call) -> Answer:
+        request: codec.ReschedulingMany = await read_request(
+            call, codec.ReschedulingMany, self._broker.policy, Verb.LOOK
+        )
+        _check_names(request.ids, request.keys)
+        due_ms, delay_ms = codec.due_and_delay_ms(request.at, request.after)
+        if due_ms is None and delay_ms is None:
+            raise InvalidMessage("give one of at and after")
+        verdicts = await self._broker.reschedule(
+            ids=request.ids, keys=request.keys, due_ms=due_ms, delay_ms=delay_ms, caller=call.caller
+        )
+        return Answer(200, answers_codec.show_verdicts(verdicts), size_bytes=100 * len(verdicts))
+
+
+def _check_names(ids: list[str], keys: list[str]) -> None:
+    """Raise InvalidMessage unless a request names messages either by ids or by keys, and OutOfRange for too many."""
+    if bool(ids) == bool(keys):
+        raise InvalidMessage("name the messages by ids or by keys")
+    for name in (*ids, *keys):
+        if not 0 < size_bytes(name) <= limits.UNIQUE_KEY_BYTES_MAX:
+            raise InvalidMessage(f"an id or key has 1 to {limits.UNIQUE_KEY_BYTES_MAX} bytes")
+    if len(ids) + len(keys) > limits.CANCELS_PER_REQUEST_MAX:
+        raise OutOfRange(
+            f"{len(ids) + len(keys)} names: at most {limits.CANCELS_PER_REQUEST_MAX} in a request"
         )
 
 
