@@ -57,6 +57,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that finds no broker tries as often as ever, and at once."""
-    from timeball.client import calls  # here: bounds.py measures how long this file takes to import
+    from timeball.client import attempts  # here: bounds.py measures how long this file takes to import
 
-    monkeypatch.setattr(calls, "RETRY_PAUSES_S", (0.0,) * len(calls.RETRY_PAUSES_S))
+    monkeypatch.setattr(attempts, "RETRY_PAUSES_S", (0.0,) * len(attempts.RETRY_PAUSES_S))

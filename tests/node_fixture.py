@@ -119,12 +119,34 @@ class RunningNode:
 
     @property
     def endpoint(self) -> str:
+        return self.flight_endpoint
+
+    @property
+    def flight_endpoint(self) -> str:
         return f"grpc://127.0.0.1:{self.settings.port}"
 
 
+class HttpNode(RunningNode):
+    """A node with the HTTP API, whose address is its endpoint. Keeps its port when it is started again."""
+
+    def __init__(self, data: Path, clock: Clock | None = None, **settings: Any) -> None:
+        super().__init__(data, clock, **{"http_port": 0, **settings})
+
+    def start(self) -> None:
+        super().start()
+        self.settings = replace(self.settings, http_port=self.node.http_port)
+
+    @property
+    def endpoint(self) -> str:
+        scheme = "https" if self.settings.tls_cert else "http"
+        return f"{scheme}://127.0.0.1:{self.settings.http_port}"
+
+
 @contextmanager
-def running_node(data: Path, clock: Clock | None = None, **settings: Any) -> Iterator[RunningNode]:
-    running = RunningNode(data, clock, **settings)
+def running_node(
+    data: Path, clock: Clock | None = None, kind: type[RunningNode] = RunningNode, **settings: Any
+) -> Iterator[RunningNode]:
+    running = kind(data, clock, **settings)
     running.start()
     try:
         yield running

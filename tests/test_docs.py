@@ -14,8 +14,7 @@ import typer.main
 from tests.docs_pages import DOCS, PAGES, ROOT, first_cells, page, section
 from tests.node_fixture import running_node
 
-import timeball.client.calls as client_calls
-import timeball.client.exchange as client_exchange
+import timeball.client.attempts as client_attempts
 from timeball import __version__
 from timeball.cli import main, output
 from timeball.edges.flight import codec
@@ -80,7 +79,7 @@ def test_every_exit_code() -> None:
 
 def error_classes() -> dict[str, str]:
     """Name -> code, those of the client's streams included."""
-    modules = (errors, client_calls, client_exchange)
+    modules = (errors, client_attempts)
     return {
         name: kind.code
         for module in modules

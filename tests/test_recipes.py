@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 from tests.docs_pages import page, section
-from tests.node_fixture import RunningNode, eventually, running_node
+from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
 
 from timeball import Timeball, Worker
 
 WEB = "http://shop"  # no port is listened on
-ENDPOINT = "grpc://127.0.0.1:7400"
+ENDPOINT = "http://127.0.0.1:7480"
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningNode]:
-    with running_node(tmp_path_factory.mktemp("recipes") / "data") as running:
+    with running_node(tmp_path_factory.mktemp("recipes") / "data", kind=HttpNode) as running:
         yield running
 
 
@@ -93,5 +93,5 @@ def test_a_worker(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None
         ball.send_many([{"body": f"close order {name}"} for name in ("17", "18", "?")], topic="orders-due")
         with Worker(ball, "billing", "orders-due", handler, threads=4) as worker:
             eventually(lambda: worker.counts.acknowledged == 2 and worker.counts.dead == 1, "handled")
-        assert [dead.body for dead in ball.browse("%DLQ%billing")] == [b"close order ?"]
+        assert [dead.body for dead in ball.dead_letters("billing").dead_letters] == [b"close order ?"]
     assert sorted(capsys.readouterr().out.split()) == ["17", "18", "closed", "closed"]

@@ -39,7 +39,7 @@ ALLOWED: list[tuple[str, str, str]] = [
     ("touches_disk", "model/time_parsing.py", "the tables of the installed package tzdata, and no data"),
     ("touches_disk", "cli/", "a command reads and writes the files that its user names"),
     ("touches_disk", "edges/http/edge.py", "the installed package's own files, and no data"),
-    ("touches_disk", "client/dialing.py", "the roots that its user names, where no broker runs"),
+    ("touches_disk", "client/credentials.py", "the roots that its user names, where no broker runs"),
     ("touches_disk", "edges/kafka/records.py", "the file that its user names, where no broker runs"),
     ("touches_disk", "spark/", "jobs write reports and wrappers where no broker runs"),
 ]

@@ -2,7 +2,7 @@
 
     from timeball import Timeball
 
-    with Timeball("grpc://127.0.0.1:7400") as ball:
+    with Timeball("http://127.0.0.1:7480") as ball:
         ball.send("orders", b"close order 17 if unpaid", after="30m")
 
 The packages, lower layers first. Each imports only packages above it in this list:
@@ -54,7 +54,7 @@ from timeball.model.errors import (
 if TYPE_CHECKING:  # for readers and type checkers; at run time `__getattr__` supplies these names
     from timeball.client.async_timeball import AsyncMessage, AsyncTimeball
     from timeball.client.messages import Message
-    from timeball.client.sender import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
+    from timeball.client.receipts import AcceptedRows, ExistingRows, Receipt, RefusedRows, SendSummary
     from timeball.client.timeball import Timeball
     from timeball.client.worker import Dead, Retry, Worker
     from timeball.model.wire import (
@@ -123,7 +123,7 @@ __version__ = "0.1.0"
 
 # Name -> its module, imported on first use: the import of Arrow alone would be half of a command's start time.
 _PLACES = {
-    "AcceptedRows": "timeball.client.sender",
+    "AcceptedRows": "timeball.client.receipts",
     "AsyncMessage": "timeball.client.async_timeball",
     "AsyncTimeball": "timeball.client.async_timeball",
     "Attached": "timeball.model.wire",
@@ -131,17 +131,17 @@ _PLACES = {
     "Dead": "timeball.client.worker",
     "DeadLetterPage": "timeball.model.wire",
     "DeadLetterRow": "timeball.model.wire",
-    "ExistingRows": "timeball.client.sender",
+    "ExistingRows": "timeball.client.receipts",
     "GroupPlace": "timeball.model.wire",
     "GroupState": "timeball.model.wire",
     "Message": "timeball.client.messages",
     "MessagePlace": "timeball.model.wire",
     "QueueRange": "timeball.model.wire",
-    "Receipt": "timeball.client.sender",
-    "RefusedRows": "timeball.client.sender",
+    "Receipt": "timeball.client.receipts",
+    "RefusedRows": "timeball.client.receipts",
     "Resolved": "timeball.model.wire",
     "Retry": "timeball.client.worker",
-    "SendSummary": "timeball.client.sender",
+    "SendSummary": "timeball.client.receipts",
     "Timeball": "timeball.client.timeball",
     "TopicState": "timeball.model.wire",
     "Verdict": "timeball.model.wire",

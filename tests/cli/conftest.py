@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from tests.node_fixture import running_node
 
-from timeball.client import calls
+from timeball.client import attempts
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +19,5 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def _no_pauses() -> Iterator[None]:
     """A client that finds no broker tries as often as ever, and at once: commands are asked thirty times for one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls, "RETRY_PAUSES_S", (0.0,) * len(calls.RETRY_PAUSES_S))
+        patch.setattr(attempts, "RETRY_PAUSES_S", (0.0,) * len(attempts.RETRY_PAUSES_S))
         yield

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 class CuttingProxy:
     """Listens on a port of its own and passes bytes on, from a thread for each direction of each connection."""
 
-    def __init__(self, broker_port: int) -> None:
+    def __init__(self, scheme: str, broker_port: int) -> None:
         self._broker_port = broker_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._passes = threading.Event()
         self._passes.set()
         self._sockets: list[socket.socket] = []
-        self.endpoint = f"grpc://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.endpoint = f"{scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 
     def hold(self) -> None:
@@ -59,7 +59,7 @@ class CuttingProxy:
 
 @contextlib.contextmanager
 def cutting_proxy(endpoint: str) -> Iterator[CuttingProxy]:
-    proxy = CuttingProxy(int(endpoint.rpartition(":")[2]))
+    proxy = CuttingProxy(endpoint.partition("://")[0], int(endpoint.rpartition(":")[2]))
     try:
         yield proxy
     finally:

@@ -4,6 +4,7 @@ made      the parent makes a client, the child uses it
 used      the parent uses it, the child as well, and makes a new one
 pool      the same with multiprocessing's own way to fork
 polling   while a thread of the parent waits in a pull
+load      while threads of the parent send, and one waits in a stream; prints the ids of all messages that were sent
 """
 
 from __future__ import annotations
@@ -22,8 +23,19 @@ from timeball.spark.endpoint import Endpoint
 TIMEOUT_MS = 2_000
 
 
+# Of Flight's clients, which have columns as well.
+COLUMNS = ("pull_batch", "commit", "read_log", "read_queue", "reserve", "compact", "a new endpoint")
+
+
 def calls(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
-    """Every call of a client."""
+    """Every call of a client of this protocol."""
+    found = every_call(ball, endpoint)
+    return (
+        found if endpoint.startswith("grpc") else {name: found[name] for name in found if name not in COLUMNS}
+    )
+
+
+def every_call(ball: Timeball, endpoint: str) -> dict[str, Callable[[], object]]:
     return {
         "status": ball.status,
         "topics": ball.topics,
@@ -81,9 +93,46 @@ def child(ball: Timeball, endpoint: str) -> None:
         print(f"{name}: {outcome}{late}", flush=True)
 
 
+def load(ball: Timeball) -> None:
+    """Fork four children that send while threads of this process use the same client."""
+    stopping, lock = threading.Event(), threading.Lock()
+
+    def say(message_id: str) -> None:
+        with lock:
+            os.write(1, f"sent: {message_id}\n".encode())
+
+    def send() -> None:
+        while not stopping.is_set():
+            say(ball.send("forked-load", "of the parent").id)
+
+    def wait() -> None:
+        list(ball.consume("forked-idle", "g", stop=stopping))
+
+    threads = [threading.Thread(target=target) for target in (send, send, wait)]
+    for thread in threads:
+        thread.start()
+    children = []
+    for _ in range(4):
+        ball.send("forked-more", "between the forks")  # its connection is kept when the child is forked
+        if child := os.fork():
+            children.append(child)
+            continue
+        for _ in range(25):
+            os.write(1, f"sent: {ball.send('forked-load', 'of a child').id}\n".encode())
+        os._exit(0)
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    stopping.set()
+    for thread in threads:
+        thread.join()
+    sys.exit(max(ended))
+
+
 def main(endpoint: str, case: str) -> None:
     """Fork as the case says."""
-    ball = Timeball(endpoint, timeout_ms=TIMEOUT_MS)
+    ball = Timeball(endpoint, timeout_ms=30_000 if case == "load" else TIMEOUT_MS)
+    if case == "load":
+        ball.create_topic("forked-idle")
+        load(ball)
     if case != "made":
         ball.send("forked", "of the parent")
     if case == "polling":

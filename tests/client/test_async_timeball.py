@@ -54,14 +54,20 @@ def test_what_is_sent_is_pulled_and_answered(node: RunningNode) -> None:
         assert (await ball.cancel(later.id)).verdict == "cancelled"
         with pytest.raises(NotFound):
             await ball.get("of nobody")
-        summary = await ball.send_many([{"body": f"{i}"} for i in range(5)], topic="async")
-        batch = await ball.pull_batch("async", "columns")
+
+    run(node, scenario)
+
+
+def test_columns_are_awaited_over_flight(flight_node: RunningNode) -> None:
+    async def scenario(ball: AsyncTimeball) -> None:
+        summary = await ball.send_many([{"body": f"{i}"} for i in range(5)], topic="async-columns")
+        batch = await ball.pull_batch("async-columns", "columns")
         assert batch.num_rows >= 1 and await ball.ack(batch, "columns") == batch.num_rows
         rows = [b async for b in ball.read_log(summary.ranges[0][0], summary.ranges[0][0] + 5)]
         assert sum(b.num_rows for b in rows) == 5
-        assert len(await ball.browse("async")) == 6
+        assert len(await ball.browse("async-columns")) == 5
 
-    run(node, scenario)
+    run(flight_node, scenario)
 
 
 def test_calls_run_at_the_same_time_and_the_loop_goes_on(node: RunningNode) -> None:

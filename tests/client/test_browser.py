@@ -14,6 +14,12 @@ from timeball.model.errors import NotFound, RequestError
 from timeball.model.limits import DAY_MS, HOUR_MS
 
 
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
+
+
 def send(ball: Timeball, topic: str, count: int) -> list[bytes]:
     bodies = [b"%d" % i for i in range(count)]
     ball.send_many([{"body": body} for body in bodies], topic=topic)

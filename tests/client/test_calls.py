@@ -12,8 +12,16 @@ import pytest
 from tests.node_fixture import BOUND_S, RunningNode, running_node
 
 from timeball import Timeball
-from timeball.client.calls import RETRY_PAUSES_S, Calls, NotSent, translate, translated
+from timeball.client.attempts import RETRY_PAUSES_S, NotSent
+from timeball.client.calls import Calls, translate, translated
 from timeball.model.errors import NotFound, OutOfRange, RequestError, TimeballError, Unavailable
+
+
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
+
 
 NOBODY = "grpc://127.0.0.1:1"
 

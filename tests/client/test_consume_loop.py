@@ -43,14 +43,29 @@ def clock() -> ManualClock:
     return ManualClock(1_000_000)
 
 
-def loop_over(clock: ManualClock, group: Group, pulls: list[list[Message]], **options: Any) -> ConsumeLoop:
-    def pull(wait_ms: int) -> Any:
-        found = pulls.pop(0) if pulls else []
+class Feed:
+    """Messages that come read by read; an empty read takes its whole wait. `unread` come with the end."""
+
+    def __init__(self, clock: ManualClock, reads: list[list[Message]], ack_rows: int | None) -> None:
+        self._clock, self._reads, self.ack_rows = clock, reads, ack_rows
+        self.unread: list[Message] = []
+        self.waits_ms: list[int] = []
+
+    def read(self, wait_ms: int) -> list[Message]:
+        self.waits_ms.append(wait_ms)
+        found = self._reads.pop(0) if self._reads else []
         if not found:
-            clock.advance(wait_ms)
+            self._clock.advance(wait_ms)
         return found
 
-    return ConsumeLoop(group, clock, pull, **{"lease": "60s", **options})  # type: ignore[arg-type]
+    def close(self) -> list[Message]:
+        unread, self.unread = self.unread, []
+        return unread
+
+
+def loop_over(clock: ManualClock, group: Group, pulls: list[list[Message]], **options: Any) -> ConsumeLoop:
+    feed = Feed(clock, pulls, None)
+    return ConsumeLoop(group, clock, feed, **{"lease": "60s", **options})  # type: ignore[arg-type]
 
 
 def test_a_message_is_dealt_with_when_the_next_one_is_asked_for(clock: ManualClock) -> None:
@@ -117,3 +132,43 @@ def test_it_is_over_when_nothing_has_come_for_so_long_or_it_was_stopped(clock: M
     stopped.work()
     stop.set()
     assert stopped.is_over and stopped.next() is None
+
+
+def stream_over(clock: ManualClock, group: Group, feed: Feed) -> ConsumeLoop:
+    return ConsumeLoop(group, clock, feed, lease="60s")  # type: ignore[arg-type]
+
+
+def test_a_stream_gets_credit_when_half_of_it_is_used(clock: ManualClock) -> None:
+    messages = [Message() for _ in range(5)]
+    group, feed = Group(), Feed(clock, [list(messages)], ack_rows=2)
+    loop = stream_over(clock, group, feed)
+    loop.work()
+    assert [loop.next(), loop.next()] == messages[:2] and group.acked == []
+    assert loop.next() is None, "two are dealt with, so it is time to acknowledge"
+    loop.work()
+    assert group.acked == messages[:2] and loop.next() is messages[2]
+
+
+def test_while_a_stream_flows_messages_are_acknowledged_together(clock: ManualClock) -> None:
+    first, second = Message(), Message()
+    group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = stream_over(clock, group, feed)
+    for message in (first, second):
+        loop.work()
+        assert loop.next() is message
+        assert loop.next() is None and group.acked == []
+    loop.work()  # waits a moment for another one
+    assert group.acked == [] and feed.waits_ms[-1] < 1_000
+    loop.work()
+    assert group.acked == [first, second] and feed.waits_ms[-1] == 10_000
+
+
+def test_the_end_gives_back_what_a_stream_had_sent(clock: ManualClock) -> None:
+    first, unread = Message(), Message()
+    group, feed = Group(), Feed(clock, [[first]], ack_rows=8)
+    loop = stream_over(clock, group, feed)
+    loop.work()
+    assert loop.next() is first
+    feed.unread.append(unread)
+    loop.end()
+    assert group.back == [(first, True), (unread, False)]

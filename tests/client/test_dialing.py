@@ -11,9 +11,9 @@ from tests.certificates import Certificate, certificate
 from tests.node_fixture import RunningNode
 
 from timeball import Timeball
-from timeball.client.calls import RETRY_PAUSES_S
-from timeball.client.dialing import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS, Credentials, credentials
-from timeball.model.errors import RequestError, Unauthorized, Unavailable
+from timeball.client.attempts import RETRY_PAUSES_S
+from timeball.client.credentials import ACCESS_KEY, SECRET_KEY, TLS_NAME, TLS_ROOTS
+from timeball.model.errors import Unauthorized, Unavailable
 from timeball.spark.endpoint import Endpoint
 
 
@@ -36,41 +36,6 @@ def node(tmp_path_factory: pytest.TempPathFactory, issued: Certificate) -> Itera
 
 def tls(node: RunningNode, host: str = "127.0.0.1") -> str:
     return f"grpc+tls://{host}:{node.node.port}"
-
-
-def test_nothing_is_said_unless_somebody_says_so() -> None:
-    assert credentials() == Credentials()
-
-
-def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(ACCESS_KEY, "a")
-    monkeypatch.setenv(SECRET_KEY, "b")
-    (tmp_path / "roots").write_bytes(b"PEM")
-    monkeypatch.setenv(TLS_ROOTS, str(tmp_path / "roots"))
-    monkeypatch.setenv(TLS_NAME, "broker.example")
-    assert credentials() == Credentials("a", "b", b"PEM", "broker.example")
-    assert credentials("c", "d", b"X") == Credentials("c", "d", b"X", "broker.example")
-
-
-def test_what_is_missing_or_cannot_be_said_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="secret_key"):
-        credentials("a")
-    with pytest.raises(RequestError, match="access_key"):
-        Timeball(secret_key="b")
-    with pytest.raises(RequestError, match="ASCII"):
-        credentials("a", "b\nc")
-    with pytest.raises(RequestError, match="ASCII"):
-        credentials("a", "sch\u00fctz")
-    monkeypatch.setenv(TLS_ROOTS, str(tmp_path / "gone"))
-    with pytest.raises(RequestError, match=TLS_ROOTS):
-        credentials()
-    monkeypatch.setenv(ACCESS_KEY, "a")
-    with pytest.raises(RequestError, match=f"{SECRET_KEY} is not"):
-        credentials()
-
-
-def test_a_secret_is_not_shown() -> None:
-    assert "hidden" not in repr(credentials("a", "hidden"))
 
 
 def test_our_clients_over_tls_with_the_environment_s_keys(
@@ -104,7 +69,7 @@ def test_the_name_in_a_certificate_may_be_another_than_the_one_dialled(
 def test_another_s_certificate_is_not_believed_and_plain_text_is_not_answered(
     node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("timeball.client.calls.RETRY_PAUSES_S", RETRY_PAUSES_S[:0])
+    monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", RETRY_PAUSES_S[:0])
     stranger = Path(certificate(tmp_path).roots).read_bytes()
     with Timeball(tls(node), tls_roots=stranger, **keys("shop")) as ball:
         with pytest.raises(Unavailable, match="certificate verify failed"):

@@ -14,7 +14,9 @@ def test_examples(name: str, node: RunningNode) -> None:
     module = importlib.import_module(name)
     finder = doctest.DocTestFinder(exclude_empty=True)
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.REPORT_ONLY_FIRST_FAILURE)
-    for test in finder.find(module, name, extraglobs={"endpoint": node.endpoint}):
+    for test in finder.find(
+        module, name, extraglobs={"endpoint": node.endpoint, "flight_endpoint": node.flight_endpoint}
+    ):
         runner.run(test)
     assert runner.tries > 0
     assert runner.failures == 0

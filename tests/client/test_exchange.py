@@ -15,9 +15,16 @@ import pytest
 from tests.client import broken_streams
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
-from timeball.client.calls import NotSent
-from timeball.client.exchange import Lost, SendExchange
+from timeball.client.attempts import Lost, NotSent
+from timeball.client.exchange import SendExchange
 from timeball.model.errors import InvalidMessage, TimeballError, Unauthorized, Unavailable, from_code
+
+
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
+
 
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 

@@ -1,13 +1,15 @@
-"""A client used on both sides of a fork: it works, or says in one sentence why not; no call outlives its time."""
+"""A client used on both sides of a fork: over HTTP it works, over Flight it says in one sentence why not."""
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from tests.cli.processes import environment
 from tests.node_fixture import RunningNode
 
+from timeball import Timeball
 from timeball.client.dialing import FORKED
 
 SCRIPT = Path(__file__).with_name("forked.py")
@@ -32,10 +34,33 @@ def test_a_client_made_before_the_fork_and_used_behind_it_works(node: RunningNod
 @pytest.mark.parametrize(
     "case", ["used", *(pytest.param(case, marks=pytest.mark.slow) for case in ("pool", "polling"))]
 )
-def test_behind_a_fork_of_one_that_was_used_every_call_says_what_to_do(node: RunningNode, case: str) -> None:
-    outcomes = forked(node, case)
+def test_behind_a_fork_of_one_that_was_used_every_call_says_what_to_do(
+    flight_node: RunningNode, case: str
+) -> None:
+    outcomes = forked(flight_node, case)
     assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
     assert outcomes.pop("close") == "done"
     # A send of many rows adds how many of them were accepted.
     said = {outcome.removesuffix(" (no row of this call was accepted)") for outcome in outcomes.values()}
     assert said == {f"RequestError: {FORKED}"}, outcomes
+
+
+@pytest.mark.parametrize("case", ["used", "pool", "polling"])
+def test_over_http_every_call_works_behind_a_fork(http_node: RunningNode, case: str) -> None:
+    outcomes = forked(http_node, case)
+    assert (outcomes.pop("ended"), outcomes.pop("parent")) == ("0", "True")
+    assert set(outcomes.values()) == {"done"}, outcomes
+
+
+def test_children_forked_under_load_lose_nothing_and_double_nothing(http_node: RunningNode) -> None:
+    """Threads of the parent send and receive while it forks, and its children use the same client."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", str(SCRIPT), http_node.endpoint, "load"],
+        env=environment(), capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    sent = [line.removeprefix("sent: ") for line in done.stdout.splitlines() if line.startswith("sent: ")]
+    assert len(sent) == len(set(sent)) >= 4 * 25
+    with Timeball(http_node.endpoint) as ball:
+        there = Counter(message.id for message in ball.consume("forked-load", "g", until_idle="500ms"))
+    assert there == Counter(sent), "each once, and no other"

@@ -14,11 +14,19 @@ from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
+import pytest
 from tests.cli.processes import environment
 from tests.docs_pages import ROOT
 from tests.node_fixture import RunningNode
 
 from timeball.cli.main import COMMANDS
+
+
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
+
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = re.compile(r"[A-Za-z0-9._-]+")

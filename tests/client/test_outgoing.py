@@ -1,9 +1,5 @@
 """From what a program has to send batches: columns for people, ids, sizes, and what is refused before sending."""
 
-import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
 from zoneinfo import ZoneInfo
 
@@ -11,14 +7,10 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.bounds import BOUND_S
 
 from timeball.client import outgoing
 from timeball.client.outgoing import (
-    COUNTER_END,
     ONE_SCHEMA,
-    ROWS_MAX,
-    Identifiers,
     batches,
     complete,
     delay_column,
@@ -26,15 +18,27 @@ from timeball.client.outgoing import (
     from_dicts,
     one,
 )
+from timeball.client.rows import outgoing as outgoing_message
 from timeball.model.errors import InvalidDelay, InvalidMessage
 from timeball.model.message import decode_properties
 
 NOW_MS = 1_700_000_000_000
+DUE_MS = 1_800_000_000_000
 
 
 def single(body: object = b"x", **fields: object) -> dict[str, object]:
     given = {"tag": None, "keys": None, "properties": None, **fields}
-    batch = one("t", body, given["tag"], given["keys"], given["properties"], "id", NOW_MS, None, 5)  # type: ignore[arg-type]
+    message = outgoing_message(
+        "t",
+        body,
+        given["tag"],
+        given["keys"],
+        given["properties"],
+        "id",
+        None,
+        DUE_MS,  # type: ignore[arg-type]
+    )
+    batch = one(message, NOW_MS)
     assert batch.schema == ONE_SCHEMA
     return batch.to_pylist()[0]  # type: ignore[no-any-return]
 
@@ -45,7 +49,7 @@ def test_a_single_message_becomes_a_batch_of_one_row() -> None:
     assert row["keys"] == "k1 k2" and row["tag"] == "a"
     assert decode_properties(str(row["properties"])) == {"x": "1", "y": ""}
     assert (row["topic"], row["unique_key"], row["born_ms"]) == ("t", "id", NOW_MS)
-    assert (row["due_ms"], row["delay_ms"]) == (5, None)
+    assert (row["due_ms"], row["delay_ms"]) == (DUE_MS, None)
     assert single(bytearray(b"ab"))["body"] == single(memoryview(b"ab"))["body"] == b"ab"
     assert single(properties={})["properties"] is None
 
@@ -266,64 +270,3 @@ def test_large_rows_are_cut_by_size() -> None:
     cut = list(batches(table, "t", 1_000, NOW_MS))
     assert sum(batch.num_rows for batch in cut) == 10
     assert max(batch.nbytes for batch in cut) <= outgoing.BATCH_BYTES
-
-
-@given(st.lists(st.integers(0, 300), max_size=6))
-def test_bulk_and_single_ids_are_one_sequence(counts: list[int]) -> None:
-    source = Identifiers()
-    ids: list[str] = []
-    for count in counts:
-        ids += [source.next_id(), *source.next_ids(count).to_pylist()]
-    assert ids == sorted(set(ids))
-    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
-    assert [int(one[24:], 16) for one in ids] == list(range(len(ids)))
-
-
-def test_bulk_arrays_are_sound() -> None:
-    ids = Identifiers().next_ids(100_000)
-    ids.validate(full=True)
-    assert ids.null_count == 0 and len(ids.unique()) == 100_000
-
-
-def test_two_processes_never_share_an_identity() -> None:
-    assert len({Identifiers().next_id()[:24] for _ in range(100)}) == 100
-
-
-def test_a_used_up_counter_begins_a_new_identity() -> None:
-    source = Identifiers()
-    source._next = COUNTER_END - 2
-    last = source.next_id()
-    rest = source.next_ids(3).to_pylist()
-    assert last.endswith("fffffffe") and rest[0].endswith("00000000")
-    assert {one[:24] for one in rest} != {last[:24]}
-
-
-def test_threads_share_a_source() -> None:
-    source = Identifiers()
-    with ThreadPoolExecutor(8) as pool:
-        parts = list(pool.map(lambda _: [source.next_id() for _ in range(500)], range(8)))
-    assert len({one for part in parts for one in part}) == 4_000
-
-
-def test_more_ids_than_an_array_has_are_refused() -> None:
-    with pytest.raises(ValueError, match="at most"):
-        Identifiers().next_ids(ROWS_MAX + 1)
-
-
-def test_a_forked_child_makes_other_ids() -> None:
-    # In a fresh interpreter: a fork of this one, with gRPC's threads in it, would be unsafe.
-    program = """
-import os
-from timeball.client.outgoing import IDENTIFIERS
-parent = IDENTIFIERS.next_id()
-child = os.fork()
-if child:
-    os.waitpid(child, 0)
-print(IDENTIFIERS.next_id(), flush=True)
-os._exit(0)
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=BOUND_S, check=True
-    )
-    ids = run.stdout.split()
-    assert len(ids) == 2 and ids[0][:24] != ids[1][:24]

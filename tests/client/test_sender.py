@@ -14,11 +14,17 @@ from tests.client.cutting_proxy import cutting_proxy
 from tests.node_fixture import BOUND_S, RunningNode, eventually, running_node
 
 from timeball import AsyncTimeball, Timeball
-from timeball.client.calls import NotNow
-from timeball.client.exchange import Lost
-from timeball.client.sender import Receipt, wait_for_ack
+from timeball.client.attempts import Lost, NotNow
+from timeball.client.receipts import Receipt
+from timeball.client.sender import wait_for_ack
 from timeball.model.errors import Conflict, InvalidMessage, InvalidName, RequestError, Unavailable
 from timeball.model.wire import SendAck
+
+
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
 
 
 def test_threads_share_a_client(ball: Timeball) -> None:

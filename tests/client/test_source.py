@@ -17,6 +17,13 @@ from timeball.client.source import Source
 from timeball.model import wire
 from timeball.model.errors import Conflict, InvalidMessage, RequestError
 
+
+@pytest.fixture(scope="session")
+def node(flight_node: RunningNode) -> RunningNode:
+    """This module is about Flight."""
+    return flight_node
+
+
 SCHEMA = pa.schema([("topic", pa.string()), ("body", pa.binary())])
 
 

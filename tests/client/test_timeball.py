@@ -14,18 +14,18 @@ from timeball.model.errors import InvalidDelay, InvalidMessage, NotFound, OutOfR
 from timeball.model.message import READ_SCHEMA, Kind
 
 
-def test_a_receipt_tells_the_truth(ball: Timeball) -> None:
-    receipt = ball.send(
+def test_a_receipt_tells_the_truth(flight_ball: Timeball) -> None:
+    receipt = flight_ball.send(
         "receipts", "x", tag="t", keys=["a", "b"], properties={"p": "q"}, after="1h", message_id="my-id"
     )
-    (row,) = ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
+    (row,) = flight_ball.read_log(receipt.seq, receipt.seq + 1).read_all().to_pylist()
     assert receipt.id == row["unique_key"] == "my-id"
     assert receipt.due_ms == row["due_ms"] == receipt.store_ms + 3_600_000
     assert row["kind"] == Kind.SCHEDULED and row["store_ms"] == receipt.store_ms
     assert (row["tag"], row["keys"], row["properties"]) == ("t", "a b", "p\x01q\x02")
-    assert ball.send("receipts", "now").due_ms is None
+    assert flight_ball.send("receipts", "now").due_ms is None
     at_ms = receipt.store_ms + 100_000
-    assert ball.send("receipts", "at", at=at_ms).due_ms == at_ms
+    assert flight_ball.send("receipts", "at", at=at_ms).due_ms == at_ms
 
 
 @pytest.mark.parametrize(
@@ -106,27 +106,29 @@ def test_reschedule_wants_one_way_of_naming_and_of_saying_when(ball: Timeball) -
         ball.reschedule("a", at=250_000_000_000_000)
 
 
-def test_logs_and_queues_are_tables(ball: Timeball) -> None:
-    ball.create_topic("tables", 1)
-    summary = ball.send_many(
+def test_logs_and_queues_are_tables(flight_ball: Timeball) -> None:
+    flight_ball.create_topic("tables", 1)
+    summary = flight_ball.send_many(
         [{"body": str(i)} | ({"after": "1h"} if i % 2 else {}) for i in range(10)], topic="tables"
     )
     first, rows = summary.ranges[0]
-    log = ball.read_log(first, first + rows, coalesce_rows=3)
+    log = flight_ball.read_log(first, first + rows, coalesce_rows=3)
     assert log.schema == READ_SCHEMA
     assert log.read_all().column("seq").to_pylist() == list(range(first, first + rows))
-    due = ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED], columns=["due_ms", "seq"]).read_all()
+    due = flight_ball.read_log(
+        first, first + rows, kinds=[Kind.SCHEDULED], columns=["due_ms", "seq"]
+    ).read_all()
     assert due.column_names == ["due_ms", "seq"]
-    scheduled_rows = ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED]).read_all()
+    scheduled_rows = flight_ball.read_log(first, first + rows, kinds=[Kind.SCHEDULED]).read_all()
     assert scheduled_rows.select(due.column_names) == due
     assert scheduled_rows.column("body").to_pylist() == [b"1", b"3", b"5", b"7", b"9"]
-    queue = ball.read_queue("tables", 0, 1, 3).read_all()
+    queue = flight_ball.read_queue("tables", 0, 1, 3).read_all()
     assert queue.column("body").to_pylist() == [b"2", b"4", b"6"]
-    assert ball.queues("tables")[0].max == 5
+    assert flight_ball.queues("tables")[0].max == 5
     with pytest.raises(OutOfRange):
-        ball.read_queue("tables", 0, 99, 1)
+        flight_ball.read_queue("tables", 0, 99, 1)
     with pytest.raises(NotFound):
-        ball.read_queue("tables", 7, 0, 1)
+        flight_ball.read_queue("tables", 7, 0, 1)
 
 
 def test_topics(ball: Timeball) -> None:
@@ -151,24 +153,24 @@ def test_status_says_who_and_how_far(ball: Timeball) -> None:
     } <= status.keys()
 
 
-def test_reserve_and_attach_nothing_twice(ball: Timeball) -> None:
-    first = ball.reserve(10)
-    assert ball.reserve(5) >= first + 10
+def test_reserve_and_attach_nothing_twice(flight_ball: Timeball) -> None:
+    first = flight_ball.reserve(10)
+    assert flight_ball.reserve(5) >= first + 10
     empty = msgspec.json.encode({"job": "bulk", "job_id": "none", "epoch": 0})
-    attached = ball.attach(empty)
-    assert not attached.repeated and ball.attach(empty).repeated
+    attached = flight_ball.attach(empty)
+    assert not attached.repeated and flight_ball.attach(empty).repeated
     with pytest.raises(InvalidMessage):
-        ball.attach(b'{"job": "bulk"}')
+        flight_ball.attach(b'{"job": "bulk"}')
 
 
-def test_compact_moves_the_tail(ball: Timeball) -> None:
-    receipt = ball.send("compacted", "x", after="2h")
-    before = ball.status()
-    attached = ball.compact()
+def test_compact_moves_the_tail(flight_ball: Timeball) -> None:
+    receipt = flight_ball.send("compacted", "x", after="2h")
+    before = flight_ball.status()
+    attached = flight_ball.compact()
     assert attached is not None and attached.watermark > receipt.seq >= before["watermark"]
-    assert ball.status()["watermark"] == attached.watermark
-    assert ball.cancel(receipt.id).verdict == "cancelled"  # found in the table
-    ball.lease_compaction(1_000)
+    assert flight_ball.status()["watermark"] == attached.watermark
+    assert flight_ball.cancel(receipt.id).verdict == "cancelled"  # found in the table
+    flight_ball.lease_compaction(1_000)
 
 
 @pytest.mark.parametrize(

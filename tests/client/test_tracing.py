@@ -9,7 +9,7 @@ from tests.client.current_span import Current, current
 from tests.node_fixture import RunningNode, eventually
 
 from timeball import AsyncTimeball, Message, Timeball, Worker
-from timeball.client import outgoing
+from timeball.client import tracing
 
 OWN = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -59,22 +59,22 @@ def test_a_handler_runs_in_the_trace_of_its_message(ball: Timeball) -> None:
     with current() as span:
         ball.send("handled", "a")
     ball.send("handled", "b")
-    seen: list[tuple[str, str]] = []
+    seen: list[tuple[str, dict[str, str]]] = []
 
     def handler(message: Message) -> None:
         context = trace.get_current_span().get_span_context()
-        seen.append((trace.format_trace_id(context.trace_id), outgoing.current_context()))
+        seen.append((trace.format_trace_id(context.trace_id), tracing.current_context()))
 
     with Worker(ball, "workers", "handled", handler) as worker:
         eventually(lambda: worker.counts.acknowledged == 2, "both are handled")
     (first, carried), (second, none) = seen
     # Without a provider of the program's own the span is the message's, and what the handler sends carries it on.
-    assert first == span.trace and carried == f"traceparent\x01{span.traceparent}\x02"
-    assert second == "0" * 32 and none == ""
+    assert first == span.trace and carried == {"traceparent": span.traceparent}
+    assert second == "0" * 32 and none == {}
 
 
 def test_without_the_api_nothing_is_carried(ball: Timeball, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "HAS_API", False)
+    monkeypatch.setattr(tracing, "is_used", lambda: False)
     done = threading.Event()
     ball.create_topic("bare", 1)
     with current():

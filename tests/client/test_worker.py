@@ -154,9 +154,11 @@ def test_processes_share_the_work_one_that_is_killed_is_replaced(node: RunningNo
         os.kill(before[0], signal.SIGKILL)
         eventually(lambda: len(set(worker._processes.pids) - set(before)) == 1, "replaced")
         send(ball, "spread", ["more"])
-        eventually(
-            lambda: b"more" in {m.body for m in ball.browse("spread-done", "", max_messages=100)}, "handled"
-        )
+        with Timeball(node.flight_endpoint) as browser:
+            eventually(
+                lambda: b"more" in {m.body for m in browser.browse("spread-done", "", max_messages=100)},
+                "handled",
+            )
     finally:
         worker.stop()
         worker.join()

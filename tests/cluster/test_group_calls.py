@@ -18,6 +18,7 @@ from tests.cluster.worlds import led, world_of
 from timeball.broker.groups.grouped import GroupedBroker
 from timeball.broker.revoking.group_questions import CancelHere, FindHere, GroupAnswer
 from timeball.client.outgoing import one as one_row
+from timeball.client.rows import Outgoing
 from timeball.cluster.coordination.coordinator import Directory
 from timeball.cluster.coordination.coordinator import Node as ClusterNode
 from timeball.cluster.group_calls import GroupCalls
@@ -50,7 +51,9 @@ class Asking:
 
     async def send(self, topic: str, key: str) -> None:
         now_ms = SystemClock().wall_ms()
-        await self.node.broker.send(one_row(topic, b"x", None, None, None, key, now_ms, HOUR_MS, None))
+        await self.node.broker.send(
+            one_row(Outgoing(topic, b"x", None, None, None, key, HOUR_MS, None), now_ms)
+        )
 
     async def cancel(self, key: str, caller: Caller = ANONYMOUS) -> list[str] | None:
         answer = await self.calls.ask("g1", CancelHere(ids=[key]), caller, self._within_s)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from timeball.client import Timeball
     from timeball.client.messages import Message
-    from timeball.client.sender import Receipt
+    from timeball.client.receipts import Receipt
     from timeball.model.wire import GroupPlace, MessagePlace, Verdict
 
 # ---- send and schedule ----------------------------------------------------------------------------------------

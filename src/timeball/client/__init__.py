@@ -1,7 +1,14 @@
 """Export `Timeball`, the Python client.
 
-The client uses the Flight protocol of `edges/flight`. It imports only `model` and `io`, so a producer does not
-have to install or load the broker.
+The client uses the HTTP API of `edges/http`, or the Flight protocol of `edges/flight`: the scheme of its endpoint
+selects. It imports only `model` and `io`, so a producer does not have to install or load the broker.
+
+    timeball, reader, async_timeball, worker     the methods, for both protocols
+    consumer, messages, receipts, rows           leases and the loop of `consume`, results, messages to send
+    attempts, credentials, identifiers, tracing  retries, keys, ids, trace context
+    http_…                                       HTTP: connections, calls, sends, the codec
+    calls, dialing, exchange, sender, outgoing, batch_rows, browser, source
+                                                 Flight, which needs pyarrow
 """
 
 from timeball.client.timeball import Timeball

@@ -1,12 +1,12 @@
 """AsyncTimeball: the methods of `Timeball` for a program with an event loop.
 
-    async with AsyncTimeball("grpc://127.0.0.1:7400") as ball:
+    async with AsyncTimeball("http://127.0.0.1:7480") as ball:
         await ball.send("orders", "close order 17 if unpaid", after="30m")
 
 This is a thin layer over `Timeball`. Each call runs in one of the `calls_max` threads of the object, and the event loop
-only waits for the result. Threads are necessary, because Arrow's Flight client has no asynchronous calls. A second
-client on gRPC's own asyncio would repeat the code of every request, answer and retry. The cost of the threads was
-measured (docs/client.md#cost-of-the-threads).
+only waits for the result. A second client on asyncio would repeat the code of every request, answer and retry, and
+Arrow's Flight client has no asynchronous calls. The cost of the threads was measured
+(docs/client.md#cost-of-the-threads).
 
 When you cancel a call, the client stops waiting for it. The broker may still carry out the request, as after a lost
 answer. Receives are an exception: the broker cancels them too. Messages that a cancelled receive had leased go to other
@@ -24,13 +24,10 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-import pyarrow as pa
-
-from timeball.client.calls import OpenRead
-from timeball.client.consumer import ConsumeLoop, Start, make_filter
-from timeball.client.dialing import check_process
+from timeball.client.attempts import OpenRead
+from timeball.client.consumer import ConsumeLoop, Start, make_filter, receive_request
 from timeball.client.messages import Leased, Message
 from timeball.client.timeball import ENDPOINT, Timeball
 from timeball.model import wire
@@ -38,6 +35,9 @@ from timeball.model.errors import RequestError
 from timeball.model.time_parsing import After, delay_ms
 
 CALLS_MAX = 64  # calls at the same time; further calls wait for a thread
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class AsyncMessage(Leased):
     __slots__ = ("_run",)
 
     def __init__(self, message: Message, run: RunInThread) -> None:
-        super().__init__(message._batch, message._row, message.received_ms, message._member)
+        super().__init__(message._row, message.received_ms, message._member)
         self._run = run
 
     async def ack(self) -> bool:
@@ -230,12 +230,10 @@ class AsyncTimeball:
         sql: str | None = None,
     ) -> pa.RecordBatch:
         """Receive the next messages as columns. Arguments, result and errors are those of `Timeball.pull_batch`."""
-        message_filter, consumer = make_filter(tag, sql), self._ball._consumer
+        request = receive_request(topic, group, max_messages, wait, start, lease, make_filter(tag, sql))
         return await self._receive(
-            functools.partial(
-                consumer.pull_batch, topic, group, max_messages, wait, start, lease, message_filter
-            ),
-            lambda batch: consumer.give_back(batch, group),
+            functools.partial(self._ball._flight("pull_batch").rows, request, request.wait_ms),
+            lambda batch: self._ball._consumer.give_back(batch, group),
         )
 
     async def ack(
@@ -266,11 +264,8 @@ class AsyncTimeball:
         message_filter, consumer = make_filter(tag, sql), self._ball._consumer
         open_read = OpenRead()
 
-        def pull(wait_ms: int) -> list[Message]:
-            wait = f"{wait_ms}ms"
-            return consumer.pull(topic, group, max_messages, wait, start, lease, message_filter, open_read)
-
-        loop = ConsumeLoop(consumer, self._ball._clock, pull, lease=lease, idle=until_idle, stop=stop)
+        feed = consumer.open_feed(topic, group, max_messages, start, lease, message_filter, open_read)
+        loop = ConsumeLoop(consumer, self._ball._clock, feed, lease=lease, idle=until_idle, stop=stop)
         self._open_reads.add(open_read)
         self._loops.add(loop)
         try:
@@ -328,7 +323,7 @@ class AsyncTimeball:
 
     def _submit(self, call: Callable[[], T]) -> asyncio.Future[T]:
         """Start a call in a thread. Raises RequestError after a fork, or if the client is closed."""
-        check_process()
+        self._ball._calls.check()
         if self._is_closed:
             raise RequestError("this Timeball client is closed")
         # A child process has none of its parent's threads.

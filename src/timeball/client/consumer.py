@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeGuard
 
-import pyarrow as pa
+import msgspec
 
-from timeball.client.calls import Calls, OpenRead
-from timeball.client.dialing import check_process
-from timeball.client.messages import Leased, Member, Message, view
+from timeball.client.attempts import OpenRead
+from timeball.client.messages import Actions, Leased, Member, Message, ReceivedRow
 from timeball.io.clock import Clock
 from timeball.model import limits, wire
 from timeball.model.errors import RequestError
-from timeball.model.rules import valid
 from timeball.model.time_parsing import After, delay_ms
+from timeball.model.values import valid
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 # ---- starts and filters ---------------------------------------------------------------------------------------
 
@@ -53,51 +55,66 @@ def make_filter(tag: str | None, sql: str | None) -> MessageFilter:
     return MessageFilter(tag or "", sql or "")
 
 
+def receive_request(
+    topic: str,
+    group: str,
+    rows: int,
+    wait: After,
+    start: Start,
+    lease: After,
+    message_filter: MessageFilter = NO_FILTER,
+) -> wire.Receive:
+    """Build the request of a receive from the arguments of `Timeball.pull`. Raises RequestError for a wrong one."""
+    check_start(start)
+    if not 0 < rows <= limits.PULL_ROWS_MAX:
+        raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
+    wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")
+    if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
+        raise RequestError(f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h")
+    return wire.Receive(
+        topic=topic,
+        group=group,
+        rows=min(rows, limits.POP_ROWS_MAX),
+        wait_ms=wait_ms,
+        invisible_ms=lease_ms,
+        latest=start == "latest",
+        tag=message_filter.tag,
+        sql=message_filter.sql,
+    )
+
+
 # ---- receive and answer ---------------------------------------------------------------------------------------
+
+
+class Receiver(Actions, Protocol):
+    """The calls to a broker that receive messages."""
+
+    def check(self) -> None:
+        """Raise RequestError if no call can be made."""
+
+    def receive(self, request: wire.Receive, open_read: OpenRead | None = None) -> Sequence[ReceivedRow]:
+        """Lease messages to a group."""
+
+    def open_stream(self, request: wire.Receive, credit: int, open_read: OpenRead | None) -> RowStream | None:
+        """Prepare a stream of messages with credit. None if the protocol has none."""
+
+
+class RowStream(Protocol):
+    """A stream of messages with credit. Belongs to one thread."""
+
+    def read(self, wait_ms: int) -> Sequence[ReceivedRow]:
+        """Wait up to `wait_ms` for messages, and return those that have come. Opens the stream when needed."""
+
+    def close(self) -> Sequence[ReceivedRow]:
+        """End the stream, and return the messages that had come."""
 
 
 class Consumer:
     """Receives messages as a member of any group, and answers for them. Thread safe and stateless."""
 
-    def __init__(self, calls: Calls, clock: Clock) -> None:
+    def __init__(self, calls: Receiver, clock: Clock) -> None:
         self._calls = calls
         self._clock = clock
-
-    def pull_batch(
-        self,
-        topic: str,
-        group: str,
-        rows: int,
-        wait: After,
-        start: Start,
-        lease: After,
-        message_filter: MessageFilter = NO_FILTER,
-        open_read: OpenRead | None = None,
-    ) -> pa.RecordBatch:
-        """Lease up to `rows` messages. Returns them in READ_SCHEMA with a column `receipt`.
-
-        Raises RequestError for an argument out of range. Timeball.pull documents the arguments.
-        """
-        check_process()
-        check_start(start)
-        if not 0 < rows <= limits.PULL_ROWS_MAX:
-            raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
-        wait_ms, lease_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX), delay_ms(lease, "lease")
-        if not 1 <= lease_ms <= limits.INVISIBLE_MS_MAX:
-            raise RequestError(
-                f"lease={lease!r}: between 1 ms and {limits.INVISIBLE_MS_MAX // limits.HOUR_MS} h"
-            )
-        ticket = wire.Receive(
-            topic=topic,
-            group=group,
-            rows=min(rows, limits.POP_ROWS_MAX),
-            wait_ms=wait_ms,
-            invisible_ms=lease_ms,
-            latest=start == "latest",
-            tag=message_filter.tag,
-            sql=message_filter.sql,
-        )
-        return self._calls.rows(ticket, wait_ms, open_read)
 
     def pull(
         self,
@@ -110,9 +127,31 @@ class Consumer:
         message_filter: MessageFilter = NO_FILTER,
         open_read: OpenRead | None = None,
     ) -> list[Message]:
-        """Lease up to `rows` messages, as `pull_batch` does."""
-        batch = self.pull_batch(topic, group, rows, wait, start, lease, message_filter, open_read)
-        return view(batch, self._clock.wall_ms(), Member(self._calls, topic, group))
+        """Lease up to `rows` messages. Timeball.pull documents the arguments."""
+        self._calls.check()
+        request = receive_request(topic, group, rows, wait, start, lease, message_filter)
+        return self._view(request, self._calls.receive(request, open_read))
+
+    def open_feed(
+        self,
+        topic: str,
+        group: str,
+        rows: int,
+        start: Start,
+        lease: After,
+        message_filter: MessageFilter = NO_FILTER,
+        open_read: OpenRead | None = None,
+    ) -> Feed:
+        """Prepare the messages of a loop: a stream with a credit of `rows`, or else pulls of up to `rows` messages."""
+        self._calls.check()
+        request = receive_request(topic, group, rows, 0, start, lease, message_filter)
+        stream = self._calls.open_stream(request, min(rows, limits.CREDIT_ROWS_MAX), open_read)
+        return Feed(self, self._calls, request, stream, min(rows, limits.CREDIT_ROWS_MAX), open_read)
+
+    def _view(self, request: wire.Receive, rows: Iterable[ReceivedRow]) -> list[Message]:
+        """Wrap received rows as messages that this client holds."""
+        member, now_ms = Member(self._calls, request.topic, request.group), self._clock.wall_ms()
+        return [Message(row, now_ms, member) for row in rows]
 
     def ack(self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None) -> int:
         """Acknowledge messages. Returns the number of messages whose lease had not ended."""
@@ -153,7 +192,7 @@ class Consumer:
         self, messages: Iterable[Leased] | pa.RecordBatch, group: str | None
     ) -> list[tuple[Member, list[str]]]:
         """Group the receipts of these messages by topic and group. A batch needs its `group`."""
-        if isinstance(messages, pa.RecordBatch):
+        if is_batch(messages):
             if group is None or wire.RECEIPT not in messages.schema.names:
                 raise RequestError(
                     "ack of a batch: give the batch that pull_batch has returned, and its group"
@@ -173,18 +212,62 @@ class Consumer:
         return list(by_member.values())
 
 
+def is_batch(messages: Iterable[Leased] | pa.RecordBatch) -> TypeGuard[pa.RecordBatch]:
+    """True for a record batch. Does not import pyarrow: a program without it has no batches."""
+    return type(messages).__module__.startswith("pyarrow")
+
+
+class Feed:
+    """The messages of a loop: a stream with credit, or pulls where the protocol has no streams."""
+
+    def __init__(
+        self,
+        consumer: Consumer,
+        calls: Receiver,
+        request: wire.Receive,
+        stream: RowStream | None,
+        credit: int,
+        open_read: OpenRead | None,
+    ) -> None:
+        self._consumer, self._calls, self._request = consumer, calls, request
+        self._stream, self._open_read = stream, open_read
+        # The number of processed messages after which the loop acknowledges, so that the stream gets credit. None for
+        # pulls, before which the loop acknowledges.
+        self.ack_rows = None if stream is None else max(1, credit // 2)
+
+    def read(self, wait_ms: int) -> list[Message]:
+        """Wait up to `wait_ms` for messages, and return those that have come."""
+        if self._stream is not None:
+            return self._consumer._view(self._request, self._stream.read(wait_ms))
+        request = msgspec.structs.replace(self._request, wait_ms=wait_ms)
+        return self._consumer._view(request, self._calls.receive(request, self._open_read))
+
+    def close(self) -> list[Message]:
+        """End the stream, and return the messages that had come and were not read."""
+        return [] if self._stream is None else self._consumer._view(self._request, self._stream.close())
+
+
 # ---- the loop behind `consume` --------------------------------------------------------------------------------
 # A message counts as processed when the program asks for the next one. `next` returns a message and never blocks. If it
 # returns None, the caller must call `work`, which calls the broker and blocks. `Timeball` and `AsyncTimeball` share
 # `ConsumeLoop`. They differ only in the thread in which they call `work`.
+#
+# A stream needs acknowledgements for its credit, but not before each read. While messages keep coming, the loop
+# acknowledges when half of the credit is used up. When none has come for ACK_PAUSE_MS, it acknowledges at once.
 
 # Time between acknowledgements. After a crash of the consumer, the messages of at most this time are repeated.
 ACK_INTERVAL_MS = 1_000
-WAIT_MS = 10 * limits.SECOND_MS  # longest wait of a pull, unless `idle` is shorter
+ACK_PAUSE_MS = 20
+WAIT_MS = 10 * limits.SECOND_MS  # longest wait for messages, unless `idle` is shorter
 
-Pull = Callable[
-    [int], list[Message]
-]  # pulls messages and waits up to this many milliseconds for the first one
+
+class MessageFeed(Protocol):
+    """The part of a Feed that a loop uses."""
+
+    @property
+    def ack_rows(self) -> int | None: ...
+    def read(self, wait_ms: int) -> list[Message]: ...
+    def close(self) -> list[Message]: ...
 
 
 class ConsumeLoop:
@@ -197,13 +280,13 @@ class ConsumeLoop:
         self,
         consumer: Consumer,
         clock: Clock,
-        pull: Pull,
+        feed: MessageFeed,
         *,
         lease: After,
         idle: After | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        self._consumer, self._clock, self._pull, self._stop = consumer, clock, pull, stop
+        self._consumer, self._clock, self._feed, self._stop = consumer, clock, feed, stop
         self._lease_ms = delay_ms(lease, "lease")
         self._idle_ms = None if idle is None else delay_ms(idle, "until_idle")
         self._wait_ms = WAIT_MS if self._idle_ms is None else min(WAIT_MS, self._idle_ms)
@@ -212,12 +295,12 @@ class ConsumeLoop:
             self._wait_ms = min(self._wait_ms, limits.SECOND_MS)
         # An acknowledgement must reach the broker before the lease ends.
         self._ack_interval_ms = min(ACK_INTERVAL_MS, self._lease_ms // 4)
-        self._queued: deque[Message] = deque()  # pulled, and not handed out yet
+        self._queued: deque[Message] = deque()  # received, and not handed out yet
         self._processed: list[Message] = []  # processed, and not acknowledged yet
         self._current: Message | None = None  # the message that the program processes now
         # Monotonic times of the last renewal of leases, the last acknowledgement and the last message.
         self._renewed_ms = self._acknowledged_ms = self._last_message_ms = self._now_ms()
-        self._has_pulled_messages = True  # the idle time begins with the first pull
+        self._has_read_messages = True  # the idle time begins with the first read
         self._is_over = False
 
     @property
@@ -243,21 +326,24 @@ class ConsumeLoop:
         """
         if self._queued:
             now_ms = self._now_ms()
-            if now_ms - self._acknowledged_ms >= self._ack_interval_ms:
+            if self._is_acknowledgement_due(now_ms):
                 self._acknowledge()
             if now_ms - self._renewed_ms >= self._lease_ms // 2:
                 self._renew()
             return
-        self._acknowledge()
         now_ms = self._now_ms()
-        if self._has_pulled_messages:
+        may_wait = self._feed.ack_rows is not None and self._has_read_messages
+        if not (may_wait and not self._is_acknowledgement_due(now_ms)):
+            self._acknowledge()
+            now_ms = self._now_ms()
+        if self._has_read_messages:
             self._last_message_ms = now_ms
         elif self._idle_ms is not None and now_ms - self._last_message_ms >= self._idle_ms:
             self._is_over = True
             return
-        self._renewed_ms = self._acknowledged_ms = now_ms
-        self._queued.extend(self._pull(self._wait_ms))
-        self._has_pulled_messages = bool(self._queued)
+        self._renewed_ms = now_ms
+        self._queued.extend(self._feed.read(ACK_PAUSE_MS if self._processed else self._wait_ms))
+        self._has_read_messages = bool(self._queued)
 
     def end(self) -> None:
         """Acknowledge processed messages, and give back all others. Blocks.
@@ -266,18 +352,21 @@ class ConsumeLoop:
         no attempt is counted.
         """
         current, self._current = self._current, None
-        queued = list(self._queued)
+        unread = [*self._queued, *self._feed.close()]
         self._queued.clear()
         self._acknowledge()
         if current is not None:
             self._consumer.change([current], 0, counts=True)
-        self._consumer.give_back(queued, None)
+        self._consumer.give_back(unread, None)
+
+    def _is_acknowledgement_due(self, now_ms: int) -> bool:
+        ack_rows = self._feed.ack_rows
+        return now_ms - self._acknowledged_ms >= self._ack_interval_ms or (
+            ack_rows is not None and len(self._processed) >= ack_rows
+        )
 
     def _is_call_due(self, now_ms: int) -> bool:
-        return (
-            now_ms - self._acknowledged_ms >= self._ack_interval_ms
-            or now_ms - self._renewed_ms >= self._lease_ms // 2
-        )
+        return self._is_acknowledgement_due(now_ms) or now_ms - self._renewed_ms >= self._lease_ms // 2
 
     def _acknowledge(self) -> None:
         if self._processed:
@@ -287,6 +376,8 @@ class ConsumeLoop:
 
     def _renew(self) -> None:
         """Renew the leases of messages that are not handed out yet. Drops messages whose lease has ended."""
+        if self._feed.ack_rows is not None:
+            self._queued.extend(self._feed.read(0))  # their leases count from when the broker sent them
         messages = list(self._queued)
         still_leased = self._consumer.change(messages, self._lease_ms, counts=False)
         self._queued = deque(

@@ -1,11 +1,4 @@
-"""Dialing a broker: its address, the certificates to trust, and the credentials to send.
-
-Credentials come from the caller or from the environment. So a secret need not be part of a command line, which other
-users can see, or of a Spark job's options. The client sends them with each call. No repr and no error contains them.
-
-    TIMEBALL_ACCESS_KEY, TIMEBALL_SECRET_KEY    for a broker with an access file; set both or none
-    TIMEBALL_TLS_ROOTS                          a PEM file of the certificates to trust, for a broker at grpc+tls://
-    TIMEBALL_TLS_NAME                           the name in the broker's certificate, when it is dialed by another name
+"""Dialing a broker over Flight, with the credentials of the client, and what remains of it after a fork.
 
 gRPC does not survive a fork. In a child of a process that has dialed, calls hang longer than every time limit, even
 calls of a client created in the child (also with GRPC_ENABLE_FORK_SUPPORT, tried with pyarrow 26). So in such a child
@@ -18,20 +11,16 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.flight as flight
 
+from timeball.client.credentials import Credentials, credentials
 from timeball.model.errors import RequestError
-
-ACCESS_KEY, SECRET_KEY = "TIMEBALL_ACCESS_KEY", "TIMEBALL_SECRET_KEY"
-TLS_ROOTS, TLS_NAME = "TIMEBALL_TLS_ROOTS", "TIMEBALL_TLS_NAME"
-
 
 FORKED = (
     "this process was forked from one that had used a Timeball client, which gRPC does not survive: "
-    "make the first call after the fork, or start processes by spawn"
+    "use an http:// endpoint, make the first call after the fork, or start processes by spawn"
 )
 
 
@@ -65,43 +54,6 @@ def is_inherited() -> bool:
     return _PROCESS.inherited
 
 
-class Credentials(NamedTuple):
-    """The client's keys and the certificates it trusts. Empty values are not sent."""
-
-    access_key: str = ""
-    secret_key: str = ""
-    tls_roots: bytes | None = None
-    tls_name: str = ""
-
-    def __repr__(self) -> str:
-        return f"Credentials(access_key={self.access_key!r}, …)"
-
-
-def credentials(
-    access_key: str | None = None, secret_key: str | None = None, tls_roots: bytes | None = None
-) -> Credentials:
-    """Complete credentials from the environment.
-
-    Raises RequestError if only one key is set, a key cannot be sent in a header, or the certificates cannot be read.
-    """
-    if (access_key is None) != (secret_key is None):
-        raise RequestError("access_key and secret_key go together: give both, or none")
-    key = os.environ.get(ACCESS_KEY, "") if access_key is None else access_key
-    secret = os.environ.get(SECRET_KEY, "") if secret_key is None else secret_key
-    if bool(key) != bool(secret):
-        present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
-        raise RequestError(f"{present} is set and {missing} is not: set both, or none")
-    if not (f"{key}{secret}".isascii() and f"{key}{secret}a".isprintable()):
-        raise RequestError("access key or secret: only printable ASCII can be sent")
-    path = os.environ.get(TLS_ROOTS, "")
-    if tls_roots is None and path:
-        try:
-            tls_roots = Path(path).read_bytes()
-        except OSError as error:
-            raise RequestError(f"{TLS_ROOTS}={path}: {error.strerror or error}") from error
-    return Credentials(key, secret, tls_roots, os.environ.get(TLS_NAME, ""))
-
-
 def dial(endpoint: str, who: Credentials | None = None, **options: Any) -> Any:
     """Create a FlightClient that sends credentials: `who`, or those of the environment.
 
@@ -126,7 +78,7 @@ class _CredentialsFactory(flight.ClientMiddlewareFactory):
 
     def __init__(self, who: Credentials) -> None:
         super().__init__()
-        self._call = _CredentialsMiddleware({"authorization": f"Bearer {who.access_key}:{who.secret_key}"})
+        self._call = _CredentialsMiddleware({"authorization": who.authorization})
 
     def start_call(self, info: Any) -> flight.ClientMiddleware:
         """Implement flight.ClientMiddlewareFactory."""

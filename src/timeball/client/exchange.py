@@ -23,18 +23,13 @@ import msgspec
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from timeball.client.calls import NotSent, refusal, translate
+from timeball.client.attempts import Lost, NotSent, refusal
+from timeball.client.calls import translate
 from timeball.model import limits, rules
 from timeball.model.errors import InvalidMessage, TimeballError, Unavailable
 from timeball.model.wire import END_OF_STREAM, SEND_PATH, SendAck, SendAnswer
 
 _CLOSE_WAIT_S = 5.0  # for the last answers
-
-
-class Lost(Unavailable):
-    """The stream broke before the answer came, so the broker may or may not have the batch."""
-
-    code = "answer_lost"
 
 
 _decoder = msgspec.json.Decoder(SendAnswer)

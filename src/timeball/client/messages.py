@@ -1,27 +1,69 @@
 """A received message and the answers to it: acknowledge, give back, extend the lease, or dead-letter.
 
-A message is a view of one row of a batch. Its fields are copied and decoded only when they are read. A receipt is an
-opaque text by which the broker recognises a lease.
+A receipt is an opaque text by which the broker recognises a lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Protocol, TypeVar
 
-import pyarrow as pa
-
-from timeball.client.calls import Calls
 from timeball.model import limits, wire
 from timeball.model.errors import RequestError
-from timeball.model.message import NACK_REASON, decode_properties, lateness_ms
 from timeball.model.time_parsing import After, delay_ms
+from timeball.model.values import NACK_REASON
+
+T = TypeVar("T")
+
+
+class Actions(Protocol):
+    """The calls to a broker that answer for messages."""
+
+    def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
+        """Make a call and decode its answer."""
+
+
+class ReceivedRow(Protocol):
+    """The fields of a received message, as its transport has them. `Leased` documents them."""
+
+    @property
+    def topic(self) -> str: ...
+    @property
+    def body(self) -> bytes: ...
+    @property
+    def tag(self) -> str | None: ...
+    @property
+    def keys(self) -> list[str]: ...
+    @property
+    def properties(self) -> dict[str, str]: ...
+    @property
+    def id(self) -> str | None: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def scheduled_seq(self) -> int | None: ...
+    @property
+    def queue_id(self) -> int: ...
+    @property
+    def queue_offset(self) -> int: ...
+    @property
+    def born_ms(self) -> int | None: ...
+    @property
+    def store_ms(self) -> int: ...
+    @property
+    def due_ms(self) -> int | None: ...
+    @property
+    def lateness_ms(self) -> int | None: ...
+    @property
+    def attempts(self) -> int: ...
+    @property
+    def receipt(self) -> str: ...
 
 
 class Member:
     """A member of a consumer group, which answers for messages of one topic by their receipts. Thread safe."""
 
-    def __init__(self, calls: Calls, topic: str, group: str) -> None:
+    def __init__(self, calls: Actions, topic: str, group: str) -> None:
         self._calls = calls
         self.topic = topic
         self.group = group
@@ -29,7 +71,7 @@ class Member:
     def ack(self, receipts: Sequence[str]) -> list[bool]:
         """Acknowledge messages. The result is False for each message whose lease had ended: it is delivered again."""
         valid: list[bool] = []
-        for chunk in _chunks(receipts, limits.CANCELS_PER_REQUEST_MAX):
+        for chunk in _chunks(receipts, limits.POP_ROWS_MAX):
             body = wire.Acknowledge(topic=self.topic, group=self.group, receipts=chunk)
             valid += self._calls.action("ack", body, dict[str, list[bool]])["valid"]
         return valid
@@ -75,92 +117,80 @@ class Leased:
     The common base of `Message` and `AsyncMessage`, which differ only in how they answer.
     """
 
-    __slots__ = ("_batch", "_member", "_receipt", "_row", "is_leased", "received_ms")
+    __slots__ = ("_member", "_receipt", "_row", "is_leased", "received_ms")
 
-    def __init__(
-        self, batch: pa.RecordBatch, row: int, received_ms: int, member: Member | None = None
-    ) -> None:
-        self._batch = batch
-        self._member = member
-        self._receipt: str | None = None  # None means: use the receipt in the batch
+    def __init__(self, row: ReceivedRow, received_ms: int, member: Member | None = None) -> None:
         self._row = row
+        self._member = member
+        self._receipt: str | None = None  # None means: use the receipt in the row
         self.received_ms = received_ms  # when this client received the message, by the client's clock
         # The last state that this client knows. The lease may have ended since.
         self.is_leased = member is not None
 
-    def _value(self, column: str) -> Any:
-        return self._batch.column(column)[self._row].as_py()
-
     @property
     def topic(self) -> str:
         """The topic the message was sent to."""
-        return str(self._value("topic"))
+        return self._row.topic
 
     @property
     def body(self) -> bytes:
         """The body, as the producer sent it."""
-        body: bytes = self._value("body") or b""
-        return body
+        return self._row.body
 
     @property
     def tag(self) -> str | None:
         """The tag, one word to filter by, as in RocketMQ. None if the message has none."""
-        tag: str | None = self._value("tag")
-        return tag
+        return self._row.tag
 
     @property
     def keys(self) -> list[str]:
         """The business keys, by which the message can be found and cancelled."""
-        return (self._value("keys") or "").split()
+        return self._row.keys
 
     @property
     def properties(self) -> dict[str, str]:
         """The properties that the producer set."""
-        return decode_properties(self._value("properties") or "")
+        return self._row.properties
 
     @property
     def id(self) -> str | None:
         """The message id, which the sender's receipt contains. None if the producer gave the message no id."""
-        key: str | None = self._value("unique_key")
-        return key
+        return self._row.id
 
     @property
     def seq(self) -> int:
         """The sequence number of the row in the log. For a scheduled message it is the number of its release."""
-        return int(self._value("seq"))
+        return self._row.seq
 
     @property
     def scheduled_seq(self) -> int | None:
         """The sequence number in the sender's receipt, for a scheduled message. None for other messages."""
-        seq: int | None = self._value("source_seq")
-        return seq
+        return self._row.scheduled_seq
 
     @property
     def queue_id(self) -> int:
         """The number of the message's queue in the topic."""
-        return int(self._value("queue_id"))
+        return self._row.queue_id
 
     @property
     def queue_offset(self) -> int:
         """The offset of the message in its queue."""
-        return int(self._value("queue_offset"))
+        return self._row.queue_offset
 
     @property
     def born_ms(self) -> int | None:
-        """The time when the producer made the message, by the producer's clock."""
-        born_ms: int | None = self._value("born_ms")
-        return born_ms
+        """The time when the producer made the message, by the producer's clock. None if unknown, as over HTTP."""
+        return self._row.born_ms
 
     @property
     def store_ms(self) -> int:
         """The time when the message became visible, by the broker's clock."""
-        return int(self._value("store_ms"))
+        return self._row.store_ms
 
     @property
     def due_ms(self) -> int | None:
         """The due time. None if the message was not scheduled."""
-        due_ms: int | None = self._value("due_ms")
-        return due_ms
+        return self._row.due_ms
 
     @property
     def lateness_ms(self) -> int | None:
@@ -169,13 +199,12 @@ class Leased:
         None if the message was not scheduled. If the due time had passed when the broker accepted the message, the
         lateness counts from the acceptance.
         """
-        due_ms = self.due_ms
-        return None if due_ms is None else lateness_ms(due_ms, self._value("accepted_ms"), self.store_ms)
+        return self._row.lateness_ms
 
     @property
     def attempts(self) -> int:
         """The number of earlier attempts: how often the group received the message and did not acknowledge it."""
-        return int(self._value("reconsume_times") or 0)
+        return self._row.attempts
 
     @property
     def nack_reason(self) -> str | None:
@@ -192,7 +221,7 @@ class Leased:
         """
         if self._member is None:
             raise RequestError("this message was browsed and is leased to no group; pull it to answer")
-        return self._member, self._receipt or str(self._value(wire.RECEIPT))
+        return self._member, self._receipt or self._row.receipt
 
     def update_receipt(self, receipt: str | None) -> None:
         """Store the new receipt of the lease, or None if the lease had ended."""
@@ -271,11 +300,6 @@ class Message(Leased):
             False when the lease had already ended.
         """
         return self._dead_letter(reason)
-
-
-def view(batch: pa.RecordBatch, received_ms: int, member: Member | None = None) -> list[Message]:
-    """Wrap each row of a batch in READ_SCHEMA as a message. `member` holds the leases, or None for browsed rows."""
-    return [Message(batch, row, received_ms, member) for row in range(batch.num_rows)]
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Prepare messages for a send stream: conversion to record batches, message ids, and trace context.
+"""Prepare messages for a send stream of Flight: conversion to record batches.
 
 A single message becomes a batch of one row in `ONE_SCHEMA`. Many messages come as a table, a batch, a reader or dicts.
 Their columns are those of the Flight protocol, and two more for convenience:
@@ -7,26 +7,11 @@ Their columns are those of the Flight protocol, and two more for convenience:
     after   duration                   -> delay_ms    (dicts: as in `send(after=…)`)
 
 Missing ids and birth times are filled in. Unknown columns of tables are passed on: the broker refuses them by name.
-
-A message id has 32 hexadecimal characters, and is unique without coordination:
-
-    96 bits of identity (random, drawn once per process and again after 2^32 ids or a fork)
-    32 bits of counter, big-endian
-
-Like a unique key of RocketMQ, an id exists before the message is sent. So a program can cancel a message whose
-acknowledgement was lost, or send it again as the same message. The ids of one process sort by age. Many ids are made in
-one vectorized pass.
-
-If the program uses OpenTelemetry, a sent message carries the context of the current span (model/trace_context.py). On
-the receiving side, a Worker runs its handler in a span whose parent is that context.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -34,13 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from timeball.client.messages import Message
+from timeball.client.identifiers import IDENTIFIERS, Identifiers
+from timeball.client.rows import TIME_NAMES, Outgoing, body_bytes, check_names, single_time
+from timeball.client.tracing import current_context
 from timeball.model import limits
 from timeball.model.errors import InvalidDelay, InvalidMessage
-from timeball.model.message import SEND_COLUMNS, encode_properties, int64
+from timeball.model.message import encode_properties, int64
 from timeball.model.rules import (
     BoolArray,
-    Keys,
     check_key,
     check_label,
     check_no_nulls,
@@ -48,7 +34,6 @@ from timeball.model.rules import (
     keys_text,
     label_faults,
     properties_text,
-    valid,
 )
 from timeball.model.time_parsing import when
 from timeball.model.trace_context import with_contexts
@@ -74,41 +59,17 @@ BATCH_ROWS = 8_192  # rows of a batch when there are more rows, or when they com
 _SECONDS_MAX = (
     limits.INSTANT_MS_MAX
 )  # for values in seconds: converted to milliseconds, they fit into 64 bits
-_TIMES = ("after", "at", "delay_ms", "due_ms")
-# The names that a dict may have: the arguments of `send` and the columns of the Flight protocol.
-_ROW_NAMES = (
-    "after", "at", "message_id",
-    *(name for name in SEND_COLUMNS if name not in ("born_host", "delay_level")),
-)  # fmt: skip
 BATCH_BYTES = limits.BODY_BYTES_MAX  # a batch is halved until it is at most this large, or one row
 
 Rows: TypeAlias = pa.Table | pa.RecordBatch | pa.RecordBatchReader | Iterable[Mapping[str, Any]]
-Body: TypeAlias = bytes | bytearray | memoryview | str
 
 
-def one(
-    topic: str,
-    body: Body,
-    tag: str | None,
-    keys: Keys | None,
-    properties: Mapping[str, str] | None,
-    message_id: str,
-    born_ms: int,
-    delay_ms: int | None,
-    due_ms: int | None,
-) -> pa.RecordBatch:
+def one(message: Outgoing, born_ms: int) -> pa.RecordBatch:
     """Build a batch of one message. Raises InvalidMessage."""
     row = (
-        topic,
-        _body_bytes(body),
-        check_label("tag", tag),
-        keys_text(keys),
-        check_label("message_id", message_id),
-        properties_text(properties),
-        born_ms,
-        due_ms,
-        delay_ms,
-    )
+        message.topic, message.body, message.tag, message.keys, message.id, message.properties, born_ms,
+        message.due_ms, message.delay_ms,
+    )  # fmt: skip
     try:
         columns = [pa.array([value], field.type) for value, field in zip(row, ONE_SCHEMA)]
     except (pa.ArrowException, TypeError, UnicodeError) as error:
@@ -151,7 +112,7 @@ def _check_times(rows: Rows, batch: pa.RecordBatch, first_row: int) -> None:
     In a batch made of dicts a null is allowed: the dict does not have this name.
     """
     if isinstance(rows, pa.RecordBatch | pa.Table | pa.RecordBatchReader):
-        check_no_nulls(dict(zip(batch.schema.names, batch.columns)), _TIMES, first_row)
+        check_no_nulls(dict(zip(batch.schema.names, batch.columns)), TIME_NAMES, first_row)
 
 
 def _split_by_size(batch: pa.RecordBatch, max_rows: int) -> Iterator[pa.RecordBatch]:
@@ -212,10 +173,10 @@ def complete(
         columns["born_ms"] = pc.cast(columns["born_ms"], pa.int64()).fill_null(born_ms)
     ids = columns.get("unique_key")
     if ids is None or ids.null_count:
-        new_ids = IDENTIFIERS.next_ids(batch.num_rows)
+        new_ids = next_ids(IDENTIFIERS, batch.num_rows)
         columns["unique_key"] = new_ids if ids is None else pc.coalesce(pc.cast(ids, pa.string()), new_ids)
     completed = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
-    context = current_context()
+    context = encode_properties(current_context())
     return with_contexts(completed, [context] * completed.num_rows) if context else completed
 
 
@@ -299,23 +260,18 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
     columns: dict[str, list[Any]] = {}
     for row in rows:
         names.update(dict.fromkeys(row))
-    for name in names:
-        if name not in _ROW_NAMES:
-            raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), _ROW_NAMES)}")
+    for row_number, row in enumerate(rows, first_row):
+        check_names(row, row_number)
     if "message_id" in names:
         names = dict.fromkeys("unique_key" if name == "message_id" else name for name in names)
-    for row_number, row in enumerate(rows, first_row):
-        for name in _TIMES:
-            if name in row and row[name] is None:
-                raise InvalidDelay(f"{name} of row {row_number} is None; leave it out to deliver at once")
     times = [when(row.get("after"), row.get("at")) for row in rows]  # (delay_ms, due_ms) of each row
     for name in names:
         if name == "after":
             columns["delay_ms"] = [
-                _single_time(row, "delay_ms", delay) for row, (delay, _) in zip(rows, times)
+                single_time(row, "delay_ms", delay) for row, (delay, _) in zip(rows, times)
             ]
         elif name == "at":
-            columns["due_ms"] = [_single_time(row, "due_ms", due) for row, (_, due) in zip(rows, times)]
+            columns["due_ms"] = [single_time(row, "due_ms", due) for row, (_, due) in zip(rows, times)]
         elif name not in columns:
             columns[name] = [_encode_value(row, name) for row in rows]
     # All batches of a stream have one schema, even if their dicts have different keys.
@@ -332,17 +288,6 @@ def from_dicts(rows: Sequence[Mapping[str, Any]], first_row: int = 0) -> pa.Reco
     return pa.RecordBatch.from_arrays(list(typed.values()), names=list(typed))
 
 
-def _single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
-    """Choose between the row's `name` (delay_ms or due_ms) and `value`, the converted `after` or `at`.
-
-    Raises InvalidDelay if both are given.
-    """
-    row_value: int | None = row.get(name)
-    if row_value is not None and value is not None:
-        raise InvalidDelay(f"a message with two due times: {name}={row_value} and {value}")
-    return value if row_value is None else row_value
-
-
 def _encode_value(row: Mapping[str, Any], name: str) -> Any:
     value = row.get(name)
     if name == "unique_key" and value is None:
@@ -350,7 +295,7 @@ def _encode_value(row: Mapping[str, Any], name: str) -> Any:
     if value is None:
         return None
     if name == "body":
-        return _body_bytes(value)
+        return body_bytes(value)
     if name == "keys":
         return keys_text(value)
     if name in ("tag", "unique_key"):
@@ -358,16 +303,6 @@ def _encode_value(row: Mapping[str, Any], name: str) -> Any:
     if name == "properties" and not isinstance(value, str):
         return properties_text(value)
     return value
-
-
-def _body_bytes(body: Body) -> bytes:
-    if isinstance(body, bytes):
-        return body
-    if isinstance(body, str):
-        return body.encode()
-    if isinstance(body, (bytearray, memoryview)):
-        return bytes(body)
-    raise InvalidMessage(f"a body is bytes or str, not {type(body).__name__}; encode it first")
 
 
 def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
@@ -383,100 +318,21 @@ def halves(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 # ---- ids ------------------------------------------------------------------------------------------------------
 
 ID_CHARACTERS = 32
-COUNTER_END = 2**32
 ROWS_MAX = 2**26 - 1  # each has 32 characters, and Arrow's offsets have 31 bits
 
 # The two hexadecimal characters of each byte value, as one 16-bit unit.
 _HEX_PAIRS = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), dtype=np.uint16)
 
 
-class Identifiers:
-    """Creates message ids. Thread safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._renew()
-
-    def _renew(self) -> None:
-        self._identity = os.urandom(12).hex()
-        self._next = 0
-
-    def next_id(self) -> str:
-        """Create one id."""
-        identity, first = self._reserve(1)
-        return f"{identity}{first:08x}"
-
-    def next_ids(self, count: int) -> pa.StringArray:
-        """Create `count` consecutive ids. Raises ValueError for more than ROWS_MAX."""
-        if not 0 <= count <= ROWS_MAX:
-            raise ValueError(f"{count} ids at once; at most {ROWS_MAX}")
-        identity, first = self._reserve(count)
-        characters = np.empty((count, ID_CHARACTERS), dtype=np.uint8)
-        characters[:, :24] = np.frombuffer(identity.encode(), dtype=np.uint8)
-        counters = np.arange(first, first + count, dtype=np.int64).astype(">u4")
-        octets = counters.view(np.uint8).reshape(count, 4)
-        characters[:, 24:] = _HEX_PAIRS[octets].view(np.uint8).reshape(count, 8)
-        offsets = np.arange(count + 1, dtype=np.int32) * ID_CHARACTERS
-        return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(characters))
-
-    def _reserve(self, count: int) -> tuple[str, int]:
-        with self._lock:
-            if self._next + count > COUNTER_END:
-                self._renew()
-            first = self._next
-            self._next += count
-            return self._identity, first
-
-    def after_fork(self) -> None:
-        """Give a forked child process a new lock, and ids that differ from its parent's."""
-        self._lock = threading.Lock()
-        self._renew()
-
-
-IDENTIFIERS = Identifiers()
-os.register_at_fork(after_in_child=IDENTIFIERS.after_fork)
-
-
-# ---- trace context, for programs that use OpenTelemetry -------------------------------------------------------
-# The program must set up OpenTelemetry itself. Without a tracer provider, no span is recorded. Without the package
-# `opentelemetry-api`, the functions below do nothing.
-
-try:
-    from opentelemetry.trace import SpanKind, get_tracer
-    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-except ImportError:  # the program has not installed opentelemetry-api
-    HAS_API = False
-else:
-    HAS_API = True
-
-
-def current_context() -> str:
-    """Encode the context of the current span as properties. Returns "" without a span."""
-    if not HAS_API:
-        return ""
-    context: dict[str, str] = {}
-    # Always W3C's form, even if the program uses another form in HTTP headers, because the broker reads no other form.
-    TraceContextTextMapPropagator().inject(context)
-    return encode_properties(context)
-
-
-@contextmanager
-def processing(message: Message, group: str) -> Iterator[None]:
-    """Open a span while a member of `group` processes the message. Its parent is the context in the message."""
-    if not HAS_API:
-        yield
-        return
-    topic = message.topic
-    attributes = {
-        "messaging.system": "timeball",
-        "messaging.operation.name": "process",
-        "messaging.operation.type": "process",
-        "messaging.destination.name": topic,
-        "messaging.consumer.group.name": group,
-        "messaging.message.id": message.id or "",
-    }
-    parent = TraceContextTextMapPropagator().extract(message.properties)
-    with get_tracer("timeball").start_as_current_span(
-        f"process {topic}", parent, SpanKind.CONSUMER, attributes
-    ):
-        yield
+def next_ids(identifiers: Identifiers, count: int) -> pa.StringArray:
+    """Create `count` consecutive ids, in one vectorized pass. Raises ValueError for more than ROWS_MAX."""
+    if not 0 <= count <= ROWS_MAX:
+        raise ValueError(f"{count} ids at once; at most {ROWS_MAX}")
+    identity, first = identifiers.reserve(count)
+    characters = np.empty((count, ID_CHARACTERS), dtype=np.uint8)
+    characters[:, :24] = np.frombuffer(identity.encode(), dtype=np.uint8)
+    counters = np.arange(first, first + count, dtype=np.int64).astype(">u4")
+    octets = counters.view(np.uint8).reshape(count, 4)
+    characters[:, 24:] = _HEX_PAIRS[octets].view(np.uint8).reshape(count, 8)
+    offsets = np.arange(count + 1, dtype=np.int32) * ID_CHARACTERS
+    return pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(characters))

@@ -2,42 +2,45 @@
 
     from timeball import Timeball
 
-    with Timeball("grpc://127.0.0.1:7400") as ball:
+    with Timeball("http://127.0.0.1:7480") as ball:
         ball.send("orders", "close order 17 if unpaid", after="30m")
 
+The scheme of the endpoint selects the protocol:
+
+    http://, https://         the HTTP API: all operations, without pyarrow, also in a child process after a fork
+    grpc://, grpc+tls://      Flight: columns as well (`send_many` of tables, `pull_batch`, `browse`, `read_log`). Needs
+                              the extra `arrow`. gRPC does not survive a fork: in a child of a process that has already
+                              made a call, every call raises RequestError at once instead of hanging
+
 Any number of threads can share one object. It connects at its first call, and reconnects when the broker has been away.
-A process that forks must make its first call after the fork. In a child of a process that has already made a call,
-every call raises RequestError at once instead of hanging.
 
 When a method returns, its effect is on the broker's disk (the effect of `commit` follows within about a second). When
 it raises, the class of the error shows who must act (`timeball.model.errors`), and its text states the remedy.
 
-List the nodes of a cluster in one endpoint, "grpc://host1:7400,host2:7400". Each node can answer. The client tries the
+List the nodes of a cluster in one endpoint, "http://host1:7480,host2:7480". Each node can answer. The client tries the
 next one when a node does not.
 
-In the examples below `endpoint` is a broker's address, as in "grpc://127.0.0.1:7400".
+In the examples below `endpoint` is a broker's address, and `flight_endpoint` that of its Flight port.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
-import pyarrow as pa
+import msgspec
 
-from timeball.client import outgoing, reader
-from timeball.client.calls import Calls
-from timeball.client.dialing import credentials
-from timeball.client.outgoing import IDENTIFIERS, Body, Rows, current_context
+from timeball.client import positions
+from timeball.client.credentials import credentials
 from timeball.client.reader import Reader
-from timeball.client.sender import IfSettled, Receipt, Sender, SendSummary
+from timeball.client.receipts import IfSettled, Receipt, SendSummary
+from timeball.client.rows import Body, Outgoing, outgoing
 from timeball.io.clock import SystemClock
 from timeball.model import limits, wire
 from timeball.model.errors import InvalidDelay, NotFound, RequestError
-from timeball.model.rules import Keys
 from timeball.model.time_parsing import After, At, when
-from timeball.model.trace_context import with_contexts
+from timeball.model.values import Keys
 from timeball.model.wire import (
     Attached,
     DeadLetterPage,
@@ -49,8 +52,37 @@ from timeball.model.wire import (
     Verdict,
 )
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from timeball.client.calls import Calls
+    from timeball.client.http_calls import HttpCalls
+    from timeball.client.outgoing import Rows
+
 ENDPOINT = "grpc://127.0.0.1:7400"
 WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
+
+
+class Sends(Protocol):
+    """The sends of one protocol."""
+
+    def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
+        """Send a message. It is on the broker's disk on return."""
+
+    def send_many(
+        self,
+        rows: Rows,
+        topic: str | None,
+        batch_rows: int | None,
+        window: int,
+        collect: bool,
+        retry: bool,
+        if_settled: IfSettled,
+    ) -> SendSummary:
+        """Send rows in batches. Timeball.send_many documents the arguments."""
+
+    def close(self) -> None:
+        """Finish the sends that are under way."""
 
 
 class Timeball(Reader):
@@ -77,31 +109,45 @@ class Timeball(Reader):
         and TIMEBALL_TLS_ROOTS (the path of a PEM file).
 
         Args:
-            endpoint: The broker's address, grpc://host:port or grpc+tls://host:port. For a cluster, list the nodes:
-                grpc://host:port,host:port.
+            endpoint: The broker's address: http:// or https://host:port (port 7480 by default), or grpc:// or
+                grpc+tls://host:port for Flight. For a cluster, list the nodes: http://host:port,host:port.
             timeout_ms: The longest time for an answer, in milliseconds. A long poll may take its waiting time in
                 addition.
             access_key: The access key, for a broker with access control. Give both keys or neither.
             secret_key: The secret key that belongs to `access_key`.
-            tls_roots: PEM certificates of the authorities to trust, for a broker at grpc+tls://. The default is the
-                list of gRPC.
+            tls_roots: PEM certificates of the authorities to trust, for a broker with TLS. The default is the system's
+                list (https), or that of gRPC.
 
         Raises:
             RequestError: The endpoint is malformed, `timeout_ms` is below 1, or the credentials are incomplete or
                 unreadable.
+            ModuleNotFoundError: The endpoint is one of Flight, and pyarrow is not installed.
         """
         self._constructor_arguments = (endpoint, timeout_ms, access_key, secret_key, tls_roots)
         if timeout_ms <= 0:
             raise RequestError(f"timeout_ms={timeout_ms}: at least 1")
-        clock = SystemClock()
-        self._calls = Calls(endpoint, timeout_ms, credentials(access_key, secret_key, tls_roots))
-        self._sender = Sender(self._calls, clock)
-        super().__init__(self._calls, clock)
+        clock, who = SystemClock(), credentials(access_key, secret_key, tls_roots)
+        self._sender: Sends
+        self._connection: Calls | HttpCalls
+        if endpoint.startswith(("http://", "https://")):
+            from timeball.client.http_calls import HttpCalls  # each protocol's own libraries
+            from timeball.client.http_sender import HttpSender
+
+            http_calls = HttpCalls(endpoint, timeout_ms, who)
+            self._connection, self._sender = http_calls, HttpSender(http_calls)
+            super().__init__(http_calls, None, clock)
+        else:
+            from timeball.client.calls import Calls  # needs pyarrow
+            from timeball.client.sender import Sender
+
+            calls = Calls(endpoint, timeout_ms, who)
+            self._connection, self._sender = calls, Sender(calls, clock)
+            super().__init__(calls, calls, clock)
 
     def close(self) -> None:
         """Close the connection. Waits a few seconds for answers that are still under way."""
         self._sender.close()
-        self._calls.close()
+        self._connection.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the arguments of the constructor, keys included, so that the copy dials a connection of its own."""
@@ -177,20 +223,8 @@ class Timeball(Reader):
         timeball.model.errors.InvalidDelay: at=2030-01-01T00:00:00: without a time zone it names a different instant ...
         >>> ball.close()
         """
-        delay_ms, due_ms = when(after, at)
-        key = IDENTIFIERS.next_id() if message_id is None else message_id
-        batch = outgoing.one(topic, body, tag, keys, properties, key, self._clock.wall_ms(), delay_ms, due_ms)
-        if context := current_context():
-            batch = with_contexts(batch, [context])
-        ack = self._sender.send(batch, retry=retry, if_settled=if_settled)
-        if ack.states:
-            current = ack.states[0]
-            return Receipt(key, ack.first_seq, current.due_ms, ack.store_ms, ack.outcome, current.state)
-        if delay_ms is not None:
-            due_ms = ack.store_ms + delay_ms
-        state = "visible" if due_ms is None or due_ms <= ack.store_ms else "waiting"
-        past_ms = 0 if due_ms is None else max(0, ack.store_ms - due_ms)
-        return Receipt(key, ack.first_seq, due_ms, ack.store_ms, ack.outcome, state, past_ms)
+        message = outgoing(topic, body, tag, keys, properties, message_id, after, at)
+        return self._sender.send(message, retry=retry, if_settled=if_settled)
 
     def send_many(
         self,
@@ -233,7 +267,7 @@ class Timeball(Reader):
                 `summary` is a SendSummary of the accepted, refused and unknown rows.
 
         >>> import pyarrow as pa
-        >>> with Timeball(endpoint) as ball:
+        >>> with Timeball(flight_endpoint) as ball:
         ...     orders = pa.table({"body": [b"17", b"18"], "delay_ms": [60_000, 90_000]})
         ...     ball.send_many(orders, topic="orders").rows
         2
@@ -309,7 +343,7 @@ class Timeball(Reader):
         'cancelled'
         ['already_cancelled']
         """
-        return self._cancel_or_reschedule("cancel", {}, id, key, ids)
+        return self._cancel_or_reschedule("cancel", wire.Cancel(), id, key, ids)
 
     @overload
     def reschedule(self, id: str, *, after: After | None = None, at: At | None = None) -> Verdict: ...
@@ -358,13 +392,14 @@ class Timeball(Reader):
         delay_ms, due_ms = when(after, at)
         if delay_ms is None and due_ms is None:
             raise InvalidDelay("reschedule to when? give after= or at=")
-        new_time = {"delay_ms": delay_ms} if due_ms is None else {"due_ms": due_ms}
-        return self._cancel_or_reschedule("reschedule", new_time, id, key, ids)
+        return self._cancel_or_reschedule(
+            "reschedule", wire.Reschedule(delay_ms=delay_ms, due_ms=due_ms), id, key, ids
+        )
 
     def _cancel_or_reschedule(
         self,
         verb: str,
-        body: Mapping[str, int | None],
+        body: wire.Cancel | wire.Reschedule,
         id: str | None,
         key: str | None,
         ids: Iterable[str] | None,
@@ -374,7 +409,8 @@ class Timeball(Reader):
             raise RequestError(f"{verb} by one of: id, key=, ids=")
 
         def request(**names: list[str]) -> list[Verdict]:
-            return self._calls.action(verb, {**body, **names}, dict[str, list[Verdict]])["verdicts"]
+            request = msgspec.structs.replace(body, **names)
+            return self._calls.action(verb, request, dict[str, list[Verdict]])["verdicts"]
 
         if id is not None:
             return request(ids=[id])[0]
@@ -413,12 +449,12 @@ class Timeball(Reader):
         Raises:
             OutOfRange: The log no longer keeps the row `from_seq`.
 
-        >>> with Timeball(endpoint) as ball:
+        >>> with Timeball(flight_endpoint) as ball:
         ...     seq = ball.send("audit", "x").seq
         ...     ball.read_log(seq, seq + 1).read_all().column("topic").to_pylist()
         ['audit']
         """
-        return self._calls.stream(
+        return self._flight("read_log").stream(
             wire.ReadLog(
                 from_seq=from_seq,
                 to_seq=to_seq,
@@ -444,7 +480,10 @@ class Timeball(Reader):
             NotFound: The topic or the queue does not exist.
             OutOfRange: The offset lies outside the range that the queue keeps.
         """
-        batch = self._calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
+        import pyarrow as pa  # only for a client over Flight
+
+        calls = self._flight("read_queue")
+        batch = calls.rows(wire.ReadQueue(topic=topic, queue_id=queue_id, offset=offset, rows=rows))
         return pa.RecordBatchReader.from_batches(batch.schema, [batch])
 
     # ---- administration ---------------------------------------------------------------------------------
@@ -552,13 +591,13 @@ class Timeball(Reader):
 
     def queues(self, topic: str) -> dict[int, QueueRange]:
         """List the first and the next offset of each queue of a topic. Raises NotFound for an unknown topic."""
-        return reader.queues(self._calls, topic)
+        return positions.queues(self._calls, topic)
 
     # ---- for programs that build the pending table --------------------------------------------------------
 
     def reserve(self, rows: int) -> int:
         """Reserve `rows` sequence numbers (at most 2^40) for a later bulk attach, and return the first of them."""
-        return self._calls.action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
+        return self._flight("reserve").action("reserve", wire.Reserve(rows=rows), dict[str, int])["first_seq"]
 
     def attach(self, attachment: bytes) -> Attached:
         """Attach data files to the pending table. A repeated attach of the same job and epoch has no further effect.
@@ -574,7 +613,7 @@ class Timeball(Reader):
             OutOfRange: The attachment does not begin at the current watermark.
             RequestError: The same job and epoch were attached with another digest.
         """
-        return self._calls.action("attach", attachment, Attached)
+        return self._flight("attach").action("attach", attachment, Attached)
 
     def compact(self) -> Attached | None:
         """Make the broker move the tail of its log to the pending table now.
@@ -582,7 +621,7 @@ class Timeball(Reader):
         Returns the new version and watermark of the table, or None if no row was added to the log since the last
         compaction. Raises RequestError if the broker's strategy is not `hour_log`.
         """
-        answer = self._calls.action("compact", wire.Nothing(), dict[str, Any])
+        answer = self._flight("compact").action("compact", wire.Nothing(), dict[str, Any])
         return Attached(**answer) if answer else None
 
     def lease_compaction(self, lease_ms: int) -> None:
@@ -590,7 +629,7 @@ class Timeball(Reader):
 
         At most an hour counts. 0 ends the lease.
         """
-        self._calls.action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
+        self._flight("lease_compaction").action("compactor", wire.Lease(lease_ms=lease_ms), dict[str, Any])
 
 
 def _recreate(

@@ -46,11 +46,11 @@ from typing import Protocol
 
 import msgspec
 
-from timeball.client.calls import OpenRead
+from timeball.client.attempts import OpenRead
 from timeball.client.consumer import Start, make_filter
 from timeball.client.messages import Message, reason_of
-from timeball.client.outgoing import processing
 from timeball.client.timeball import Timeball
+from timeball.client.tracing import processing
 from timeball.model import limits
 from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.time_parsing import After, delay_ms

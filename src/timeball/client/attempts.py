@@ -1,0 +1,235 @@
+"""Attempts of a call: the nodes to try, the pauses between attempts, and the outcomes that allow another attempt.
+
+The time limit of a call includes its retries. If no broker answers (it may be restarting), a call is tried again a few
+times if it is safe to repeat: it changes nothing, or the broker recognizes the repetition. Any other call is tried
+again only if it was not carried out: it was never sent, or the broker answered that it does nothing at the moment (for
+example during a hand-over). After a lost answer the client cannot know whether the broker carried out the call.
+
+    NotSent    no broker has received the call
+    NotNow     the broker has refused it, and did nothing. NotSent is one case of it
+    Lost       the answer was lost: the broker may or may not have carried out the call
+
+A program that runs beside the broker, such as the pipeline, sets `patience_s` instead. All its calls may safely be
+repeated. Each call is tried again for this number of seconds, and each attempt has the whole time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from timeball.io.clock import Clock, SystemClock
+from timeball.model.errors import NotLeader, RequestError, TimeballError, Unavailable, from_code
+
+# The pause before each attempt after the first. A broker restarts within seconds.
+RETRY_PAUSES_S = (0.1, 0.3, 1.0)
+CLUSTER_PAUSES_S = (
+    0.05,
+    0.1,
+    *4 * (0.2,),
+    *4 * (0.5,),
+    1.0,
+    1.0,
+)  # 5 s in total: another node leads within two or three seconds
+PATIENT_PAUSES_S = (0.1, 2.0)  # the first and the longest pause of a client with `patience_s`
+
+# Verbs that are safe to repeat. An attach carries a job id and an epoch, by which the broker recognizes a repetition.
+REPEATABLE = frozenset(
+    {
+        "status",
+        "topics",
+        "groups",
+        "dead_letters",
+        "queues",
+        "offsets",
+        "source_positions",
+        "get",
+        "commit",
+        "attach",
+        "compactor",
+    }
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class NotNow(Unavailable):
+    """The broker did not carry out the call, because it stops or hands over. The call may be repeated."""
+
+    code = "not_now"
+
+
+class NotSent(NotNow):
+    """No broker has received the call: there was no connection, or the stream was already dead."""
+
+    code = "not_sent"
+
+
+class Lost(Unavailable):
+    """The connection broke before the answer came, so the broker may or may not have carried out the call."""
+
+    code = "answer_lost"
+
+
+def refusal(code: str, text: str) -> TimeballError:
+    """Rebuild an error from the broker's code and text.
+
+    The code of `Unavailable` gives NotNow, because the broker did not carry out the call. After an error of a subclass
+    of Unavailable, the broker may have carried it out, or may still do so.
+    """
+    return NotNow(text) if code == Unavailable.code else from_code(code, text)
+
+
+class OpenRead:
+    """A read that another thread may cancel. The broker takes back the messages that a cancelled read had leased."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancel: Callable[[], None] | None = None
+        self.is_cancelled = False
+
+    def begin(self, cancel: Callable[[], None]) -> None:
+        """Set the function that `cancel` calls. Calls it at once if `cancel` was called before."""
+        with self._lock:
+            self._cancel = cancel
+            if self.is_cancelled:
+                cancel()
+
+    def end(self) -> None:
+        """Forget the function, because the read has ended."""
+        with self._lock:
+            self._cancel = None
+
+    def cancel(self) -> None:
+        """Cancel the read, now or when it begins. The read then raises RequestError, unless it has already ended."""
+        with self._lock:
+            self.is_cancelled = True
+            if self._cancel is not None:
+                self._cancel()
+
+
+class Attempts:
+    """The nodes of one broker or cluster, and the attempts of calls to them. Thread safe."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        timeout_ms: int,
+        *,
+        patience_s: float | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Prepare calls to `endpoints`, the addresses of the nodes. `patience_s`: see the module's docstring."""
+        self._endpoints = tuple(endpoints)
+        self._current = 0  # index of the node that the next call uses
+        self.timeout_ms = timeout_ms
+        self._patience_s = patience_s
+        self._clock = clock or SystemClock()
+        self._closed = threading.Event()
+        _LIVE.add(self)
+
+    @property
+    def endpoint(self) -> str:
+        """The address that the next call uses."""
+        return self._endpoints[self._current]
+
+    def check(self) -> None:
+        """Raise RequestError if no call can be made: the client is closed."""
+        if self._closed.is_set():
+            raise RequestError("this Timeball client is closed")
+
+    def after_fork(self) -> None:
+        """Forget the connections of the parent process, and replace locks that it may have held. Runs in a child."""
+        closed, self._closed = self._closed.is_set(), threading.Event()
+        if closed:
+            self._closed.set()
+
+    def _rotate_endpoints(self) -> None:
+        """Let the next call use the next node of the cluster, because the current node does not answer."""
+        self._current = (self._current + 1) % len(self._endpoints)
+
+    def attempts(self) -> Iterator[bool]:
+        """Yield before each attempt, after its pause. The value is True if another attempt may follow.
+
+        Raises Unavailable if the client is closed during a pause.
+        """
+        if self._patience_s is not None:
+            yield from self._patient_attempts(self._patience_s)
+            return
+        pauses_s = RETRY_PAUSES_S if len(self._endpoints) == 1 else CLUSTER_PAUSES_S
+        yield len(pauses_s) > 0
+        for number, pause_s in enumerate(pauses_s, 1):
+            if self._closed.wait(pause_s):
+                raise Unavailable("the client was closed")
+            self._rotate_endpoints()
+            yield number < len(pauses_s)
+
+    def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
+        give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
+        may_retry = patience_s > 0
+        while True:
+            yield may_retry
+            if not may_retry:
+                return
+            logger.warning("broker not reached, trying again broker=%s retry_s=%.1f", self.endpoint, pause_s)
+            # The jitter spreads the reconnects of a whole Spark cluster after a restart of the broker.
+            if self._closed.wait(pause_s * random.uniform(0.5, 1.0)):
+                raise Unavailable("the client was closed")
+            self._rotate_endpoints()
+            pause_s = min(2 * pause_s, PATIENT_PAUSES_S[1])
+            may_retry = self._clock.monotonic_ns() < give_up_ns
+
+    def with_retries(
+        self, call: Callable[[float], T], timeout_ms: int, *, retry_on: type[Unavailable] = Unavailable
+    ) -> T:
+        """Make a call until it succeeds, or raises another error than `retry_on`, or its attempts or time end.
+
+        `call` receives the time that is left, in seconds. Returns its result, or raises its last error.
+        """
+        end_ns = self._clock.monotonic_ns() + timeout_ms * 1_000_000
+        remaining_s, failure = timeout_ms / 1000, None
+        for may_retry in self.attempts():
+            if failure is not None and self._patience_s is None:
+                remaining_s = (end_ns - self._clock.monotonic_ns()) / 1e9
+                if remaining_s <= 0:
+                    raise failure
+            self.check()
+            try:
+                return call(remaining_s)
+            except Unavailable as error:
+                if not (may_retry and isinstance(error, retry_on)):
+                    if isinstance(error, NotLeader):
+                        self._rotate_endpoints()
+                    raise
+                failure = error
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+_LIVE: weakref.WeakSet[Attempts] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for live in list(_LIVE):
+        live.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def split_endpoints(endpoint: str, schemes: Sequence[str], example: str) -> list[str]:
+    """Split "grpc://a:1,b:2" into "grpc://a:1" and "grpc://b:2".
+
+    Raises RequestError for a malformed endpoint, or for a scheme that is not in `schemes`.
+    """
+    scheme, separator, rest = endpoint.partition("://")
+    addresses = [address.strip() for address in rest.split(",")]
+    if not separator or scheme not in schemes or (len(addresses) > 1 and not all(addresses)):
+        raise RequestError(f"endpoint {endpoint!r}: write it as {example}")
+    return [f"{scheme}://{address}" for address in addresses]

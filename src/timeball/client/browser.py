@@ -1,0 +1,146 @@
+"""Browsing: reads of visible messages by offset, over Flight.
+
+The client keeps the next offset of each queue, which advances with each read. For a group, `commit` stores the offsets
+at the broker, and the next browser of the group begins there.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pyarrow as pa
+
+from timeball.client.batch_rows import view
+from timeball.client.calls import Calls
+from timeball.client.consumer import Start, check_start
+from timeball.client.messages import Message
+from timeball.client.positions import commit, offsets, queues
+from timeball.io.clock import Clock
+from timeball.model import limits, wire
+from timeball.model.errors import NotFound, RequestError
+from timeball.model.time_parsing import After, delay_ms
+
+
+class Positions:
+    """The next offset of each queue of one topic, for one group."""
+
+    def __init__(self, calls: Calls, topic: str, group: str, start: Start) -> None:
+        self._calls = calls
+        self._topic = topic
+        self._group = group
+        self._start = start
+        self.next: dict[int, int] = {}  # by queue; empty until the queues are looked up
+        self.committed: dict[int, int] = {}  # by queue; the offsets that the broker is known to have
+
+    def refresh(self) -> None:
+        """Add the queues that are not known yet.
+
+        They begin at the group's committed offset, or else at the requested start.
+        """
+        ranges = queues(self._calls, self._topic)
+        if ranges.keys() <= self.next.keys():
+            return
+        committed = offsets(self._calls, self._group, self._topic) if self._group else {}
+        self.committed = {**committed, **self.committed}
+        for queue, queue_range in ranges.items():
+            first = queue_range.min if self._start == "earliest" else queue_range.max
+            self.next.setdefault(queue, self.committed.get(queue, first))
+
+    def start_at_earliest(self) -> None:
+        """Let all queues begin at their earliest offset.
+
+        Used if the topic was created while a read waited: all its messages came after the requested start.
+        """
+        self._start = "earliest"
+
+    def move(self, batch: pa.RecordBatch) -> None:
+        """Advance each queue's position past its last row in the batch."""
+        queue_ids = batch.column("queue_id").to_numpy(zero_copy_only=False)
+        queue_offsets = batch.column("queue_offset").to_numpy(zero_copy_only=False)
+        for queue in np.unique(queue_ids):
+            self.next[int(queue)] = int(queue_offsets[queue_ids == queue].max()) + 1
+
+    def commit(self, next_offsets: dict[int, int]) -> None:
+        """Commit the offsets that are not committed yet."""
+        changed = {
+            queue: offset for queue, offset in next_offsets.items() if self.committed.get(queue) != offset
+        }
+        if changed:
+            commit(self._calls, self._group, self._topic, changed)
+            self.committed.update(changed)
+
+
+class Browser:
+    """Reads by offset. Thread safe. Threads that read the same topic for the same group share a position."""
+
+    def __init__(self, calls: Calls, clock: Clock) -> None:
+        self._calls = calls
+        self._clock = clock
+        self._lock = threading.Lock()
+        # By topic and group. The lock serialises the reads of a position.
+        self._positions: dict[tuple[str, str], tuple[threading.Lock, Positions]] = {}
+
+    def read_batch(self, topic: str, group: str, rows: int, wait: After, start: Start) -> pa.RecordBatch:
+        """Read up to `rows` rows in READ_SCHEMA from the position on, and advance the position."""
+        if not 0 < rows <= limits.PULL_ROWS_MAX:
+            raise RequestError(f"max_messages={rows}: between 1 and {limits.PULL_ROWS_MAX}")
+        wait_ms = min(delay_ms(wait, "wait"), limits.PULL_WAIT_MS_MAX)
+        check_start(start)
+        lock, positions = self._position(topic, group, start)
+        with lock:
+            if not positions.next:
+                empty_batch = self._look_up_queues(topic, positions, rows, wait_ms)
+                if empty_batch is not None:
+                    return empty_batch
+            batch = self._pull(topic, positions.next, rows, wait_ms)
+            if batch.num_rows:
+                positions.move(batch)
+            else:
+                positions.refresh()  # no messages came, so there is time to look for added queues
+            return batch
+
+    def read(self, topic: str, group: str, rows: int, wait: After, start: Start) -> list[Message]:
+        """Read the same rows as `read_batch`, as messages."""
+        return view(self.read_batch(topic, group, rows, wait, start), self._clock.wall_ms())
+
+    def commit(self, topic: str, group: str, next_offsets: dict[int, int] | None) -> None:
+        """Commit these offsets, by default the current positions."""
+        lock, positions = self._position(topic, group, "earliest")
+        with lock:
+            positions.commit(dict(positions.next) if next_offsets is None else next_offsets)
+
+    def _position(self, topic: str, group: str, start: Start) -> tuple[threading.Lock, Positions]:
+        self._calls.check()
+        with self._lock:
+            entry = self._positions.get((topic, group))
+            if entry is None:
+                entry = threading.Lock(), Positions(self._calls, topic, group, start)
+                self._positions[topic, group] = entry
+            return entry
+
+    def _look_up_queues(
+        self, topic: str, positions: Positions, rows: int, wait_ms: int
+    ) -> pa.RecordBatch | None:
+        """Look up the queues. If the topic does not exist, wait for it.
+
+        Returns None if the queues are known, or an empty batch if the topic still does not exist. A browser may start
+        before the first message is sent, and so before its topic exists.
+        """
+        try:
+            positions.refresh()
+        except NotFound:
+            if wait_ms == 0:
+                raise
+            # Wait for the message that creates the topic. Where messages create no topics, this raises NotFound.
+            empty_batch = self._pull(topic, {0: 0}, rows, wait_ms)
+            positions.start_at_earliest()
+            try:
+                positions.refresh()
+            except NotFound:
+                return empty_batch
+        return None
+
+    def _pull(self, topic: str, next_offsets: dict[int, int], rows: int, wait_ms: int) -> pa.RecordBatch:
+        ticket = wire.Pull(topic=topic, offsets=dict(next_offsets), rows=rows, wait_ms=wait_ms)
+        return self._calls.rows(ticket, wait_ms)

@@ -1,0 +1,280 @@
+"""Calls over the HTTP API: connections that are kept for further calls, retries, and streams of messages.
+
+A connection serves one call at a time, and is kept for the next one. Connections are never shared between processes: a
+child process after a fork closes its copies, and opens its own.
+
+An error in a problem document has the code of the broker's error, so it becomes the same error as over Flight.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from timeball.client.attempts import REPEATABLE, Attempts, Lost, NotNow, OpenRead, split_endpoints
+from timeball.client.credentials import Credentials, credentials
+from timeball.client.http_codec import (
+    ACTIONS,
+    Received,
+    decode_lines,
+    decode_received,
+    error_of,
+    receive_target,
+)
+from timeball.client.http_connection import Connection, Reply, Request, node_of
+from timeball.io.clock import Clock
+from timeball.model import wire
+from timeball.model.errors import RequestError, TimeballError, Unavailable
+
+if TYPE_CHECKING:
+    import ssl
+
+SCHEMES = ("http", "https")
+IDLE_S = 60.0  # a connection is used again within this time; the broker closes it after 75 s
+KEPT_MAX = 64  # idle connections to a node
+STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
+LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
+
+T = TypeVar("T")
+
+
+class HttpCalls(Attempts):
+    """The calls to one broker or cluster over HTTP. Thread safe."""
+
+    def __init__(
+        self, endpoint: str, timeout_ms: int, who: Credentials | None = None, *, clock: Clock | None = None
+    ) -> None:
+        """Prepare calls to http://host:port, or http://host:port,host:port for the nodes of a cluster.
+
+        `who`: the credentials, by default from the environment. Raises RequestError for a malformed endpoint, or
+        certificates that cannot be read.
+        """
+        super().__init__(split_endpoints(endpoint, SCHEMES, "http://host:port"), timeout_ms, clock=clock)
+        self._who = credentials() if who is None else who
+        self._nodes = {each: node_of(each) for each in self._endpoints}
+        self._tls = _tls_context(self._who) if endpoint.startswith("https") else None
+        authorization = self._who.authorization
+        self._headers = (("authorization", authorization),) if authorization else ()
+        self._kept: dict[str, deque[Connection]] = {each: deque(maxlen=KEPT_MAX) for each in self._endpoints}
+        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Close the connections. Calls that wait for their next attempt end with Unavailable."""
+        self._closed.set()
+        for kept in self._kept.values():
+            while kept:
+                kept.pop().close()
+
+    def after_fork(self) -> None:
+        """See Attempts."""
+        super().after_fork()
+        inherited, self._all = list(self._all), weakref.WeakSet()
+        self._kept = {each: deque(maxlen=KEPT_MAX) for each in self._endpoints}
+        for connection in inherited:
+            connection.forget()
+
+    # ---- calls ------------------------------------------------------------------------------------------
+
+    def action(self, verb: str, body: object, answer: type[T], timeout_ms: int | None = None) -> T:
+        """Make the call `verb`. The result is of the type `answer`.
+
+        `timeout_ms` replaces the time limit of the client for this call.
+        """
+        action = ACTIONS[verb](body)
+        result: T = self.ask(action.request, action.decode, timeout_ms, is_repeatable=verb in REPEATABLE)
+        return result
+
+    def receive(self, request: wire.Receive, open_read: OpenRead | None = None) -> list[Received]:
+        """Lease messages to a group. Waits for the first one."""
+        return self.ask(
+            Request("POST", receive_target(request)),
+            decode_received,
+            self.timeout_ms + request.wait_ms,
+            is_repeatable=True,
+            open_read=open_read,
+        )
+
+    def open_stream(self, request: wire.Receive, credit: int, open_read: OpenRead | None) -> MessageStream:
+        """Prepare a stream of messages."""
+        return MessageStream(self, request, credit, open_read)
+
+    def ask(
+        self,
+        request: Request,
+        decode: Callable[[bytes], T],
+        timeout_ms: int | None = None,
+        *,
+        is_repeatable: bool,
+        open_read: OpenRead | None = None,
+    ) -> T:
+        """Make a request, perhaps in several attempts, and decode its answer."""
+        sent = request._replace(headers=(*request.headers, *self._headers))
+
+        def attempt(remaining_s: float) -> T:
+            endpoint = self.endpoint
+            connection = self.connect(remaining_s)
+            try:
+                reply = _read(connection, sent, remaining_s, open_read)
+            except BaseException:  # of any kind: an answer under way makes the connection useless
+                connection.close()
+                raise
+            self._keep(endpoint, connection)
+            if reply.status >= 400:
+                raise error_of(reply, endpoint)
+            return decode(reply.body)
+
+        retry_on: type[Unavailable] = Unavailable if is_repeatable else NotNow
+        return self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
+
+    # ---- connections ------------------------------------------------------------------------------------
+
+    def connect(self, timeout_s: float) -> Connection:
+        """Take a kept connection to the current node, or connect. Raises NotSent."""
+        endpoint = self.endpoint
+        kept, oldest_ns = self._kept[endpoint], self._clock.monotonic_ns() - int(IDLE_S * 1e9)
+        while kept:
+            try:
+                connection = kept.pop()
+            except IndexError:  # another thread took it
+                break
+            if connection.used_ns >= oldest_ns and not connection.is_stale:
+                return connection
+            connection.close()
+        connection = Connection(self._nodes[endpoint], self._tls, self._who.tls_name, timeout_s, self._clock)
+        self._all.add(connection)
+        return connection
+
+    def open(self, request: Request, open_read: OpenRead | None) -> Connection:
+        """Make a request whose answer has no end. Returns its connection, from which the answer is read."""
+        sent = request._replace(headers=(*request.headers, *self._headers))
+
+        def attempt(remaining_s: float) -> Connection:
+            endpoint = self.endpoint
+            connection = self.connect(remaining_s)
+            try:
+                if open_read is not None:
+                    open_read.begin(connection.interrupt)
+                reply = connection.open(sent, remaining_s)
+                if reply.status < 400:
+                    return connection
+                data = b""
+                while chunk := connection.read(remaining_s):
+                    data += chunk
+                raise error_of(reply._replace(body=data), endpoint)
+            except BaseException:  # of any kind: an answer under way makes the connection useless
+                connection.close()
+                raise
+
+        return self.with_retries(attempt, self.timeout_ms)
+
+    def _keep(self, endpoint: str, connection: Connection) -> None:
+        if connection.is_reusable and not self._closed.is_set():
+            self._kept[endpoint].append(connection)
+        else:
+            connection.close()
+
+
+def _read(connection: Connection, request: Request, timeout_s: float, open_read: OpenRead | None) -> Reply:
+    """Make a request that another thread may cancel."""
+    if open_read is None:
+        return connection.ask(request, timeout_s)
+    open_read.begin(connection.interrupt)
+    try:
+        return connection.ask(request, timeout_s)
+    except TimeballError:
+        if open_read.is_cancelled:
+            raise RequestError("this read was cancelled") from None
+        raise
+    finally:
+        open_read.end()
+
+
+def _tls_context(who: Credentials) -> ssl.SSLContext:
+    """Build the TLS settings of a client: the certificates that it trusts, by default the system's."""
+    import ssl  # takes a third of the client's time to import, and few clients use it
+
+    try:
+        cadata = None if who.tls_roots is None else who.tls_roots.decode("ascii")
+        return ssl.create_default_context(cadata=cadata)
+    except (ssl.SSLError, ValueError) as error:
+        raise RequestError(f"tls_roots: no PEM certificates ({error})") from error
+
+
+class MessageStream:
+    """A stream of messages with credit. Opens when it is first read, and again after it has ended.
+
+    Belongs to one thread. The reader must have acknowledged or given back the messages of a stream that has ended, or
+    it may hold more messages than its credit for a while.
+    """
+
+    def __init__(
+        self, calls: HttpCalls, request: wire.Receive, credit: int, open_read: OpenRead | None
+    ) -> None:
+        self._calls, self._open_read = calls, open_read
+        self._request = Request("POST", receive_target(request, credit))
+        self._connection: Connection | None = None
+        self._clock = calls._clock
+        self._tail = b""  # the beginning of a line
+        self._heard_ns = 0  # when the last bytes had come
+
+    def read(self, wait_ms: int) -> list[Received]:
+        """Wait up to `wait_ms` for messages, and return those that have come. See RowStream."""
+        end_ns = self._clock.monotonic_ns() + wait_ms * 1_000_000
+        while True:
+            if self._connection is None:
+                self._open()
+            assert self._connection is not None
+            remaining_s = max(0.0, (end_ns - self._clock.monotonic_ns()) / 1e9)
+            try:
+                data = self._connection.read(remaining_s)
+            except TimeballError as error:
+                self._check_cancelled()
+                if not isinstance(error, Lost):
+                    raise
+                data = None
+            if data is None:  # the broker stops, or the connection broke
+                self._check_cancelled()
+                self._drop()
+            elif data:
+                self._heard_ns = self._clock.monotonic_ns()
+                if messages := self._take_lines(data):
+                    return messages
+            elif self._clock.monotonic_ns() - self._heard_ns > STREAM_SILENCE_S * 1e9:
+                self._drop()
+            if self._clock.monotonic_ns() >= end_ns:
+                return []
+
+    def close(self) -> list[Received]:
+        """End the stream. See RowStream."""
+        if self._connection is None:
+            return []
+        messages = self._take_lines(self._connection.finish(LAST_BYTES_S))
+        self._drop()
+        return messages
+
+    def _open(self) -> None:
+        try:
+            self._connection = self._calls.open(self._request, self._open_read)
+        except TimeballError:
+            self._check_cancelled()
+            raise
+        self._tail, self._heard_ns = b"", self._clock.monotonic_ns()
+
+    def _take_lines(self, data: bytes) -> list[Received]:
+        """Decode the lines that are complete."""
+        lines, _, self._tail = (self._tail + data).rpartition(b"\n")
+        return decode_lines(lines)
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            if self._open_read is not None:
+                self._open_read.end()
+            self._connection.close()
+            self._connection = None
+
+    def _check_cancelled(self) -> None:
+        if self._open_read is not None and self._open_read.is_cancelled:
+            self._drop()
+            raise RequestError("this read was cancelled")

@@ -1,0 +1,240 @@
+"""One HTTP/1.1 connection to a node: requests and answers, in turn, or one request with an endless answer.
+
+The bytes are those of h11, which does no I/O, so each read has the time limit of its call. A connection belongs to the
+call that uses it. Only `interrupt` may be called from another thread.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import TYPE_CHECKING, NamedTuple
+
+import h11
+
+from timeball.client.attempts import Lost, NotSent
+from timeball.io.clock import Clock
+from timeball.model.errors import RequestError, TimeballError
+
+if TYPE_CHECKING:
+    import ssl
+
+DEFAULT_PORT = 7480
+READ_BYTES = 65_536
+BEGIN = b"HTTP/1."  # the first bytes of each answer
+PORTS = "Timeball's HTTP API is on --http-port (7480 by default)"
+
+
+class Node(NamedTuple):
+    """A node of a broker or cluster. `endpoint` is its address in texts for users."""
+
+    endpoint: str
+    host: str
+    port: int
+
+
+class Request(NamedTuple):
+    """A request: its target is the path with the query. `headers` are those beside host, credentials and length."""
+
+    method: str
+    target: str
+    body: bytes = b""
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+class Reply(NamedTuple):
+    """The status, content type and body of an answer."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+
+def node_of(endpoint: str) -> Node:
+    """Split http://host:port, with DEFAULT_PORT if there is no port. Raises RequestError."""
+    address = endpoint.partition("://")[2].removesuffix("/")
+    host, separator, port = address.rpartition(":")
+    if not separator or address.endswith("]"):  # an IPv6 address in brackets has colons
+        host, port = address, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or "/" in host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 65_536):
+        raise RequestError(f"endpoint {endpoint!r}: write it as http://host:port")
+    return Node(endpoint, host, int(port))
+
+
+class Connection:
+    """One connection to a node."""
+
+    def __init__(
+        self, node: Node, tls: ssl.SSLContext | None, tls_name: str, timeout_s: float, clock: Clock
+    ) -> None:
+        """Connect within `timeout_s`. Raises NotSent."""
+        self._node, self._clock = node, clock
+        self._http = h11.Connection(h11.CLIENT)
+        self.used_ns = clock.monotonic_ns()  # when the last answer had come
+        try:
+            self._socket = socket.create_connection((node.host, node.port), timeout_s)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if tls is not None:
+                self._socket = tls.wrap_socket(self._socket, server_hostname=tls_name or node.host)
+        except OSError as error:
+            raise NotSent(
+                f"no broker answers at {node.endpoint}; is `timeball serve` running there? ({error})"
+            ) from error
+
+    # ---- one request and its answer ---------------------------------------------------------------------
+
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """Send a request and wait for its answer. Raises Lost, and TimeballError for another server than a broker."""
+        end_ns = self._clock.monotonic_ns() + int(timeout_s * 1e9)
+        reply = self._send(request, timeout_s, end_ns)
+        chunks = [reply.body]
+        while (chunk := self._next_data(end_ns)) is not None:
+            chunks.append(chunk)
+        self.used_ns = self._clock.monotonic_ns()
+        return reply._replace(body=b"".join(chunks))
+
+    def open(self, request: Request, timeout_s: float) -> Reply:
+        """Send a request and wait for the head of its answer, whose body `read` returns. Raises as `ask`."""
+        return self._send(request, timeout_s, self._clock.monotonic_ns() + int(timeout_s * 1e9))
+
+    def _send(self, request: Request, timeout_s: float, end_ns: int) -> Reply:
+        head = h11.Request(
+            method=request.method,
+            target=request.target,
+            headers=[
+                ("host", f"{self._node.host}:{self._node.port}"),
+                *request.headers,
+                ("content-length", str(len(request.body))),
+            ],
+        )
+        parts = (head, h11.Data(request.body), h11.EndOfMessage())
+        data = b"".join(self._http.send(part) or b"" for part in parts)
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from error
+        while True:
+            event = self._next_event(end_ns)
+            if isinstance(event, h11.Response):
+                break
+        content_type = dict(event.headers).get(b"content-type", b"").decode("latin-1")
+        return Reply(event.status_code, content_type, b"")
+
+    @property
+    def is_reusable(self) -> bool:
+        """True if the last answer is complete, and the connection can be used again."""
+        if self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+            self._http.start_next_cycle()
+        return self._http.our_state is h11.IDLE
+
+    @property
+    def is_stale(self) -> bool:
+        """True if the node has closed the connection, which no answer under way explains."""
+        return self._wait_for_data(0)
+
+    # ---- an endless answer ------------------------------------------------------------------------------
+
+    def read(self, wait_s: float) -> bytes | None:
+        """Return the bytes of the body that have come, b"" if none come within `wait_s`, None at the end.
+
+        Raises Lost if the connection breaks.
+        """
+        event = self._http.next_event()
+        if event is h11.NEED_DATA:
+            if not self._wait_for_data(wait_s):
+                return b""
+            event = self._next_event(self._clock.monotonic_ns() + int((wait_s + 1) * 1e9))
+        if isinstance(event, h11.Data):
+            return bytes(event.data)
+        return None
+
+    def finish(self, wait_s: float) -> bytes:
+        """Announce that no more bytes are wanted, and return those that the node has sent by then."""
+        chunks = []
+        try:
+            # The node then sends its last bytes and closes. With TLS it would not see the end of this direction.
+            if not hasattr(self._socket, "pending"):
+                self._socket.shutdown(socket.SHUT_WR)
+            while chunk := self.read(0 if hasattr(self._socket, "pending") else wait_s):
+                chunks.append(chunk)
+        except (OSError, TimeballError):
+            pass  # leases that were under way end after their time
+        return b"".join(chunks)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def interrupt(self) -> None:
+        """End the call that uses the connection. May be called from another thread."""
+        try:
+            # Not SSLSocket's own method, which is not safe while another thread reads.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is closed already
+
+    def close(self) -> None:
+        """Close the connection."""
+        self.interrupt()
+        self._socket.close()
+
+    def forget(self) -> None:
+        """Close this process's copy of the connection, which a parent process goes on to use."""
+        if (descriptor := self._socket.detach()) >= 0:
+            socket.close(descriptor)
+
+    # ---- internals --------------------------------------------------------------------------------------
+
+    def _next_data(self, end_ns: int) -> bytes | None:
+        event = self._next_event(end_ns)
+        return bytes(event.data) if isinstance(event, h11.Data) else None
+
+    def _next_event(self, end_ns: int) -> h11.Event:
+        """Read the next event until `end_ns`. Raises Lost, and TimeballError for bytes that are no HTTP."""
+        try:
+            while (event := self._http.next_event()) is h11.NEED_DATA:
+                self._socket.settimeout(max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9))
+                data = self._socket.recv(READ_BYTES)
+                self._http.receive_data(data)
+                if self._http.their_state is h11.SEND_RESPONSE:
+                    self._check_beginning(is_over=not data)
+        except OSError as error:
+            raise self._lost(error) from error
+        except h11.RemoteProtocolError as error:
+            if self._http.trailing_data[1]:  # the end of the connection, within an answer
+                raise self._lost(error) from error
+            raise TimeballError(
+                f"{self._node.endpoint} answered with something else than a broker would: {error}. {PORTS}"
+            ) from error
+        assert not isinstance(event, type), event
+        return event
+
+    def _check_beginning(self, *, is_over: bool) -> None:
+        """Check the first bytes of an answer, before h11 can read its head.
+
+        Raises ConnectionResetError if the connection has ended, and TimeballError for another protocol.
+        """
+        begin = self._http.trailing_data[0][: len(BEGIN)]
+        if begin != BEGIN[: len(begin)]:
+            raise TimeballError(
+                f"{self._node.endpoint} answered with something else than a broker would: it speaks no HTTP. {PORTS}"
+            )
+        if is_over:
+            raise ConnectionResetError("the connection was closed before the answer")
+
+    def _wait_for_data(self, wait_s: float) -> bool:
+        """Wait until bytes or the end of the connection can be read."""
+        pending = getattr(self._socket, "pending", None)
+        if pending is not None and pending():
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(max(0, wait_s) * 1000))
+
+    def _lost(self, error: Exception) -> Lost:
+        reason = (
+            "no answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        )
+        return Lost(
+            f"{self._node.endpoint} did not answer: {reason}; the call may or may not have been carried out"
+        )

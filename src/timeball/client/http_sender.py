@@ -1,0 +1,118 @@
+"""Sends over the HTTP API: one request for a message, and one for each batch of a `send_many` of dicts.
+
+A request that no broker has received, or that a stopping broker refused, is repeated. A request whose answer was lost
+is repeated only with `retry=True`, by which it has an idempotency key: the topic and the id of its first message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_codec import Sent, decode_sent, send_request
+from timeball.client.receipts import IfSettled, Outcomes, Receipt, SendKeys, SendSummary, receipt
+from timeball.client.rows import Outgoing, outgoing_row
+from timeball.client.tracing import current_context
+from timeball.model import limits
+from timeball.model.errors import InvalidMessage, RequestError, TimeballError
+
+if TYPE_CHECKING:
+    from timeball.client.outgoing import Rows
+
+ROWS_MAX = 10_000  # of one request
+BATCH_ROWS = 1_024  # rows of a batch of a generator
+BATCH_BYTES = limits.BODY_BYTES_MAX
+ROW_NAMES = (
+    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "due_ms", "delay_ms",
+)  # fmt: skip
+
+
+class HttpSender:
+    """Sends messages for a client. Thread safe."""
+
+    def __init__(self, calls: HttpCalls) -> None:
+        self._calls = calls
+
+    def close(self) -> None:
+        """Nothing is under way outside of the methods."""
+
+    def send(self, message: Outgoing, *, retry: bool, if_settled: IfSettled) -> Receipt:
+        """Send a message. It is on the broker's disk on return. Raises the broker's refusal, or Unavailable."""
+        sent = self._send([message], SendKeys(if_settled, is_used=retry))
+        found = receipt(message._replace(delay_ms=None, due_ms=sent.due_ms), sent.ack)
+        return msgspec.structs.replace(found, past_ms=sent.past_ms)
+
+    def send_many(
+        self,
+        rows: Rows,
+        topic: str | None,
+        batch_rows: int | None,
+        window: int,
+        collect: bool,
+        retry: bool,
+        if_settled: IfSettled,
+    ) -> SendSummary:
+        """Send dicts in batches, one after another. Timeball.send_many documents the arguments.
+
+        Raises RequestError for columns of Arrow.
+        """
+        if type(rows).__module__.startswith("pyarrow"):
+            raise RequestError(
+                "send_many of a table: columns are sent over Flight; use an endpoint such as grpc://host:7400"
+            )
+        if isinstance(rows, (str, bytes, Mapping)):
+            raise InvalidMessage("send_many takes a table, a record batch or a list of dicts")
+        keys, outcomes, ids = SendKeys(if_settled, is_used=retry), Outcomes(collect=collect), list[str]()
+        try:
+            for batch in _batches(
+                rows, topic, min(batch_rows or ROWS_MAX, ROWS_MAX), batch_rows or BATCH_ROWS
+            ):
+                first_row = outcomes.add_rows(len(batch))
+                ids += [message.id for message in batch]
+                try:
+                    sent = self._send(batch, keys)
+                except TimeballError as error:
+                    outcomes.fail(first_row, len(batch), error)
+                else:
+                    outcomes.accept(first_row, sent.ack, sent.past_rows, sent.past_ms)
+        except TimeballError as error:
+            raise outcomes.error(error, ids) from error
+        return outcomes.summary(ids)
+
+    def _send(self, messages: list[Outgoing], keys: SendKeys) -> Sent:
+        """Send messages of one topic in one request."""
+        key = keys.key_for(messages[0].topic, messages[0].id)
+        return self._calls.ask(
+            send_request(messages, key, current_context().items()),
+            lambda data: decode_sent(data, len(messages)),
+            is_repeatable=key is not None,
+        )
+
+
+def _batches(
+    rows: Iterable[Mapping[str, Any]], topic: str | None, list_rows: int, rows_max: int
+) -> Iterator[list[Outgoing]]:
+    """Yield batches: neighbours of one topic, of at most BATCH_BYTES or a single row.
+
+    A list has at most `list_rows` rows in a batch, and a generator, which may be slow, `rows_max`.
+    """
+    batch_rows = (
+        list_rows if isinstance(rows, (list, tuple)) and len(rows) <= list_rows else min(rows_max, list_rows)
+    )
+    remaining, row_number = iter(rows), 0
+    while chunk := list(islice(remaining, batch_rows)):
+        batch, size_bytes = list[Outgoing](), 0
+        for row in chunk:
+            message = outgoing_row(row, row_number, topic, ROW_NAMES)
+            row_number += 1
+            row_bytes = len(message.body) + len(message.properties or "")
+            if batch and (message.topic != batch[0].topic or size_bytes + row_bytes > BATCH_BYTES):
+                yield batch
+                batch, size_bytes = [], 0
+            batch.append(message)
+            size_bytes += row_bytes
+        yield batch

@@ -1,0 +1,114 @@
+"""Messages to send as a program gives them: the arguments of `send`, and the dicts of `send_many`. Needs no Arrow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from timeball.client.identifiers import IDENTIFIERS
+from timeball.model.errors import InvalidDelay, InvalidMessage
+from timeball.model.time_parsing import After, At, when
+from timeball.model.values import Keys, check_label, keys_text, properties_text, valid
+
+Body: TypeAlias = bytes | bytearray | memoryview | str
+
+# The names that a dict may have: the arguments of `send` and the columns of the Flight protocol.
+ROW_NAMES = (
+    "after", "at", "message_id", "topic", "body", "tag", "keys", "unique_key", "properties", "queue_id", "born_ms",
+    "flag", "sys_flag", "reconsume_times", "due_ms", "delay_ms",
+)  # fmt: skip
+TIME_NAMES = ("after", "at", "delay_ms", "due_ms")
+
+
+class Outgoing(NamedTuple):
+    """One message to send. `keys` and `properties` are in their stored form. At most one of the times is set."""
+
+    topic: str
+    body: bytes
+    tag: str | None
+    keys: str | None
+    properties: str | None
+    id: str
+    delay_ms: int | None
+    due_ms: int | None
+
+
+def outgoing(
+    topic: str,
+    body: Body,
+    tag: str | None,
+    keys: Keys | None,
+    properties: Mapping[str, str] | None,
+    message_id: str | None,
+    after: After | None,
+    at: At | None,
+) -> Outgoing:
+    """Check the arguments of a send, and make an id if there is none. Raises InvalidMessage and InvalidDelay."""
+    delay_ms, due_ms = when(after, at)
+    return Outgoing(
+        topic,
+        body_bytes(body),
+        check_label("tag", tag),
+        keys_text(keys),
+        properties_text(properties),
+        IDENTIFIERS.next_id() if message_id is None else check_label("message_id", message_id) or message_id,
+        delay_ms,
+        due_ms,
+    )
+
+
+def outgoing_row(
+    row: Mapping[str, Any], row_number: int, topic: str | None, known: tuple[str, ...]
+) -> Outgoing:
+    """Check a dict of `send_many`, whose names must be in `known`. `topic`: the topic of rows that name none.
+
+    `row_number` is the number of the row in the call, for error texts. Raises InvalidMessage and InvalidDelay.
+    """
+    check_names(row, row_number, known)
+    delay_ms, due_ms = when(row.get("after"), row.get("at"))
+    row_topic, properties = row.get("topic", topic), row.get("properties")
+    if not isinstance(row_topic, str):
+        raise InvalidMessage(f"row {row_number}: topic is text; name it in the row, or as an argument")
+    message_id = row.get("unique_key", row.get("message_id"))
+    return Outgoing(
+        row_topic,
+        body_bytes(row.get("body", b"")),
+        check_label("tag", row.get("tag")),
+        keys_text(row.get("keys")),
+        properties if isinstance(properties, str) else properties_text(properties),
+        IDENTIFIERS.next_id() if message_id is None else check_label("message_id", message_id) or "",
+        single_time(row, "delay_ms", delay_ms),
+        single_time(row, "due_ms", due_ms),
+    )
+
+
+def check_names(row: Mapping[str, Any], row_number: int, known: tuple[str, ...] = ROW_NAMES) -> None:
+    """Raise InvalidMessage for an unknown name of a dict, and InvalidDelay for a time that is None."""
+    for name in row:
+        if name not in known:
+            raise InvalidMessage(f"unknown column {name!r} of a row; {valid(str(name), known)}")
+    for name in TIME_NAMES:
+        if name in row and row[name] is None:
+            raise InvalidDelay(f"{name} of row {row_number} is None; leave it out to deliver at once")
+
+
+def single_time(row: Mapping[str, Any], name: str, value: int | None) -> int | None:
+    """Choose between the row's `name` (delay_ms or due_ms) and `value`, the converted `after` or `at`.
+
+    Raises InvalidDelay if both are given.
+    """
+    row_value: int | None = row.get(name)
+    if row_value is not None and value is not None:
+        raise InvalidDelay(f"a message with two due times: {name}={row_value} and {value}")
+    return value if row_value is None else row_value
+
+
+def body_bytes(body: Body) -> bytes:
+    """Encode a body. Raises InvalidMessage."""
+    if isinstance(body, bytes):
+        return body
+    if isinstance(body, str):
+        return body.encode()
+    if isinstance(body, (bytearray, memoryview)):
+        return bytes(body)
+    raise InvalidMessage(f"a body is bytes or str, not {type(body).__name__}; encode it first")

@@ -1,0 +1,108 @@
+"""Attempts of a call: which outcomes allow another one, the time that is left, and the nodes that are asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from timeball import NotLeader, OverLimit, RequestError, Unavailable
+from timeball.client import attempts
+from timeball.client.attempts import Attempts, Lost, NotNow, NotSent, OpenRead, refusal, split_endpoints
+from timeball.io.clock import ManualClock
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(no_pauses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "CLUSTER_PAUSES_S", (0.0,) * 3)
+
+
+class Broker:
+    """Fails with these errors, one in each attempt, and then answers with the nodes that were asked."""
+
+    def __init__(self, calls: Attempts, *errors: Exception, seconds: int = 0) -> None:
+        self._calls, self._errors, self._seconds = calls, list(errors), seconds
+        self.asked: list[str] = []
+        self.left_s: list[float] = []
+
+    def __call__(self, remaining_s: float) -> list[str]:
+        self.asked.append(self._calls.endpoint)
+        self.left_s.append(remaining_s)
+        self._calls._clock.advance(1_000 * self._seconds)  # type: ignore[attr-defined]
+        if self._errors:
+            raise self._errors.pop(0)
+        return self.asked
+
+
+def calls(*nodes: str) -> Attempts:
+    return Attempts(nodes or ("a",), 30_000, clock=ManualClock())
+
+
+def test_what_was_not_carried_out_is_tried_again_at_the_next_node() -> None:
+    there = calls("a", "b")
+    broker = Broker(there, NotSent("1"), NotNow("2"))
+    assert there.with_retries(broker, 30_000, retry_on=NotNow) == ["a", "b", "a"]
+
+
+@pytest.mark.parametrize("error", [Lost("x"), Unavailable("x"), OverLimit("x"), RequestError("x")])
+def test_what_may_have_been_carried_out_is_told(error: Exception) -> None:
+    there = calls()
+    with pytest.raises(type(error)):
+        there.with_retries(Broker(there, error), 30_000, retry_on=NotNow)
+
+
+def test_what_may_be_repeated_is_tried_again_after_a_lost_answer() -> None:
+    there = calls()
+    assert there.with_retries(Broker(there, Lost("x"), Unavailable("x")), 30_000) == ["a"] * 3
+
+
+def test_after_a_node_that_does_not_lead_the_next_call_asks_another() -> None:
+    there = calls("a", "b")
+    with pytest.raises(NotLeader):
+        there.with_retries(Broker(there, NotLeader("x")), 30_000, retry_on=NotNow)
+    assert there.endpoint == "b"
+
+
+def test_attempts_share_the_time_of_the_call() -> None:
+    there = calls()
+    broker = Broker(there, NotSent("1"), NotSent("2"), NotSent("3"), seconds=20)
+    with pytest.raises(NotSent, match="2"):
+        there.with_retries(broker, 30_000)
+    assert broker.left_s == [30.0, 10.0]
+
+
+def test_a_closed_client_says_so() -> None:
+    there = calls()
+    there._closed.set()
+    with pytest.raises(RequestError, match="closed"):
+        there.with_retries(Broker(there), 30_000)
+
+
+def test_refusals_say_whether_anything_was_done() -> None:
+    assert type(refusal("unavailable", "x")) is NotNow
+    assert type(refusal("not_leader", "x")) is NotLeader
+    assert type(refusal("over_limit", "x")) is OverLimit
+
+
+def test_endpoints_are_split() -> None:
+    assert split_endpoints("http://a:1, b:2", ("http",), "http://host:port") == ["http://a:1", "http://b:2"]
+    for wrong in ("a:1", "ftp://a:1", "http://a:1,"):
+        with pytest.raises(RequestError, match="write it as http://host:port"):
+            split_endpoints(wrong, ("http",), "http://host:port")
+
+
+def test_a_read_is_cancelled_before_during_and_not_after() -> None:
+    cancelled: list[int] = []
+    read = OpenRead()
+    read.begin(lambda: cancelled.append(1))
+    read.end()
+    read.cancel()
+    assert cancelled == [] and read.is_cancelled
+    read.begin(lambda: cancelled.append(2))
+    assert cancelled == [2]
+
+
+def test_a_client_may_be_closed_and_used_behind_a_fork() -> None:
+    """What a child does with the parent's object, whose lock another thread may have held."""
+    there = calls()
+    there._closed._cond.acquire()  # type: ignore[attr-defined]
+    there.after_fork()
+    assert there.with_retries(Broker(there), 30_000) == ["a"]

@@ -1,0 +1,312 @@
+"""Calls over HTTP: nodes that do not answer, answers that are lost, TLS, tokens, and streams with credit."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tests.accounts import access_file, keys
+from tests.bounds import BOUND_S
+from tests.certificates import certificate
+from tests.client.cutting_proxy import cutting_proxy
+from tests.node_fixture import HttpNode, RunningNode, eventually, running_node
+
+from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized, Unavailable
+from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
+from timeball.client.http_calls import HttpCalls
+from timeball.client.http_connection import Request
+from timeball.model import wire
+from timeball.model.errors import RequestError
+
+
+@pytest.fixture(scope="session")
+def node(http_node: RunningNode) -> RunningNode:
+    """This module is about HTTP."""
+    return http_node
+
+
+def address(node: RunningNode) -> str:
+    return node.endpoint.partition("://")[2]
+
+
+@contextmanager
+def answering(*answers: bytes) -> Iterator[str]:
+    """A server that answers each connection with the next of these bytes, then closes it; its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            for answer in answers:
+                peer, _ = listening.accept()
+                with peer:
+                    peer.recv(65_536)
+                    peer.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+        thread.join(BOUND_S)
+
+
+def answer(status: str, body: str, content_type: str = "application/problem+json") -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    return (head + body).encode()
+
+
+def problem(status: str, code: str) -> bytes:
+    return answer(status, f'{{"code":"{code}","detail":"because"}}')
+
+
+# ---- nodes that do not answer ------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_not_there_is_left_for_the_next_one(node: RunningNode) -> None:
+    with Timeball(f"http://127.0.0.1:1,{address(node)}") as ball:
+        assert ball.send("several", "x").seq > 0
+        assert ball._calls.endpoint == node.endpoint, "the one that answers is kept"  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_nobody_there_is_not_sent() -> None:
+    with Timeball("http://127.0.0.1:1") as ball:
+        with pytest.raises(NotSent, match="no broker answers at http://127"):
+            ball.send("t", "x")
+        with pytest.raises(NotSent, match="no row of this call was accepted"):
+            ball.send_many([{"body": "x"}], topic="t")
+
+
+def test_a_node_that_does_nothing_at_the_moment_is_left_for_the_next_one(node: RunningNode) -> None:
+    with answering(problem("503 Service Unavailable", "unavailable")) as stopping:
+        with Timeball(f"http://{stopping},{address(node)}") as ball:
+            assert ball.send("several", "y").seq > 0
+
+
+def test_a_node_that_does_not_lead_is_told_and_the_next_call_asks_another(node: RunningNode) -> None:
+    """It may have carried out a send when it lost the lead, so a send without `retry` is not repeated."""
+    with answering(problem("503 Service Unavailable", "not_leader")) as follower:
+        with Timeball(f"http://{follower},{address(node)}") as ball:
+            with pytest.raises(NotLeader, match="because"):
+                ball.send("several", "z")
+            assert ball.send("several", "z").seq > 0
+    with answering(problem("503 Service Unavailable", "not_leader")) as follower:
+        with Timeball(f"http://{follower},{address(node)}") as ball:
+            assert ball.send("several", "z", retry=True).seq > 0
+
+
+@pytest.mark.parametrize("endpoint", ["http://", "http://a:b", "http://a:1,", "http://a:1/path", "ftp://a:1"])
+def test_an_endpoint_must_look_like_one(endpoint: str) -> None:
+    with pytest.raises(RequestError, match="write it as"):
+        Timeball(endpoint)
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_another_server_is_told_from_a_broker() -> None:
+    for data, kind, text in (
+        (b"SSH-2.0-OpenSSH\r\n", TimeballError, "something else than a broker would"),
+        (answer("404 Not Found", "<html>", "text/html"), TimeballError, "status 404, and not as a broker"),
+        (answer("502 Bad Gateway", "<html>", "text/html"), Lost, "status 502"),
+    ):
+        with answering(data) as other, Timeball(f"http://{other}") as ball:
+            with pytest.raises(kind, match=text):
+                ball.send("t", "x")
+
+
+def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode) -> None:
+    for code, kind in (("over_limit", "OverLimit"), ("conflict", "Conflict"), ("disk_failed", "DiskFailed")):
+        with answering(problem("429 Too Many Requests", code)) as other, Timeball(f"http://{other}") as ball:
+            with pytest.raises(TimeballError, match="because") as told:
+                ball.send("t", "x")
+            assert type(told.value).__name__ == kind
+
+
+# ---- answers that are lost ---------------------------------------------------------------------------------
+
+
+def test_an_answer_that_is_lost_is_told_or_asked_for_again(node: RunningNode) -> None:
+    for retry in (False, True):
+        topic = f"cut-{retry}"
+        with (
+            cutting_proxy(node.endpoint) as proxy,
+            Timeball(proxy.endpoint) as ball,
+            Timeball(node.endpoint) as look,
+        ):
+            ball.create_topic(topic, 1)
+            with ThreadPoolExecutor(1) as pool:
+                proxy.hold()
+                sending = pool.submit(ball.send, topic, "x", retry=retry)
+                eventually(lambda topic=topic, look=look: look.queues(topic)[0].max == 1, "the broker has it")
+                proxy.cut()
+                if retry:
+                    assert sending.result(BOUND_S).outcome == "created"
+                else:
+                    with pytest.raises(Lost, match="may or may not have been carried out"):
+                        sending.result(BOUND_S)
+            assert look.queues(topic)[0].max == 1, "it is there once"
+
+
+def test_rows_whose_answer_is_lost_are_unknown(node: RunningNode) -> None:
+    with (
+        cutting_proxy(node.endpoint) as proxy,
+        Timeball(proxy.endpoint) as ball,
+        Timeball(node.endpoint) as look,
+    ):
+        ball.create_topic("cut-rows", 1)
+        with ThreadPoolExecutor(1) as pool:
+            proxy.hold()
+            sending = pool.submit(ball.send_many, [{"body": "b"}] * 4, topic="cut-rows")
+            eventually(lambda: look.queues("cut-rows")[0].max == 4, "the broker has them")
+            proxy.cut()
+            with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 3") as caught:
+                sending.result(BOUND_S)
+        assert [(each.first_row, each.rows) for each in caught.value.summary.unknown] == [(0, 4)]
+
+
+def test_a_call_ends_after_its_time(node: RunningNode) -> None:
+    with cutting_proxy(node.endpoint) as proxy, Timeball(proxy.endpoint, timeout_ms=300) as ball:
+        proxy.hold()
+        with pytest.raises(Lost, match="no answer in time"):
+            ball.send("late", "x")
+
+
+def test_the_next_call_after_a_restart_needs_no_help(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode) as node, Timeball(node.endpoint) as ball:
+        first = ball.send("again", "1", message_id="1", retry=True)
+        node.stop()
+        restart = threading.Thread(target=node.start)
+        restart.start()
+        second = ball.send("again", "2")
+        restart.join(BOUND_S)
+        assert second.seq > first.seq
+        assert ball.send("again", "1", message_id="1", retry=True).outcome == "exists"
+
+
+@pytest.mark.usefixtures("no_pauses")
+def test_a_broker_that_stops_says_that_it_did_nothing(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball:
+        node.broker.log.writer._closing = True
+        try:
+            with pytest.raises(NotNow, match="stopping"):
+                ball.send("there", "x")
+        finally:
+            node.broker.log.writer._closing = False
+
+
+def test_a_read_that_is_cancelled_leaves_its_messages_to_others(node: RunningNode) -> None:
+    calls, read = HttpCalls(node.endpoint, 30_000), OpenRead()
+    request = wire.Receive(topic="cancelled-read", group="g", rows=1, wait_ms=60_000)
+    with ThreadPoolExecutor(1) as pool, Timeball(node.endpoint) as ball:
+        ball.create_topic("cancelled-read", 1)
+        receiving = pool.submit(calls.receive, request, read)
+        read.cancel()
+        with pytest.raises(RequestError, match="cancelled"):
+            receiving.result(BOUND_S)
+        ball.send("cancelled-read", "x")
+        assert [message.attempts for message in ball.pull("cancelled-read", "g", wait="30s")] == [0]
+    calls.close()
+
+
+# ---- TLS and accounts --------------------------------------------------------------------------------------
+
+
+def test_over_tls_with_accounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("timeball.client.attempts.RETRY_PAUSES_S", ())
+    issued = certificate(tmp_path / "tls", "broker.example")
+    roots = Path(issued.roots).read_bytes()
+    stranger = Path(certificate(tmp_path / "other").roots).read_bytes()
+    guarded = {"access_file": str(access_file(tmp_path)), **issued.settings}
+    with running_node(tmp_path / "data", kind=HttpNode, **guarded) as node:
+        monkeypatch.setenv("TIMEBALL_TLS_NAME", "broker.example")
+        with Timeball(node.endpoint, tls_roots=roots, **keys("shop")) as ball:
+            assert ball.send("orders", "x").seq > 0
+            for message in ball.consume("orders", "workers", until_idle="200ms"):
+                assert message.body == b"x"
+            with pytest.raises(Forbidden):
+                ball.send("news", "x")
+        with Timeball(node.endpoint, tls_roots=roots) as ball, pytest.raises(Unauthorized):
+            ball.send("orders", "x")
+        with Timeball(node.endpoint, tls_roots=stranger, **keys("shop")) as ball:
+            with pytest.raises(Unavailable, match="certificate verify failed"):
+                ball.send("orders", "x")
+        with pytest.raises(RequestError, match="tls_roots"):
+            Timeball(node.endpoint, tls_roots=b"no certificate")
+
+
+# ---- connections -------------------------------------------------------------------------------------------
+
+
+def test_a_connection_is_kept_for_the_next_call(node: RunningNode) -> None:
+    calls = HttpCalls(node.endpoint, 30_000)
+    for _ in range(3):
+        calls.action("topics", wire.Nothing(), dict)
+    assert len(calls._all) == 1
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: calls.action("topics", wire.Nothing(), dict), range(40)))
+    assert len(calls._all) <= 5
+    calls.close()
+    with pytest.raises(RequestError, match="closed"):
+        calls.action("topics", wire.Nothing(), dict)
+
+
+def test_a_refused_request_leaves_its_connection_usable(node: RunningNode) -> None:
+    calls = HttpCalls(node.endpoint, 30_000)
+    with pytest.raises(TimeballError):
+        calls.ask(Request("POST", "/v1/topics/t/messages", b"{}"), bytes, is_repeatable=False)
+    calls.action("topics", wire.Nothing(), dict)
+    assert len(calls._all) == 1
+    calls.close()
+
+
+# ---- streams -----------------------------------------------------------------------------------------------
+
+
+def in_flight(node: RunningNode, topic: str) -> int:
+    return sum(queue.open_rows for queue in node.broker.consuming.leases.all() if queue.topic == topic)
+
+
+def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball:
+        ball.send_many([{"body": f"{number}"} for number in range(100)], topic="slow-handler")
+        held, bodies = [], []
+        for message in ball.consume("slow-handler", "g", max_messages=10, until_idle="300ms"):
+            held.append(in_flight(node, "slow-handler"))
+            bodies.append(message.body)
+    assert sorted(bodies, key=int) == [b"%d" % number for number in range(100)]
+    assert max(held) == 10
+    assert in_flight(node, "slow-handler") == 0
+
+
+def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode) -> None:
+    with Timeball(node.endpoint) as ball, Timeball(node.endpoint) as other:
+        ball.send_many([{"body": f"{number}"} for number in range(600)], topic="left-stream")
+        for _ in ball.consume("left-stream", "g", max_messages=500, lease="12h"):
+            break
+        left: list[int] = []
+        while len(left) < 600:
+            left += [
+                message.attempts for message in other.pull("left-stream", "g", max_messages=1_000, wait="30s")
+            ]
+    assert sorted(left) == [0] * 599 + [1]
+
+
+def test_a_loop_goes_on_after_a_restart(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode) as node, Timeball(node.endpoint) as ball:
+        ball.send("through", "1")
+        restart = threading.Thread(target=lambda: (node.stop(), node.start(), ball.send("through", "2")))
+        bodies = []
+        for message in ball.consume("through", "g"):
+            bodies.append(message.body)
+            if message.body == b"2":
+                break
+            restart.start()
+        restart.join(BOUND_S)
+        assert bodies == [b"1", b"2"]
+
+
+def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(tmp_path: Path) -> None:
+    with running_node(tmp_path / "data", kind=HttpNode, auto_create_topics=False) as node:
+        with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
+            next(ball.consume("nowhere", "g"))

@@ -1,0 +1,97 @@
+"""Requests and answers of the HTTP API: targets, errors, and answers of the same types as over Flight."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from timeball import Conflict, InvalidName, TimeballError
+from timeball.client.attempts import Lost, NotNow
+from timeball.client.http_codec import (
+    ACTIONS,
+    decode_lines,
+    decode_sent,
+    error_of,
+    path,
+    receive_target,
+    send_request,
+)
+from timeball.client.http_connection import Reply
+from timeball.client.rows import outgoing
+from timeball.model import wire
+
+
+def test_names_and_parameters_are_escaped() -> None:
+    assert path("topics", "%DLQ%g", "ack", group="a|b") == "/v1/topics/%25DLQ%25g/ack?group=a%7Cb"
+    assert path("messages", "a/b c?", topic=None) == "/v1/messages/a%2Fb%20c%3F"
+    for wrong in ("", "a/b", "a b", ".."):
+        with pytest.raises(InvalidName):
+            path("topics", wrong, "ack")
+
+
+def test_a_receive_and_a_stream_name_what_they_want() -> None:
+    request = wire.Receive(
+        topic="t", group="g", rows=7, wait_ms=5, invisible_ms=60_000, latest=True, sql="a = 'b'"
+    )
+    both = "group=g&lease=60000ms&"
+    end = "start=latest&sql=a%20%3D%20%27b%27"
+    assert receive_target(request) == f"/v1/topics/t/receive?{both}max=7&wait=5ms&{end}"
+    assert receive_target(request, 9) == f"/v1/topics/t/stream?group=g&credit=9&lease=60000ms&{end}"
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (409, b'{"code":"conflict","detail":"x"}', Conflict),
+        (503, b'{"code":"unavailable","detail":"x"}', NotNow),
+        (503, b"<html>", Lost),
+        (404, b"<html>", TimeballError),
+        (418, b'{"code":"new"}', TimeballError),
+    ],
+)
+def test_an_answer_of_an_error_is_the_error(status: int, body: bytes, kind: type[Exception]) -> None:
+    assert type(error_of(Reply(status, "", body), "http://there")) is kind
+
+
+def test_a_message_is_one_object_and_several_are_lines() -> None:
+    one = outgoing("t", "x", "tag", ["a", "b"], {"p": "q"}, "id", "5s", None)
+    request = send_request([one], None, [("traceparent", "00-1")])
+    assert (request.method, request.target) == ("POST", "/v1/topics/t/messages")
+    assert dict(request.headers) == {"content-type": "application/json", "traceparent": "00-1"}
+    assert msgspec.json.decode(request.body) == {
+        "id": "id", "body": "x", "keys": ["a", "b"], "tag": "tag", "properties": {"p": "q"}, "after": "5000ms",
+    }  # fmt: skip
+    key = wire.SendKey(idempotency_key="t/\u00e9 1", attempt="a")
+    several = send_request([one, one], key, ())
+    assert several.body.count(b"\n") == 1
+    assert dict(several.headers)["idempotency-key"] == "t/%C3%A9 1"
+
+
+def test_the_answer_to_a_repeated_send_has_states() -> None:
+    data = b'{"id":"a","seq":5,"durable":true,"outcome":"exists","state":"waiting","due_ms":9,"store_ms":7}'
+    sent = decode_sent(data, 1)
+    assert sent.ack == wire.SendAck(5, 1, 7, "exists", [wire.SentState("waiting", 9)])
+    data = b'{"messages":[{"seq":5,"past_ms":3},{"seq":6,"past_ms":8}],"store_ms":7}'
+    assert decode_sent(data, 2) == (wire.SendAck(5, 2, 7), 2, 8, None)
+
+
+def test_lines_are_messages_and_empty_ones_are_none() -> None:
+    line = (
+        b'{"receipt":"r","topic":"t","attempt":2,"seq":9,"queue":1,"offset":3,"base64":"/w==",'
+        b'"released":"2031-01-31T09:30:00.002Z","due":"2031-01-31T09:30:00.000Z","lateness_ms":2,"scheduled_seq":4}'
+    )
+    (message,) = decode_lines(b"\n" + line + b"\n\n")
+    assert (message.body, message.attempts, message.queue_id, message.queue_offset) == (b"\xff", 1, 1, 3)
+    assert (message.store_ms - message.due_ms, message.due_ms) == (2, 1_927_618_200_000)  # type: ignore[operator]
+    assert (message.id, message.born_ms, message.keys, message.scheduled_seq) == (None, None, [], 4)
+
+
+def test_each_operation_of_flight_s_clients_has_a_request() -> None:
+    only_flight = {
+        "attach", "cancel_range", "campaign", "campaigns", "compact", "compactor", "dispatcher", "drain",
+        "report", "reserve", "source_positions", "starts",
+    }  # fmt: skip
+    assert only_flight.isdisjoint(ACTIONS)
+    assert {"get", "cancel", "reschedule", "ack", "change_invisible_time", "dead_letter", "groups"} <= set(
+        ACTIONS
+    )

@@ -1,0 +1,128 @@
+"""One HTTP connection: addresses, answers in pieces, and when it may be used again."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from tests.bounds import BOUND_S
+
+from timeball import RequestError
+from timeball.client.attempts import Lost
+from timeball.client.http_connection import Connection, Node, Request, node_of
+from timeball.io.clock import SystemClock
+
+ASK = Request("GET", "/v1/topics")
+
+
+def connected() -> tuple[Connection, socket.socket]:
+    """A connection, and its other end."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        connection = Connection(Node("http://there", "127.0.0.1", port), None, "", BOUND_S, SystemClock())
+        peer, _ = listening.accept()
+    peer.settimeout(BOUND_S)
+    return connection, peer
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "host", "port"),
+    [
+        ("http://broker:7480", "broker", 7480),
+        ("http://broker", "broker", 7480),
+        ("https://[::1]:81/", "::1", 81),
+        ("https://[::1]", "::1", 7480),
+    ],
+)
+def test_an_address_is_a_host_and_a_port(endpoint: str, host: str, port: int) -> None:
+    assert node_of(endpoint) == Node(endpoint, host, port)
+
+
+@pytest.mark.parametrize("wrong", ["http://", "http://a:b", "http://a:0", "http://a:70000", "http://a/b:1"])
+def test_a_malformed_address_is_refused(wrong: str) -> None:
+    with pytest.raises(RequestError, match="http://host:port"):
+        node_of(wrong)
+
+
+def test_a_request_is_one_write_and_its_answer_may_come_in_pieces() -> None:
+    connection, peer = connected()
+
+    def serve() -> None:
+        assert peer.recv(65_536).startswith(b"GET /v1/topics HTTP/1.1\r\nhost: 127.0.0.1:")
+        for piece in (b"HTTP/1.1 200 OK\r\ncontent-", b"length: 5\r\ncontent-type: a/b\r\n\r\nhe", b"llo"):
+            peer.sendall(piece)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    reply = connection.ask(ASK, BOUND_S)
+    thread.join(BOUND_S)
+    assert (reply.status, reply.content_type, reply.body) == (200, "a/b", b"hello")
+    assert connection.is_reusable and not connection.is_stale
+    peer.close()
+    assert connection.is_stale
+    connection.close()
+
+
+def test_a_connection_that_breaks_in_an_answer_is_lost() -> None:
+    for sent in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
+        connection, peer = connected()
+        peer.sendall(sent)
+        peer.shutdown(socket.SHUT_WR)
+        with pytest.raises(Lost, match="http://there did not answer"):
+            connection.ask(ASK, BOUND_S)
+        assert not connection.is_reusable
+        connection.close()
+        peer.close()
+
+
+def test_an_answer_that_closes_its_connection_is_the_last() -> None:
+    connection, peer = connected()
+    peer.sendall(b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 1\r\n\r\nx")
+    assert connection.ask(ASK, BOUND_S).status == 503
+    assert not connection.is_reusable
+    connection.close()
+    peer.close()
+
+
+def test_an_endless_answer_is_read_as_it_comes_until_it_is_interrupted() -> None:
+    connection, peer = connected()
+    peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\na\nb\r\n")
+    assert connection.open(ASK, BOUND_S).status == 200
+    assert connection.read(BOUND_S) == b"a\nb"
+    assert connection.read(0) == b""
+    peer.sendall(b"1\r\n\n\r\n")
+    assert connection.read(BOUND_S) == b"\n"
+    connection.interrupt()
+    with pytest.raises(Lost):
+        connection.read(BOUND_S)
+    connection.close()
+    peer.close()
+
+
+def test_the_last_bytes_of_an_answer_that_is_ended_are_read() -> None:
+    connection, peer = connected()
+    peer.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+    connection.open(ASK, BOUND_S)
+
+    def serve() -> None:
+        while peer.recv(65_536):
+            pass  # until the client sends no more
+        peer.sendall(b"2\r\nab\r\n")
+        peer.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert connection.finish(BOUND_S) == b"ab"
+    thread.join(BOUND_S)
+    connection.close()
+
+
+def test_a_child_process_closes_its_copy_only() -> None:
+    connection, peer = connected()
+    copy = connection._socket.dup()
+    connection.forget()
+    copy.sendall(b"still open")
+    assert peer.recv(100) == b"still open"
+    copy.close()
+    peer.close()

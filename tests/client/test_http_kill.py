@@ -1,0 +1,68 @@
+"""kill -9 of a broker while clients send over HTTP with `retry=True`: each message is there once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import Counter
+from pathlib import Path
+
+from tests.bounds import BOUND_S
+from tests.cli.processes import Running
+from tests.ports import free_ports
+
+from timeball import Timeball, Unavailable
+
+KILLS, THREADS = 3, 4
+
+
+def serve(data: Path, port: int) -> Running:
+    server = Running("serve", "--json", "--port", "0", "--data", str(data), TIMEBALL_HTTP_PORT=str(port))
+    server.wait_line(event="ready")
+    return server
+
+
+def test_a_send_that_is_repeated_through_kills_is_one(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    server, stopping, failed = serve(tmp_path / "data", port), threading.Event(), list[BaseException]()
+    sent: list[str] = []
+    progress = threading.Semaphore(0)
+
+    def send(number: int) -> None:
+        """Send numbered messages; one is repeated by its id until the broker has told its receipt."""
+        try:
+            with Timeball(f"http://127.0.0.1:{port}") as ball:
+                count = 0
+                while not stopping.is_set():
+                    message_id = f"{number}-{count}"
+                    try:
+                        ball.send("killed", message_id, message_id=message_id, retry=True)
+                    except Unavailable:
+                        continue  # the broker has been away for longer than the attempts: send the same again
+                    sent.append(message_id)
+                    count += 1
+                    progress.release()
+        except BaseException as error:  # told below
+            failed.append(error)
+            progress.release()
+
+    threads = [threading.Thread(target=send, args=(number,)) for number in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(KILLS):
+            for _ in range(50):
+                assert progress.acquire(timeout=BOUND_S) and not failed
+            server.end(signal.SIGKILL)
+            server = serve(tmp_path / "data", port)
+        for _ in range(50):
+            assert progress.acquire(timeout=BOUND_S) and not failed
+        stopping.set()
+        for thread in threads:
+            thread.join(BOUND_S)
+        with Timeball(f"http://127.0.0.1:{port}") as ball:
+            there = Counter(m.body.decode() for m in ball.consume("killed", "g", until_idle="1s"))
+        assert there == Counter(sent)
+    finally:
+        stopping.set()
+        server.end()

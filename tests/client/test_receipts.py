@@ -1,0 +1,54 @@
+"""Receipts, and the outcomes of a `send_many`."""
+
+import pytest
+
+from timeball import InvalidMessage, RequestError, Unavailable
+from timeball.client.attempts import Lost
+from timeball.client.receipts import AcceptedRows, Outcomes, Receipt, SendKeys, receipt, spans
+from timeball.client.rows import outgoing
+from timeball.model.answers import SendAck, SentState
+
+
+def test_a_receipt_tells_when_and_in_which_state() -> None:
+    def of(ack: SendAck, **times: object) -> Receipt:
+        return receipt(outgoing("t", "x", None, None, None, "a", times.get("after"), times.get("at")), ack)  # type: ignore[arg-type]
+
+    now_ms = 1_800_000_000_000
+    ack = SendAck(5, 1, now_ms)
+    assert of(ack) == Receipt("a", 5, None, now_ms, "created", "visible")
+    assert of(ack, after="5s") == Receipt("a", 5, now_ms + 5_000, now_ms, "created", "waiting")
+    assert of(ack, at=now_ms - 3) == Receipt("a", 5, now_ms - 3, now_ms, "created", "visible", 3)
+    exists = SendAck(5, 1, now_ms, "exists", [SentState("cancelled", 9)])
+    assert of(exists, after="5s") == Receipt("a", 5, 9, now_ms, "exists", "cancelled")
+
+
+def test_neighbouring_ranges_are_joined_in_a_text() -> None:
+    assert spans([AcceptedRows(5, 1, 0), AcceptedRows(0, 2, 0), AcceptedRows(2, 2, 0)]) == "rows 0 to 3, 5"
+    assert spans([AcceptedRows(2 * n, 1, 0) for n in range(12)]).endswith(
+        "2 more spans, which the error's summary lists"
+    )
+
+
+def test_a_refusal_ends_a_call_unless_it_is_collected() -> None:
+    with pytest.raises(InvalidMessage, match="rows 0 to 1: x"):
+        Outcomes(collect=False).fail(0, 2, InvalidMessage("x"))
+    outcomes = Outcomes(collect=True)
+    outcomes.add_rows(4)
+    outcomes.fail(0, 2, InvalidMessage("x"))
+    with pytest.raises(Unavailable):
+        outcomes.fail(2, 1, Unavailable("x"))
+    outcomes.fail(3, 1, Lost("x"), is_last=True)
+    error = outcomes.error(Unavailable("why"), ["a"] * 4)
+    assert "no row is known to be accepted; may or may not be accepted: rows 3" in str(error)
+    assert [each.first_row for each in error.summary.refused] == [0, 2] and error.summary.rows == 4
+
+
+def test_all_keys_of_a_call_name_one_attempt() -> None:
+    assert SendKeys("keep", is_used=False).key_for("t", "a") is None
+    keys = SendKeys("send", is_used=True)
+    first, second = keys.key_for("t", "a"), keys.key_for("t", "b")
+    assert first is not None and second is not None
+    assert (first.idempotency_key, first.if_settled) == ("t/a", "send") and first.attempt == second.attempt
+    for wrong, is_used in (("send", False), ("never", True)):
+        with pytest.raises(RequestError, match="if_settled"):
+            SendKeys(wrong, is_used=is_used)  # type: ignore[arg-type]
