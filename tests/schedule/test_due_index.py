@@ -41,6 +41,7 @@ def test_pairs_returns_all_pairs_sorted(pairs: list[Pair], batch: int) -> None:
     index = index_of(pairs, batch)
     assert listed(index.pairs()) == sorted(pairs)
     assert len(index) == len(pairs)
+    assert index.first() == min(pairs, default=(FAR_MS, 0))
     assert index.first_due_ms == min((due for due, _ in pairs), default=FAR_MS)
 
 

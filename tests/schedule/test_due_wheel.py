@@ -96,12 +96,18 @@ class WheelMachine(RuleBasedStateMachine):
 
     @rule(
         before_ms=st.integers(0, 5_001),
+        before_row=st.one_of(st.none(), st.integers(0, 30)),
         limit=st.sampled_from([1, 2, 7, 1_000]),
         bytes_max=st.sampled_from([1, 9, 40, wheel_module.UNLIMITED_BYTES]),
     )
-    def take(self, before_ms: int, limit: int, bytes_max: int) -> None:
-        wanted = [pair for pair in self.waiting if pair[0] < before_ms][:limit]
-        run = self.wheel.take_due(before_ms, limit, bytes_max)
+    def take(self, before_ms: int, before_row: int | None, limit: int, bytes_max: int) -> None:
+        before_seq = 0
+        if before_row is not None and self.waiting:
+            # At the due time of a row, so that the sequence number decides.
+            before_ms, before_seq = self.waiting[before_row % len(self.waiting)]
+        wanted = [pair for pair in self.waiting if pair < (before_ms, before_seq)][:limit]
+        assert self.wheel.has_before((before_ms, before_seq)) == bool(wanted)
+        run = self.wheel.take_due(before_ms, limit, bytes_max, before_seq=before_seq)
         if run is None:
             assert wanted == []
             return

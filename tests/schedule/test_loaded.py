@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import strategies as st
 from tests.schedule.rigs import HourLogRig
@@ -67,6 +68,9 @@ class Stage(World):
                 await self._let_load()
             else:
                 return found
+
+    async def take_one(self) -> pa.RecordBatch | None:
+        return self.near.take_due(self.now_ms, 1, FAR_MS)
 
     async def _let_load(self) -> None:
         while self.near.is_gathering:
@@ -132,6 +136,49 @@ def test_memory_is_bounded_and_every_message_is_handed_out() -> None:
             most = max(most, stage.near.wheel_rows)
         assert most <= 2
         assert [seq for _, seq in found[1:]] == seqs
+    finally:
+        stage.close()
+
+
+def test_bodies_of_one_instant_are_handed_out_while_later_ones_are_read(stage: Stage) -> None:
+    """The bound of unread messages is a position, not a time."""
+    due_ms = stage.now_ms + 5
+    loaded = stage.expect([due_ms] * 7)
+    assert stage.all_due() == []
+    assert stage.near.wheel_rows == 7
+    unread, last = stage.expect([due_ms] * 2), stage.admit_near([due_ms])
+    stage.reader_thread.is_open = False
+    stage.advance(5)
+
+    async def while_reading() -> None:
+        rows = stage.near.take_due(stage.now_ms, 10, FAR_MS)
+        assert stage.near.is_gathering
+        assert rows is not None and rows["seq"].to_pylist() == loaded
+        assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, "or the ticker would turn in place"
+        assert stage.near.take_due(stage.now_ms, 10, FAR_MS) is None
+
+    stage.run(while_reading())
+    assert stage.all_due() == [(due_ms, seq) for seq in unread + last]
+
+
+def test_memory_is_bounded_for_messages_of_one_instant() -> None:
+    """Bodies that can be handed out make room before more are read."""
+    stage = Stage(gather_bytes=4_096)
+    try:
+        seqs = stage.expect([stage.now_ms + 5] * 100)
+        stage.all_due()
+        at_most = stage.near.wheel_rows
+        assert at_most < 50
+        stage.advance(5)
+        found: list[tuple[int, int]] = []
+        while len(found) < len(seqs):
+            rows = stage.run(stage.take_one())
+            if rows is None:
+                stage.run(stage._let_load())
+            else:
+                found += list(zip(rows["due_ms"].to_pylist(), rows["seq"].to_pylist(), strict=True))
+            assert stage.near.wheel_rows <= at_most
+        assert [seq for _, seq in found] == seqs
     finally:
         stage.close()
 

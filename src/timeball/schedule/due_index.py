@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from timeball.model.message import Int64Array
 from timeball.schedule.locations import FEW
-from timeball.table.data_file import search
+from timeball.table.data_file import Position, search
 
 RUNS_MAX = 24  # each look-up searches all runs, and merging costs a sort
 NEWEST_MAX = 1_024  # pairs stored as values, of about 170 bytes each
@@ -141,6 +141,11 @@ class DueIndex:
         """Count the pairs with due times before `due_ms`."""
         self._fold_newest()
         return sum(int(np.searchsorted(run.due, due_ms)) for run in self._runs)
+
+    def first(self) -> Position:
+        """Find the first pair, or (FAR_MS, 0) if the set is empty."""
+        self._fold_newest()
+        return min(((int(run.due[0]), int(run.seq[0])) for run in self._runs), default=(FAR_MS, 0))
 
     def pop_before(self, due_ms: int, seq: int) -> tuple[Int64Array, Int64Array]:
         """Remove and return all pairs < (due_ms, seq), sorted."""

@@ -258,26 +258,40 @@ class DueWheel:
         self._note_columns_due(int(run.due[0]))
         self._put_into_slots(run)
 
+    def has_before(self, before: Position) -> bool:
+        """Check whether a row comes before the position `before`."""
+        if self.first_due_ms != before[0]:
+            return self.first_due_ms < before[0]
+        if before[1] == 0:
+            return False
+        # Sequence numbers decide only here, because the first due times are equal.
+        if self._arrivals_first_ms == before[0]:
+            self._sort_arrivals()
+        first_runs = self._slots[self._used[0]] if self._used else []
+        heads = [(int(run.due[run.cursor]), int(run.seq[run.cursor])) for run in first_runs]
+        return min([*heads, *(entry[:2] for entry in self._row_heap[:1])]) < before
+
     def take_due(
-        self, before_ms: int, limit: int, bytes_max: int = UNLIMITED_BYTES
+        self, before_ms: int, limit: int, bytes_max: int = UNLIMITED_BYTES, *, before_seq: int = 0
     ) -> Run | ValuesRun | None:
-        """Remove and return up to `limit` rows due before `before_ms`, in order. None if there are none.
+        """Remove and return up to `limit` rows before (before_ms, before_seq), in order. None if there are none.
 
         Their bodies have at most `bytes_max` bytes, unless the first row alone has more.
         """
-        if self._row_heap and self._row_heap[0][0] < before_ms:
-            if self._columns_first_ms >= before_ms:
-                return self._take_from_heap(before_ms, limit, bytes_max)
+        before = before_ms, before_seq
+        due_to_ms = before_ms + (before_seq > 0)  # all rows before the position are due before this time
+        if self._row_heap and self._row_heap[0][:2] < before:
+            if self._columns_first_ms >= due_to_ms:
+                return self._take_from_heap(before, limit, bytes_max)
             # Rows as values are due together with columns. Convert only as many as are handed out, since the heap may
             # be very large.
-            self.add_run(Run.from_batches([self._take_from_heap(before_ms, limit, bytes_max).rows.batch]))
+            self.add_run(Run.from_batches([self._take_from_heap(before, limit, bytes_max).rows.batch]))
         # No row of a slot comes before a row that has stayed in the heap.
-        heap_head = self._row_heap[0][:2] if self._row_heap else (FAR_MS, 0)
-        before = min((before_ms, 0), heap_head)
+        before = min(before, self._row_heap[0][:2] if self._row_heap else (FAR_MS, 0))
         # Arrivals must be in their slots if one of them is due, or belongs to the slot that is used next.
-        last_slot = (before_ms - 1) // SLOT_MS
+        last_slot = (due_to_ms - 1) // SLOT_MS
         if self._arrivals_first_ms < (
-            before_ms if last_slot <= self._latest_slot else (last_slot + 1) * SLOT_MS
+            due_to_ms if last_slot <= self._latest_slot else (last_slot + 1) * SLOT_MS
         ):
             self._sort_arrivals()
         taken: list[Run] = []
@@ -349,11 +363,11 @@ class DueWheel:
         self._size += len(entries)
         self._update_first_due()
 
-    def _take_from_heap(self, before_ms: int, limit: int, bytes_max: int) -> ValuesRun:
-        """Remove and return up to `limit` rows of the heap that are due before `before_ms`, at least one."""
+    def _take_from_heap(self, before: Position, limit: int, bytes_max: int) -> ValuesRun:
+        """Remove and return up to `limit` rows of the heap that come before the position `before`, at least one."""
         heap = self._row_heap
         taken: list[Entry] = []
-        while heap and heap[0][0] < before_ms and len(taken) < limit:
+        while heap and heap[0][:2] < before and len(taken) < limit:
             bytes_max -= heap[0][2]
             if bytes_max < 0 and taken:
                 break

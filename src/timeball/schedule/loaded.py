@@ -4,9 +4,9 @@
     just added  --add------------------------------------------------>
 
 Messages are handed out in order. No fixed horizon separates loaded messages from others. A message may be handed out
-when it is due earlier than every message whose body is not in memory, and earlier than every message that is still in a
+when it comes before every message whose body is not in memory, and is due earlier than every message that is still in a
 backlog. So the order does not depend on when messages arrive, and a clock that is set back makes none of them late or
-early.
+early. If more bodies are due at one time than memory may hold, some are handed out while others are read.
 
 A *gather* is one read of bodies in the reader thread. Bodies are loaded up to `ahead_ms` before their due time if
 memory allows it. At the due time they are loaded in any case, because a message without memory would never be handed
@@ -36,15 +36,17 @@ from timeball.schedule.due_index import FAR_MS, DueIndex
 from timeball.schedule.due_wheel import DueWheel, Run
 from timeball.schedule.locations import Locations, as_scheduled
 from timeball.schedule.outcomes import Outcomes
+from timeball.table.data_file import Position
 
 logger = logging.getLogger(__name__)
 
 # The estimate before the first gather. The average size that a gather measures replaces it.
 ROW_BYTES_GUESS = 512  # bytes per row
-EARLIEST = (-FAR_MS, 0)
+EARLIEST, NEVER = (-FAR_MS, 0), (FAR_MS, 0)  # (due_ms, seq)
 
 AHEAD_MS = 10_000
 GATHER_BYTES = 512 * MIB
+GATHERS = 4  # gathers that fill this memory; several, so that bodies can be handed out while others are read
 GRACE_MS = 2_000
 
 ReadBodies = Callable[[Int64Array, Int64Array, Int64Array], pa.RecordBatch]
@@ -148,7 +150,7 @@ class Loaded:
         # One gather runs at a time. The reader thread also serves consumers, and a second gather would only wait behind
         # it.
         self._gathers: list[Gathering] = []
-        self._gathering_ms = FAR_MS  # the earliest due time in a gather, of the messages that delay others
+        self._gathering_from: Position = NEVER  # the first message in a gather, of those that delay others
         self._row_bytes = ROW_BYTES_GUESS
         # Predicates of messages that were removed during a gather. The gather's rows that match one are discarded.
         self._removals: list[Callable[[Int64Array], Bools]] = []
@@ -257,10 +259,13 @@ class Loaded:
         """
         self._gather_if_needed(now_ms)
         # Invariant: no message is handed out before an earlier one whose body is not in memory. This bound ensures it.
-        bound_ms = min(now_ms + 1, below_ms, self._first_unloaded_ms(now_ms))
+        # It is a position, so that bodies due at one time are handed out while the later ones are being read.
+        bound = min((now_ms + 1, 0), (below_ms, 0), self._first_unloaded(now_ms, now_ms))
+        bound_ms, bound_seq = bound
         while (
-            self._wheel.first_due_ms < bound_ms
-            and (run := self._wheel.take_due(bound_ms, limit, limits.RELEASE_BYTES_MAX)) is not None
+            self._wheel.has_before(bound)
+            and (run := self._wheel.take_due(bound_ms, limit, limits.RELEASE_BYTES_MAX, before_seq=bound_seq))
+            is not None
         ):
             # Outcomes identify a message by its original due time. After a clock step it may count as due at another
             # time.
@@ -283,11 +288,10 @@ class Loaded:
 
     def next_ms(self, now_ms: int, below_ms: int) -> int:
         """Compute when `take_due` next has work among messages due before `below_ms`. FAR_MS if never."""
-        first_ms = self._wheel.first_due_ms
-        if first_ms >= min(below_ms, self._gathering_ms):
-            # Work is possible only after a gather or an opening. `on_change` reports the end of a gather, and the
-            # scheduler the end of an opening.
-            first_ms = FAR_MS
+        # If no body comes before the bound, work is possible only after a gather or an opening. `on_change` reports the
+        # end of a gather, and the scheduler the end of an opening.
+        is_possible = self._wheel.has_before(min((below_ms, 0), self._gathering_from))
+        first_ms = self._wheel.first_due_ms if is_possible else FAR_MS
         return first_ms if self._gathering is not None else min(first_ms, self._next_gather_ms(now_ms))
 
     def first_due_ms(self) -> int:
@@ -319,26 +323,34 @@ class Loaded:
     # -- loading bodies ------------------------------------------------------------------------------------
 
     def _has_memory_for_bodies(self) -> bool:
+        """Check whether the bodies of new messages are kept. They leave half of the memory to gathers."""
         return self._wheel.size_bytes < self._gather_bytes // 2
 
-    def _first_unloaded_ms(self, now_ms: int) -> int:
-        """Find the earliest due time of a message without a body, among those that delay others."""
-        first_ms = self._gathering_ms
+    def _has_memory_for_gather(self) -> bool:
+        return self._wheel.size_bytes < self._gather_bytes - self._gather_bytes // GATHERS
+
+    def _first_unloaded(self, now_ms: int, to_ms: int) -> Position:
+        """Find the first message without a body that is due by `to_ms`, among those that delay others."""
+        first = self._gathering_from
         for source in self._sources:
-            head_ms = source.index.first_due_ms
-            if head_ms < first_ms and not source.is_leased_out(now_ms):
-                first_ms = head_ms
-        return first_ms
+            if source.index.first_due_ms <= min(to_ms, first[0]) and not source.is_leased_out(now_ms):
+                first = min(first, source.index.first())
+        return first
 
     def _next_gather_ms(self, now_ms: int) -> int:
         """Compute when to load bodies next: ahead of their due times if memory allows it, else at their due times."""
         # A gather loads messages due within the whole lead time, but the next one begins only half the lead time before
         # a due time. So there is one gather per half lead time, not one per message.
-        lead_ms = self._ahead_ms // 2 if self._has_memory_for_bodies() else 0
+        has_memory = self._has_memory_for_gather()
+        lead_ms = self._ahead_ms // 2 if has_memory else 0
+        # While memory is full, bodies that can be handed out before the first missing one make room for it.
+        makes_room = not has_memory and self._wheel.has_before(
+            self._first_unloaded(now_ms, self._wheel.first_due_ms)
+        )
         first_ms = FAR_MS
         for source in self._sources:
             head_ms = source.index.first_due_ms
-            if head_ms < FAR_MS:
+            if head_ms < FAR_MS and not (makes_room and not source.is_leased_out(now_ms)):
                 load_ms = head_ms - lead_ms
                 if source.external is not None:
                     load_ms = source.external.load_ms(now_ms, head_ms, load_ms)
@@ -352,9 +364,9 @@ class Loaded:
 
     def _start_gather(self, now_ms: int) -> None:
         """Take messages out of the indexes, as far ahead as memory allows, and start to load their bodies."""
-        has_capacity = self._has_memory_for_bodies()
-        # One gather may take half of the memory for bodies, but at least one row of any size.
-        rows_max = max(1, self._gather_bytes // 2 // self._row_bytes)
+        has_capacity = self._has_memory_for_gather()
+        # At least one row of any size.
+        rows_max = max(1, self._gather_bytes // GATHERS // self._row_bytes)
         until_ms_by_source = []
         for source in self._sources:
             # If memory is full, only due messages are loaded.
@@ -377,8 +389,8 @@ class Loaded:
             if not len(seq):
                 continue
             if not source.is_leased_out(now_ms):
-                # These messages are now in no index. Until they are in the wheel, `_gathering_ms` delays later ones.
-                self._gathering_ms = min(self._gathering_ms, int(due[0]))
+                # These messages are now in no index. Until they are in the wheel, `_gathering_from` delays later ones.
+                self._gathering_from = min(self._gathering_from, (int(due[0]), int(seq[0])))
             elif source.external is not None:
                 source.external.loaded_rows += len(seq)
             gathers.append(Gathering(source, source.discards, due, seq, row_seq))
@@ -454,7 +466,7 @@ class Loaded:
 
     def _finish_gather(self, task: asyncio.Task[None]) -> None:
         """Reset the state of the gather, and report its end or its failure."""
-        self._gathering, self._gathering_ms, self._gathers, self._removals = None, FAR_MS, [], []
+        self._gathering, self._gathering_from, self._gathers, self._removals = None, NEVER, [], []
         if task.cancelled():
             return
         error = task.exception()
