@@ -57,6 +57,7 @@ OPEN_RUNS_MAX = 4  # the same for a slot from which rows have already been hande
 _TEXTS = [READ_SCHEMA.get_field_index(name) for name in ("body", "properties", "keys")]
 _BODY, _DUE_MS = READ_SCHEMA.get_field_index("body"), READ_SCHEMA.get_field_index("due_ms")
 _END = struct.Struct("<i")
+_OFFSET_MAX = (1 << 31) - 1
 
 
 def slot_cuts(sorted_due_ms: Int64Array) -> tuple[list[int], list[int]]:
@@ -470,7 +471,9 @@ def _cut(runs: list[Run], ends: list[int], limit: int, bytes_max: int, at_least:
     for run, run_end in zip(runs, ends, strict=True):
         offsets = _body_offsets(run, run_end)
         # The first rows, and one more, which is not handed out if it is the first of all that does not fit.
-        fitting = int(np.searchsorted(offsets, int(offsets[0]) + bytes_max, side="right")) - 1
+        # A number of the column's type: for any other, numpy would convert the whole column.
+        last_offset = np.int32(min(int(offsets[0]) + bytes_max, _OFFSET_MAX))
+        fitting = int(np.searchsorted(offsets, last_offset, side="right")) - 1
         end = min(run_end, run.cursor + max(at_least, min(limit, fitting)) + 1)
         due.append(run.due[run.cursor : end])
         seq.append(run.seq[run.cursor : end])
