@@ -49,7 +49,7 @@ def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> N
         column.null_count for column in reference.columns
     ]
     if len(values) >= MIN:
-        assert row_encoder.share_zeros(reference.serialize()) == message.to_pybytes()
+        assert b"".join(row_encoder.share_zeros(reference.serialize())) == message.to_pybytes()
     assert message.size <= pa.ipc.get_record_batch_size(reference)
     if row_encoder.MessageEncoder is not None:
         encoded = build_compiled(values)

@@ -395,7 +395,7 @@ class ReplicaThread(Disk):
         seq, now_ms = max(self.state.log.seq, 1), self._clock.wall_ms()
         facts = EpochFacts(epoch, self.state.rules.replica, now_ms)
         rows = meta_rows([(EPOCH_KEY, msgspec.json.encode(facts))], now_ms)
-        size_bytes = len(fmt.encode_rows(rows)) + 2 * fmt.ALIGN
+        size_bytes = sum(map(len, fmt.encode_rows(rows))) + 2 * fmt.ALIGN
         begin, ordinal, position = self._log.place_commit(size_bytes, seq, now_ms, epoch)
         _, chunks = fmt.encode_frame(
             rows, first_seq=seq, span=1, append_ms=now_ms, epoch=epoch, position=position, synced_to=position

@@ -40,7 +40,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from timeball.log.row_encoder import EncodedRows, Rows, encode
+from timeball.log.row_encoder import EncodedRows, Payload, Rows, encode_parts
 from timeball.model import limits
 from timeball.model.errors import Corrupt, SetupError
 from timeball.model.message import LOG_SCHEMA, SCHEMA_VERSION
@@ -99,10 +99,10 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         return self.position + self.length
 
 
-def encode_rows(rows: Rows) -> bytes | pa.Buffer:
-    """Encode the rows as an Arrow message without its schema."""
+def encode_rows(rows: Rows) -> Payload:
+    """Encode the rows as an Arrow message without its schema. Returns its parts."""
     # All frames have LOG_SCHEMA, so the version in the header is enough to read them.
-    return rows.message if isinstance(rows, EncodedRows) else encode(rows)
+    return [rows.message] if isinstance(rows, EncodedRows) else encode_parts(rows)
 
 
 def encode_frame(
@@ -115,7 +115,7 @@ def encode_frame(
     position: int,
     synced_to: int,
     flags: int = 0,
-    payload: bytes | pa.Buffer | None = None,
+    payload: Payload | None = None,
 ) -> tuple[Frame, list[bytes | pa.Buffer]]:
     """Encode the frame for `rows` at `position`. Returns its header, and its bytes as buffers in the order of writing.
 
@@ -123,23 +123,25 @@ def encode_frame(
     """
     assert span >= rows.num_rows > 0
     payload = encode_rows(rows) if payload is None else payload
-    padding = bytes(-len(payload) % ALIGN)
-    length = ALIGN + len(payload) + len(padding)
+    payload_bytes = sum([len(part) for part in payload])
+    padding = bytes(-payload_bytes % ALIGN)
+    length = ALIGN + payload_bytes + len(padding)
     assert length <= limits.FRAME_BYTES_MAX
 
     def pack_header(crc: int) -> bytes:
         return FRAME.pack(
             FRAME_MAGIC, SCHEMA_VERSION, flags, length, rows.num_rows, first_seq, span, append_ms, epoch,
-            len(payload), crc, synced_to,
+            payload_bytes, crc, synced_to,
         )  # fmt: skip
 
     # The checksum is extended part by part: joining header and payload first would copy every body.
-    crc = google_crc32c.extend(google_crc32c.value(pack_header(0)), payload)
-    crc = google_crc32c.extend(crc, padding)
+    crc = google_crc32c.value(pack_header(0))
+    for part in [*payload, padding]:
+        crc = google_crc32c.extend(crc, part)
     frame = Frame(
-        position, length, rows.num_rows, first_seq, span, append_ms, epoch, len(payload), synced_to, flags
+        position, length, rows.num_rows, first_seq, span, append_ms, epoch, payload_bytes, synced_to, flags
     )
-    return frame, [pack_header(crc), payload, padding]
+    return frame, [pack_header(crc), *payload, padding]
 
 
 def read_frame(segment: pa.Buffer, position: int, *, origin: int = 0) -> Frame | None:

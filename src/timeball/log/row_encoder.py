@@ -37,6 +37,7 @@ _ROOT_AT = _PREFIX.size
 _WORD = 8  # buffers begin at multiples of it and are padded with zeros
 # Messages of fewer rows keep their zeros: they save little, and small commits must be cheap.
 SHARING_ROWS_MIN = 16
+PARTS_BYTES_MIN = 1 << 20  # copying a smaller message costs less than writing its parts one by one
 
 
 class MessageLayout(NamedTuple):
@@ -77,10 +78,14 @@ _HEAD_BYTES = len(_LOG_LAYOUT.head)
 _MAY_SHARE = np.array([at < 2 for field in LOG_SCHEMA for at in range(field.type.num_buffers)])
 
 
-def share_zeros(message: pa.Buffer) -> bytes | pa.Buffer:
+Payload: TypeAlias = "Sequence[bytes | pa.Buffer]"  # the parts of an encoded message, in their order
+
+
+def share_zeros(message: pa.Buffer) -> Payload:
     """Let all buffers of zeros in a LOG_SCHEMA message of pyarrow overlap at the beginning of its body.
 
-    Returns the message unchanged if it has no such buffer. All lengths and positions are in words of 8 bytes.
+    Returns the parts of the new message. They are views of `message` as far as possible, so that bodies are not copied.
+    All lengths and positions are in words of 8 bytes.
     """
     positions, sizes = (
         np.frombuffer(message, np.int64, 2 * len(_MAY_SHARE), _LOG_LAYOUT.buffers_at).reshape(-1, 2).T
@@ -95,7 +100,7 @@ def share_zeros(message: pa.Buffer) -> bytes | pa.Buffer:
         if not body[first_words[buffer] : first_words[buffer] + word_counts[buffer]].any()
     ]
     if not shared_buffers:
-        return message
+        return [message]
     zero_words, kept_words = int(word_counts[shared_buffers].max()), word_counts.copy()
     kept_words[shared_buffers] = 0
     new_first_words = zero_words + np.cumsum(kept_words) - kept_words
@@ -108,8 +113,12 @@ def share_zeros(message: pa.Buffer) -> bytes | pa.Buffer:
     # pyarrow writes the buffers one after the other, so the kept ones are the stretches between the shared ones.
     stretch_ends = [*first_words[shared_buffers].tolist(), len(body)]
     stretch_starts = [0, *(first_words[shared_buffers] + word_counts[shared_buffers]).tolist()]
-    stretches = [body[start:end].data for start, end in zip(stretch_starts, stretch_ends, strict=True)]
-    return b"".join([head, bytes(_WORD * zero_words), *stretches])
+    stretches = [
+        message.slice(_HEAD_BYTES + _WORD * start, _WORD * (end - start))
+        for start, end in zip(stretch_starts, stretch_ends, strict=True)
+        if end > start
+    ]
+    return [bytes(head) + bytes(_WORD * zero_words), *stretches]
 
 
 # ---- encoded rows --------------------------------------------------------------------------------------------
@@ -196,10 +205,18 @@ def rows_of(values: Sequence[LogRow]) -> pa.RecordBatch:
 
 def encode(rows: pa.RecordBatch) -> pa.Buffer:
     """Encode rows of LOG_SCHEMA as an Arrow message without its schema."""
+    parts = encode_parts(rows)
+    return pa.py_buffer(parts[0] if len(parts) == 1 else b"".join(parts))
+
+
+def encode_parts(rows: pa.RecordBatch) -> Payload:
+    """Encode rows as `encode` does. The parts of a large message are not joined, which would copy all bodies again."""
     message = rows.serialize()
     if rows.num_rows < SHARING_ROWS_MIN:
-        return message
-    return pa.py_buffer(share_zeros(message) if LOG_ENCODER is None else LOG_ENCODER.share(message))
+        return [message]
+    if LOG_ENCODER is None or len(message) >= PARTS_BYTES_MIN:
+        return share_zeros(message)
+    return [LOG_ENCODER.share(message)]
 
 
 def build_by_pyarrow(values: list[LogRow]) -> EncodedRows:

@@ -38,7 +38,15 @@ from timeball.log import format as fmt
 from timeball.log.disk_thread import Disk, Extent, Replication
 from timeball.log.key_index import KeyIndex
 from timeball.log.reader import LogReader
-from timeball.log.row_encoder import EncodedRows, Rows, as_message, joined, message_bytes, read_numbered_row
+from timeball.log.row_encoder import (
+    EncodedRows,
+    Payload,
+    Rows,
+    as_message,
+    joined,
+    message_bytes,
+    read_numbered_row,
+)
 from timeball.log.segment import (
     STEP_BYTES,
     Segment,
@@ -672,7 +680,7 @@ class Entry:
     on_durable: DurableCallback | None
     flags: int = 0
     # The encoded rows, when the encoder thread encodes them while an earlier commit is written.
-    payload: Future[bytes | pa.Buffer] | None = None
+    payload: Future[Payload] | None = None
     # One future for all callers of `flushed()`, which shield it.
     flushed: asyncio.Future[None] | None = None
 
@@ -685,7 +693,7 @@ class Group(NamedTuple):
     span: int
     size_bytes: int  # of the rows as an Arrow message
     flags: int = 0
-    payload: Future[bytes | pa.Buffer] | None = None
+    payload: Future[Payload] | None = None
 
 
 def frames_of(entries: list[Entry]) -> list[Group]:
