@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from timeball.log import format as fmt
 from timeball.log import row_encoder
 from timeball.log.row_encoder import build_compiled, rows_of
 from timeball.model.message import LOG_SCHEMA, Kind, LogRow, build_rows
@@ -55,6 +56,31 @@ def test_columns_with_shared_zeros_equal_the_original(values: list[LogRow]) -> N
         encoded = build_compiled(values)
         assert encoded.message == message.to_pybytes()
         assert [row_encoder.read_numbered_row(encoded, at, 7)[1:] for at in range(len(values))] == values
+
+
+def test_frame_of_a_large_message_has_its_parts_in_order() -> None:
+    """Without a copy: the bodies are a view of the message that pyarrow wrote."""
+    rows = build_rows(
+        2 * MIN,
+        kind=int(Kind.SCHEDULED),
+        topic="t",
+        queue_id=0,
+        body=bytes(range(256)) * 256,
+        store_ms=2,
+        due_ms=3,
+    )
+    assert pa.ipc.get_record_batch_size(rows) >= row_encoder.PARTS_BYTES_MIN
+    parts = row_encoder.encode_parts(rows)
+    assert len(parts) > 2 and b"".join(parts) == row_encoder.encode(rows).to_pybytes()
+    if row_encoder.MessageEncoder is not None:
+        assert b"".join(parts) == row_encoder.LOG_ENCODER.share(rows.serialize())
+    _, buffers = fmt.encode_frame(
+        rows, first_seq=1, span=rows.num_rows, append_ms=2, epoch=1, position=0, synced_to=0
+    )
+    segment = pa.py_buffer(b"".join(buffers))
+    frame = fmt.read_frame(segment, 0)
+    assert frame is not None and frame.end == segment.size
+    assert fmt.decode_rows(segment, frame).equals(rows)
 
 
 @pytest.mark.parametrize(("count", "least", "most"), [(MIN - 1, 0, 0), (MIN, 56, 64), (131_072, 56, 57)])
