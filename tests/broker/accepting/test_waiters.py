@@ -88,9 +88,9 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
     asyncio.run(main())
 
 
-def test_each_change_of_a_topic_is_told() -> None:
+def test_each_change_of_a_watched_topic_is_told() -> None:
     waiters, told = Waiters(), list[str]()
-    waiters.on_change = told.append
-    waiters.wake(["a", "b"])
-    waiters.wake_queues([("c", 1)])
+    waiters.watched, waiters.on_change = {"a", "b", "c"}, told.append
+    waiters.wake(["a", "b", "unwatched"])
+    waiters.wake_queues([("c", 1), ("unwatched", 1)])
     assert told == ["a", "b", "c"]

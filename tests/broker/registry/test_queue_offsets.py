@@ -44,7 +44,7 @@ def test_the_places_are_those_of_columns(batches: list[list[tuple[str, int, str 
             for row, (name, queue_id, tag) in enumerate(batch)
         ]
         assert chosen == list(zip(placement.queue_id.tolist(), placement.queue_offset.tolist(), strict=True))
-        assert sorted(few.queues()) == sorted(placement.queues())
+        assert sorted(few.count(Rates())) == sorted(placement.count(Rates()))
         few.reserve_offsets()
         few.index(next_seq)
         placement.index(next_seq)

@@ -14,6 +14,7 @@ from tests.crash_files import CrashFiles
 from tests.log.small_log import SEGMENT_BYTES
 
 from timeball.broker.filters import tag_hash, tag_mask
+from timeball.broker.registry.rates import Rates
 from timeball.broker.registry.topics import (
     FilterType,
     Placement,
@@ -107,7 +108,7 @@ def test_offsets_are_dense_and_a_replay_of_any_part_gives_the_same(
             assert offset == len(model.setdefault((name, queue), []))
             model[name, queue].append(next_seq + i)
         placement.index(next_seq)
-        assert set(placement.queues()) == {
+        assert set(placement.count(Rates())) == {
             (name, int(queue)) for (name, _), queue in zip(batch, placement.queue_id, strict=True)
         }
         replays.append((placed, np.arange(next_seq, next_seq + len(batch))))

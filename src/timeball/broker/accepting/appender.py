@@ -453,8 +453,7 @@ class Appender:
 
     def _announce(self, placement: Placement | QueueOffsets) -> None:
         """Count rows that became visible, and wake their consumers. Called after the rows are in the queue indexes."""
-        placement.count(self._rates)
-        self._waiters.wake_queues(placement.queues())
+        self._waiters.wake_queues(placement.count(self._rates))
 
     def _add_scheduled(
         self, rows: pa.RecordBatch, first_seq: int, scheduled: BoolArray, *, is_duration: bool

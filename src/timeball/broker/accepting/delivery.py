@@ -101,16 +101,18 @@ class Delivery:
         """
         values = values_if_few(scheduled_rows)
         if values is not None:
-            return self._release_few(scheduled_rows, values, now_ms)
+            return self._release_few(scheduled_rows, values, pairs_of(scheduled_rows), now_ms)
         for frame_rows in split_into_frames(read_batch(scheduled_rows)):
             durable = self._release_frame(frame_rows, now_ms)
         return durable
 
     def _release_few(
-        self, scheduled_rows: ReadRows, values: Sequence[ReadRow], now_ms: int
+        self, scheduled_rows: ReadRows, values: Sequence[ReadRow], pairs: Pairs, now_ms: int
     ) -> asyncio.Future[int]:
-        """Append the releases of a few messages, row by row. `values` are their rows as values."""
-        pairs = pairs_of(scheduled_rows)
+        """Append the releases of a few messages, row by row.
+
+        `values` are their rows as values, `pairs` their due times and numbers.
+        """
         releases, queue_offsets = build_few_releases(values, self._topics, now_ms, build)
         first_seq = self._writer.next_seq
         # Lateness counts from the acceptance if the due time had already passed then, because the broker did not miss
@@ -163,7 +165,7 @@ class Delivery:
         began_ns = self._clock.clock.monotonic_ns()
         seq = pairs[1]
         placement.index(first_seq)
-        placement.count(self._rates, released=True)
+        queues = placement.count(self._rates, released=True)
         now_ms = self._clock.now_ms()
         # After the index: consumers must find the message before it counts as released.
         self._scheduler.released(seq)
@@ -171,7 +173,7 @@ class Delivery:
             # Rows that come as values were never moved, so `seq` is their number.
             numbers = seq if isinstance(scheduled_rows, NumberedRows) else names(scheduled_rows)[0].to_numpy()
             self._redeliveries.end(numbers)
-        self._on_visible(placement.queues())
+        self._on_visible(queues)
         self._lateness.add(np.maximum(0, now_ms - begin_ms))
         for observe in self.observers:
             observe(read_batch(scheduled_rows), now_ms)

@@ -10,7 +10,7 @@ limited. Consumers that lease messages wait in lines instead (consuming/waiting.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Container, Iterable
 from contextlib import asynccontextmanager
 
 from timeball.model import limits
@@ -25,7 +25,9 @@ class Waiters:
     """
 
     def __init__(self) -> None:
-        self.on_change: Callable[[str], None] = lambda topic: None  # called with each topic that has changed
+        # `on_change` is called with each topic of `watched` that has changed.
+        self.watched: Container[str] = ()
+        self.on_change: Callable[[str], None] = lambda topic: None
         self._by_topic: dict[str, dict[int | None, set[asyncio.Future[bool]]]] = {}
         self._count = 0
 
@@ -71,7 +73,8 @@ class Waiters:
     def wake(self, topics: Iterable[str]) -> None:
         """Wake all consumers that wait for one of these topics, because the topic has changed."""
         for topic in topics:
-            self.on_change(topic)
+            if topic in self.watched:
+                self.on_change(topic)
             # Remove all waiters at once: consumers that find no message register again.
             for futures in self._by_topic.pop(topic, {}).values():
                 _set_results(futures)
@@ -79,7 +82,8 @@ class Waiters:
     def wake_queues(self, changed_queues: Iterable[tuple[str, int]]) -> None:
         """Wake consumers that wait for one of these queues, because rows have become visible in it."""
         for topic, queue in changed_queues:
-            self.on_change(topic)
+            if topic in self.watched:
+                self.on_change(topic)
             queues = self._by_topic.get(topic)
             if queues is not None:
                 _set_results(queues.pop(queue, ()))

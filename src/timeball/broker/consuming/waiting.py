@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass, field
 
 from timeball.broker.consuming.requests import ReceiveRequest
@@ -81,6 +81,11 @@ class WaitingReceives:
             if not line.consumers:
                 self._end_line(line)
 
+    @property
+    def topics(self) -> Container[str]:
+        """The topics for which a consumer waits now. The object is the same at all times."""
+        return self._by_topic
+
     def mark(self, topic: str) -> None:
         """Serve the consumers that wait for this topic soon, because it has new messages or was deleted.
 
@@ -115,9 +120,8 @@ class WaitingReceives:
         has_more = True
         try:
             selection = self._select(line.request)
-        except (
-            Exception
-        ) as error:  # the topic was deleted, or a limit is reached: the consumer's task raises it
+        # The topic was deleted, or a limit is reached: the consumer's task raises it.
+        except Exception as error:
             served.set_exception(error)
         else:
             if not (selection.leased or selection.has_unsearched):

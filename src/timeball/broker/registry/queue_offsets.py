@@ -99,22 +99,21 @@ class QueueOffsets:
                 entries["seq"] += first_seq
             queue_rows.queue.index.extend(entries)
 
-    def count(self, rates: Rates, *, released: bool = False) -> None:
+    def count(self, rates: Rates, *, released: bool = False) -> list[tuple[str, int]]:
         """Count the rows and bytes in the statistics of their topics.
 
-        `released`: also as released scheduled messages.
+        `released`: also as released scheduled messages. Returns the queues that got rows, as (topic, queue id).
         """
-        for (topic, _), queue_rows in self._chosen.items():
+        queues = []
+        for (topic, queue_id), queue_rows in self._chosen.items():
+            queues.append((topic.name, queue_id))
             rows = len(queue_rows.entries) // _ENTRY.size
             rates.put(topic.name, rows, queue_rows.size_bytes)
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, rows)
         if self._dead_letter_keys:
             rates.add_each(Stat.DEAD_NUMS, self._dead_letter_keys)
-
-    def queues(self) -> list[tuple[str, int]]:
-        """List the queues that got rows, as (topic, queue id)."""
-        return [(topic.name, queue_id) for topic, queue_id in self._chosen]
+        return queues
 
 
 def tag_number(topic: Topic) -> Callable[[str], int]:

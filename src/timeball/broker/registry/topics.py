@@ -239,19 +239,16 @@ class Placement:
             seqs = first_seq + rows if row_seqs is None else row_seqs[rows]
             topic.queues[queue_id].index.append(seqs, self.sizes[rows], self.tags[rows])
 
-    def count(self, rates: Rates, *, released: bool = False) -> None:
+    def count(self, rates: Rates, *, released: bool = False) -> list[tuple[str, int]]:
         """Count the rows and bytes in the statistics of their topics.
 
-        `released`: also as released scheduled messages.
+        `released`: also as released scheduled messages. Returns the queues that got rows, as (topic, queue id).
         """
         for topic, _, rows in self.groups:
             rates.put(topic.name, len(rows), int(self.sizes[rows].sum()))
             if released:
                 rates.add(Stat.RELEASED_NUMS, topic.name, len(rows))
         rates.add_each(Stat.DEAD_NUMS, self.dead)
-
-    def queues(self) -> list[tuple[str, int]]:
-        """List the queues that got rows, as (topic, queue id)."""
         return [(topic.name, queue_id) for topic, queue_id, _ in self.groups]
 
 

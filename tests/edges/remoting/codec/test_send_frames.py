@@ -63,8 +63,7 @@ def outcome(of: Callable[[dict[str, Topic]], SmallBatch | None]) -> Written | No
     if places is not None:
         places.index(FIRST_SEQ)
         places.reserve_offsets()
-        places.count(rates)
-        counts += sorted(places.queues())
+        counts += sorted(places.count(rates))
     counts += [
         rates.total(stat, name) for stat in (Stat.TOPIC_PUT_NUMS, Stat.TOPIC_PUT_SIZE) for name in known
     ]
