@@ -290,8 +290,8 @@ class Endpoint:
         self._pages.check(method, call.exchange.target.path, call.headers)
         # Before the handler: a refused receive must not have leased messages.
         self._request_limits.sent.check(call.peer)
-        method = "GET" if method == "HEAD" else method
-        handler = self._methods.get(method)
+        name = "GET" if method == "HEAD" else method
+        handler = self._methods.get(name)
         if handler is None:
             allowed = ", ".join(sorted(self._methods))
             advice = self._former_methods.get(method, f"this path has {allowed}")
@@ -303,7 +303,7 @@ class Endpoint:
             call_limit.name(call.account)
         if excess := call_limit.excess(call.peer, call.account):
             raise OverLimit(excess)
-        check_parameters(call.query, self._parameters.get(method))
+        check_parameters(call.query, self._parameters.get(name))
         return handler
 
     async def _handle(self, call: Call, handler: Handler) -> None:
