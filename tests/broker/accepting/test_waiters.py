@@ -89,8 +89,10 @@ def test_a_timed_out_or_cancelled_waiter_is_removed(monkeypatch: pytest.MonkeyPa
 
 
 def test_each_change_of_a_watched_topic_is_told() -> None:
-    waiters, told = Waiters(), list[str]()
-    waiters.watched, waiters.on_change = {"a", "b", "c"}, told.append
-    waiters.wake(["a", "b", "unwatched"])
-    waiters.wake_queues([("c", 1), ("unwatched", 1)])
-    assert told == ["a", "b", "c"]
+    waiters, topics, told = Waiters(), {"a", "c"}, list[str]()
+    waiters.watch(topics, told.append)
+    waiters.wake(["a", "b"])
+    waiters.wake_queues([("c", 1), ("d", 1)])
+    topics.add("d")
+    waiters.wake_queues([("d", 1)])
+    assert told == ["a", "c", "d"]

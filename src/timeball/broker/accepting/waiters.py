@@ -25,11 +25,14 @@ class Waiters:
     """
 
     def __init__(self) -> None:
-        # `on_change` is called with each topic of `watched` that has changed.
-        self.watched: Container[str] = ()
-        self.on_change: Callable[[str], None] = lambda topic: None
+        self._watched: Container[str] = ()
+        self._on_change: Callable[[str], None] = lambda topic: None
         self._by_topic: dict[str, dict[int | None, set[asyncio.Future[bool]]]] = {}
         self._count = 0
+
+    def watch(self, topics: Container[str], on_change: Callable[[str], None]) -> None:
+        """Call `on_change` with each topic that changes while it is in `topics`."""
+        self._watched, self._on_change = topics, on_change
 
     async def wait(self, topic: str, timeout_s: float, queue: int | None = None) -> bool:
         """Wait for a change in a topic, or only in one of its queues. False if the time is up. Raises OverLimit."""
@@ -73,8 +76,8 @@ class Waiters:
     def wake(self, topics: Iterable[str]) -> None:
         """Wake all consumers that wait for one of these topics, because the topic has changed."""
         for topic in topics:
-            if topic in self.watched:
-                self.on_change(topic)
+            if topic in self._watched:
+                self._on_change(topic)
             # Remove all waiters at once: consumers that find no message register again.
             for futures in self._by_topic.pop(topic, {}).values():
                 _set_results(futures)
@@ -82,8 +85,8 @@ class Waiters:
     def wake_queues(self, changed_queues: Iterable[tuple[str, int]]) -> None:
         """Wake consumers that wait for one of these queues, because rows have become visible in it."""
         for topic, queue in changed_queues:
-            if topic in self.watched:
-                self.on_change(topic)
+            if topic in self._watched:
+                self._on_change(topic)
             queues = self._by_topic.get(topic)
             if queues is not None:
                 _set_results(queues.pop(queue, ()))

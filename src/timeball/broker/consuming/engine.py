@@ -250,7 +250,7 @@ class Consuming:
         self._waiting = WaitingReceives(
             self._select_now, lambda selection: self.leases.give_up(selection.leased, selection.pop_ms)
         )
-        waiters.watched, waiters.on_change = self._waiting.topics, self._waiting.mark
+        waiters.watch(self._waiting.topics, self._waiting.mark)
         # A cache, because every request needs a subscription. Valid for `_versions`, the versions of topics and groups.
         self._subscriptions: dict[tuple[str, str], Subscription] = {}
         self._versions = (-1, -1)

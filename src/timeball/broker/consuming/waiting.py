@@ -49,6 +49,11 @@ class WaitingReceives:
         self._marked: deque[_Line] = deque()  # if not empty, a slice is scheduled
         self.length = 0  # of all lines
 
+    @property
+    def topics(self) -> Container[str]:
+        """The topics for which consumers wait now."""
+        return self._by_topic
+
     async def wait(
         self, request: ReceiveRequest, topics: Collection[str], deadline_s: float
     ) -> Selection | None:
@@ -80,11 +85,6 @@ class WaitingReceives:
             line.consumers.pop(served, None)
             if not line.consumers:
                 self._end_line(line)
-
-    @property
-    def topics(self) -> Container[str]:
-        """The topics for which a consumer waits now. The object is the same at all times."""
-        return self._by_topic
 
     def mark(self, topic: str) -> None:
         """Serve the consumers that wait for this topic soon, because it has new messages or was deleted.
@@ -120,7 +120,7 @@ class WaitingReceives:
         has_more = True
         try:
             selection = self._select(line.request)
-        # The topic was deleted, or a limit is reached: the consumer's task raises it.
+        # The topic was deleted, or a limit is reached. The consumer's task raises the error.
         except Exception as error:
             served.set_exception(error)
         else:
