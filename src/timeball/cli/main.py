@@ -46,12 +46,11 @@ SECTIONS = {
     ],
 }
 MODULES = {
-    "dead-letters": "dead_letters",
     "name-server": "serve",
     "pending": "sql",
     "campaign": "bulk",
     "audit": "pipeline",
-    **dict.fromkeys(("topics", "groups"), "status"),
+    **dict.fromkeys(("topics", "groups", "dead-letters"), "status"),
     **dict.fromkeys(("backup", "restore", "dump"), "data_folder"),
     **dict.fromkeys(("send", "schedule", "get", "cancel", "reschedule", "pull"), "messages"),
 }
