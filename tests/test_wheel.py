@@ -184,6 +184,9 @@ def test_the_plain_wheel_is_a_client(built: Built, tmp_path: Path) -> None:
     run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/client.txt")
     run(*pip, "install", *QUICK, built.wheel)
     run(*pip, "check")
+    with pytest.raises(AssertionError, match=r"pip install '\.\[cli\]'"):
+        run(timeball, "topics")
+    run(*pip, "install", *QUICK, "--require-hashes", "-r", ROOT / "requirements/cli.txt")
     with serving(tmp_path / "data") as endpoint:
         sent = run(timeball, "schedule", "light", "first", "--after", "1h", "--json", "--endpoint", endpoint)
         for words in TALK.values():

@@ -1,5 +1,5 @@
 """`python -m timeball`: the same as the command `timeball`, for environments where the command is not on the path."""
 
-from timeball.cli.main import main
+from timeball.cli.start import main
 
 main()

@@ -1,4 +1,6 @@
-"""The plain package is enough for a client and its commands; what needs more says which extra has it.
+"""The plain package is enough for a client over HTTP, `arrow` for one over Flight, `cli` for commands that talk.
+
+What needs more says which extra has it.
 
 Here in a process that cannot import anything else; `make wheel-check` does it with a real installation.
 """
@@ -30,6 +32,7 @@ def node(flight_node: RunningNode) -> RunningNode:
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = re.compile(r"[A-Za-z0-9._-]+")
+OWN = re.compile(r"timeball\[([a-z,]+)\]")
 
 # In place of Python's: whatever is installed and not allowed is not there.
 PLAIN = """
@@ -60,7 +63,7 @@ async def ask():
 asyncio.run(ask())
 """
 COMMAND = """
-from timeball.cli.main import main
+from timeball.cli.start import main
 
 main(sys.argv[1:])
 """
@@ -178,8 +181,15 @@ def _canonical(name: str) -> str:
 
 
 def extras_of(name: str) -> list[str]:
-    lines: list[str] = PROJECT["optional-dependencies"][name]
-    return lines
+    """Return the requirements of an extra, and of the extras that it names."""
+    found: list[str] = []
+    for line in PROJECT["optional-dependencies"][name]:
+        if named := OWN.fullmatch(line):
+            for extra in named[1].split(","):
+                found += extras_of(extra)
+        else:
+            found.append(line)
+    return found
 
 
 def modules_beside(extras: Iterable[str]) -> list[str]:
@@ -206,9 +216,23 @@ def run(
     )
 
 
-def test_a_client_runs_without_what_the_broker_needs(node: RunningNode) -> None:
-    ran = run(CLIENT, node.endpoint)
+def test_a_client_over_http_needs_the_plain_package(http_node: RunningNode) -> None:
+    ran = run(CLIENT, http_node.endpoint)
     assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
+
+
+def test_a_client_over_flight_needs_arrow_and_says_so(node: RunningNode) -> None:
+    ran = run(CLIENT, node.endpoint, extras=["arrow"])
+    assert ran.stdout.splitlines() == ["True visible", "cancelled"], ran.stderr
+    ran = run(CLIENT, node.endpoint)
+    assert ran.stderr.endswith("ModuleNotFoundError: No module named 'pyarrow'\n"), ran.stderr
+
+
+def test_the_command_line_says_what_to_install() -> None:
+    ran = run(COMMAND, "topics")
+    assert ran.returncode == 4 and re.fullmatch(
+        r"timeball: \w+ is not installed: .* pip install '\.\[cli\]', .*\n", ran.stderr
+    ), ran.stderr
 
 
 def test_every_command_is_in_one_of_the_tables() -> None:
@@ -217,14 +241,16 @@ def test_every_command_is_in_one_of_the_tables() -> None:
 
 def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> None:
     asked = [[*words, "--endpoint", node.endpoint, "--json"] for words in TALK.values()]
-    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked))
+    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), extras=["cli"])
     ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
     assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
 
 
 def test_a_command_that_needs_more_says_what_to_install(node: RunningNode, tmp_path: Path) -> None:
     asked = [arguments(words, tmp_path) for words, _ in NEED.values()]
-    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), TIMEBALL_ENDPOINT=node.endpoint)
+    ran = run(
+        COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), extras=["cli"], TIMEBALL_ENDPOINT=node.endpoint
+    )
     lines = "".join(
         rf"timeball: \w+(\.\w+)* is not installed: install the extra, in a checkout of Timeball pip install "
         rf"'\.\[{extra}\]', of a wheel pip install 'FILE\.whl\[{extra}\]'\n"
@@ -242,8 +268,8 @@ def test_a_picture_says_what_to_install(node: RunningNode, tmp_path: Path) -> No
 
 
 def test_help_of_all_commands_needs_nothing_more() -> None:
-    assert run(COMMAND, "--help").returncode == 0
-    assert "--segment-bytes" in run(COMMAND, "serve", "--help").stdout
+    assert run(COMMAND, "--help", extras=["cli"]).returncode == 0
+    assert "--segment-bytes" in run(COMMAND, "serve", "--help", extras=["cli"]).stdout
 
 
 def test_the_spark_extra_has_what_the_pipeline_imports() -> None:
@@ -254,18 +280,20 @@ def test_the_spark_extra_has_what_the_pipeline_imports() -> None:
 
 def test_the_import_contract_names_what_the_extras_bring() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (plain,) = (each for each in contracts if "plain package alone" in each["name"])
+    (plain,) = (each for each in contracts if "arrow and cli alone" in each["name"])
     of = {
         _canonical(name) for module in plain["forbidden_modules"] for name in packages_distributions()[module]
     }
-    wanted = {NAME.match(line)[0] for extra in ("broker", "spark", "picture") for line in extras_of(extra)}  # type: ignore[index]
+    allowed = set(extras_of("cli"))
+    lines = {line for extra in ("broker", "spark", "picture") for line in extras_of(extra)} - allowed
+    wanted = {NAME.match(line)[0] for line in lines}  # type: ignore[index]
     assert {_canonical(name) for name in wanted} <= of
 
 
 def test_what_two_extras_bring_is_of_one_version() -> None:
     lines: dict[str, set[str]] = {}
-    for required in PROJECT["optional-dependencies"].values():
-        for line in required:
+    for extra in PROJECT["optional-dependencies"]:
+        for line in extras_of(extra):
             lines.setdefault(NAME.match(line)[0], set()).add(line)  # type: ignore[index]
     assert not {name: found for name, found in lines.items() if len(found) > 1}
-    assert lines["timeball"] == {"timeball[broker,spark,kafka,picture,otel]"}
+    assert PROJECT["optional-dependencies"]["all"] == ["timeball[broker,spark,kafka,picture,otel]"]

@@ -8,8 +8,8 @@ help text and default. A value comes from the first of these sources that has it
 
 `connect` opens a client of the broker that --endpoint names, and gives advice for the most frequent failure.
 
-`not_installed` builds the error for a missing package, which names the extra to install. The plain package contains the
-dependencies of a client. The extras add others:
+`not_installed` builds the error for a missing package, which names the extra to install. The extra `cli` contains the
+dependencies of commands that talk to a broker. Others add to it:
 
     broker   the broker, and the commands that read a data folder or the pending table
     spark    the pipeline

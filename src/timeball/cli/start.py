@@ -1,0 +1,28 @@
+"""The entry point of the command `timeball`. Names the extra to install if the command line's packages are missing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+NEEDED = ("typer", "rich", "pyarrow", "numpy")  # of the extra `cli`
+SETUP = 4  # the exit code of errors of the set-up (output.py, which needs these packages)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, by default with the arguments of the process.
+
+    Ends the process with exit code 4 if the extra `cli` is not installed.
+    """
+    try:
+        from timeball.cli.main import main as run
+    except ModuleNotFoundError as error:
+        if error.name not in NEEDED:
+            raise
+        print(
+            f"timeball: {error.name} is not installed: install the extra, in a checkout of Timeball "
+            "pip install '.[cli]', of a wheel pip install 'FILE.whl[cli]'",
+            file=sys.stderr,
+        )
+        raise SystemExit(SETUP) from None
+    run(arguments)
