@@ -310,3 +310,26 @@ def test_a_stream_to_a_topic_that_is_not_there_is_refused_where_sends_make_none(
     with running_node(tmp_path / "data", kind=HttpNode, auto_create_topics=False) as node:
         with Timeball(node.endpoint) as ball, pytest.raises(RequestError, match="nowhere"):
             next(ball.consume("nowhere", "g"))
+
+
+def test_loops_that_are_left_while_messages_come_leave_no_lease_behind(node: RunningNode) -> None:
+    """A message that the broker is just sending is read by the client, or given back by the broker."""
+    stopping, sent = threading.Event(), list[int]()
+
+    def send() -> None:
+        with Timeball(node.endpoint) as producer:
+            while not stopping.is_set() and len(sent) < 200:
+                producer.send_many([{"body": "x"}] * 3, topic="left-under-load")
+                sent.append(3)
+
+    with Timeball(node.endpoint) as ball:
+        ball.create_topic("left-under-load", 4)
+        thread = threading.Thread(target=send)
+        thread.start()
+        for _ in range(30):
+            for _ in ball.consume("left-under-load", "g", lease="12h", max_messages=50):
+                break
+        stopping.set()
+        thread.join(BOUND_S)
+        left = sum(1 for _ in ball.consume("left-under-load", "g", until_idle="500ms"))
+    assert left == sum(sent) and in_flight(node, "left-under-load") == 0

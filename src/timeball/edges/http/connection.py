@@ -15,7 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -117,6 +117,10 @@ class HttpConnection(HttpToolsProtocol):
             self._serving.disconnected = True
             self._serving.notify()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        """Write what this turn has collected: after the end of the client's direction, asyncio closes the transport."""
+        cast(JoinedWrites, self.transport)._flush()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""

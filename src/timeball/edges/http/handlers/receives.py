@@ -99,15 +99,30 @@ class Receives:
             try:
                 if not self._broker.policy.is_awaited(request.topic):
                     consuming.join(request.group, request.topic, call.caller)
-                received = await self._wait_and_receive(
-                    replace(request, rows=rows_max), call.query, round(1_000 * KEEP_ALIVE_S)
-                )
+                received = await self._receive_for_stream(call, replace(request, rows=rows_max))
             except TimeballError:
                 # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
                 # refused.
                 return
+            if _is_leaving(call):  # the chunk would not be sent
+                consuming.not_seen(received.receipts)
+                return
             credit.hold(consuming.leases, received.receipts)
             yield b"\n".join(self._encode(received, request.topic)) + b"\n"
+
+    async def _receive_for_stream(self, call: Call, request: ReceiveRequest) -> Received:
+        """Receive messages. If the stream ends meanwhile, give back those that it would have got."""
+        receiving = asyncio.ensure_future(
+            self._wait_and_receive(request, call.query, round(1_000 * KEEP_ALIVE_S))
+        )
+        try:
+            return await asyncio.shield(receiving)
+        except asyncio.CancelledError:
+            receiving.cancel()
+            await asyncio.wait((receiving,))
+            if not receiving.cancelled() and receiving.exception() is None:
+                self._broker.consuming.not_seen(receiving.result().receipts)
+            raise
 
     async def _request_of(self, call: Call, rows_max: int, *, is_patient: bool) -> ReceiveRequest:
         """Build the request of a receive or a stream, and refuse a caller who may not receive.
@@ -299,6 +314,12 @@ class _DisconnectWatch:
         if self._task is not None and not disconnect.cancelled():
             self.has_cancelled = True
             self._task.cancel()
+
+
+def _is_leaving(call: Call) -> bool:
+    """True if the client of a stream has disconnected, or has announced it by closing its direction."""
+    exchange = call.exchange
+    return exchange is not None and (exchange.disconnected or exchange.transport.is_closing())
 
 
 def _group_of(call: Call) -> str:
