@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from timeball.client.http_calls import HttpCalls
     from timeball.client.outgoing import Rows
 
-ENDPOINT = "grpc://127.0.0.1:7400"
+ENDPOINT = "http://127.0.0.1:7480"
 WINDOW = 32  # the default number of batches of a send_many that may wait for their answers
 
 
