@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -172,6 +171,8 @@ class Attempts:
             yield number < len(pauses_s)
 
     def _patient_attempts(self, patience_s: float) -> Iterator[bool]:
+        import random  # slow to import, and only for programs beside the broker
+
         give_up_ns, pause_s = self._clock.monotonic_ns() + int(patience_s * 1e9), PATIENT_PAUSES_S[0]
         may_retry = patience_s > 0
         while True:
