@@ -41,7 +41,7 @@ from timeball.spark.views.forecast import (
     rate_needed,
     released_since,
     report,
-    simulate_consumers,
+    serve,
     version_at,
 )
 from timeball.spark.views.snapshot import Snapshot, check_version
@@ -215,7 +215,7 @@ def answer(counted: CountedLoad, request: Request, extra: Extra) -> Answer:
     begin_s = from_ms // SECOND_MS
 
     def what_if(rows: Load) -> WhatIf | None:
-        return simulate_consumers(rows, request.rates, request.backlog, begin_s) if request.rates else None
+        return serve(rows, request.rates, request.backlog, begin_s) if request.rates else None
 
     def needed(rows: Load) -> float | None:
         if request.within_ms is None:

@@ -16,7 +16,7 @@ from timeball.spark.views.forecast import (
     Outcome,
     queue,
     rate_needed,
-    simulate_consumers,
+    serve,
     spread,
 )
 
@@ -83,7 +83,7 @@ def test_the_largest_backlog_ends_when_nothing_is_left_of_it() -> None:
 
 def test_empty_load_has_no_lateness() -> None:
     assert queue(Load(), 5).outcome() == Outcome(5, 0, 0, None, 0, 0, 0, None)
-    assert simulate_consumers(Load(), {OTHER_TOPICS: 5}).lateness_max_ms == 0
+    assert serve(Load(), {OTHER_TOPICS: 5}).lateness_max_ms == 0
     assert queue(Load(), 5).backlog()[0].tolist() == []
 
 
@@ -114,7 +114,7 @@ def by_topic() -> Load:
 
 
 def test_a_topic_with_consumers_of_its_own_leaves_the_others_alone() -> None:
-    result = simulate_consumers(by_topic(), {"a": 1, OTHER_TOPICS: 2})
+    result = serve(by_topic(), {"a": 1, OTHER_TOPICS: 2})
     assert result.queues["a"].lateness_max_ms == 6_000
     assert (result.queues[OTHER_TOPICS].rows, result.queues[OTHER_TOPICS].lateness_max_ms) == (6, 2_000)
     assert (result.lateness_max_ms, result.unserved) == (6_000, {})
@@ -123,7 +123,7 @@ def test_a_topic_with_consumers_of_its_own_leaves_the_others_alone() -> None:
 
 
 def test_topics_that_nobody_consumes_are_named() -> None:
-    result = simulate_consumers(by_topic(), {"a": 10, "nobody sent": 3})
+    result = serve(by_topic(), {"a": 10, "nobody sent": 3})
     assert result.unserved == {"b": 4, "c": 2}
     assert result.queues["nobody sent"].rows == 0
 
@@ -131,13 +131,13 @@ def test_topics_that_nobody_consumes_are_named() -> None:
 @pytest.mark.parametrize("rate", [0, -1, float("nan"), float("inf")])
 def test_rate_that_is_not_positive_is_refused(rate: float) -> None:
     with pytest.raises(RequestError, match="topic a: it must be above 0"):
-        simulate_consumers(by_topic(), {"a": rate})
+        serve(by_topic(), {"a": rate})
 
 
 def test_backlog_without_a_single_queue_is_refused() -> None:
     with pytest.raises(RequestError, match="a backlog belongs to one queue"):
-        simulate_consumers(by_topic(), {"a": 1, "b": 1}, backlog=3)
-    assert simulate_consumers(by_topic(), {"a": 1, OTHER_TOPICS: 1}, backlog=3).queues["a"].rows == 6
+        serve(by_topic(), {"a": 1, "b": 1}, backlog=3)
+    assert serve(by_topic(), {"a": 1, OTHER_TOPICS: 1}, backlog=3).queues["a"].rows == 6
 
 
 @given(DUE, st.integers(100, 20_000))

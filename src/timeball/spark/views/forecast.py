@@ -377,9 +377,7 @@ class WhatIf(msgspec.Struct, frozen=True):
     unserved: dict[str, int]
 
 
-def simulate_consumers(
-    load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None
-) -> WhatIf:
+def serve(load: Load, rates: Mapping[str, float], backlog: int = 0, from_s: int | None = None) -> WhatIf:
     """Simulate consumers. `rates`: rows per second by topic. OTHER_TOPICS: one rate for all topics without their own.
 
     `backlog` rows are unread at the start: in the queue of OTHER_TOPICS, or without that rate in the only queue.
