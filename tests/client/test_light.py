@@ -239,9 +239,13 @@ def test_every_command_is_in_one_of_the_tables() -> None:
     assert {*TALK, *NEED, *OF_A_CHECKOUT} == set(COMMANDS)
 
 
-def test_commands_that_talk_to_a_broker_need_nothing_more(node: RunningNode) -> None:
-    asked = [[*words, "--endpoint", node.endpoint, "--json"] for words in TALK.values()]
-    ran = run(COMMANDS_IN_A_ROW, node.endpoint, json.dumps(asked), extras=["cli"])
+@pytest.mark.parametrize("protocol", ["flight", "http"])
+def test_commands_that_talk_to_a_broker_need_nothing_more(
+    request: pytest.FixtureRequest, protocol: str
+) -> None:
+    endpoint = request.getfixturevalue(f"{protocol}_node").endpoint
+    asked = [[*words, "--endpoint", endpoint, "--json"] for words in TALK.values()]
+    ran = run(COMMANDS_IN_A_ROW, endpoint, json.dumps(asked), extras=["cli"])
     ended = [line for line in ran.stderr.splitlines() if line.startswith("ended")]
     assert ended == [f"ended {name} 0" for name in TALK], ran.stderr
 
