@@ -70,7 +70,7 @@ def test_punctuality_is_the_bound_that_holds_for_99_in_100() -> None:
     assert _punctuality(found).endswith("99 % of them late by <=5 ms, the latest 80 ms")
 
 
-@pytest.mark.parametrize("uri", ["http://127.0.0.1:7400", "7400"])
+@pytest.mark.parametrize("uri", ["ftp://127.0.0.1:7400", "7400"])
 def test_an_endpoint_of_another_form_is_refused(uri: str) -> None:
     """Exit code 2."""
     assert run_here("status", "--endpoint", uri).returncode == 2

@@ -127,16 +127,17 @@ class VirtualTime:
     async def _finish_work(self) -> None:
         """Wait until nothing is left to do at the present time."""
         while True:
+            await self._writer.flushed()
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
-            await self._writer.flushed()
             next_ms = self._next_ms()
             is_due = next_ms is not None and next_ms <= self.now_ms
             if not (
                 is_due
                 or self._scheduler.is_busy
                 or self._scheduler.in_flight_rows
-                or self._consuming.is_redelivering
+                or self._consuming.is_busy
+                or self._writer.is_writing
                 or any(activity.is_busy for activity in self.activities)
             ):
                 return

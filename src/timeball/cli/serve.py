@@ -305,6 +305,8 @@ async def run_broker(settings: Settings, as_json: bool, start_client: StartClien
     systemd, node = Systemd(), Node(settings)
     systemd.status("recovering: reads the log from the last checkpoint on")
     await node.start()
+    if settings.clock == "manual":
+        logger.warning("the clock is manual: messages become due only when a client advances it")
     announce(node, as_json)
     systemd.ready(f"serves {_endpoint(settings, settings.host, node.port)}")
     watchdog = asyncio.create_task(systemd.run_watchdog())

@@ -340,11 +340,16 @@ class LogWriter:
             self._scheduled_commit.cancel()
             self._start_commit()
 
+    @property
+    def is_writing(self) -> bool:
+        """True while rows that were appended are not durable."""
+        return bool(self._pending) or self._is_committing
+
     async def flushed(self) -> None:
         """Wait until all rows appended so far are durable. Raises the error that stopped the log."""
         if self.failed is not None:
             raise refusal(self.failed)
-        if self._pending or self._is_committing:
+        if self.is_writing:
             last = self._pending[-1] if self._pending else self._committing[-1]
             if last.flushed is None:
                 last.flushed = self._loop.create_future()

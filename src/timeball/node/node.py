@@ -185,8 +185,6 @@ class Node:
             if listen:
                 await recovering.start()
             await self._build(hot)
-            if self.settings.clock == "manual":
-                logger.warning("the clock is manual: messages become due only when a client advances it")
             # Releases begin before the ports open: importing the code for clients takes longer than reading the log.
             self._run_until_stop(self.broker.ticker.run())
             self._run_until_stop(self._loop_lag.run())
@@ -241,7 +239,7 @@ class Node:
         write_format(files)
         opened, applying, state = await self._apply_log() if hot is None else (*hot, None)
         newest_ms = max(each.newest_append_ms for each in opened.segments.all)
-        if isinstance(self.clock, ManualClock):
+        if self.settings.clock == "manual" and isinstance(self.clock, ManualClock):
             # A previous run may have advanced its clock far beyond the real time.
             self.clock.advance(max(0, newest_ms - self.clock.wall_ms()))
         reader, tables = applying.reader, applying.tables

@@ -38,7 +38,7 @@ _LEASE_MS = limits.INVISIBLE_MS_MAX  # a handler acknowledges before the clock m
 # A test does not wait for a delivered message to be old, and it does not survive a power cut.
 _SETTINGS = {
     "port": 0, "http_port": 0, "name_server_port": 0, "remoting_port": 0, "grpc_port": 0,
-    "segment_bytes": 4 * 1024 * 1024, "durability": "async", "retention_ms": 36_500 * limits.DAY_MS,
+    "segment_bytes": 4 * 1024 * 1024, "durability": "async", "clock": "manual", "retention_ms": 36_500 * limits.DAY_MS,
 }  # fmt: skip
 
 

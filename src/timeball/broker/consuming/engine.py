@@ -272,9 +272,9 @@ class Consuming:
         return self._redelivery.next_ms()
 
     @property
-    def is_redelivering(self) -> bool:
-        """True while messages whose leases have ended are being written to their groups again."""
-        return self._redelivery.is_writing
+    def is_busy(self) -> bool:
+        """True while messages whose leases have ended are written again, or while waiting consumers are served."""
+        return self._redelivery.is_writing or self._waiting.is_serving
 
     def wake(self) -> None:
         """Make redelivery read the clock again, because the clock was changed."""

@@ -86,6 +86,11 @@ class WaitingReceives:
             if not line.consumers:
                 self._end_line(line)
 
+    @property
+    def is_serving(self) -> bool:
+        """True while consumers of a marked topic are still to be served."""
+        return bool(self._marked)
+
     def mark(self, topic: str) -> None:
         """Serve the consumers that wait for this topic soon, because it has new messages or was deleted.
 
