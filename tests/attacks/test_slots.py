@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.flight
 import pytest
 from tests.accounts import ACCESS_FILE
 from tests.attacks.beside import AttackedBroker, attacked_broker, steady_stream

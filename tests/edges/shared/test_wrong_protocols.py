@@ -14,7 +14,7 @@ from tests.node_fixture import RunningNode, running_node
 
 from timeball import Timeball
 from timeball.cli.output import ExitCode
-from timeball.edges.http import edge as http
+from timeball.edges.http import connection as http
 from timeball.edges.http2 import connection as http2
 from timeball.edges.remoting import connection as remoting
 from timeball.edges.shared import first_byte

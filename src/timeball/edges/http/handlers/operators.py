@@ -200,7 +200,9 @@ class Groups:
     async def _get_offsets(self, call: Call) -> Answer:
         """Show the offsets that a group has committed in a topic."""
         topic, group = call.path["topic"], _group_of(call)
-        return Answer(200, GroupOffsets(group, topic, self._broker.offsets(group, topic, call.caller)))
+        offsets = self._broker.offsets(group, topic, call.caller)
+        self._broker.policy.check_known(topic, has_messages=bool(offsets))
+        return Answer(200, GroupOffsets(group, topic, offsets))
 
     async def _commit_offsets(self, call: Call) -> Answer:
         topic, group = call.path["topic"], _group_of(call)
