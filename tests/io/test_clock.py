@@ -71,6 +71,21 @@ def test_an_interruption_between_two_readings_changes_no_offset() -> None:
     assert len(offsets) == 1 and clock.now_ms() == manual.wall
 
 
+@pytest.mark.parametrize("step_ms", [-HOUR_MS, HOUR_MS], ids=["back", "forward"])
+def test_an_interruption_hides_no_step(step_ms: int) -> None:
+    """The reading that follows the step is interrupted: durations must follow in the same reading, or end early."""
+    manual, offsets = InterruptedClock(), list[int]()
+    clock = SchedulerClock(manual)
+    clock.on_offset = offsets.append
+    manual.step_wall(step_ms)
+    manual.interruption_ms = 30
+    while abs(clock.now_ms() - manual.wall) > HOUR_MS // 2:  # until the probation ends
+        assert not offsets
+        manual.advance(TICK_MS)
+        manual.interruption_ms = 30
+    assert len(offsets) == 1 and abs(offsets[0] - (manual.wall - manual.boot)) <= 30
+
+
 # ---- small steps -----------------------------------------------------------------------------------------
 
 

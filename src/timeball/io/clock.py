@@ -150,15 +150,19 @@ class SchedulerClock:
             self._now_ms = max(self._now_ms, wall_ms)
         self.read_elapsed_ms = boot_ms + self._start_offset_ms
         offset_ms = self._now_ms - boot_ms
-        # On a busy machine, this thread may be interrupted between the readings of the two clocks. The offset is wrong
-        # then, and a third reading shows it. Following it would load all messages in memory again.
-        if (
-            abs(offset_ms - self.offset_ms) > OFFSET_JITTER_MS
-            and self.clock.wall_ms() - wall_ms <= OFFSET_JITTER_MS
-        ):
+        change_ms = offset_ms - self.offset_ms
+        if abs(change_ms) > OFFSET_JITTER_MS and not self._is_interruption(change_ms, wall_ms):
             self.offset_ms = offset_ms
             self.on_offset(offset_ms)
         return self._now_ms
+
+    def _is_interruption(self, change_ms: int, wall_ms: int) -> bool:
+        """Tell whether this thread was interrupted between the readings of the wall clock and of the boot clock.
+
+        Following such a change would load all messages in memory again. An interruption only lowers the offset, by not
+        more than a third reading shows. Any other change is a step, even if the thread was interrupted, too.
+        """
+        return change_ms < 0 and -change_ms <= self.clock.wall_ms() - wall_ms + OFFSET_JITTER_MS
 
     def elapsed_ms(self) -> int:
         """Read a clock for deadlines in memory, in ms. It starts at the wall time and then follows the boot clock."""
