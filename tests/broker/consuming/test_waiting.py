@@ -85,6 +85,37 @@ def test_one_pass_serves_each_line_in_its_order() -> None:
     asyncio.run(scene())
 
 
+def test_lines_of_one_group_take_turns() -> None:
+    """Consumers whose requests differ share the messages, also when each message comes by itself."""
+
+    async def scene() -> None:
+        shop, served = Shop(), Counter[int]()
+
+        async def consume(lease_ms: int) -> None:
+            request, loop = (
+                ReceiveRequest("a", "t", rows=1, invisible_ms=lease_ms),
+                asyncio.get_running_loop(),
+            )
+            while await shop.waiting.wait(request, {"t"}, loop.time() + 60) is not None:
+                served[lease_ms] += 1
+
+        consumers = [asyncio.create_task(consume(lease_ms)) for lease_ms in (1_000, 1_000, 2_000, 2_000)]
+        await turns()
+        for _ in range(20):
+            shop.add(1)
+            await turns()
+        assert served == {1_000: 10, 2_000: 10}
+        shop.add(2)
+        await turns()
+        assert served == {1_000: 11, 2_000: 11}
+        for consumer in consumers:
+            consumer.cancel()
+        await asyncio.gather(*consumers, return_exceptions=True)
+        assert shop.is_empty
+
+    asyncio.run(scene())
+
+
 def test_all_groups_of_a_topic_are_served_in_slices() -> None:
     async def scene() -> None:
         shop, groups = Shop(), 3 * SERVED_AT_ONCE

@@ -110,10 +110,11 @@ class WaitingReceives:
         for _ in range(SERVED_AT_ONCE):
             if not self._marked:
                 return
-            line = self._marked[0]
-            if not self._serve_first(line):
+            line = self._marked.popleft()
+            if self._serve_first(line):
+                self._marked.append(line)  # lines take turns
+            else:
                 line.is_marked = False
-                self._marked.popleft()
         if self._marked:
             self._loop.call_soon(self._serve_slice)
 
@@ -134,6 +135,11 @@ class WaitingReceives:
             served.set_result(selection)
             has_more = selection.has_more or selection.has_unsearched
         del line.consumers[served]
+        # The next change begins with another line: lines of one group differ in their requests and share its messages.
+        for topic in line.topics:
+            lines = self._by_topic.get(topic, {})
+            if len(lines) > 1 and line in lines:
+                lines[line] = lines.pop(line)
         return has_more and bool(line.consumers)
 
     def _begin_line(self, request: ReceiveRequest, topics: Collection[str]) -> _Line:
