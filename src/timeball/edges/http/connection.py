@@ -212,10 +212,9 @@ class HttpConnection(HttpToolsProtocol):
         try:
             await work
         except BaseException:  # such as a cancel at a stop, or a client that does not read
-            if exchange.response_started:
-                exchange.transport.close()
-            else:
-                await exchange.send_500_response()
+            # No answer, and no 500: it is unknown whether the request was carried out, as after a crash. Clients know
+            # from the closed connection which requests they may repeat.
+            exchange.transport.close()
         finally:
             self.tasks.discard(asyncio.current_task())
 
