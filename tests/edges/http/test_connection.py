@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,6 +79,36 @@ def test_the_writes_of_one_turn_are_joined() -> None:
     asyncio.run(write())
     assert stored.writes == [b"head body", b"next"]
     assert stored.is_closed
+
+
+def test_a_connection_that_closed_itself_is_not_aborted() -> None:
+    timers: list[Callable[[], None]] = []
+
+    class Closing(asyncio.Protocol):
+        def __init__(self) -> None:
+            self.lost = asyncio.Event()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.lost.set()
+
+    async def close() -> None:
+        loop = asyncio.get_running_loop()
+        here, there = socket.socketpair()
+        transport, protocol = await loop.connect_accepted_socket(Closing, here)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_later", lambda _, call: timers.append(call))
+            joined = bounds.JoinedWrites(transport, loop)
+            joined.write(bytes(8 * 1024 * 1024))
+            joined.close()
+        with there:
+            read = await asyncio.to_thread(lambda: there.makefile("rb").read())
+        assert len(read) == 8 * 1024 * 1024
+        await protocol.lost.wait()
+        await asyncio.sleep(0)  # the transport is gone
+
+    asyncio.run(close())
+    (time_is_over,) = timers
+    time_is_over()
 
 
 def test_connections_have_tcp_nodelay(node: RunningNode, client: Client) -> None:

@@ -50,7 +50,12 @@ class JoinedWrites(asyncio.Transport):
         self._transport.close()
         if self._transport.get_write_buffer_size():
             # The transport closes after the last byte is written. A client that does not read would keep it open.
-            self._loop.call_later(LAST_BYTES_S, self._transport.abort)
+            self._loop.call_later(LAST_BYTES_S, self._abort_unread)
+
+    def _abort_unread(self) -> None:
+        """Close the transport if bytes are still unread. Otherwise it has closed itself, and `abort` would fail."""
+        if self._transport.get_write_buffer_size():
+            self._transport.abort()
 
     def _flush(self) -> None:
         """Write the collected chunks at once."""
