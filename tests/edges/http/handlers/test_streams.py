@@ -17,6 +17,7 @@ from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.consuming.engine import Consuming
 from timeball.edges.http.handlers import receives
+from timeball.model import limits
 
 
 class Lines:
@@ -139,6 +140,34 @@ def test_an_idle_stream_sends_empty_lines(
         lines.empty_lines = 0
         while lines.empty_lines < 3:  # without messages
             lines.empty_lines += lines.answer.readline() == b"\n"
+
+
+def test_a_stream_goes_on_after_a_limit_is_reached(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receives, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(receives, "OVER_LIMIT_PAUSE_S", 0.01)
+    client.send("limited", {"body": "x"})
+    with stream(node, "limited") as lines:
+        lines.messages(1)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(limits, "PULLS_WAITING_MAX", 0)
+            assert client.receive("limited", wait="1s").status == 429
+            for _ in range(10):
+                assert lines.answer.readline() == b"\n"
+        client.send("limited", {"body": "y"})
+        assert [message["body"] for message in lines.messages(1)] == ["y"]
+
+
+def test_a_stream_ends_in_order_when_its_topic_is_deleted(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(receives, "KEEP_ALIVE_S", 0.05)
+    client.send("deleted", {"body": "x"})
+    with stream(node, "deleted") as lines:
+        acknowledge(client, "deleted", lines.messages(1))
+        assert client.ask("DELETE", "/v1/topics/deleted").status == 200
+        assert not lines.answer.read().strip()  # raises IncompleteRead if the connection breaks
 
 
 @pytest.mark.parametrize(

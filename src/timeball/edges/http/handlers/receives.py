@@ -29,7 +29,16 @@ from timeball.edges.http.requests import Call, ClientDisconnected, Paths, Stream
 from timeball.edges.shared.receipt_handles import ReceiptHandles
 from timeball.model import limits
 from timeball.model.access import Verb
-from timeball.model.errors import InvalidMessage, InvalidReceipt, OutOfRange, TimeballError
+from timeball.model.errors import (
+    Forbidden,
+    InvalidMessage,
+    InvalidReceipt,
+    NotFound,
+    OutOfRange,
+    OverLimit,
+    TimeballError,
+    Unauthorized,
+)
 from timeball.model.message import RETRY_PREFIX
 from timeball.model.time_parsing import delay_ms
 
@@ -38,6 +47,7 @@ from timeball.model.time_parsing import delay_ms
 DEFAULT_LEASE_MS = 60_000
 STREAM_ROWS = 256  # of one chunk
 KEEP_ALIVE_S = 15.0
+OVER_LIMIT_PAUSE_S = 1.0
 _TOPIC_PATH = "/v1/topics/{topic}"
 FORMER_METHODS = {
     f"{_TOPIC_PATH}/messages": {
@@ -100,10 +110,14 @@ class Receives:
                 if not self._broker.policy.is_awaited(request.topic):
                     consuming.join(request.group, request.topic, call.caller)
                 received = await self._receive_for_stream(call, replace(request, rows=rows_max))
-            except TimeballError:
+            except (NotFound, Forbidden, Unauthorized):
                 # The topic was deleted, or the account lost its permission. The client reconnects, and that request is
                 # refused.
                 return
+            except OverLimit:  # other consumers reached it, so it is no reason to end this stream
+                yield b"\n"
+                await asyncio.sleep(OVER_LIMIT_PAUSE_S)
+                continue
             if _is_leaving(call):  # the chunk would not be sent
                 consuming.not_seen(received.receipts)
                 return
