@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from tests.edges.http.client import Client, client_of
 from tests.node_fixture import RunningNode, eventually
 
 from timeball.broker.consuming.engine import Consuming
+from timeball.edges.http import requests
 from timeball.edges.http.handlers import receives
 from timeball.model import limits
 
@@ -124,6 +126,27 @@ def test_messages_of_a_closed_stream_stay_valid_until_their_leases_end(
         lambda: node.node.edges is not None and not node.node.edges.http.limits.streams.taken, "it has ended"
     )
     assert acknowledge(client, "closed", received) == [True]
+
+
+def test_messages_that_a_stream_could_not_write_come_back(
+    node: RunningNode, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "STREAM_READ_S", 0.1)
+    size_bytes = 4_000_000  # more than the buffers of both sockets
+    with socket.socket() as unread:
+        unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        unread.connect(("127.0.0.1", node.node.http_port))
+        unread.sendall(
+            b"POST /v1/topics/unread/stream?group=workers&lease=1h HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        )
+        # One message in each chunk. The first one fills the buffer of the transport, and the second one waits.
+        client.send("unread", {"body": "x" * size_bytes})
+        eventually(lambda: held(node, "unread") == 1, "the first is leased")
+        client.send("unread", {"body": "x" * size_bytes})
+        eventually(lambda: not node.node.edges.http.limits.streams.taken, "the stream is given up")  # type: ignore[union-attr]
+    (message,) = client.receive("unread", wait="10s").value["messages"]
+    assert message["attempt"] == 1
+    assert held(node, "unread") == 2, "the first one may have been read"
 
 
 def test_an_idle_stream_sends_empty_lines(

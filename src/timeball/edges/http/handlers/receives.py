@@ -118,11 +118,17 @@ class Receives:
                 yield b"\n"
                 await asyncio.sleep(OVER_LIMIT_PAUSE_S)
                 continue
-            if _is_leaving(call):  # the chunk would not be sent
-                consuming.not_seen(received.receipts)
-                return
             credit.hold(consuming.leases, received.receipts)
-            yield b"\n".join(self._encode(received, request.topic)) + b"\n"
+            is_written = False
+            try:
+                # `Exchange.send` waits before it writes. So if the stream is closed here, nothing was written.
+                yield b"\n".join(self._encode(received, request.topic)) + b"\n"
+                is_written = not _is_leaving(call)
+            finally:
+                if not is_written:
+                    consuming.not_seen(received.receipts)
+            if not is_written:
+                return
 
     async def _receive_for_stream(self, call: Call, request: ReceiveRequest) -> Received:
         """Receive messages. If the stream ends meanwhile, give back those that it would have got."""
