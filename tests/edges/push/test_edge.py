@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import ssl
 from pathlib import Path
 
+import pytest
 from standardwebhooks.webhooks import Webhook
 from tests.edges.http.client import Client, client_of
 from tests.edges.push.conftest import LOOPBACK
@@ -81,3 +83,25 @@ def test_a_restart_continues_subscriptions_except_those_no_longer_allowed(tmp_pa
             eventually(lambda: shown(client, "stays")["last_failure"], "it is not started")
             assert "push-allow" in shown(client, "stays")["last_failure"]
             assert len(receiver.requests) == 2
+
+
+def test_a_subscription_that_could_not_start_leaves_the_edge_idle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable() -> ssl.SSLContext:
+        raise OSError("the root certificates cannot be read")
+
+    with (
+        receiver_of() as receiver,
+        running_node(tmp_path / "data", http_port=0, push_allow=LOOPBACK) as node,
+        client_of(node) as client,
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(ssl, "create_default_context", unreadable)
+            subscribe(client, "broken", receiver)
+            eventually(lambda: shown(client, "broken")["last_failure"], "its failure is shown")
+            assert "OSError" in shown(client, "broken")["last_failure"]
+        assert not node.node.edges.push.is_busy  # type: ignore[union-attr]
+        subscribe(client, "broken", receiver)
+        send(client, "broken", 1)
+        eventually(lambda: len(receiver.requests) == 1, "a change starts it")

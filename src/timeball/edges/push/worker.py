@@ -156,9 +156,20 @@ class PushEdge:
         """Create and start the worker of a subscription, once the sending library is loaded."""
         if self._library_loading is None:
             self._library_loading = asyncio.ensure_future(asyncio.to_thread(_SenderLibrary.load))
-        # Shielded, because other subscriptions wait for the same import.
-        library = await asyncio.shield(self._library_loading)
-        del self._start_tasks[name]
+        loading = self._library_loading
+        try:
+            # Shielded, because other subscriptions wait for the same import.
+            library = await asyncio.shield(loading)
+        except Exception as error:  # of any kind, such as a file of root certificates that cannot be read
+            if self._library_loading is loading:
+                self._library_loading = None  # the next change of a subscription tries again
+            figures.last_failure = f"{type(error).__name__}; the broker's log says more"
+            logger.error("push not started subscription=%s reason=%s", name, error, exc_info=error)
+            return
+        finally:
+            # Another task may have replaced this one, which was cancelled then.
+            if self._start_tasks.get(name) is asyncio.current_task():
+                del self._start_tasks[name]
         try:
             receiver = library.receiver(
                 subscription.url,
