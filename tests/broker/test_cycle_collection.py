@@ -129,6 +129,24 @@ def test_a_busy_process_collects_before_garbage_can_fill_the_memory(
     assert state
 
 
+@pytest.mark.usefixtures("few")
+def test_growth_counts_from_the_smallest_size(process: Process) -> None:
+    state = make_state(200_000)
+    cycles = CycleCollection(lambda: process.cpu_ns, lambda: process.now_ns)
+    cycles.start()
+    try:
+        state.clear()
+        process.run(10, share=1)
+        assert not cycles.collect_if_due(0)
+        ring = freeze_ring()
+        state = make_state(150_000)
+        process.run(10, share=1)
+        assert cycles.collect_if_due(0) and ring() is None
+    finally:
+        cycles.stop()
+    assert state
+
+
 def test_a_process_that_has_not_started_it_is_left_alone(process: Process) -> None:
     before = gc.get_threshold(), gc.get_freeze_count()
     collection = CycleCollection(lambda: process.cpu_ns, lambda: process.now_ns)

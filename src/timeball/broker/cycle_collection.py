@@ -46,7 +46,7 @@ class CycleCollection:
     ) -> None:
         self._cpu_ns, self._monotonic_ns = cpu_ns, monotonic_ns
         self._thresholds: tuple[int, int, int] | None = None  # Python's own, while this is started
-        self._blocks = 0  # after the last full collection
+        self._blocks = 0  # the fewest since the last full collection
         self._looked = (0, 0)  # (CPU, time) of the last look, in ns
 
     def start(self) -> None:
@@ -77,7 +77,9 @@ class CycleCollection:
         cpu_ns, now_ns = self._looked = self._cpu_ns(), self._monotonic_ns()
         if self._thresholds is None:
             return False
-        grown_blocks = sys.getallocatedblocks() - self._blocks
+        blocks = sys.getallocatedblocks()
+        self._blocks = min(self._blocks, blocks)  # else garbage could take the place of freed state unnoticed
+        grown_blocks = blocks - self._blocks
         is_idle = cpu_ns - previous_cpu_ns < _IDLE_CPU_SHARE * (now_ns - previous_ns) and (
             next_due_in_ms is None or next_due_in_ms > _FREE_MS
         )
