@@ -103,6 +103,25 @@ def test_message_without_a_body_delays_later_ones(stage: Stage) -> None:
     assert stage.all_due() == [(now + 5, early), (now + 6, late)]
 
 
+def test_nothing_is_possible_while_a_gather_delays_the_next_one(stage: Stage) -> None:
+    now = stage.now_ms
+    stage.expect([now + 20])
+    stage.reader_thread.is_open = False
+
+    async def take() -> pa.RecordBatch | None:
+        return stage.near.take_due(stage.now_ms, 10, FAR_MS)
+
+    assert stage.run(take()) is None and stage.near.is_gathering
+    # Due before all messages of the gather, but its body has to wait for the end of the gather.
+    (early,) = stage.expect([now + 5])
+    (late,) = stage.admit_near([now + 6])
+    stage.advance(10)
+    assert stage.run(take()) is None
+    assert stage.near.next_ms(stage.now_ms, FAR_MS) == FAR_MS, "or the ticker would turn in place"
+    stage.reader_thread.is_open = True
+    assert stage.all_due() == [(now + 5, early), (now + 6, late)]
+
+
 def test_message_due_after_an_unopened_one_is_not_handed_out(stage: Stage) -> None:
     now = stage.now_ms
     one, two = stage.admit_near([now + 5, now + 6])

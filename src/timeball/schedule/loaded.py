@@ -290,8 +290,9 @@ class Loaded:
         """Compute when `take_due` next has work among messages due before `below_ms`. FAR_MS if never."""
         # If no body comes before the bound, work is possible only after a gather or an opening. `on_change` reports the
         # end of a gather, and the scheduler the end of an opening.
-        is_possible = self._wheel.has_before(min((below_ms, 0), self._gathering_from))
-        first_ms = self._wheel.first_due_ms if is_possible else FAR_MS
+        first_ms = self._wheel.first_due_ms
+        if not self._wheel.has_before(min((below_ms, 0), self._first_unloaded(now_ms, first_ms))):
+            first_ms = FAR_MS
         return first_ms if self._gathering is not None else min(first_ms, self._next_gather_ms(now_ms))
 
     def first_due_ms(self) -> int:
