@@ -100,6 +100,17 @@ def test_the_rows_of_a_large_frame_are_read_as_columns(monkeypatch: pytest.Monke
     assert simple(2).read_values([2, 5]) is None
 
 
+def test_rows_with_large_bodies_are_read_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = simple(2)
+    if row_encoder.LOG_ENCODER is None:
+        pytest.skip("without the compiled encoder all rows are read as columns")
+    body_bytes = [len(body) for body in reader.read_rows(np.array([2, 5])).column("body").to_pylist()]
+    monkeypatch.setattr(module, "VALUES_BYTES_MAX", sum(body_bytes))
+    assert len(reader.read_values([2, 5]) or ()) == 2
+    monkeypatch.setattr(module, "VALUES_BYTES_MAX", sum(body_bytes) - 1)
+    assert reader.read_values([2, 5]) is None
+
+
 # ---- ranges ----------------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ CACHE_BYTES_MAX = 32 * 1024 * 1024
 # mapping. Measured 12.5 kB. A test measures it again.
 FRAME_BYTES = 13 * 1024
 CACHE_FRAMES_MAX = CACHE_BYTES_MAX // FRAME_BYTES
+# Bodies that `read_values` copies at once. The largest frames would give 512 rows 128 MiB.
+VALUES_BYTES_MAX = 8 * 1024 * 1024
+_BODY = READ_SCHEMA.get_field_index("body")
 
 # Made once, because making it takes as long as reading a few rows.
 _NO_ROWS = pa.RecordBatch.from_pylist([], READ_SCHEMA)
@@ -241,11 +244,11 @@ class LogReader:
     def read_values(self, seqs: Sequence[int]) -> list[ReadRow] | None:
         """Read the rows with these ascending sequence numbers, a value for each column. None if columns are needed.
 
-        That is so if a frame is large (`readable`). Numbers that were set aside have no row, and are left out. Raises
-        OutOfRange.
+        That is so if a frame is large (`readable`), or the bodies have more than VALUES_BYTES_MAX together. Numbers
+        that were set aside have no row, and are left out. Raises OutOfRange.
         """
         values: list[ReadRow] = []
-        end_seq = 0
+        end_seq = body_bytes = 0
         for seq in seqs:
             if seq >= end_seq:
                 segment = self.segments.holding(seq)
@@ -256,6 +259,9 @@ class LogReader:
                     return None
             if seq < end_seq:
                 values.append(read_numbered_row(message, seq - first_seq, seq))
+                body_bytes += len(values[-1][_BODY] or b"")
+                if body_bytes > VALUES_BYTES_MAX:
+                    return None
         return values
 
     def open_frame(

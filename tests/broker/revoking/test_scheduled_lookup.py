@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from tests.broker.on_node import batch, column, on_node
@@ -11,6 +12,7 @@ from tests.crash.world import HOUR_MS, World
 
 from timeball.broker.revoking import scheduled_lookup
 from timeball.broker.revoking.scheduled_lookup import Candidate, LookupResult, Names, Search, scan
+from timeball.log import reader as log_reader
 from timeball.model import limits
 from timeball.model.errors import OutOfRange
 from timeball.model.message import Kind, build_rows
@@ -68,6 +70,16 @@ async def test_a_caller_gets_only_the_ends_of_its_own_messages(world: World) -> 
     assert len(every.settled) == 6
     assert mine.settled.keys() == hidden.settled.keys() == {one.number for one in mine.candidates}
     assert len(mine.candidates) == 3
+
+
+@on_node()
+async def test_rows_with_large_bodies_are_not_kept(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    await world.broker.send(batch(8, keys=["shared"] * 8, due_ms=[world.clock.wall + HOUR_MS] * 8))
+    few = look_up(world, keys=["shared"])
+    monkeypatch.setattr(log_reader, "VALUES_BYTES_MAX", 8)
+    many = look_up(world, keys=["shared"])
+    assert len(many.candidates) == 8 and all(found.row is None for found in many.candidates)
+    assert [msgspec.structs.replace(found, row=None) for found in few.candidates] == many.candidates
 
 
 @on_node()

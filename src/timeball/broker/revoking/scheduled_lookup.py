@@ -143,7 +143,7 @@ class LookupResult:
     candidates: list[Candidate] = field(default_factory=list)
     settled: dict[int, End] = field(default_factory=dict)
     expired_numbers: dict[str, int] = field(default_factory=dict)
-    # All rows of the log with the requested ids. None if they are many, and must be read again.
+    # All rows of the log with the requested ids. None if they are many or large, and must be read again.
     rows: list[ReadRow] | None = field(default=None, compare=False)
 
 
@@ -208,7 +208,7 @@ class Search:
         self._candidates: dict[Name, dict[int, Candidate]] = defaultdict(dict)
         self._settled: dict[int, End] = {}  # by number
         self._maybe_expired: set[int] = set()  # requested numbers without a row so far
-        # The rows of the log with a requested id. None if they are many.
+        # The rows of the log with a requested id. None if they are many or large.
         self._rows_by_id: dict[str | None, list[ReadRow]] | None = None
 
     def search(self) -> None:
