@@ -178,6 +178,57 @@ def test_many_refused_requests_behind_a_slow_one_are_all_answered(node: RunningN
     assert [part[:3] for part in received] == [b"201"] + [b"400"] * 1_500 + [b"200"]
 
 
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 1_000], ids=["at once", "head and body", "single bytes"])
+@pytest.mark.parametrize("is_chunked", [False, True], ids=["length", "chunked"])
+def test_a_request_to_upgrade_is_served_with_its_body(
+    node: RunningNode, client: Client, pieces: int, *, is_chunked: bool
+) -> None:
+    topic = f"upgraded-{pieces}-{is_chunked}"
+    whole = request_of(f"/v1/topics/{topic}/messages", b'{"body": "whole"}').replace(
+        b"\r\n", b"\r\n" + UPGRADE, 1
+    )
+    head, _, body = whole.partition(b"\r\n\r\n")
+    if is_chunked:
+        head = head.replace(b"Content-Length: %d" % len(body), b"Transfer-Encoding: chunked")
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    head += b"\r\n\r\n"
+    with connect(node) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if pieces == 1:
+            connection.sendall(head + body + head + body)
+        elif pieces == 2:
+            for part in (head, body, head, body):
+                connection.sendall(part)
+                client.ask("GET", "/health/live")  # the part has come by then
+        else:
+            for at in range(len(head + body)):
+                connection.sendall((head + body)[at : at + 1])
+            connection.sendall(head + body)
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"\r\n" + LAST)
+        assert [part[:3] for part in answers(connection)] == [b"201", b"201", b"200", b"200"]
+    received = client.receive(topic, max=3).value["messages"]
+    assert [message["body"] for message in received] == ["whole", "whole"]
+
+
+def test_a_last_request_to_upgrade_closes_the_connection(node: RunningNode) -> None:
+    with connect(node) as connection:
+        connection.sendall(
+            LAST.replace(b"Connection: close", b"Connection: close, Upgrade\r\nUpgrade: h2c") + LAST
+        )
+        (only,) = answers(connection)
+    assert only.startswith(b"200") and b"connection: close\r\n" in only
+
+
+def test_a_tunnel_is_refused(node: RunningNode) -> None:
+    with connect(node) as connection:
+        connection.sendall(b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n" + LAST)
+        (refused,) = answers(connection)
+    assert refused.startswith(b"400")
+
+
 @pytest.mark.parametrize("body", [b"{", b'{"body": "x", "after": "1h"}'], ids=["refused", "sent"])
 def test_nothing_is_served_behind_the_last_request(node: RunningNode, client: Client, body: bytes) -> None:
     last = request_of("/v1/topics/ordered/messages", body, b"Connection: close\r\n")

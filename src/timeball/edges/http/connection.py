@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, cast
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -133,7 +134,13 @@ class HttpConnection(HttpToolsProtocol):
             if not self._head_bytes:
                 self._first_bytes = data[:_FIRST_BYTES_MAX]
             self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except HttpParserError as error:
+            self.logger.warning("invalid HTTP request: %s", error)
+            self.send_400_response("Invalid HTTP request received.")
+            return
         # A request whose body has not come yet: its handler waits for it.
         self._start_next()
         # Usually a head comes at once, and needs no time limit.
@@ -142,6 +149,33 @@ class HttpConnection(HttpToolsProtocol):
                 self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
             elif self._head_deadline is None:
                 self._start_head_deadline()
+
+    def _parse(self, data: bytes | memoryview) -> None:
+        """Pass received bytes to the parser. Requests for another protocol are served as plain ones (RFC 9110, 7.8).
+
+        The parser ends such a request behind its head, so it gets that head again without `Upgrade`.
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except HttpParserUpgrade as upgrade:
+                if self.parser.get_method() == b"CONNECT":  # has no body, but a tunnel
+                    raise HttpParserError("CONNECT is not supported") from None
+                head = self._head_without_upgrade()
+                # The former one parses nothing more if the head has `Connection: close`.
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+                self.parser.feed_data(head)
+                data = memoryview(data)[upgrade.args[0] :]
+            else:
+                return
+
+    def _head_without_upgrade(self) -> bytes:
+        """Build the head of the newest request anew."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     def send_400_response(self, msg: str) -> None:
         """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol."""
@@ -160,6 +194,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Build the state of a request. Its body has separate limits."""
+        if self.parser.should_upgrade():
+            return  # the head comes again
         self._is_in_head = False
         self._cancel_head_deadline()
         parser = self.parser
@@ -190,6 +226,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """End a request."""
+        if self.parser.should_upgrade():
+            return
         exchange = self.cycle
         if not exchange.response_complete:
             exchange.more_body = False
