@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, cast
 
 import pytest
+import uvicorn
+from tests.bounds import BOUND_S
 from tests.edges.http.client import Client
 from tests.edges.http.test_edge import connect
 from tests.node_fixture import RunningNode, eventually
+from uvicorn.server import ServerState
 
 from timeball.edges.http import connection as bounds
-from timeball.edges.http import send_codec
+from timeball.edges.http import requests, send_codec
+from timeball.edges.http.codec import Answer
+from timeball.edges.shared.shared_limits import SharedLimit
+from timeball.io.security import OPEN
+from timeball.model.config import Settings
 
 
 def test_a_too_large_head_is_refused(node: RunningNode) -> None:
@@ -48,7 +55,17 @@ class Kept(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.writes: list[bytes] = []
-        self.is_closed = False
+        self.unread_bytes = 0
+        self.is_closed = self.is_aborted = self.is_paused = False
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
 
     def write(self, data: Any) -> None:
         self.writes.append(bytes(data))
@@ -60,7 +77,7 @@ class Kept(asyncio.Transport):
         return self.is_closed
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.unread_bytes
 
 
 def test_the_writes_of_one_turn_are_joined() -> None:
@@ -278,3 +295,139 @@ def test_an_idle_connection_is_closed_but_not_during_a_poll(
         connection.sendall(LAST.replace(b"Connection: close\r\n", b"") + poll)
         received = answers(connection)
     assert [part[:3] for part in received] == [b"200", b"200"]
+
+
+# ---- clients that do not read, by the events of a transport ------------------------------------------------------
+
+
+class Served:
+    """A connection in the running loop, with a stored transport and these handlers."""
+
+    def __init__(self, **handlers: requests.Handler | requests.DirectHandler) -> None:
+        self.limits = requests.RequestLimits()
+        pages = requests.ForeignPageCheck(Settings(), has_accounts=False)
+        endpoints = {
+            f"/{name}": requests.Endpoint(
+                {"GET": handler, "POST": handler}, OPEN, pages, lambda: 0, self.limits,
+                is_open=True, former_methods={}, parameters={},
+            )
+            for name, handler in handlers.items()
+        }  # fmt: skip
+        config = uvicorn.Config(
+            cast(Any, None), http=bounds.HttpConnection, ws="none", lifespan="off", interface="asgi3",
+            log_config=None, access_log=False,
+        )  # fmt: skip
+        config.load()
+        config.loaded_app = cast(Any, requests.PathTable(endpoints))
+        self.connection = bounds.HttpConnection(config, ServerState(), {})
+        self.stored = Kept()
+        self.connection.connection_made(self.stored)
+
+    async def receive(self, data: bytes) -> None:
+        """Pass bytes of the client to the connection, and let its tasks run."""
+        self.connection.data_received(data)
+        await self.settle()
+
+    async def settle(self) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    @property
+    def statuses(self) -> list[bytes]:
+        return [part[:3] for part in b"".join(self.stored.writes).split(b"HTTP/1.1 ")[1:]]
+
+
+def get_of(name: str, method: str = "GET", headers: str = "") -> bytes:
+    return f"{method} /{name} HTTP/1.1\r\n{headers}\r\n".encode()
+
+
+async def short(_: requests.Call) -> Answer:
+    return Answer(200, b"short")
+
+
+async def stream(_: requests.Call) -> requests.Stream:
+    async def chunks() -> AsyncGenerator[bytes, None]:
+        yield b"chunk"
+
+    return requests.Stream(chunks(), "text/plain")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (get_of("none"), b"404"),
+        (get_of("short"), b"200"),
+        (get_of("stream"), b"200"),
+        (get_of("stream", "HEAD"), b"200"),
+    ],
+    ids=["unknown path", "answer", "stream", "head of a stream"],
+)
+@pytest.mark.parametrize("reads", [True, False], ids=["in time", "never"])
+def test_an_answer_waits_for_a_client_that_does_not_read(
+    monkeypatch: pytest.MonkeyPatch, request_line: bytes, status: bytes, *, reads: bool
+) -> None:
+    async def serve() -> None:
+        served = Served(short=short, stream=stream)
+        served.connection.pause_writing()
+        await served.receive(request_line)
+        assert not served.stored.writes
+        if reads:
+            served.connection.resume_writing()
+            await served.settle()
+        while served.connection.tasks:  # within the limit
+            await asyncio.wait(served.connection.tasks)
+        await served.settle()
+        assert served.statuses == ([status] if reads else [])
+        assert served.stored.is_aborted is not reads
+
+    for module in (bounds, requests):
+        monkeypatch.setattr(module, "ANSWER_S", BOUND_S if reads else 0.01)
+    asyncio.run(serve())
+
+
+def test_a_stream_over_its_limit_is_refused_when_the_client_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> None:
+        served = Served(stream=stream)
+        served.limits.streams = SharedLimit("streams", 0)
+        served.connection.pause_writing()
+        await served.receive(get_of("stream"))
+        assert not served.stored.writes
+        served.connection.resume_writing()
+        await served.settle()
+        assert served.statuses == [b"429"]
+
+    asyncio.run(serve())
+
+
+def test_the_end_of_a_stream_waits_a_limited_time_for_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> None:
+        served = Served(stream=pausing)
+        await served.receive(get_of("stream"))
+        await asyncio.wait(served.connection.tasks)
+        assert served.stored.is_closed and served.statuses == [b"200"]
+
+    async def pausing(call: requests.Call) -> requests.Stream:
+        async def chunks() -> AsyncGenerator[bytes, None]:
+            yield b"chunk"
+            call.exchange.flow.pause_writing()
+
+        return requests.Stream(chunks(), "text/plain")
+
+    monkeypatch.setattr(requests, "STREAM_READ_S", 0.01)
+    asyncio.run(serve())
+
+
+def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def serve() -> None:
+        served = Served(short=short)
+        served.connection.data_received(get_of("none"))
+        served.stored.unread_bytes = 1
+        served.connection.eof_received()
+        assert served.statuses == [b"404"]
+        while not served.stored.is_aborted:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(bounds, "LAST_BYTES_S", 0.01)
+    asyncio.run(serve())

@@ -15,14 +15,14 @@ import asyncio
 from collections import deque
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.edges.http.exchange import Exchange
-from timeball.edges.http.requests import Endpoint, PathTable, no_path
+from timeball.edges.http.requests import ANSWER_S, Endpoint, PathTable, no_path
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, protocol_of
 
 _FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
@@ -125,8 +125,8 @@ class HttpConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> None:
-        """Write what this turn has collected: after the end of the client's direction, asyncio closes the transport."""
-        cast(JoinedWrites, self.transport)._flush()
+        """Close the connection within LAST_BYTES_S. asyncio would close it when the client has read all answers."""
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
@@ -241,10 +241,12 @@ class HttpConnection(HttpToolsProtocol):
         if self._waiting and self._serving is None and not self.transport.is_closing():
             exchange, endpoint = self._waiting.popleft()
             self._serving = exchange
-            if endpoint is None:
-                exchange.write(no_path(exchange.target.path))
-            else:
+            if endpoint is not None:
                 endpoint.start(exchange, partial(self._run, exchange))
+            elif self.flow.write_paused:
+                self._run(exchange, _refuse_later(exchange))
+            else:
+                exchange.write(no_path(exchange.target.path))
 
     def _run(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         """Start a task that serves a request."""
@@ -306,3 +308,9 @@ class HttpConnection(HttpToolsProtocol):
         if self._head_deadline is not None:
             self._head_deadline.cancel()
             self._head_deadline = None
+
+
+async def _refuse_later(exchange: Exchange) -> None:
+    """Answer a request for an unknown path when the client has read earlier answers."""
+    if await exchange.drain(ANSWER_S):
+        exchange.write(no_path(exchange.target.path))

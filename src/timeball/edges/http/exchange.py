@@ -16,6 +16,8 @@ from timeball.edges.http.codec import Answer, encode
 if TYPE_CHECKING:
     from uvicorn._types import HTTPScope
 
+log = logging.getLogger(__name__)
+
 
 class Target(NamedTuple):
     """The target of a request: the path without escapes, the query, and the parameters in the path."""
@@ -94,6 +96,17 @@ class Exchange(RequestResponseCycle):
         if "message_event" in self.__dict__:
             self.message_event.clear()
         return data
+
+    async def drain(self, wait_s: float) -> bool:
+        """Wait until the client has read earlier answers. Aborts its connection, and returns False, if it does not."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self.flow.drain()
+        except TimeoutError:
+            log.info("answer not taken peer=%s", self.peer)
+            self.transport.abort()
+            return False
+        return True
 
     def write(self, answer: Answer) -> None:
         """Write an answer at once, head and body together. The client must be able to take it (`flow.write_paused`).

@@ -320,9 +320,13 @@ class Endpoint:
             raise
         self._end(call)
         if isinstance(answer, Stream):
-            await self._send_stream(answer, call)
+            try:
+                if await call.exchange.drain(ANSWER_S):
+                    await self._send_stream(answer, call)
+            finally:
+                await answer.chunks.aclose()
         elif call.exchange.flow.write_paused:
-            await self._write_later(answer, call.exchange)
+            await self._write_later(call, answer)
         else:
             self._write(call, answer)
 
@@ -335,7 +339,7 @@ class Endpoint:
         self._end(call)
         answer = self._problem_of(call, outcome) if isinstance(outcome, BaseException) else outcome
         if call.exchange.flow.write_paused:
-            run(self._write_later(answer, call.exchange))
+            run(self._write_later(call, answer))
             return
         self._write(call, answer)
 
@@ -357,30 +361,29 @@ class Endpoint:
         self._request_limits.calls.give_back(call.peer, call.account)
         call.release()
 
-    async def _write_later(self, answer: Answer, exchange: Exchange) -> None:
-        """Write an answer when the client has read earlier ones. Raises TimeoutError if it does not."""
-        self._request_limits.sent.add(exchange.peer, answer.size_bytes)
+    async def _write_later(self, call: Call, answer: Answer) -> None:
+        """Write an answer when the client has read earlier ones."""
+        sent, exchange = self._request_limits.sent, call.exchange
+        sent.add(exchange.peer, answer.size_bytes)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await exchange.flow.drain()
-        except TimeoutError:
-            logger.info("answer not taken peer=%s", exchange.peer)
-            raise
+            is_read = await exchange.drain(ANSWER_S)
         finally:
-            self._request_limits.sent.remove(exchange.peer, answer.size_bytes)
-        exchange.write(answer)
+            sent.remove(exchange.peer, answer.size_bytes)
+        if is_read:
+            self._write(call, answer)
 
     async def _send_stream(self, stream: Stream, call: Call) -> None:
-        """Send the chunks of a stream until it ends, or until the client disconnects or does not read."""
+        """Send the chunks of a stream until it ends, or until the client disconnects or does not read.
+
+        The client has read all earlier answers.
+        """
         exchange = call.exchange
         if exchange.method == "HEAD":
-            await stream.chunks.aclose()
             exchange.write(Answer(200, b"", media_type=stream.media_type))
             return
         try:
             self._request_limits.streams.admit(call.peer, call.account)
         except OverLimit as error:
-            await stream.chunks.aclose()
             exchange.write(problem_of(error))
             return
         writing = asyncio.ensure_future(self._write_stream(stream, exchange))
@@ -394,7 +397,6 @@ class Endpoint:
             for task in (writing, disconnect):
                 task.cancel()
             await asyncio.gather(writing, disconnect, return_exceptions=True)
-            await stream.chunks.aclose()
 
     async def _write_stream(self, stream: Stream, exchange: Exchange) -> None:
         """Send the headers and chunks of a stream. Raises TimeoutError if the client does not read a chunk in time."""
@@ -407,17 +409,21 @@ class Endpoint:
         ]
         await exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
         async for chunk in stream.chunks:
-            # `send` returns when the transport can take more. If the client does not read, only this chunk waits here.
-            self._request_limits.sent.add(exchange.peer, len(chunk))
-            try:
-                async with asyncio.timeout(STREAM_READ_S):
-                    await exchange.send({"type": "http.response.body", "body": chunk, "more_body": True})
-            except TimeoutError:
-                logger.info("stream not read peer=%s", exchange.peer)
-                raise
-            finally:
-                self._request_limits.sent.remove(exchange.peer, len(chunk))
-        await exchange.send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._write_chunk(exchange, chunk, has_more=True)
+        await self._write_chunk(exchange, b"", has_more=False)
+
+    async def _write_chunk(self, exchange: Exchange, chunk: bytes, *, has_more: bool) -> None:
+        """Send a chunk when the client has read earlier ones. Raises TimeoutError if it does not."""
+        # `send` returns when the transport can take more. If the client does not read, only this chunk waits here.
+        self._request_limits.sent.add(exchange.peer, len(chunk))
+        try:
+            async with asyncio.timeout(STREAM_READ_S):
+                await exchange.send({"type": "http.response.body", "body": chunk, "more_body": has_more})
+        except TimeoutError:
+            logger.info("stream not read peer=%s", exchange.peer)
+            raise
+        finally:
+            self._request_limits.sent.remove(exchange.peer, len(chunk))
 
 
 def no_path(path: str) -> Answer:
