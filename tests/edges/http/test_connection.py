@@ -431,3 +431,58 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
 
     monkeypatch.setattr(bounds, "LAST_BYTES_S", 0.01)
     asyncio.run(serve())
+
+
+# ---- the limits for what a client sends ahead -------------------------------------------------------------------
+
+
+class Asked:
+    """A handler whose answers a test gives, in any order."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[requests.Call, requests.Respond]] = []
+
+    @property
+    def handler(self) -> requests.DirectHandler:
+        return requests.DirectHandler(self._begin, short)
+
+    def _begin(self, call: requests.Call, respond: requests.Respond) -> bool:
+        if call.take_body() is None:
+            return False
+        self.calls.append((call, respond))
+        return True
+
+    def answer(self) -> None:
+        self.calls.pop(0)[1](Answer(200, b"asked"))
+
+
+def test_nothing_is_read_while_requests_wait() -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        await served.receive(get_of("asked") * 4)
+        for waiting in (3, 2, 1, 0):
+            assert (len(asked.calls), len(served.connection.waiting)) == (1, waiting)
+            assert served.stored.is_paused is (waiting > 0)
+            asked.answer()
+            await served.settle()
+        assert served.statuses == [b"200"] * 4
+
+    asyncio.run(serve())
+
+
+def test_the_time_limit_of_a_head_does_not_run_while_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        await served.receive(get_of("asked") * 2 + b"GET /as")
+        await asyncio.sleep(2 * bounds.HEAD_S)
+        assert not served.stored.is_aborted
+        asked.answer()
+        await served.settle()
+        assert not served.stored.is_paused
+        while not served.stored.is_aborted:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(bounds, "HEAD_S", 0.02)
+    asyncio.run(serve())

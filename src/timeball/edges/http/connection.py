@@ -1,6 +1,7 @@
 """One HTTP connection: uvicorn's parser and flow control, limits for heads, and the start of each request.
 
     JoinedWrites      a transport that joins the writes of one turn of the event loop
+    RequestFlow       flow control that reads no more while requests wait
     HttpConnection    one connection
 
 uvicorn would build an ASGI scope, several events and two timers for each request. Timeball's handlers need none of
@@ -18,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from timeball.edges.http.exchange import Exchange
@@ -89,6 +90,20 @@ class JoinedWrites(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
+class RequestFlow(FlowControl):
+    """Flow control that reads no more while requests of the connection wait for the answer to an earlier one."""
+
+    def __init__(self, connection: HttpConnection) -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+
+    def resume_reading(self) -> None:
+        """Read again, unless requests wait: the client could add to them without a limit."""
+        if self.read_paused and not self._connection.waiting:
+            super().resume_reading()
+            self._connection.after_resume()
+
+
 class HttpConnection(HttpToolsProtocol):
     """One connection. It answers its requests one after the other, in their order."""
 
@@ -98,7 +113,7 @@ class HttpConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._paths: PathTable = self.config.loaded_app
         # requests that are not started: they wait for their bodies, or for the answer to an earlier one
-        self._waiting: deque[tuple[Exchange, Endpoint | None]] = deque()
+        self.waiting: deque[tuple[Exchange, Endpoint | None]] = deque()
         self._serving: Exchange | None = None  # the request that is started and not answered
         self._head_bytes = 0
         # the first bytes of a head, by which another protocol is recognized
@@ -111,6 +126,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time limit for the head of the first request."""
         super().connection_made(JoinedWrites(transport, self.loop))
+        self.flow = RequestFlow(self)
         self._start_head_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -147,8 +163,13 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_head and not self.transport.is_closing():
             if self._head_bytes > HEAD_BYTES_MAX:
                 self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
-            elif self._head_deadline is None:
+            elif self._head_deadline is None and not self.flow.read_paused:
                 self._start_head_deadline()
+
+    def after_resume(self) -> None:
+        """Start the time limit for a head that has begun. It does not run while the connection reads nothing."""
+        if self._is_in_head and self._head_deadline is None and not self.transport.is_closing():
+            self._start_head_deadline()
 
     def _parse(self, data: bytes | memoryview) -> None:
         """Pass received bytes to the parser. Requests for another protocol are served as plain ones (RFC 9110, 7.8).
@@ -212,7 +233,7 @@ class HttpConnection(HttpToolsProtocol):
             expects_continue=self.expect_100_continue,
         )
         exchange.on_response = self.on_response_complete
-        self._waiting.append((exchange, endpoint))
+        self.waiting.append((exchange, endpoint))
         if earlier is not None and not earlier.response_complete:
             self.flow.pause_reading()
 
@@ -238,9 +259,11 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_next(self) -> None:
         """Start the next request, unless another one is under way."""
-        if self._waiting and self._serving is None and not self.transport.is_closing():
-            exchange, endpoint = self._waiting.popleft()
+        if self.waiting and self._serving is None and not self.transport.is_closing():
+            exchange, endpoint = self.waiting.popleft()
             self._serving = exchange
+            if len(exchange.body) <= HIGH_WATER_LIMIT:  # else when its handler takes the body
+                self.flow.resume_reading()
             if endpoint is not None:
                 endpoint.start(exchange, partial(self._run, exchange))
             elif self.flow.write_paused:
@@ -270,7 +293,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self.flow.resume_reading()
-        if self._waiting:
+        if self.waiting:
             # Later, because an answer may follow at once, and so on for many requests.
             self.loop.call_soon(self._start_next)
             return

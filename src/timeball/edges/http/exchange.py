@@ -16,7 +16,7 @@ from timeball.edges.http.codec import Answer, encode
 if TYPE_CHECKING:
     from uvicorn._types import HTTPScope
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Target(NamedTuple):
@@ -103,7 +103,7 @@ class Exchange(RequestResponseCycle):
             async with asyncio.timeout(wait_s):
                 await self.flow.drain()
         except TimeoutError:
-            log.info("answer not taken peer=%s", self.peer)
+            logger.info("answer not taken peer=%s", self.peer)
             self.transport.abort()
             return False
         return True
