@@ -172,3 +172,55 @@ def test_the_end_gives_back_what_a_stream_had_sent(clock: ManualClock) -> None:
     feed.unread.append(unread)
     loop.end()
     assert group.back == [(first, True), (unread, False)]
+
+
+def test_leases_of_a_stream_count_from_before_its_messages_are_read(clock: ManualClock) -> None:
+    """A slow handler leaves the next messages in the stream, where their leases run."""
+    first, second = Message(), Message()
+    group, feed = Group(), Feed(clock, [[first], [second]], ack_rows=8)
+    loop = stream_over(clock, group, feed)
+    loop.work()
+    assert loop.next() is first
+    clock.advance(30_000)  # the second one may have come at the beginning
+    assert loop.next() is None
+    while (message := loop.next()) is None:
+        loop.work()
+    assert message is second and group.renewed == [second]
+
+
+def test_an_empty_read_of_a_stream_shows_that_no_lease_runs(clock: ManualClock) -> None:
+    message = Message()
+    group, feed = Group(), Feed(clock, [[], [], [], [], [message]], ack_rows=8)
+    loop = stream_over(clock, group, feed)
+    for _ in range(5):
+        loop.work()
+    assert loop.next() is message and group.renewed == []
+
+
+def test_a_stream_is_read_while_its_messages_are_handled(clock: ManualClock) -> None:
+    """Unread messages would make the broker end the stream, and some would be lost until their leases end."""
+    messages = [Message() for _ in range(4)]
+    group, feed = Group(), Feed(clock, [messages[:2], messages[2:3], messages[3:]], ack_rows=8)
+    loop = stream_over(clock, group, feed)
+    loop.work()
+    assert loop.next() is messages[0]
+    clock.advance(1_000)
+    assert loop.next() is None
+    loop.work()
+    assert group.acked == messages[:1]
+    loop.end()
+    assert group.back == [(messages[1], False), (messages[2], False)]
+
+
+def test_a_renewal_reads_a_stream_until_it_is_empty(clock: ManualClock) -> None:
+    messages = [Message() for _ in range(4)]
+    group, feed = Group(), Feed(clock, [[message] for message in messages], ack_rows=8)
+    feed._reads[0] = messages[:2]
+    del feed._reads[1]
+    loop = stream_over(clock, group, feed)
+    loop.work()
+    assert loop.next() is messages[0]
+    clock.advance(30_000)
+    assert loop.next() is None
+    loop.work()
+    assert group.renewed == messages[1:]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,21 @@ def answering(*answers: bytes) -> Iterator[str]:
 def answer(status: str, body: str, content_type: str = "application/problem+json") -> bytes:
     head = f"HTTP/1.1 {status}\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
     return (head + body).encode()
+
+
+def stream_answer(*chunks: bytes, is_over: bool = False) -> bytes:
+    """The bytes of a stream, with its end if `is_over`."""
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-ndjson\r\ntransfer-encoding: chunked\r\n\r\n"
+    body = b"".join(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks)
+    return head + body + (b"0\r\n\r\n" if is_over else b"")
+
+
+def received_line(number: int) -> bytes:
+    """A line of a stream with one message."""
+    return (
+        f'{{"receipt":"r{number}","topic":"t","attempt":1,"seq":{number},"queue":0,"offset":{number},'
+        '"released":"2026-01-01T00:00:00Z"}\n'
+    ).encode()
 
 
 def problem(status: str, code: str) -> bytes:
@@ -277,6 +293,32 @@ def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode) -> None
     assert sorted(bodies, key=int) == [b"%d" % number for number in range(100)]
     assert max(held) == 10
     assert in_flight(node, "slow-handler") == 0
+
+
+@pytest.mark.parametrize("credit", [3, 10])
+def test_a_read_of_a_stream_takes_all_that_has_come(credit: int) -> None:
+    """The leases of messages that stay in the socket would end unseen."""
+    chunks = [b"\n", *(received_line(number) for number in range(5))]
+    with answering(stream_answer(*chunks)) as other:
+        calls = HttpCalls(f"http://{other}", 30_000)
+        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), credit, None)
+        assert [message.seq for message in stream.read(30_000)] == [*range(min(credit, 5))]
+        stream.close()
+        calls.close()
+
+
+def test_a_slow_handler_does_not_stop_the_stream(node: RunningNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages are larger than the buffers of a connection. Unread, they would stop the broker's writes."""
+    monkeypatch.setattr("timeball.client.http_calls.BACKLOG_BYTES", 0)
+    monkeypatch.setattr("timeball.client.http_calls.BACKLOG_WAIT_S", BOUND_S)
+    messages = 300
+    with Timeball(node.endpoint) as ball:
+        ball.send_many([{"body": b"\xff" * 65_536}] * messages, topic="large")
+        loop = ball.consume("large", "g", max_messages=messages, lease="12h")
+        next(loop)
+        eventually(lambda: in_flight(node, "large") == messages, "the first message is in work, all are here")
+        assert [message.attempts for message in islice(loop, messages - 1)] == [0] * (messages - 1)
+        loop.close()
 
 
 def test_a_loop_that_is_left_gives_back_what_its_stream_has_sent(node: RunningNode) -> None:

@@ -103,7 +103,7 @@ class RowStream(Protocol):
     """A stream of messages with credit. Belongs to one thread."""
 
     def read(self, wait_ms: int) -> Sequence[ReceivedRow]:
-        """Wait up to `wait_ms` for messages, and return those that have come. Opens the stream when needed."""
+        """Wait up to `wait_ms` for messages, and return all that have come. Opens the stream when needed."""
 
     def close(self) -> Sequence[ReceivedRow]:
         """End the stream, and return the messages that had come."""
@@ -293,12 +293,15 @@ class ConsumeLoop:
         if stop is not None:
             # A short wait, so that the loop notices `stop` within a second.
             self._wait_ms = min(self._wait_ms, limits.SECOND_MS)
+        if feed.ack_rows is not None:
+            # Only an empty read of a stream shows that no lease is running, so one must end long before a lease does.
+            self._wait_ms = min(self._wait_ms, max(ACK_PAUSE_MS, self._lease_ms // 4))
         # An acknowledgement must reach the broker before the lease ends.
         self._ack_interval_ms = min(ACK_INTERVAL_MS, self._lease_ms // 4)
         self._queued: deque[Message] = deque()  # received, and not handed out yet
         self._processed: list[Message] = []  # processed, and not acknowledged yet
         self._current: Message | None = None  # the message that the program processes now
-        # Monotonic times of the last renewal of leases, the last acknowledgement and the last message.
+        # Monotonic times. No lease of a queued message began or was renewed before `_renewed_ms`.
         self._renewed_ms = self._acknowledged_ms = self._last_message_ms = self._now_ms()
         self._has_read_messages = True  # the idle time begins with the first read
         self._is_over = False
@@ -328,6 +331,8 @@ class ConsumeLoop:
             now_ms = self._now_ms()
             if self._is_acknowledgement_due(now_ms):
                 self._acknowledge()
+                if self._feed.ack_rows is not None:  # the broker ends a stream that is not read for long
+                    self._queued.extend(self._feed.read(0))
             if now_ms - self._renewed_ms >= self._lease_ms // 2:
                 self._renew()
             return
@@ -341,9 +346,14 @@ class ConsumeLoop:
         elif self._idle_ms is not None and now_ms - self._last_message_ms >= self._idle_ms:
             self._is_over = True
             return
-        self._renewed_ms = now_ms
+        if self._feed.ack_rows is None:
+            self._renewed_ms = now_ms
         self._queued.extend(self._feed.read(ACK_PAUSE_MS if self._processed else self._wait_ms))
         self._has_read_messages = bool(self._queued)
+        if self._feed.ack_rows is not None and not self._queued:
+            # Messages of a stream may have waited for this read, with their leases running. After an empty read the
+            # leases of the next ones begin later.
+            self._renewed_ms = self._now_ms()
 
     def end(self) -> None:
         """Acknowledge processed messages, and give back all others. Blocks.
@@ -377,7 +387,9 @@ class ConsumeLoop:
     def _renew(self) -> None:
         """Renew the leases of messages that are not handed out yet. Drops messages whose lease has ended."""
         if self._feed.ack_rows is not None:
-            self._queued.extend(self._feed.read(0))  # their leases count from when the broker sent them
+            # Their leases count from when the broker sent them. The second read is for those that had to wait there.
+            self._queued.extend(self._feed.read(0))
+            self._queued.extend(self._feed.read(ACK_PAUSE_MS))
         messages = list(self._queued)
         still_leased = self._consumer.change(messages, self._lease_ms, counts=False)
         self._queued = deque(

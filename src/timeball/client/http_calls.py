@@ -36,6 +36,8 @@ IDLE_S = 60.0  # a connection is used again within this time; the broker closes 
 KEPT_MAX = 64  # idle connections to a node
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
+BACKLOG_BYTES = 16_384  # behind the first messages of a read: the broker has probably more to send
+BACKLOG_WAIT_S = 0.02  # for the next messages of a backlog
 
 T = TypeVar("T")
 
@@ -212,7 +214,7 @@ class MessageStream:
     def __init__(
         self, calls: HttpCalls, request: wire.Receive, credit: int, open_read: OpenRead | None
     ) -> None:
-        self._calls, self._open_read = calls, open_read
+        self._calls, self._open_read, self._credit = calls, open_read, credit
         self._request = Request("POST", receive_target(request, credit))
         self._connection: Connection | None = None
         self._clock = calls._clock
@@ -220,31 +222,45 @@ class MessageStream:
         self._heard_ns = 0  # when the last bytes had come
 
     def read(self, wait_ms: int) -> list[Received]:
-        """Wait up to `wait_ms` for messages, and return those that have come. See RowStream."""
+        """Wait up to `wait_ms` for messages, and return all that have come. See RowStream.
+
+        Their leases run already, so no message is left in the socket. The broker ends a stream that is not read.
+        """
         end_ns = self._clock.monotonic_ns() + wait_ms * 1_000_000
-        while True:
+        messages, drained_bytes = list[Received](), 0
+        while len(messages) < self._credit:
             if self._connection is None:
+                if messages:
+                    break
                 self._open()
             assert self._connection is not None
-            remaining_s = max(0.0, (end_ns - self._clock.monotonic_ns()) / 1e9)
+            if messages:
+                wait_s = BACKLOG_WAIT_S if drained_bytes >= BACKLOG_BYTES else 0
+            else:
+                wait_s = max(0.0, (end_ns - self._clock.monotonic_ns()) / 1e9)
             try:
-                data = self._connection.read(remaining_s)
+                data = self._connection.read(wait_s)
             except TimeballError as error:
-                self._check_cancelled()
-                if not isinstance(error, Lost):
-                    raise
+                if not messages:
+                    self._check_cancelled()
+                    if not isinstance(error, Lost):
+                        raise
                 data = None
             if data is None:  # the broker stops, or the connection broke
-                self._check_cancelled()
+                if not messages:
+                    self._check_cancelled()
                 self._drop()
             elif data:
                 self._heard_ns = self._clock.monotonic_ns()
-                if messages := self._take_lines(data):
-                    return messages
+                drained_bytes += len(data) if messages else 0
+                messages += self._take_lines(data)
+            elif messages:
+                break
             elif self._clock.monotonic_ns() - self._heard_ns > STREAM_SILENCE_S * 1e9:
                 self._drop()
-            if self._clock.monotonic_ns() >= end_ns:
-                return []
+            if not messages and self._clock.monotonic_ns() >= end_ns:
+                break
+        return messages
 
     def close(self) -> list[Received]:
         """End the stream. See RowStream."""
