@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from timeball import Forbidden, NotLeader, Timeball, TimeballError, Unauthorized
 from timeball.client.attempts import Lost, NotNow, NotSent, OpenRead
 from timeball.client.http_calls import HttpCalls
 from timeball.client.http_connection import Request
+from timeball.io.clock import SystemClock
 from timeball.model import wire
 from timeball.model.errors import RequestError
 
@@ -84,6 +85,44 @@ def test_a_node_that_is_not_there_is_left_for_the_next_one(node: RunningNode) ->
     with Timeball(f"http://127.0.0.1:1,{address(node)}") as ball:
         assert ball.send("several", "x").seq > 0
         assert ball._calls.endpoint == node.endpoint, "the one that answers is kept"  # type: ignore[attr-defined]
+
+
+@contextmanager
+def silent_node() -> Iterator[str]:
+    """The address of a node that does not answer: its system drops connections, because too many are not accepted."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as stack:
+        for _ in range(8):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(listening.getsockname())
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_node_that_does_not_answer_leaves_time_for_the_next_one(node: RunningNode) -> None:
+    with silent_node() as silent:
+        for timeout_ms in (3_000, 30_000):  # the connection must be given up before the end of the call
+            with Timeball(f"http://{silent},{address(node)}", timeout_ms=timeout_ms) as ball:
+                assert ball.send("silent", "x").seq > 0
+        with Timeball(f"http://{silent}", timeout_ms=100) as ball, pytest.raises(NotSent, match="timed out"):
+            ball.send("silent", "x")
+
+
+def test_a_connection_is_kept_for_the_node_that_it_goes_to(node: RunningNode) -> None:
+    """Another thread may turn to the next node while one connects."""
+    calls = HttpCalls(f"{node.endpoint},127.0.0.1:1", 30_000)
+    first, second = calls._endpoints
+
+    class Turning(SystemClock):
+        def monotonic_ns(self) -> int:
+            calls._rotate_endpoints()
+            return super().monotonic_ns()
+
+    calls._clock = Turning()
+    for _ in range(4):
+        calls.action("topics", wire.Nothing(), dict)
+    assert all(each._node.endpoint == first for each in calls._kept[first])
+    assert calls._kept[first] and not calls._kept[second]
+    calls.close()
 
 
 @pytest.mark.usefixtures("no_pauses")

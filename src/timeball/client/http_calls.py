@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SCHEMES = ("http", "https")
 IDLE_S = 60.0  # a connection is used again within this time; the broker closes it after 75 s
 KEPT_MAX = 64  # idle connections to a node
+CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
 BACKLOG_BYTES = 16_384  # behind the first messages of a read: the broker has probably more to send
@@ -115,10 +116,10 @@ class HttpCalls(Attempts):
         sent = request._replace(headers=(*request.headers, *self._headers))
 
         def attempt(remaining_s: float) -> T:
-            endpoint = self.endpoint
-            connection = self.connect(remaining_s)
+            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
+            connection = self._connect(endpoint, remaining_s)
             try:
-                reply = _read(connection, sent, remaining_s, open_read)
+                reply = _read(connection, sent, self._seconds_until(end_ns), open_read)
             except BaseException:  # of any kind: an answer under way makes the connection useless
                 connection.close()
                 raise
@@ -132,9 +133,8 @@ class HttpCalls(Attempts):
 
     # ---- connections ------------------------------------------------------------------------------------
 
-    def connect(self, timeout_s: float) -> Connection:
-        """Take a kept connection to the current node, or connect. Raises NotSent."""
-        endpoint = self.endpoint
+    def _connect(self, endpoint: str, remaining_s: float) -> Connection:
+        """Take a kept connection to a node, or connect. Leaves time for the other nodes. Raises NotSent."""
         kept, oldest_ns = self._kept[endpoint], self._clock.monotonic_ns() - int(IDLE_S * 1e9)
         while kept:
             try:
@@ -144,6 +144,8 @@ class HttpCalls(Attempts):
             if connection.used_ns >= oldest_ns and not connection.is_stale:
                 return connection
             connection.close()
+        nodes = len(self._endpoints)
+        timeout_s = remaining_s if nodes == 1 else min(remaining_s / nodes, CONNECT_S)
         connection = Connection(self._nodes[endpoint], self._tls, self._who.tls_name, timeout_s, self._clock)
         self._all.add(connection)
         return connection
@@ -153,16 +155,16 @@ class HttpCalls(Attempts):
         sent = request._replace(headers=(*request.headers, *self._headers))
 
         def attempt(remaining_s: float) -> Connection:
-            endpoint = self.endpoint
-            connection = self.connect(remaining_s)
+            endpoint, end_ns = self.endpoint, self._clock.monotonic_ns() + int(remaining_s * 1e9)
+            connection = self._connect(endpoint, remaining_s)
             try:
                 if open_read is not None:
                     open_read.begin(connection.interrupt)
-                reply = connection.open(sent, remaining_s)
+                reply = connection.open(sent, self._seconds_until(end_ns))
                 if reply.status < 400:
                     return connection
                 data = b""
-                while chunk := connection.read(remaining_s):
+                while chunk := connection.read(self._seconds_until(end_ns)):
                     data += chunk
                 raise error_of(reply._replace(body=data), endpoint)
             except BaseException:  # of any kind: an answer under way makes the connection useless
@@ -170,6 +172,9 @@ class HttpCalls(Attempts):
                 raise
 
         return self.with_retries(attempt, self.timeout_ms)
+
+    def _seconds_until(self, end_ns: int) -> float:
+        return max(0.001, (end_ns - self._clock.monotonic_ns()) / 1e9)
 
     def _keep(self, endpoint: str, connection: Connection) -> None:
         if connection.is_reusable and not self._closed.is_set():
