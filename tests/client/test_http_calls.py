@@ -170,6 +170,32 @@ def test_another_server_is_told_from_a_broker() -> None:
                 ball.send("t", "x")
 
 
+@pytest.mark.usefixtures("no_pauses")
+@pytest.mark.parametrize("body", ["<html>", '{"seq":"one"}', '{"messages":[],"store_ms":1}', "\xff"])
+def test_a_success_of_another_server_is_an_error(body: str) -> None:
+    """The broker behind a proxy may have carried out a send, so its rows are unknown."""
+    other_answer = answer("200 OK", body, "text/html")
+    with answering(*3 * (other_answer,)) as other, Timeball(f"http://{other}") as ball:
+        with pytest.raises(TimeballError, match="not as a broker would") as caught:
+            ball.topics()
+        assert not isinstance(caught.value, Unavailable), "another attempt gets the same answer"
+        with pytest.raises(Lost, match="not as a broker would"):
+            ball.send("t", "x")
+        with pytest.raises(Lost, match="may or may not be accepted: rows 0 to 1"):
+            ball.send_many([{"body": "x"}] * 2, topic="t")
+
+
+@pytest.mark.parametrize("answered", [answer("200 OK", "<html>", "text/html"), stream_answer(b"<html>\n")])
+def test_a_stream_of_another_server_is_an_error(answered: bytes) -> None:
+    with answering(answered) as other:
+        calls = HttpCalls(f"http://{other}", 30_000)
+        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), 1, None)
+        with pytest.raises(TimeballError, match="not as a broker would"):
+            stream.read(30_000)
+        stream.close()
+        calls.close()
+
+
 def test_codes_of_problems_are_the_errors_of_the_broker(node: RunningNode) -> None:
     for code, kind in (("over_limit", "OverLimit"), ("conflict", "Conflict"), ("disk_failed", "DiskFailed")):
         with answering(problem("429 Too Many Requests", code)) as other, Timeball(f"http://{other}") as ball:

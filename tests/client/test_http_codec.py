@@ -45,6 +45,7 @@ def test_a_receive_and_a_stream_name_what_they_want() -> None:
         (409, b'{"code":"conflict","detail":"x"}', Conflict),
         (503, b'{"code":"unavailable","detail":"x"}', NotNow),
         (503, b"<html>", Lost),
+        (500, b"Internal Server Error", Lost),
         (404, b"<html>", TimeballError),
         (418, b'{"code":"new"}', TimeballError),
     ],

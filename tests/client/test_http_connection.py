@@ -64,6 +64,16 @@ def test_a_request_is_one_write_and_its_answer_may_come_in_pieces() -> None:
     connection.close()
 
 
+def test_an_ipv6_address_is_in_brackets_in_the_request() -> None:
+    connection, peer = connected()
+    connection._node = node_of("http://[2001:db8::1]:81")
+    peer.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    connection.ask(ASK, BOUND_S)
+    assert b"\r\nhost: [2001:db8::1]:81\r\n" in peer.recv(65_536)
+    connection.close()
+    peer.close()
+
+
 def test_a_connection_that_breaks_in_an_answer_is_lost() -> None:
     for sent in (b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhe"):
         connection, peer = connected()

@@ -20,6 +20,7 @@ from timeball.client.http_codec import (
     Received,
     decode_lines,
     decode_received,
+    decoded,
     error_of,
     receive_target,
 )
@@ -35,6 +36,7 @@ SCHEMES = ("http", "https")
 IDLE_S = 60.0  # a connection is used again within this time; the broker closes it after 75 s
 KEPT_MAX = 64  # idle connections to a node
 CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
+STREAM_TYPE = "application/x-ndjson"
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
 BACKLOG_BYTES = 16_384  # behind the first messages of a read: the broker has probably more to send
@@ -126,7 +128,7 @@ class HttpCalls(Attempts):
             self._keep(endpoint, connection)
             if reply.status >= 400:
                 raise error_of(reply, endpoint)
-            return decode(reply.body)
+            return decoded(decode, reply.body, endpoint, is_read=request.method == "GET")
 
         retry_on: type[Unavailable] = Unavailable if is_repeatable else NotNow
         return self.with_retries(attempt, timeout_ms or self.timeout_ms, retry_on=retry_on)
@@ -162,6 +164,10 @@ class HttpCalls(Attempts):
                     open_read.begin(connection.interrupt)
                 reply = connection.open(sent, self._seconds_until(end_ns))
                 if reply.status < 400:
+                    if not reply.content_type.startswith(STREAM_TYPE):
+                        raise TimeballError(
+                            f"{endpoint} answered with {reply.content_type!r}, not as a broker would"
+                        )
                     return connection
                 data = b""
                 while chunk := connection.read(self._seconds_until(end_ns)):
@@ -286,7 +292,7 @@ class MessageStream:
     def _take_lines(self, data: bytes) -> list[Received]:
         """Decode the lines that are complete."""
         lines, _, self._tail = (self._tail + data).rpartition(b"\n")
-        return decode_lines(lines)
+        return decoded(decode_lines, lines, self._calls.endpoint, is_read=True)
 
     def _drop(self) -> None:
         if self._connection is not None:

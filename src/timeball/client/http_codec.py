@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 import msgspec
@@ -35,6 +35,8 @@ from timeball.model.wire import (
 
 JSON, NDJSON = (("content-type", "application/json"),), (("content-type", "application/x-ndjson"),)
 REQUEST_BYTES_MAX = 2 * limits.BODY_BYTES_MAX  # the broker's limit
+
+T = TypeVar("T")
 
 encode = msgspec.json.encode
 
@@ -70,9 +72,18 @@ def error_of(reply: Reply, endpoint: str) -> TimeballError:
         problem = _PROBLEM.decode(reply.body)
     except msgspec.MsgspecError:
         text = f"{endpoint} answered with status {reply.status}, and not as a broker would"
-        # Perhaps a proxy, behind which a broker may have carried out the call.
-        return Lost(text) if reply.status in (502, 503, 504) else TimeballError(text)
+        # Perhaps a proxy or a broken broker, which may have carried out the call.
+        return Lost(text) if reply.status >= 500 else TimeballError(text)
     return refusal(problem.code, problem.detail)
+
+
+def decoded(decode: Callable[[bytes], T], data: bytes, endpoint: str, *, is_read: bool) -> T:
+    """Decode an answer. For other bytes than a broker's, raises Lost, or TimeballError if the call `is_read` only."""
+    try:
+        return decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, IndexError) as error:
+        text = f"{endpoint} answered with success, but not as a broker would: {error}"
+        raise (TimeballError(text) if is_read else Lost(text)) from error
 
 
 # ---- sends ----------------------------------------------------------------------------------------------------

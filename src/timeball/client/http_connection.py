@@ -99,11 +99,12 @@ class Connection:
         return self._send(request, timeout_s, self._clock.monotonic_ns() + int(timeout_s * 1e9))
 
     def _send(self, request: Request, timeout_s: float, end_ns: int) -> Reply:
+        host = f"[{self._node.host}]" if ":" in self._node.host else self._node.host
         head = h11.Request(
             method=request.method,
             target=request.target,
             headers=[
-                ("host", f"{self._node.host}:{self._node.port}"),
+                ("host", f"{host}:{self._node.port}"),
                 *request.headers,
                 ("content-length", str(len(request.body))),
             ],
