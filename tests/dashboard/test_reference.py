@@ -21,8 +21,15 @@ from tests.node_fixture import RunningNode
 
 pytestmark = [pytest.mark.interop, pytest.mark.xdist_group("browser")]
 # The campaign of this test was sent and not attached, so that its rows are cancelled one by one; and a broker alone
-# leads no group, and belongs to no cluster.
-REFUSED = {"cancel_campaign": 416, "leads": 404, "cluster": 404, "ask_group": 404}
+# leads no group, belongs to no cluster, and has the clock of its system.
+REFUSED = {
+    "cancel_campaign": 416,
+    "leads": 404,
+    "cluster": 404,
+    "ask_group": 404,
+    "clock": 404,
+    "advance_clock": 404,
+}
 ENDLESS = {"events", "stream"}
 ORDER = ["put", "post", "get", "patch", "delete"]
 

@@ -41,7 +41,7 @@ _REQUEST_EXAMPLES: dict[str, dict[str, Any]] = {
     "Resolving": {"all": True},
     "CancellingMany": {"keys": ["order-17"]},
     "ReschedulingMany": {"ids": ["order-17"], "after": "2h"},
-    "Committing": {"offsets": {"0": 17}},
+    "Committing": {"offsets": {"0": 0}},
     "Nothing": {},
     "Resuming": {"shift": True},
     "CancelHere": {"ask": "cancel", "keys": ["order-17"]},
@@ -147,14 +147,14 @@ OPERATIONS = (
         answer=(answers_codec.GroupOffsets,),
     ),
     Operation(
-        "put", "/v1/topics/{topic}/offsets", "commit", "Set the offsets at which a group goes on in a topic.",
-        (_GROUP_PARAMETER,), (codec.Committing,),
-        answer=(answers_codec.GroupOffsets,),
-    ),
-    Operation(
         "put", "/v1/topics/{topic}", "create_topic", "Create a topic, or give it more queues.",
         (), (codec.TopicMade,),
         answer=(answers_codec.TopicSize,),
+    ),
+    Operation(
+        "put", "/v1/topics/{topic}/offsets", "commit", "Set the offsets at which a group goes on in a topic.",
+        (_GROUP_PARAMETER,), (codec.Committing,),
+        answer=(answers_codec.GroupOffsets,),
     ),
     Operation(
         "delete", "/v1/topics/{topic}", "delete_topic", "Delete a topic with its messages.",
