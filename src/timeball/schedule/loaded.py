@@ -290,10 +290,12 @@ class Loaded:
         """Compute when `take_due` next has work among messages due before `below_ms`. FAR_MS if never."""
         # If no body comes before the bound, work is possible only after a gather or an opening. `on_change` reports the
         # end of a gather, and the scheduler the end of an opening.
-        first_ms = self._wheel.first_due_ms
-        if not self._wheel.has_before(min((below_ms, 0), self._first_unloaded(now_ms, first_ms))):
-            first_ms = FAR_MS
-        return first_ms if self._gathering is not None else min(first_ms, self._next_gather_ms(now_ms))
+        bound, gather_ms = (below_ms, 0), FAR_MS
+        if self._gathering is None:
+            gather_ms = self._next_gather_ms(now_ms)
+        else:
+            bound = min(bound, self._first_unloaded(now_ms, self._wheel.first_due_ms))
+        return min(gather_ms, self._wheel.first_due_ms) if self._wheel.has_before(bound) else gather_ms
 
     def first_due_ms(self) -> int:
         """Find the earliest due time of a message that is not handed out. FAR_MS if there are none."""
