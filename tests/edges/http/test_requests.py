@@ -231,6 +231,9 @@ def test_the_paths_of_clients_take_limited_memory(monkeypatch: pytest.MonkeyPatc
         table.find(b"/v1/messages/%d" % number)
         table.find(b"/v1/messages/%d" % number + b"x" * requests.PATH_KEPT_CHARACTERS_MAX)
         table.find(b"/none/%d" % number)
+        names = [b"%d" % name for name in range(requests.QUERY_KEPT_PARAMETERS_MAX + 1)]
+        table.find(b"/v1/messages/%d?" % number + b"&".join(names))
+        table.find(b"/v1/messages/%d?" % number + b"&".join([b"a"] * len(names)))
         assert 0 < len(table._found) <= 10
     assert max(map(len, table._found)) < 30
 

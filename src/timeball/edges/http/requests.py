@@ -60,6 +60,7 @@ STREAM_READ_S = 20.0  # for a client to read the earlier chunks of a stream befo
 BODY_S = 20.0  # for reserving its bytes and receiving the whole body
 ANSWER_S = 60.0  # for a client to read an answer
 PATHS_KEPT_MAX, PATH_KEPT_CHARACTERS_MAX = 4_096, 1_024
+QUERY_KEPT_PARAMETERS_MAX = 16  # a parsed one takes about 140 bytes
 _NO_QUERY = QueryParams("")
 
 
@@ -471,7 +472,7 @@ class PathTable:
             if path.startswith(prefix) and (match := pattern.match(path)):
                 params = {name: converters[name].convert(text) for name, text in match.groupdict().items()}
                 found = Target(path, query, params), endpoint
-                if len(url) <= PATH_KEPT_CHARACTERS_MAX:
+                if len(url) <= PATH_KEPT_CHARACTERS_MAX and url.count(b"&") < QUERY_KEPT_PARAMETERS_MAX:
                     if len(self._found) >= PATHS_KEPT_MAX:
                         self._found.clear()
                     self._found[url] = found
