@@ -456,6 +456,40 @@ class Asked:
         self.calls.pop(0)[1](Answer(200, b"asked"))
 
 
+CHUNKED = get_of("asked", "POST", "transfer-encoding: chunked\r\n")
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [(b"0\r\n", b"a: b\r\n"), (b"0\r\na: ", b"b"), (b"1;a=", b"b"), (b"", b"\r\n")],
+    ids=["trailers", "one trailer", "extension", "empty lines"],
+)
+def test_bytes_that_no_request_needs_are_limited(begin: bytes, more: bytes) -> None:
+    async def serve() -> None:
+        served = Served(asked=Asked().handler)
+        await served.receive(CHUNKED + begin if begin else get_of("none"))
+        for _ in range(bounds.HEAD_BYTES_MAX // 1_024 + 1):
+            assert not served.stored.is_closed
+            await served.receive(more * (1_024 // len(more)))
+        await served.receive(more * 1_024)
+        assert served.stored.is_closed
+        assert len(served.connection.headers) < 2
+
+    asyncio.run(serve())
+
+
+def test_trailers_are_no_headers() -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        await served.receive(CHUNKED + b"2\r\nab\r\n0\r\n" + b"a: b\r\n" * 10 + b"\r\n")
+        ((call, _),) = asked.calls
+        assert call.headers == {"transfer-encoding": "chunked"}
+        assert [name for name, _ in served.connection.headers] == [b"transfer-encoding"]
+
+    asyncio.run(serve())
+
+
 def test_nothing_is_read_while_requests_wait() -> None:
     async def serve() -> None:
         asked = Asked()

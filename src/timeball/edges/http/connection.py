@@ -27,7 +27,7 @@ from timeball.edges.http.requests import ANSWER_S, Endpoint, PathTable, no_path
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, protocol_of
 
 _FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
-HEAD_BYTES_MAX = 32 * 1024
+HEAD_BYTES_MAX = 32 * 1024  # also for bytes of other kinds between two parts of a body, such as trailers
 LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
 HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
 
@@ -115,7 +115,7 @@ class HttpConnection(HttpToolsProtocol):
         # requests that are not started: they wait for their bodies, or for the answer to an earlier one
         self.waiting: deque[tuple[Exchange, Endpoint | None]] = deque()
         self._serving: Exchange | None = None  # the request that is started and not answered
-        self._head_bytes = 0
+        self._unused_bytes = 0  # received since the last head or part of a body
         # the first bytes of a head, by which another protocol is recognized
         self._first_bytes = b""
         self._is_in_head = True  # a head is expected at once, or has begun
@@ -146,10 +146,9 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
-        if self._is_in_head:
-            if not self._head_bytes:
-                self._first_bytes = data[:_FIRST_BYTES_MAX]
-            self._head_bytes += len(data)
+        if self.cycle is None and not self._unused_bytes:
+            self._first_bytes = data[:_FIRST_BYTES_MAX]
+        self._unused_bytes += len(data)
         self._unset_keepalive_if_required()
         try:
             self._parse(data)
@@ -159,12 +158,13 @@ class HttpConnection(HttpToolsProtocol):
             return
         # A request whose body has not come yet: its handler waits for it.
         self._start_next()
+        if self.transport.is_closing():
+            return
+        if self._unused_bytes > HEAD_BYTES_MAX:
+            self.send_400_response(f"a head or trailer of more than {HEAD_BYTES_MAX} bytes")
         # Usually a head comes at once, and needs no time limit.
-        if self._is_in_head and not self.transport.is_closing():
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self.send_400_response(f"a head of more than {HEAD_BYTES_MAX} bytes")
-            elif self._head_deadline is None and not self.flow.read_paused:
-                self._start_head_deadline()
+        elif self._is_in_head and self._head_deadline is None and not self.flow.read_paused:
+            self._start_head_deadline()
 
     def after_resume(self) -> None:
         """Start the time limit for a head that has begun. It does not run while the connection reads nothing."""
@@ -211,13 +211,18 @@ class HttpConnection(HttpToolsProtocol):
         """Begin a head."""
         self.url, self.headers, self.expect_100_continue = b"", [], False
         if not self._is_in_head:
-            self._is_in_head, self._head_bytes = True, 0
+            self._is_in_head, self._unused_bytes = True, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Add a header. Trailers are ignored."""
+        if self._is_in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Build the state of a request. Its body has separate limits."""
         if self.parser.should_upgrade():
             return  # the head comes again
-        self._is_in_head = False
+        self._is_in_head, self._unused_bytes = False, 0
         self._cancel_head_deadline()
         parser = self.parser
         target, endpoint = self._paths.find(self.url)
@@ -239,6 +244,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         """Add received bytes of a body to its request."""
+        self._unused_bytes = 0
         exchange = self.cycle
         if not exchange.response_complete:
             exchange.add_body(body)
