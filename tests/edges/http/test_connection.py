@@ -520,3 +520,42 @@ def test_the_time_limit_of_a_head_does_not_run_while_nothing_is_read(monkeypatch
 
     monkeypatch.setattr(bounds, "HEAD_S", 0.02)
     asyncio.run(serve())
+
+
+@pytest.mark.parametrize(
+    "invalid", [b"garbage\r\n\r\n", CHUNKED + b"none\r\n", b"GET /asked HTTP/1.1\r\na: " + b"x" * 33_000],
+    ids=["head", "body", "long head"],
+)  # fmt: skip
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_an_invalid_request_closes_behind_the_answers_to_earlier_ones(invalid: bytes, ahead: int) -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        await served.receive(get_of("asked") * ahead)
+        await served.receive(invalid[:1])
+        await served.receive(invalid[1:])
+        for _ in range(ahead):
+            assert not served.stored.is_closed
+            await served.receive(get_of("none"))
+            asked.answer()
+            await served.settle()
+        assert served.stored.is_closed and served.statuses == [b"200"] * ahead
+        assert b"".join(served.stored.writes).count(b"connection: close") == 1
+
+    asyncio.run(serve())
+
+
+def test_a_request_with_an_invalid_body_is_refused_at_once() -> None:
+    async def serve() -> None:
+        served = Served(reading=reading)
+        await served.receive(get_of("reading", "POST", "transfer-encoding: chunked\r\n"))
+        assert served.connection.tasks and not served.stored.is_closed
+        await served.receive(b"none\r\n")
+        assert served.stored.is_closed and served.statuses == [b"400"]
+        served.connection.connection_lost(None)
+        await asyncio.wait(served.connection.tasks)
+
+    async def reading(call: requests.Call) -> Answer:
+        return Answer(200, await call.read_body())
+
+    asyncio.run(serve())

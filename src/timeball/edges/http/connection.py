@@ -114,6 +114,7 @@ class HttpConnection(HttpToolsProtocol):
         self._paths: PathTable = self.config.loaded_app
         # requests that are not started: they wait for their bodies, or for the answer to an earlier one
         self.waiting: deque[tuple[Exchange, Endpoint | None]] = deque()
+        self._is_invalid = False  # the client has sent an invalid request; the bytes behind it are ignored
         self._serving: Exchange | None = None  # the request that is started and not answered
         self._unused_bytes = 0  # received since the last head or part of a body
         # the first bytes of a head, by which another protocol is recognized
@@ -146,6 +147,8 @@ class HttpConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
+        if self._is_invalid:
+            return
         if self.cycle is None and not self._unused_bytes:
             self._first_bytes = data[:_FIRST_BYTES_MAX]
         self._unused_bytes += len(data)
@@ -199,11 +202,21 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol."""
+        """Refuse an invalid request. If the client speaks another protocol, log the name of that protocol.
+
+        Behind other requests, there is no answer to it: the connection closes after their answers.
+        """
         if protocol_of(self._first_bytes) != "HTTP/1":
             peer = self.client[0] if self.client else ""
             WRONG_PROTOCOLS.note("http", self._first_bytes, peer, self.loop.time())
-        super().send_400_response(msg)
+        if self.waiting and self.cycle.more_body:
+            self.waiting.pop()  # the invalid one: its body is broken
+        last = self.waiting[-1][0] if self.waiting else self._serving
+        if last is None or (last.more_body and not last.response_started):
+            super().send_400_response(msg)
+        else:
+            last.keep_alive, self._is_invalid, self._is_in_head = False, True, False
+            self._cancel_head_deadline()
 
     # -- events of the parser ----------------------------------------------------------------------------------
 
