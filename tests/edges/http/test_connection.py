@@ -433,6 +433,36 @@ def test_a_client_that_ends_its_direction_and_does_not_read_is_disconnected(
     asyncio.run(serve())
 
 
+@pytest.mark.parametrize(
+    "pieces", [[get_of("none") + get_of("asked")], [get_of("none") + b"GET ", b"/asked HTTP/1.1\r\n\r\n"]]
+)
+def test_a_connection_is_not_idle_while_a_request_is_served(pieces: list[bytes]) -> None:
+    async def serve() -> None:
+        asked = Asked()
+        served = Served(asked=asked.handler)
+        served.connection.timeout_keep_alive = 0
+        for piece in pieces:
+            await served.receive(piece)
+        assert not served.stored.is_closed
+        asked.answer()
+        await served.settle()
+        assert served.stored.is_closed and served.statuses == [b"404", b"200"]
+
+    asyncio.run(serve())
+
+
+def test_empty_lines_keep_no_connection_open() -> None:
+    async def serve() -> None:
+        served = Served(short=short)
+        await served.receive(get_of("none"))
+        await served.receive(b"\r\n")
+        served.connection.timeout_keep_alive = 0
+        served.connection.timeout_keep_alive_handler()
+        assert served.stored.is_closed
+
+    asyncio.run(serve())
+
+
 # ---- the limits for what a client sends ahead -------------------------------------------------------------------
 
 

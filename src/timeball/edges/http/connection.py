@@ -26,7 +26,7 @@ from timeball.edges.http.exchange import Exchange
 from timeball.edges.http.requests import ANSWER_S, Endpoint, PathTable, no_path
 from timeball.edges.shared.first_byte import WRONG_PROTOCOLS, protocol_of
 
-_FIRST_BYTES_MAX = 64  # of a head; enough to recognize another protocol
+_FIRST_BYTES_MAX = 64  # of a connection; enough to recognize another protocol
 HEAD_BYTES_MAX = 32 * 1024  # also for bytes of other kinds between two parts of a body, such as trailers
 LAST_BYTES_S = 5.0  # for a client to read the remaining bytes when the broker closes its connection
 HEAD_S = 20.0  # for a complete head, counted from the connection or from the first byte of the head
@@ -117,7 +117,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_invalid = False  # the client has sent an invalid request; the bytes behind it are ignored
         self._serving: Exchange | None = None  # the request that is started and not answered
         self._unused_bytes = 0  # received since the last head or part of a body
-        # the first bytes of a head, by which another protocol is recognized
+        # the first bytes of the connection, by which another protocol is recognized
         self._first_bytes = b""
         self._is_in_head = True  # a head is expected at once, or has begun
         # of a head that has not come at once; None while there is none
@@ -149,10 +149,9 @@ class HttpConnection(HttpToolsProtocol):
         """Parse received bytes, and refuse a head of more than HEAD_BYTES_MAX."""
         if self._is_invalid:
             return
-        if self.cycle is None and not self._unused_bytes:
+        if not self._first_bytes:
             self._first_bytes = data[:_FIRST_BYTES_MAX]
         self._unused_bytes += len(data)
-        self._unset_keepalive_if_required()
         try:
             self._parse(data)
         except HttpParserError as error:
@@ -223,6 +222,7 @@ class HttpConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin a head."""
         self.url, self.headers, self.expect_100_continue = b"", [], False
+        self._idle_since_s = None  # only here: empty lines between requests are no requests
         if not self._is_in_head:
             self._is_in_head, self._unused_bytes = True, 0
 
@@ -280,7 +280,7 @@ class HttpConnection(HttpToolsProtocol):
         """Start the next request, unless another one is under way."""
         if self.waiting and self._serving is None and not self.transport.is_closing():
             exchange, endpoint = self.waiting.popleft()
-            self._serving = exchange
+            self._serving, self._idle_since_s = exchange, None
             if len(exchange.body) <= HIGH_WATER_LIMIT:  # else when its handler takes the body
                 self.flow.resume_reading()
             if endpoint is not None:
@@ -326,10 +326,6 @@ class HttpConnection(HttpToolsProtocol):
 
     def _wait_for_next_request(self, wait_s: float) -> None:
         self.timeout_keep_alive_task = self.loop.call_later(wait_s, self.timeout_keep_alive_handler)
-
-    def _unset_keepalive_if_required(self) -> None:
-        """Note that the connection is not idle. uvicorn calls this for all received bytes."""
-        self._idle_since_s = None
 
     def timeout_keep_alive_handler(self) -> None:
         """Close the connection if it has been idle for long enough."""
