@@ -463,6 +463,19 @@ def test_empty_lines_keep_no_connection_open() -> None:
     asyncio.run(serve())
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+def test_a_task_that_is_cancelled_before_its_first_step_is_not_kept() -> None:
+    async def serve() -> None:
+        served = Served(short=short)
+        served.connection.data_received(get_of("short"))
+        (task,) = served.connection.tasks
+        task.cancel()
+        await served.settle()
+        assert not served.connection.tasks
+
+    asyncio.run(serve())
+
+
 # ---- the limits for what a client sends ahead -------------------------------------------------------------------
 
 

@@ -294,6 +294,7 @@ class HttpConnection(HttpToolsProtocol):
         """Start a task that serves a request."""
         task = self.loop.create_task(self._serve(exchange, work))
         self.tasks.add(task)  # uvicorn waits for these tasks at a stop
+        task.add_done_callback(self.tasks.discard)  # also of a task that is cancelled before its first step
 
     async def _serve(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
         try:
@@ -302,8 +303,6 @@ class HttpConnection(HttpToolsProtocol):
             # No answer, and no 500: it is unknown whether the request was carried out, as after a crash. Clients know
             # from the closed connection which requests they may repeat.
             exchange.transport.close()
-        finally:
-            self.tasks.discard(asyncio.current_task())
 
     def on_response_complete(self) -> None:
         """Start the next request that has come, or wait for one for a limited time."""
