@@ -3,7 +3,7 @@
 import pytest
 
 from timeball import InvalidMessage, RequestError, Unavailable
-from timeball.client.attempts import Lost
+from timeball.client.attempts import Lost, refusal
 from timeball.client.receipts import AcceptedRows, Outcomes, Receipt, SendKeys, receipt, spans
 from timeball.client.rows import outgoing
 from timeball.model.answers import SendAck, SentState
@@ -39,8 +39,29 @@ def test_a_refusal_ends_a_call_unless_it_is_collected() -> None:
         outcomes.fail(2, 1, Unavailable("x"))
     outcomes.fail(3, 1, Lost("x"), is_last=True)
     error = outcomes.error(Unavailable("why"), ["a"] * 4)
-    assert "no row is known to be accepted; may or may not be accepted: rows 3" in str(error)
-    assert [each.first_row for each in error.summary.refused] == [0, 2] and error.summary.rows == 4
+    assert "no row is known to be accepted; may or may not be accepted: rows 2 to 3" in str(error)
+    assert [each.first_row for each in error.summary.refused] == [0] and error.summary.rows == 4
+
+
+@pytest.mark.parametrize(
+    ("code", "is_refused"),
+    [
+        ("unavailable", True),
+        ("over_limit", True),
+        ("forbidden", True),
+        ("invalid_message", True),
+        ("not_leader", False),
+        ("disk_failed", False),
+        ("answer_lost", False),
+        ("error", False),
+    ],
+)
+def test_rows_are_refused_only_if_the_broker_has_none_of_them(code: str, is_refused: bool) -> None:
+    """A disk may fail, and a node lose its lead, after the rows were written."""
+    outcomes = Outcomes(collect=True)
+    outcomes.fail(0, 1, refusal(code, "x"), is_last=True)
+    summary = outcomes.summary(["a"])
+    assert (len(summary.refused), len(summary.unknown)) == ((1, 0) if is_refused else (0, 1))
 
 
 def test_all_keys_of_a_call_name_one_attempt() -> None:

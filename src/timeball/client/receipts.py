@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from timeball.client.attempts import Lost
+from timeball.client.attempts import NotNow
 from timeball.client.identifiers import IDENTIFIERS
 from timeball.client.rows import Outgoing
 from timeball.model.answers import EXISTS, SendAck, SentState
-from timeball.model.errors import RequestError, TimeballError, Unavailable
+from timeball.model.errors import OverLimit, RequestError, TimeballError, Unavailable
 from timeball.model.wire import SendKey
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class SendSummary(msgspec.Struct, frozen=True):
 
         accepted    the broker has these rows on its disk
         refused     the broker has none of these rows
-        unknown     the answer was lost: the broker may or may not have these rows
+        unknown     the broker may or may not have these rows: the answer was lost, or the broker failed meanwhile
         existing    accepted rows that an earlier call had sent with the same ids and `retry=True`
 
     `rows` is the number of rows read from the caller so far. Each of them is in accepted, refused or unknown.
@@ -154,9 +154,8 @@ class Outcomes:
 
         `is_last`: another error has ended the call already, so this one is only recorded.
         """
-        (self.unknown if isinstance(error, Lost) else self._refused).append(
-            RefusedRows(first_row, rows, error)
-        )
+        is_refused = isinstance(error, (NotNow, RequestError, OverLimit))
+        (self._refused if is_refused else self.unknown).append(RefusedRows(first_row, rows, error))
         if not is_last and not (self._collect and not isinstance(error, Unavailable)):
             raise type(error)(f"rows {first_row} to {first_row + rows - 1}: {error}") from error
 
