@@ -360,6 +360,19 @@ def test_a_slow_handler_holds_no_more_than_its_credit(node: RunningNode) -> None
     assert in_flight(node, "slow-handler") == 0
 
 
+def test_a_stream_that_ends_at_once_is_opened_again_after_pauses() -> None:
+    nothing, something = (stream_answer(*chunks, is_over=True) for chunks in ((b"\n",), (received_line(1),)))
+    with answering(*4 * (nothing,), *2 * (something,)) as other:
+        calls = HttpCalls(f"http://{other}", 30_000)
+        stream = calls.open_stream(wire.Receive(topic="t", group="g", rows=1), 10, None)
+        assert stream.read(1_000) == [], "opened at once, and after 0.1, 0.3 and 0.7 s"
+        for _ in range(2):
+            assert [message.seq for message in stream.read(30_000)] == [1]
+            assert stream._pause_s == 0, "a stream that has brought messages is opened again at once"
+        stream.close()
+        calls.close()
+
+
 @pytest.mark.parametrize("credit", [3, 10])
 def test_a_read_of_a_stream_takes_all_that_has_come(credit: int) -> None:
     """The leases of messages that stay in the socket would end unseen."""

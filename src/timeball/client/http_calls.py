@@ -39,6 +39,7 @@ CONNECT_S = 2.0  # longest time to connect if there are other nodes to try
 STREAM_TYPE = "application/x-ndjson"
 STREAM_SILENCE_S = 60.0  # the broker writes an empty line every 15 s
 LAST_BYTES_S = 1.0  # for the last messages of a stream that the client ends
+REOPEN_PAUSES_S = (0.1, 1.0)  # the first and the longest pause after streams that brought nothing
 BACKLOG_BYTES = 16_384  # behind the first messages of a read: the broker has probably more to send
 BACKLOG_WAIT_S = 0.02  # for the next messages of a backlog
 
@@ -231,6 +232,7 @@ class MessageStream:
         self._clock = calls._clock
         self._tail = b""  # the beginning of a line
         self._heard_ns = 0  # when the last bytes had come
+        self._opens_ns, self._pause_s = 0, 0.0  # when a stream may be opened, and the pause after it
 
     def read(self, wait_ms: int) -> list[Received]:
         """Wait up to `wait_ms` for messages, and return all that have come. See RowStream.
@@ -241,7 +243,7 @@ class MessageStream:
         messages, drained_bytes = list[Received](), 0
         while len(messages) < self._credit:
             if self._connection is None:
-                if messages:
+                if messages or not self._wait_to_open(end_ns):
                     break
                 self._open()
             assert self._connection is not None
@@ -261,10 +263,13 @@ class MessageStream:
                 if not messages:
                     self._check_cancelled()
                 self._drop()
+                self._opens_ns = self._clock.monotonic_ns() + int(self._pause_s * 1e9)
             elif data:
                 self._heard_ns = self._clock.monotonic_ns()
                 drained_bytes += len(data) if messages else 0
                 messages += self._take_lines(data)
+                if messages:
+                    self._pause_s = 0.0
             elif messages:
                 break
             elif self._clock.monotonic_ns() - self._heard_ns > STREAM_SILENCE_S * 1e9:
@@ -281,6 +286,15 @@ class MessageStream:
         self._drop()
         return messages
 
+    def _wait_to_open(self, end_ns: int) -> bool:
+        """Wait until a stream may be opened. False if it may not be before `end_ns`."""
+        wait_ns = min(self._opens_ns, end_ns) - self._clock.monotonic_ns()
+        if wait_ns > 0:
+            self._calls._closed.wait(wait_ns / 1e9)
+            self._calls.check()
+            self._check_cancelled()
+        return self._opens_ns <= max(end_ns, self._clock.monotonic_ns())
+
     def _open(self) -> None:
         try:
             self._connection = self._calls.open(self._request, self._open_read)
@@ -288,6 +302,7 @@ class MessageStream:
             self._check_cancelled()
             raise
         self._tail, self._heard_ns = b"", self._clock.monotonic_ns()
+        self._pause_s = min(max(2 * self._pause_s, REOPEN_PAUSES_S[0]), REOPEN_PAUSES_S[1])
 
     def _take_lines(self, data: bytes) -> list[Received]:
         """Decode the lines that are complete."""
