@@ -20,6 +20,7 @@ from timeball.edges.http.answers_codec import EVENTS
 from timeball.edges.http.codec import NDJSON
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance]
+KNOWN_TOPIC = "known"  # made by the test; a question about topics that are never there has one answer
 LABELS = [f"{each.method.upper()} {each.path}" for each in OPERATIONS]
 
 
@@ -39,6 +40,8 @@ def attack(port: int, label: str, examples: int) -> Counter[int]:
         # A long poll of every example would be a minute each.
         if isinstance(case.query, dict) and "wait" in case.query:
             case.query["wait"] = str(case.query["wait"])[:1]
+        if len((case.path_parameters or {}).get("topic", "")) == 1:  # about half of the names
+            case.path_parameters["topic"] = KNOWN_TOPIC
         answer = answer_to(case, base, session)
         seen[answer.status_code if answer is not None else 200] += 1
         # A condition that has a name is none of the broker's faults.

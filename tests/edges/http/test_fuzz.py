@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from schemathesis.core.failures import FailureGroup, ServerError
 from tests.edges.http.client import Client
-from tests.edges.http.fuzzing import LABELS, attack, status
+from tests.edges.http.fuzzing import KNOWN_TOPIC, LABELS, attack, status
 from tests.node_fixture import RunningNode, running_node
 from tests.rounds import rounds
 
@@ -34,7 +34,8 @@ def test_requests_made_from_the_document_find_no_fault(node: RunningNode, client
     assert client.send("fuzzed-after", {"body": "still here"}).status == 201
 
 
-def test_requests_that_are_right_and_wrong_are_made(node: RunningNode) -> None:
+def test_requests_that_are_right_and_wrong_are_made(node: RunningNode, client: Client) -> None:
+    assert client.send(KNOWN_TOPIC, {"body": "x"}).status == 201
     asked = {
         label: attack(node.node.http_port, label, 100) for label in LABELS if "/topics/{topic}/" in label
     }
