@@ -490,7 +490,16 @@ class RemotingQueue(DelayedQueue):
 
     def send(self, messages: Sequence[tuple[int, bytes]]) -> None:
         """See DelayedQueue."""
-        fields = {"a": "producers", "b": TOPIC, "c": "TBW102", "d": "8", "g": "0", "h": "0", "k": "false", "m": "false"}
+        fields = {
+            "a": "producers",
+            "b": TOPIC,
+            "c": "TBW102",
+            "d": "8",
+            "g": "0",
+            "h": "0",
+            "k": "false",
+            "m": "false",
+        }
         requests = []
         for number, (due_ms, body) in enumerate(messages):
             properties = encode_properties({"UNIQ_KEY": uuid4().hex, "TIMER_DELIVER_MS": str(due_ms)})
@@ -520,7 +529,10 @@ class RemotingQueue(DelayedQueue):
         self._ask(
             [
                 _request(
-                    RequestCode.ACK_MESSAGE, queueId=token.queue_id, offset=token.offset, extraInfo=token.encode()
+                    RequestCode.ACK_MESSAGE,
+                    queueId=token.queue_id,
+                    offset=token.offset,
+                    extraInfo=token.encode(),
                 )
                 for token in tokens
             ]

@@ -51,7 +51,11 @@ def _pull(number: int, message: int) -> bytes:
     return encode(Command(code=RequestCode.PULL_MESSAGE, opaque=1, ext=ext, version=409))
 
 
-REQUESTS: dict[str, Callable[[int, int], bytes]] = {"http": _receive, "http stream": _stream, "remoting": _pull}
+REQUESTS: dict[str, Callable[[int, int], bytes]] = {
+    "http": _receive,
+    "http stream": _stream,
+    "remoting": _pull,
+}
 BODY = b"the message that all groups wait for, number %d."
 
 
