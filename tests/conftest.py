@@ -37,7 +37,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 def pytest_collection_finish() -> None:
     """Leave modules and tests out of each collection of cycles: they stay until the end."""
     gc.freeze()
-    gc.set_threshold(100_000)  # at 10,000 the collector took 5 % of the CPU
+    gc.set_threshold(10_000)
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for its groups, and pytest for markers
