@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -136,7 +136,7 @@ class TestBroker:
         self._node: Node = Node(Settings(data=folder, **{**_SETTINGS, **self._settings}), clock)
         try:
             self._run(self._node.start())
-        except BaseException:  # whatever it is, the thread and the folder must not stay
+        except BaseException:  # of any kind: neither the thread nor the folder may stay
             self._resources.close()
             raise
         self._resources.callback(lambda: self._run(self._node.stop()))
@@ -247,7 +247,7 @@ class TestBroker:
         else:
             self._run(consuming.acknowledge([receipt]))
 
-    # -- what a test looks at ----------------------------------------------------------------------------------------
+    # -- questions of a test ------------------------------------------------------------------------------------------
 
     def released(self, topic: str | None = None) -> list[ReleasedMessage]:
         """All messages that advances have released so far, in order, of one topic if it is named."""
@@ -308,14 +308,12 @@ def _split_keys(keys: str | None) -> tuple[str, ...]:
 
 def _messages_of(rows: pa.RecordBatch) -> list[ReleasedMessage]:
     """Convert rows (READ_SCHEMA) to messages."""
-    return list(_iterate(rows))
-
-
-def _iterate(rows: pa.RecordBatch) -> Iterator[ReleasedMessage]:
     names = ("topic", "due_ms", "unique_key", "keys", "tag", "body", "properties", "reconsume_times")
     columns = [rows.column(name).to_pylist() for name in names]
-    for topic, due_ms, unique_key, keys, tag, body, properties, times in zip(*columns, strict=True):
-        yield ReleasedMessage(
+    return [
+        ReleasedMessage(
             topic, due_ms or 0, unique_key, _split_keys(keys), tag, body or b"",
             decode_properties(properties or ""), (times or 0) + 1,
-        )  # fmt: skip
+        )
+        for topic, due_ms, unique_key, keys, tag, body, properties, times in zip(*columns, strict=True)
+    ]  # fmt: skip

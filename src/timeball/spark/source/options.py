@@ -513,7 +513,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 # ---- the pace of streams: when there are enough rows for a micro-batch, and how rows are divided --------------
 
 
-# What has a lag: a queue, a group, or a queue of a group.
+# The key of a lag: a queue, a group, or a queue of a group.
 Part = TypeVar("Part", int, str, tuple[str, int])
 
 
