@@ -120,6 +120,20 @@ def test_the_table_at_the_consumer_marks_brokers_that_are_not_durable() -> None:
     assert found.as_dict()["at_consumer"]["rows"][0]["name"] == "steady 2,000/s"  # type: ignore[index, call-overload]
 
 
+def test_a_run_of_one_table_keeps_the_other_table_of_the_page() -> None:
+    both, queue_only, consumer_only = figures(), figures(busy=True), figures()
+    steady, redis = Row("steady 2,000/s", "msg/s"), ConsumerPeer("Redis", "Redis, always", True)
+    both.at_consumer.add(redis, steady, Sample(2_000.0))
+    consumer_only.at_consumer.add(redis, steady, Sample(1_000.0))
+    consumer_only.rows.clear()
+    in_queue, at_consumer = page(both).split("\n## At the consumer\n")
+    assert page(queue_only, page(both)).endswith("\n## At the consumer\n" + at_consumer)
+    assert BUSY in page(queue_only, page(both))
+    after = page(consumer_only, page(both))
+    assert after.startswith(in_queue) and "1,000 msg/s" in after and "2,000 msg/s" not in after
+    assert page(both, page(queue_only)) == page(both)
+
+
 @pytest.mark.parametrize(
     ("numbers", "seen_ms", "failures"),
     [

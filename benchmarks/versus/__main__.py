@@ -44,7 +44,8 @@ def main(arguments: Sequence[str]) -> int:
         tables = [figures.table(), figures.at_consumer.table()]
         print("\n\n".join("\n".join(table) for table in tables if table))
     if options.page:
-        Path(options.page).write_text(page(figures), "utf-8")
+        path = Path(options.page)
+        path.write_text(page(figures, path.read_text("utf-8") if path.exists() else ""), "utf-8")
         say(f"written: {options.page}")
     return 0
 
@@ -87,11 +88,15 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--waiting", type=int, help=f"scheduled messages that wait ({WAITING})")
     parser.add_argument("--small", action="store_true", help="only show that it runs; writes no page")
     parser.add_argument("--json", action="store_true", help="print one JSON document in place of the table")
-    parser.add_argument("--page", help="where the page goes (of all rows: docs/versus.md; of some: nowhere)")
+    parser.add_argument(
+        "--page",
+        help="where the page goes (of a whole table: docs/versus.md; of some rows: nowhere)",
+    )
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error("--rounds must be 1 at least")
-    if options.page is None and not options.small and set(options.rows) == set(GROUPS):
+    tables = {GROUP_NAME}, set(GROUPS) - {GROUP_NAME}, set(GROUPS)
+    if options.page is None and not options.small and set(options.rows) in tables:
         options.page = PAGE
     return options
 

@@ -29,13 +29,13 @@ both brokers are running and warm. Each cell is the median of {rounds}.
 - The burst and waiting rows have about {waiting} scheduled messages. Memory is that of the broker's process. Waiting
   means that the messages are pending.
 - Before each measurement, free memory is filled with page cache, as on a machine that has been in use for a while."""
+AT_CONSUMER_HEAD = "## At the consumer"
 AT_CONSUMER = """\
-## At the consumer
-
-Here lateness is the time at which a consumer holds the message, minus its due time. The consumer leases each message
-and acknowledges it. Producer and consumer are processes of their own, written on sockets (over Flight: the Python
-client), and share the machine with the broker. Each broker runs alone, and the order changes in each round. A broker
-that is not durable acknowledges a message before the disk has it. beanstalkd delays by whole seconds.
+Each cell is the median of {rounds}. Here lateness is the time at which a consumer holds the message, minus its due
+time. The consumer leases each message and acknowledges it. Producer and consumer are processes of their own, written
+on sockets (over Flight: the Python client), and share the machine with the broker. Each broker runs alone, and the
+order changes in each round. A broker that is not durable acknowledges a message before the disk has it. beanstalkd
+delays by whole seconds.
 
 Single sends and cancels have one request in flight on each connection, and p50 and p99 are those of the time until the
 answer. The memory of a pending message is the growth of the process, without mapped files."""
@@ -206,32 +206,66 @@ class Figures:
         return lines
 
 
-def page(figures: Figures) -> str:
-    """Return docs/versus.md."""
-    before, after = figures.load_averages
-    others = [name for name in figures.peers if name != OURS] or ["other brokers"]
-    parts = [
-        f"# {OURS} beside {', '.join(others)}",
-        HOW.format(
-            rounds=f"{figures.rounds} round" + "s" * (figures.rounds > 1), waiting=f"{figures.waiting:,}"
-        ),
-    ]
-    parts += [SMALL] if figures.small else []
-    parts += [BUSY] if figures.busy else []
-    if figures.rows:
-        parts.append("\n".join(figures.table()))
+def page(figures: Figures, previous: str = "") -> str:
+    """Return docs/versus.md. Tables that this run did not measure are those of the `previous` page."""
+    in_queue, found, at_consumer = previous.partition(f"\n{AT_CONSUMER_HEAD}\n")
+    at_consumer = f"{AT_CONSUMER_HEAD}\n{at_consumer}".rstrip("\n") if found else ""
+    in_queue = in_queue.rstrip("\n")
+    if figures.rows or not in_queue:
+        in_queue = _in_queue(figures)
     if figures.at_consumer.rows:
-        parts.append(AT_CONSUMER)
-        parts.append("\n".join(figures.at_consumer.table()))
+        at_consumer = _at_consumer(figures)
+    return "\n\n".join(part for part in (in_queue, at_consumer) if part) + "\n"
+
+
+def _in_queue(figures: Figures) -> str:
+    """Return the title, and the table of work up to the queue."""
+    others = [name for name in figures.peers if name != OURS] or ["other brokers"]
+    how = HOW.format(rounds=_rounds(figures), waiting=f"{figures.waiting:,}")
     failures = figures.failures()
-    parts.append("Requests that failed: " + ("; ".join(failures) if failures else "none") + ".")
     settings = [setting for settings in figures.peers.values() for setting in settings]
-    settings += [peer.settings for peer in figures.at_consumer.peers]
-    parts.append("\n".join(f"- {setting}" for setting in dict.fromkeys(settings)))
+    return "\n\n".join(
+        [
+            f"# {OURS} beside {', '.join(others)}",
+            how,
+            *_warnings(figures),
+            *(["\n".join(figures.table())] if figures.rows else []),
+            "Requests that failed: " + ("; ".join(failures) if failures else "none") + ".",
+            *_circumstances(figures, settings),
+        ]
+    )
+
+
+def _at_consumer(figures: Figures) -> str:
+    """Return the table of work up to the consumer."""
+    return "\n\n".join(
+        [
+            AT_CONSUMER_HEAD,
+            AT_CONSUMER.format(rounds=_rounds(figures)),
+            *_warnings(figures),
+            "\n".join(figures.at_consumer.table()),
+            *_circumstances(figures, [peer.settings for peer in figures.at_consumer.peers]),
+        ]
+    )
+
+
+def _warnings(figures: Figures) -> list[str]:
+    return [*([SMALL] if figures.small else []), *([BUSY] if figures.busy else [])]
+
+
+def _circumstances(figures: Figures, settings: Sequence[str]) -> list[str]:
+    """Return how the brokers were started, the machine, and what was left out."""
+    before, after = figures.load_averages
     machine = "; ".join(f"{name}: {value}" for name, value in figures.machine.items())
-    parts.append(f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.")
-    parts.append(figures.not_measured)
-    return "\n\n".join(parts) + "\n"
+    return [
+        "\n".join(f"- {setting}" for setting in dict.fromkeys(settings)),
+        f"Measured {figures.date}. {machine}. Load average {before:.1f} before, {after:.1f} after.",
+        figures.not_measured,
+    ]
+
+
+def _rounds(figures: Figures) -> str:
+    return f"{figures.rounds} round" + "s" * (figures.rounds > 1)
 
 
 def _line(words: Sequence[str]) -> str:
