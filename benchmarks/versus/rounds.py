@@ -15,7 +15,7 @@ from benchmarks.report import brief
 from benchmarks.versus import calls, delays, delivery, pulling, sending, stock
 from benchmarks.versus.peers import GRPC, REMOTING, Flush, Peer, TimeballPeer
 from benchmarks.versus.rocketmq import RocketMQ
-from benchmarks.versus.table import ConsumerPeer, Figures
+from benchmarks.versus.table import ConsumerPeer, Figures, value_text
 from benchmarks.versus.wire import Link
 from benchmarks.versus.work import QUEUES, Bench, Work
 
@@ -95,8 +95,8 @@ def _delivery_rounds(figures: Figures, bench: Bench, folder: Path, flush: Flush)
                 late = "" if sample.p99_ms is None else f", p99 {sample.p99_ms:.1f} ms"
                 cpu = "" if sample.cpu_us is None else f", {sample.cpu_us:.1f} us CPU a message"
                 say(
-                    f"{row.row.name}, round {number + 1} of {figures.rounds}: {start.name} {brief(sample.value)}"
-                    f" {row.row.unit}{late}{cpu}, {sample.failures} failed"
+                    f"{row.row.name}, round {number + 1} of {figures.rounds}: {start.name}"
+                    f" {value_text(row.row, sample)}{late}{cpu}, {sample.failures} failed"
                 )
                 shutil.rmtree(own)
 

@@ -86,7 +86,7 @@ class ConsumerFigures:
                 if cell is None:
                     continue
                 cpu = "" if cell.cpu_us is None else brief(round(cell.cpu_us, 1))
-                value = "not reached" if isnan(cell.value) else f"{brief(cell.value)} {row.unit}"
+                value = value_text(row, cell)
                 durable = "yes" if peer.durable else "**no**"
                 lines.append(
                     _line([row.name, peer.name, durable, value, _latencies(cell), cpu, str(cell.failures)])
@@ -266,6 +266,11 @@ def _circumstances(figures: Figures, settings: Sequence[str]) -> list[str]:
 
 def _rounds(figures: Figures) -> str:
     return f"{figures.rounds} round" + "s" * (figures.rounds > 1)
+
+
+def value_text(row: Row, sample: Sample) -> str:
+    """Return a value with its unit. NaN means that the broker could not do the work."""
+    return "not reached" if isnan(sample.value) else f"{brief(sample.value)} {row.unit}"
 
 
 def _line(words: Sequence[str]) -> str:
